@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,6 +89,12 @@ def check_name(name: str) -> None:
             f"hf download {name} --local-dir {folder} (for a plan hf download {name} config.json --local-dir {folder} "
             f"is enough), then give --model ./{folder}"
         )
+    if name not in PRESETS and (os.sep in name or name.startswith((".", "~"))):
+        there = "is a file" if os.path.isfile(name) else "does not exist"
+        raise ConfigError(
+            f"the model folder {os.path.abspath(name)} {there}; give a folder with a config.json, or a preset: "
+            f"{', '.join(PRESETS)}"
+        )
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, 1)
         hint = f"did you mean {near[0]}? " if near else ""
@@ -105,6 +113,11 @@ def check_folder(folder: Path) -> None:
         ConfigError: config.json is missing or unreadable, or its model type is unknown.
     """
     path = folder / "config.json"
+    if not path.is_file() and (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{folder} contains adapters and no model; merge them with their model first, in RAM: "
+            f"{_merging(str(folder))}, then give {folder}-merged"
+        )
     if not path.is_file():
         raise ConfigError(f"{folder} contains no config.json, so it is not a model folder")
     try:
@@ -125,6 +138,18 @@ def check_folder(folder: Path) -> None:
             f'the "model_type" of {folder} is {kind!r}, which transformers {transformers.__version__} does not know; '
             f"run: pip install -U transformers. Code in the folder itself is never run"
         )
+
+
+def _merging(folder: str) -> str:
+    """Returns the shell command that writes a model with the adapters of a folder, and its tokenizer, beside it."""
+    merged = f"{folder.rstrip(os.sep)}-merged"
+    steps = (
+        "from peft import AutoPeftModelForCausalLM as Model",
+        "from transformers import AutoTokenizer as Words",
+        f"Model.from_pretrained({folder!r}).merge_and_unload().save_pretrained({merged!r})",
+        f"Words.from_pretrained({folder!r}).save_pretrained({merged!r})",
+    )
+    return shlex.join(["python", "-c", "; ".join(steps)])
 
 
 def quantized_bits(config: Any) -> int | None:

@@ -280,9 +280,24 @@ def test_every_limit_has_a_description() -> None:
     plan = _plan()
     row = make_row(plan, 50, RATES, [_turn(plan, 3)])
     for limit, message in (
-        ("compute", "is hidden"),
+        ("compute", "of I/O are hidden"),
         ("drive", "the drive limits"),
         ("order", "first forward"),
         ("budgets", "budgets limit"),
     ):
         assert message in in_words(plan, replace(row, limit=limit))
+
+
+def test_what_compute_hides_is_said_without_a_contradiction() -> None:
+    plan = _plan()
+    row = replace(make_row(plan, 50, RATES, [_turn(plan, 3)]), limit="compute", io_seconds=2.0)
+    assert in_words(plan, replace(row, exposed_seconds=0.0)).endswith("limits: all of the 2.00 s of I/O are hidden")
+    told = in_words(plan, replace(row, exposed_seconds=0.25))
+    assert told.endswith("limits: all but 0.25 s of the 2.00 s of I/O are hidden")
+
+
+def test_a_time_that_would_hide_all_is_told_where_it_is_longer_than_the_rows() -> None:
+    plan = _plan()
+    row = replace(make_row(plan, 50, RATES, [_turn(plan, 3)]), limit="drive")
+    assert "from about 80 ms on all" in in_words(plan, replace(row, hiding_compute_ms=80.0))
+    assert "could be hidden" not in in_words(plan, replace(row, hiding_compute_ms=50.0))

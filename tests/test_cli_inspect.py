@@ -99,6 +99,7 @@ def test_an_nvme_path_lists_its_runs_and_nothing_else(run: Path) -> None:
     words = shown(drive)
     assert "finished at step 1" in words and "photos" not in words and "notes" not in words
     assert shown(drive / "photos").startswith("there are no runs in")
+    assert "finished.json notes it: --resume auto does not train the run again" in shown(drive / "done")
 
 
 def test_no_folder_is_bad_input(tmp_path: Path) -> None:

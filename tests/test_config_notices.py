@@ -59,7 +59,7 @@ def test_one_line_for_all_that_changes_speed_alone(tmp_path: Path) -> None:
     [
         ({"flops_profiler": {"enabled": True}}, "config keys that are not supported and are ignored: flops_profiler"),
         ({"sparse_gradients": True}, "config keys that are not supported and are ignored: sparse_gradients"),
-        ({"gradient_clipping": "auto"}, "clipped to a global norm of 1"),
+        ({"gradient_clipping": "auto"}, 'clipped to a global norm of 1, which "auto" means where no Trainer sets the'),
     ],
 )
 def test_a_line_for_what_is_not_done(given: dict[str, Any], message: str, tmp_path: Path) -> None:

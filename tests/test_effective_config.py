@@ -86,6 +86,11 @@ def test_values_that_replace_auto_are_reported(case: str) -> None:
     assert became == message and bool(auto) == bool(message)
 
 
+def test_a_clip_of_auto_is_not_told_twice() -> None:
+    line, default = line_of({"gradient_clipping": "auto"}), line_of({})
+    assert "by default" not in line and "gradient_clipping 1 by default" in default
+
+
 def test_the_effective_config_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     content = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAMW, "offload": {"device": "cpu"}}
     with caplog.at_level(logging.DEBUG, logger="offload"):

@@ -133,6 +133,11 @@ def test_nodes_of_a_job_of_slurm_are_reached_by_srun(restarts: int) -> None:
         ({"hosts": None, "launcher": "slurm"}, "start this command in a script of sbatch or in salloc"),
         ({"hosts": None, "environ": {"SLURM_JOB_NODELIST": "a[1-2]"}}, "Slurm's job says nothing about GPUs"),
         ({"hosts": None, "environ": JOB, "include": "gpu1:0"}, "Slurm chooses the GPUs of a node"),
+        (
+            {"hosts": None, "gpus": 0, "include": "localhost:0,1"},
+            "localhost has no slot 1.*torch finds no GPU on this machine.* give --num-gpus 2 in the place of --include",
+        ),
+        ({"hosts": None, "gpus": 1, "include": "localhost:0,1"}, "localhost has no slot 1: it has 1, the first is 0$"),
         ({"hosts": [Host("localhost", (0,)), *HOSTS]}, "the first host is localhost, which other hosts cannot reach"),
         (
             {"environ": {f"OMPI_COMM_WORLD_{each}": "2" for each in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")}},

@@ -109,10 +109,11 @@ WITHIN = {
         "measure_model": "activations hardware model_shape step_time",
         "recommend": "activations hardware memory model_shape step_time",
         "reach": "activations hardware memory model_shape recommend",
+        "config_file": "activations recommend",
         "predict_run": "activations hardware model_shape recommend",
         "advice": "recommend",
         "report": "activations advice published reach recommend step_time",
-        "request": "activations hardware measure_model memory model_shape reach recommend",
+        "request": "activations hardware measure_model memory model_shape published reach recommend",
         "guide_table": "activations hardware memory model_shape published recommend report",
     },
     "cli": {

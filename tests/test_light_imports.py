@@ -122,7 +122,20 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 
 
 def test_help_loads_nothing() -> None:
-    of = ("info", "probe", "plan", "tune", "train", "inspect", "verify", "export", "rm", "report", "run")
+    of = (
+        "info",
+        "probe",
+        "plan",
+        "check-config",
+        "tune",
+        "train",
+        "inspect",
+        "verify",
+        "export",
+        "rm",
+        "report",
+        "run",
+    )
     asked = [(), *((each,) for each in of), ("bench",), ("bench", "io"), ("bench", "adam"), ("bench", "swap")]
     for command, (code, output, found) in commands(*((*each, "--help") for each in asked), ("--version",)).items():
         assert (code, found) == (0, []), (command, output)
@@ -145,11 +158,14 @@ def test_an_option_that_cannot_be_is_refused_before_anything_is_loaded() -> None
 def test_looking_at_what_lies_there_needs_no_torch(made: Path) -> None:
     run, saved, log = str(made / "drive" / "run"), str(made / "saved"), str(made / "log.jsonl")
     scripts = [("inspect", each, "--json") for each in (run, str(made / "drive"), saved)]
-    found = commands(*scripts, ("report", log, "--json"), ("report", log), ("inspect", run), ("verify", run))
+    config = made / "ds.json"
+    config.write_text('{"bf16": {"enabled": true}}')
+    light = (*scripts, ("report", log, "--json"), ("report", log), ("check-config", str(config)))
+    found = commands(*light, ("inspect", run), ("verify", run))
     assert [code for code, _, _ in found.values()] == [0] * len(found), found
-    for _, _, loaded in list(found.values())[:5]:
+    for _, _, loaded in list(found.values())[: len(light)]:
         assert loaded == []
-    assert [loaded for _, _, loaded in list(found.values())[5:]] == [["rich"], ["rich"]]
+    assert [loaded for _, _, loaded in list(found.values())[len(light) :]] == [["rich"], ["rich"]]
     about = json.loads(found[scripts[0]][1])
     assert about["model"]["class"] == "GPT2LMHeadModel" and about["ranks"][0]["commits"][0]["blob"] == "right"
     assert about["ranks"][0]["written_bytes"][0] > 0

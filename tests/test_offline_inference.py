@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -205,3 +206,18 @@ def test_the_static_cache_takes_the_memory_that_was_said() -> None:
 def test_bad_input_is_one_line(arguments: Sequence[str], words: str, folder: Path) -> None:
     result = call(*(each.format(folder=folder) for each in arguments))
     assert result.exit_code == 2 and words in result.stderr and result.stdout == ""
+
+
+def test_a_folder_of_adapters_is_refused_with_the_command_that_merges_them(folder: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    adapter, records = tmp_path / "my adapter", tmp_path / "rows.jsonl"
+    write_lines(records, RECORDS[:1])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="CAUSAL_LM")).save_pretrained(adapter)
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(adapter)
+    done = call("score", adapter, "--data", records)
+    assert done.exit_code == 2 and f"{adapter} contains adapters and no model; merge them" in done.stderr
+    python, option, code = shlex.split(done.stderr.partition("in RAM: ")[2].rpartition(", then give")[0])
+    assert (python, option) == ("python", "-c")
+    exec(code)
+    assert call("score", f"{adapter}-merged", "--data", records).exit_code == 0

@@ -17,7 +17,7 @@ from offload.cli.main import app
 from offload.errors import BudgetError, ConfigError
 from offload.finetune.options import Options, merge, schedule
 from offload.hardware.smart import rated_bytes
-from offload.planner import advice, memory
+from offload.planner import advice, config_file, memory
 from offload.planner import recommend as choice
 from offload.planner import request as ask
 from offload.planner.activations import budgets
@@ -369,7 +369,7 @@ def test_a_config_that_cannot_be_written_leaves_no_file(tmp_path: Path, monkeypa
         path.touch()
         return Path("/dev/full").open("w")
 
-    monkeypatch.setattr(ask, "open", full, raising=False)
+    monkeypatch.setattr(config_file, "open", full, raising=False)
     done = run("--model", "gpt2-tiny", "--seq-len", "64", *MACHINE, "--write", str(target))
     assert done.exit_code == 1 and f"cannot write the config {target}: No space left" in done.stderr
     assert not target.exists()

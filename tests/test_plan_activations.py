@@ -21,7 +21,7 @@ from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import lay_out
 from offload.losses import chunked
-from offload.planner import memory, reach, request
+from offload.planner import config_file, memory, reach
 from offload.planner import recommend as choice
 from offload.planner.activations import formulas
 from offload.planner.activations.formulas import CHUNK_TOKENS, Moving, Need, moving, need
@@ -31,6 +31,7 @@ from offload.planner.activations.room import Room, fits, largest_batch, longest_
 from offload.planner.advice import advise
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, Use, from_count, from_name
+from offload.planner.report import reach as report
 from offload.planner.step_time import passes, step_order
 from offload.sizes import GIB
 from tests.support.sampling import examples
@@ -466,6 +467,15 @@ def test_the_table_tells_what_fits_and_what_it_costs(shape: Shape) -> None:
             choice.plan(shape.at(row.sequence_chunked + 1), card(), load._replace(batch=2), content)
 
 
+def test_a_way_by_which_nothing_fits_is_a_line_and_no_row(shape: Shape) -> None:
+    planned = choice.plan(shape, card(), Load(1, chunked_loss=True), config("device"))
+    kept = reach.Reach(reach.Way("all kept", None), 0, 0, 0, None)
+    again = reach.Reach(reach.Way("on the device", "device"), 5, 9000, 0, planned.timing.seconds)
+    assert report.reach_table(planned, [kept, again]) == [("on the device", "5", "9,000", "none", "1.00 x")]
+    assert report.without_room([kept, again]) == ["no sequence fits: all kept"]
+    assert report.without_room([again]) == []
+
+
 def test_files_for_inputs_alone_make_no_step_durable() -> None:
     content = reach.with_way(memory.settings("cpu", "cpu"), reach.Way("", "nvme"), card())
     assert content["offload"]["nvme_path"] and content["offload"]["durability"] == "none"
@@ -575,7 +585,7 @@ def test_the_budgets_of_a_plans_config_have_the_planned_room_for_inputs(shape: S
     on, load = card(), Load(4)
     planned = choice.with_host_budget(choice.plan(shape, on, load, config(tier)))
     inputs = need(shape, planned.load).host
-    again = choice.plan(shape, on, load, request.ready(planned))
+    again = choice.plan(shape, on, load, config_file.ready(planned))
     assert bool(inputs) == (tier != "auto")  # there all of them stay on the device
     assert again.memory.placement.inputs_nbytes is not None
     assert again.memory.placement.inputs_nbytes >= inputs

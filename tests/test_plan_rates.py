@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.errors import BudgetError, ConfigError
-from offload.planner import memory, request
+from offload.planner import config_file, memory
 from offload.planner import recommend as choice
 from offload.planner.activations.budgets import beside_weights
 from offload.planner.activations.load import Load
@@ -132,7 +132,7 @@ def test_one_memory_holds_both_budgets_and_the_activations() -> None:
     content = memory.settings("nvme", "nvme", host_memory=110 * GIB, batch=4)
     with pytest.raises(BudgetError, match="activations"):
         choice.plan(shape, machine, Load(8, 1, True), content)
-    written = request.ready(planned)["offload"]
+    written = config_file.ready(planned)["offload"]
     assert {"host_memory", "device_memory"} <= written.keys(), "a run would see the same bytes free twice"
 
 

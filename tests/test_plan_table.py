@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
+from offload.cli.console import parse_count
 from offload.planner import guide_table as table
+from offload.planner.model_shape import from_count
+from offload.planner.request import Described, hardware
 
 PAGE = table.PAGE.read_text(encoding="utf-8")
 ROWS = (*table.CASES, *((*other, 1) for other in table.OTHERS))
 """Of the first model, in the order of the page: by GPU and drives, and of other machines, which have one drive."""
+SMALL = tuple(f"| 13B | {gpu} |" for gpu in table.SMALL)
 CARD_ROWS = [line for line in table.CARD_PAGE.read_text(encoding="utf-8").splitlines() if table.is_of_card(line)]
 
 
@@ -16,7 +22,7 @@ CARD_ROWS = [line for line in table.CARD_PAGE.read_text(encoding="utf-8").splitl
 @pytest.mark.parametrize("number", range(len(ROWS)))
 def test_a_row_of_the_first_model_is_generated(number: int) -> None:
     """Those of the others take longer."""
-    first = [line for line in PAGE.splitlines() if line.startswith("| 13B")]
+    first = [line for line in PAGE.splitlines() if line.startswith("| 13B") and not line.startswith(SMALL)]
     assert first[number] == table.row(table.MODELS[0], *ROWS[number]), "run: python -m offload.planner.guide_table"
 
 
@@ -27,7 +33,7 @@ def test_the_page_is_generated() -> None:
 
 def test_the_tables_have_all_rows() -> None:
     assert len(CARD_ROWS) == len(table.CARD_CASES) == 6
-    assert sum(line.startswith("| 13B") for line in PAGE.splitlines()) == len(ROWS)
+    assert sum(line.startswith("| 13B") for line in PAGE.splitlines()) == len(ROWS) + len(table.SMALL)
 
 
 @pytest.mark.parametrize("number", range(len(table.GPUS)))
@@ -41,6 +47,25 @@ def test_the_rates_of_each_gpu_are_on_the_page_with_their_origins(number: int) -
 @pytest.mark.parametrize("number", range(len(table.STEPS)))
 def test_a_prediction_beside_a_step_of_others_is_generated(number: int) -> None:
     assert table.step_row(table.STEPS[number]) in PAGE.splitlines(), "run: python -m offload.planner.guide_table"
+
+
+def test_the_rows_of_smaller_cards_are_on_the_page() -> None:
+    rows = [table.small_row(table.SMALL_MODELS[0], table.SMALL[0])]
+    assert all(row in PAGE.splitlines() for row in rows), "run: python -m offload.planner.guide_table"
+
+
+def test_the_command_of_the_cards_page_plans_its_first_row() -> None:
+    """A reader who types the command finds the row below it."""
+    text = table.CARD_PAGE.read_text(encoding="utf-8").partition("\noffload plan ")[2].partition("      #")[0]
+    typed = shlex.split(text.replace("\\\n", ""))
+    assert typed.pop() == "--no-chunked-loss" and not table.CARD_CASES[0][1].chunked_loss
+    given = dict(zip(typed[::2], typed[1::2], strict=True))
+    ram, load, durability = table.CARD_CASES[0]
+    assert f"{load.batch} {load.accumulation}" == f"{given.pop('--batch-size')} {given.pop('--accumulation')}"
+    shape = from_count(parse_count(given.pop("--parameters")), int(given.pop("--layers")), int(given.pop("--seq-len")))
+    asked = Described(given.pop("--gpu"), given.pop("--ram"), (given.pop("--drive"),), given.pop("--memory-bandwidth"))
+    assert not given and shape == table.card_shape() and durability == "step"
+    assert hardware(asked) == table.card_machine(ram)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from offload.report.charts import points, ticks
 from offload.report.figures import figures
 from offload.report.log import read_log
 from offload.report.page import BEGIN, page
-from offload.report.phases import PARTS, bound, parts
+from offload.report.phases import ADVICE, PARTS, bound, parts, verdict
 from offload.report.timeline_view import read_window
 from tests.support.sampling import examples
 
@@ -384,6 +384,20 @@ def test_the_command_writes_a_page_beside_the_log(log: Path) -> None:
     done = call(log)
     assert done.exit_code == 0 and "10 steps, 1 to 10" in done.stdout
     assert log.with_suffix(".html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_the_terminal_says_what_a_step_is_bound_by_and_the_first_change(log: Path) -> None:
+    by = verdict(figures(read_log(log)))
+    lines = call(log).stdout.splitlines()
+    assert lines[1:3] == [f"bound by {by.bound_by}, {by.more}", f"change first: {by.first_change}"]
+    assert by.more in log.with_suffix(".html").read_text(), "the same words as on the page"
+    assert by.first_change == by.advice.split(";")[0] and by.advice == ADVICE[by.bound_by]
+
+
+def test_the_terminal_says_how_phases_are_measured(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps({"step": 1, "seconds": 1.0, "loss": 2.0}) + "\n")
+    assert call(log).stdout.splitlines()[1] == 'Phases were not measured: set "wall_clock_breakdown" in the config.'
 
 
 def test_json_alone_writes_no_page(log: Path, tmp_path: Path) -> None:

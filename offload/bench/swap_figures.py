@@ -209,10 +209,11 @@ def in_words(plan: Plan, row: Row) -> str:
     """Returns a sentence about the limit of a step, and about a change that would lift it."""
     start = f"at {row.compute_ms:g} ms a unit"
     if row.limit == "compute":
-        return f"{start} compute limits: the I/O is hidden ({row.exposed_seconds:.2f} s are not)"
-    enough = (
-        "" if row.hiding_compute_ms is None else f"; from about {row.hiding_compute_ms:.0f} ms on all could be hidden"
-    )
+        part = "all of" if row.exposed_seconds < 0.005 else f"all but {row.exposed_seconds:.2f} s of"
+        return f"{start} compute limits: {part} the {row.io_seconds:.2f} s of I/O are hidden"
+    # A row that has that time already was slower than the order of a step allows: it would say nothing true.
+    hides = row.hiding_compute_ms is not None and row.hiding_compute_ms > row.compute_ms
+    enough = f"; from about {row.hiding_compute_ms:.0f} ms on all could be hidden" if hides else ""
     compute, io, order = (f"{each:.2f} s" for each in (row.compute_seconds, row.io_seconds, row.order_seconds))
     if row.limit == "drive":
         return f"{start} the drive limits: {io} of I/O beside {compute} of compute{enough}"

@@ -16,7 +16,7 @@ from offload.cli import console as cli_console
 from offload.cli.commands import launch as cli_launch
 from offload.cli.commands import machine as cli_machine
 from offload.cli.commands import offline as cli_offline
-from offload.cli.commands import plan as cli_plan
+from offload.cli.commands import planning as cli_planning
 from offload.cli.commands import report as cli_report
 from offload.cli.commands import run as cli_run
 from offload.cli.commands import store as cli_store
@@ -68,7 +68,7 @@ app = typer.Typer(
 
 # The order of registration is the order in the help.
 cli_machine.register(app)
-cli_plan.register(app)
+cli_planning.register(app)
 app.command()(cli_report.report)
 cli_store.register(app)
 cli_train.register(app)

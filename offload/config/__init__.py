@@ -22,7 +22,7 @@ from offload.config.blocks.precision import Fp16
 from offload.config.blocks.scheduler import SCHEDULES, TORCH_SCHEDULES, SchedulerBlock
 from offload.config.blocks.zero import Aio, ZeroOptimization
 from offload.config.documentation import document
-from offload.config.load import check_order, load_config, read_json, schedule_params
+from offload.config.load import check_order, examine, load_config, read_json, schedule_params
 from offload.config.schema import Config
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "check_order",
     "document",
     "effective",
+    "examine",
     "load_config",
     "read_json",
     "resolve_batch",

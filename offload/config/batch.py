@@ -78,9 +78,9 @@ def effective(config: Config, batch: Batch, world_size: int) -> str:
         f"{count_of(batch.accumulation, 'micro-batch', 'micro-batches')} * {count_of(world_size, 'rank')}"
     ]
     # DeepSpeed changed this default, so a file without the key may train differently than before.
-    if "gradient_clipping" not in config.model_fields_set:
+    if "gradient_clipping" not in {*config.model_fields_set, *config.left_open}:
         parts.append(f"gradient_clipping {config.gradient_clipping:g} by default, which was 0 in older DeepSpeed")
-    resolved = [f"{name} {_describe(name, _value(config, batch, name))}" for name in config._findings.auto]
+    resolved = [f"{name} {_describe(name, _value(config, batch, name))}" for name in config.left_open]
     if resolved:
         parts.append(f'"auto": {", ".join(resolved)}')
     return f"config: {'; '.join(parts)}"

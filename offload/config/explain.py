@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pydantic
+from pydantic_core import ErrorDetails
 
 from offload.config.blocks.block import Block, all_blocks
 from offload.config.blocks.offload_block import Every
 from offload.config.schema import Config
+from offload.errors import ConfigError
 
 
 def nearest(model: type[Block], key: str) -> str | None:
@@ -69,16 +72,26 @@ _ADVICE = {
 }
 
 
-def explain(error: pydantic.ValidationError, path: str = "") -> str:
-    """Returns the message of the first error: the key's path, what was expected, what was given, and what to do.
+def explain(error: pydantic.ValidationError, path: str = "") -> list[str]:
+    """Returns a message for each wrong key: its path, what was expected, what was given, and what to do.
 
     Args:
         error: the error of pydantic.
         path: dotted prefix of the block that was validated; "" for the whole config.
     """
-    errors = error.errors(include_url=False)
-    # pydantic reports an error for each type that a field may have. If a block was given, the error of the block type
-    # is the useful one; it comes second.
+    # pydantic reports an error for each type that a value may have; all of them belong to one key.
+    of_key: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
+    for each in error.errors(include_url=False):
+        place = tuple(itertools.takewhile(lambda part: not _is_choice(part), each["loc"]))
+        # An error inside of a value that was wrong already adds nothing.
+        whole = next((known for known in of_key if place[: len(known)] == known), place)
+        of_key.setdefault(whole, []).append(each)
+    return [_explain_key(errors, path) for errors in of_key.values()]
+
+
+def _explain_key(errors: Sequence[ErrorDetails], path: str) -> str:
+    """Returns the message about a key with one or several errors of pydantic."""
+    # If a block was given, the error of the block type is the useful one; it comes second.
     several = len(errors) > 1 and _is_choice(errors[0]["loc"][-1]) and isinstance(errors[0]["input"], Mapping)
     first = errors[1] if several else errors[0]
     key = path + ".".join(str(part) for part in first["loc"] if not _is_choice(part))
@@ -117,6 +130,13 @@ def _suggestion(key: str, value: Any) -> str:
     except pydantic.ValidationError:
         content = dict(block.SUGGESTION)
     return f'; write "{key.rpartition(".")[2]}": {json.dumps(content)}'
+
+
+def one_error(errors: Sequence[ConfigError]) -> ConfigError:
+    """Returns an error for all that is wrong with a config: a single one as it is, several on lines of their own."""
+    if len(errors) == 1:
+        return errors[0]
+    return ConfigError(f"{len(errors)} things are wrong with the config:" + "".join(f"\n* {each}" for each in errors))
 
 
 def _is_choice(part: object) -> bool:

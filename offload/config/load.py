@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import pydantic
 
 from offload.config.blocks.block import Block, inner_block
-from offload.config.blocks.scheduler import SCHEDULES, ScheduleParams
+from offload.config.blocks.scheduler import SCHEDULES, ScheduleParams, SchedulerBlock
 from offload.config.blocks.zero import OLD_SWITCHES
-from offload.config.explain import blocks_with_key, explain, nearest, unknown_key
+from offload.config.explain import blocks_with_key, explain, nearest, one_error, unknown_key
 from offload.config.schema import Config, Findings, no_findings
 from offload.errors import ConfigError
 
@@ -36,76 +36,114 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
         The validated config, frozen.
 
     Raises:
-        ConfigError: names the key, what was expected and what was given.
+        ConfigError: names each wrong key, what was expected and what was given.
     """
-    content = source if isinstance(source, Mapping) else read_json(source)
+    config, findings = examine(source if isinstance(source, Mapping) else read_json(source))
+    if config is None:
+        raise one_error(findings.errors)
+    return config
+
+
+def examine(content: Mapping[str, Any]) -> tuple[Config | None, Findings]:
+    """Returns the config of a content, or None if something is wrong with it, and what was found about its keys."""
     findings = no_findings()
+    known = _known_content(Config, _with_new_names(content, findings), "", findings) or {}
+    config = None
     try:
-        config = Config.model_validate(_known_content(Config, _with_new_names(content), "", findings))
+        config = Config.model_validate(known)
     except pydantic.ValidationError as error:
-        raise ConfigError(explain(error)) from error
+        findings.errors.extend(map(ConfigError, explain(error)))
+    scheduler = _scheduler(known) if config is None else config.scheduler
+    if scheduler is not None and scheduler.type in SCHEDULES:
+        _read_params(SCHEDULES[scheduler.type], scheduler.params, "scheduler.params.", findings)
+    # Blocks that contradict each other are looked at last: a wrong key may be what makes them.
+    if config is not None and not findings.errors:
+        findings.errors.extend(_contradictions(config))
+    if config is None or findings.errors:
+        return None, findings
     config._findings = findings
-    if config.scheduler is not None and config.scheduler.type in SCHEDULES:
-        schedule_params(SCHEDULES[config.scheduler.type], config.scheduler.params, "scheduler.params.", findings)
-    # Checks across blocks, which no single model can make.
+    return config, findings
+
+
+def _scheduler(known: Mapping[str, Any]) -> SchedulerBlock | None:
+    """Returns the schedule of a config that is wrong elsewhere; None without one, or if it is wrong itself."""
+    try:
+        return SchedulerBlock.model_validate(known.get("scheduler"))
+    except pydantic.ValidationError:  # reported with the whole config
+        return None
+
+
+def _contradictions(config: Config) -> Iterator[ConfigError]:
+    """Yields an error for each contradiction between blocks, which no single model can find."""
     if config.fp16.enabled and config.bf16.enabled:
-        raise ConfigError("fp16 and bf16 are both enabled; leave one of them on")
+        yield ConfigError("fp16 and bf16 are both enabled; leave one of them on")
     if config.torch_autocast.enabled and config.dtype != "fp32":
-        raise ConfigError(
+        yield ConfigError(
             f"torch_autocast and {config.dtype} are both enabled: autocast is for fp32 weights; leave one of them on"
         )
     if config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16":
-        raise ConfigError(
+        yield ConfigError(
             "torch_autocast.dtype is fp16, whose gradients need a loss scale that only the fp16 block has; set it to "
             "bf16, or enable fp16 in place of torch_autocast"
         )
     if config.bf16.enabled and config.bf16.bf16_optimizer_states and config.moments != "bf16":
-        raise ConfigError(
+        yield ConfigError(
             'bf16.bf16_optimizer_states asks for moments in bf16, and "moments" in the block "offload" for '
             f"{config.moments}; leave one of them out"
         )
     if config.moments != "fp32" and config.optimizer is not None and config.optimizer.params.fp32_optimizer_states:
-        raise ConfigError(
+        yield ConfigError(
             f"optimizer.params.fp32_optimizer_states asks for moments in fp32, and another key for {config.moments}; "
             "leave one of them out"
         )
     wanted = config.data_types.param_dtype
     if wanted is not None and wanted != config.dtype:
         mode = "switch bf16 and fp16 off" if wanted == "fp32" else f'set "{wanted}": {{"enabled": true}}'
-        raise ConfigError(
+        yield ConfigError(
             f"data_types.param_dtype is {wanted}, but the weights are {config.dtype}; {mode}, or leave it out"
         )
     for name, tier in (("offload_param", config.weight_tier), ("offload_optimizer", config.optimizer_tier)):
         if tier == "nvme" and not config.drives:
-            raise ConfigError(
+            yield ConfigError(
                 f'zero_optimization.{name}.device is nvme, but no "nvme_path" is given; set it beside the device, or '
                 'once in the "offload" block'
             )
-    return config
 
 
 P = TypeVar("P", bound=ScheduleParams)
 
 
-def schedule_params(model: type[P], content: Mapping[Any, Any], path: str = "", findings: Findings | None = None) -> P:
+def schedule_params(model: type[P], content: Mapping[Any, Any], path: str = "") -> P:
     """Validates the params of a schedule, from a file or from a script.
 
     Args:
         model: the schedule's params.
         content: the keys that were given.
         path: dotted prefix of the keys in the file, for messages; "" for a script.
-        findings: collects keys without effect and "auto" keys; None discards them.
 
     Raises:
         ConfigError: a key is unknown, a value is out of range, or a pair is in the wrong order.
     """
-    try:
-        params = model.model_validate(_known_content(model, content, path, findings or no_findings()))
-    except pydantic.ValidationError as error:
-        raise ConfigError(explain(error, path)) from error
-    for low, high in model.ORDERED:
-        check_order(path + low, getattr(params, low), path + high, getattr(params, high))
+    findings = no_findings()
+    params = _read_params(model, content, path, findings)
+    if params is None:
+        raise one_error(findings.errors)
     return params
+
+
+def _read_params(model: type[P], content: Mapping[Any, Any], path: str, findings: Findings) -> P | None:
+    """Returns the params of a schedule, or None after adding what is wrong with them to `findings`."""
+    before = len(findings.errors)
+    known = _known_content(model, content, path, findings) or {}
+    try:
+        params = model.model_validate(known)
+        for low, high in model.ORDERED:
+            check_order(path + low, getattr(params, low), path + high, getattr(params, high))
+    except pydantic.ValidationError as error:
+        findings.errors.extend(map(ConfigError, explain(error, path)))
+    except ConfigError as error:
+        findings.errors.append(error)
+    return params if len(findings.errors) == before else None
 
 
 def check_order(low: str, lows: Any, high: str, highs: Any) -> None:
@@ -196,7 +234,7 @@ def _parse(text: str, name: str) -> Any:
         raise ConfigError(f"{name} is not a config: {error}") from error
 
 
-def _with_new_names(content: Mapping[str, Any]) -> dict[str, Any]:
+def _with_new_names(content: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
     """Converts spellings of older files to blocks: a boolean "zero_optimization", and those of `OLD_SWITCHES`."""
     content = dict(content)
     zero = content.get("zero_optimization")
@@ -207,49 +245,73 @@ def _with_new_names(content: Mapping[str, Any]) -> dict[str, Any]:
         for old, new in OLD_SWITCHES.items():
             if _is_on(zero.pop(old, False)):
                 if zero.get(new) is not None:
-                    raise ConfigError(f"zero_optimization contains both {old} and {new}; leave {old} out")
+                    findings.errors.append(
+                        ConfigError(f"zero_optimization contains both {old} and {new}; leave {old} out")
+                    )
+                    continue
                 zero[new] = {"device": "cpu"}
     return content
 
 
-def _known_content(model: type[Block], content: Mapping[str, Any], path: str, findings: Findings) -> dict[str, Any]:
+def _known_content(
+    model: type[Block], content: Mapping[str, Any], path: str, findings: Findings
+) -> dict[str, Any] | None:
     """Returns the keys of `content` that are fields of `model`, except those whose value means the default.
 
-    Treats inner blocks the same way. Keys without effect and "auto" keys are added to `findings`. Raises `ConfigError`
-    at the first key that is unknown or refused.
+    Treats inner blocks the same way. What was found about the keys, and what is wrong with them, is added to
+    `findings`. None stands for a block that asks for something unsupported as a whole.
     """
-    model.check(content, path)
-    content = model.arranged(content)
-    content_kept: dict[str, Any] = {}
+    try:
+        model.check(content, path)
+        content = model.arranged(content)
+    except ConfigError as error:
+        findings.errors.append(error)
+        return None
+    kept: dict[str, Any] = {}
     tuned = "enabled" not in model.model_fields or _is_on(content.get("enabled"))  # no notice for a block that is off
     for key, value in content.items():
         if str(key).startswith(_NOTES):
             continue
         name, dotted = model.OLD_NAMES.get(key, key), f"{path}{key}"
         if name in model.REFUSED:
-            asked = value.get("autotp_size", value) if isinstance(value, Mapping) else value
-            alone = asked in (-1, 1) and (name.endswith("_size") or asked is not value)  # splits nothing
-            if _is_on(value) and _is_on(asked) and not alone:
-                raise ConfigError(f'"{dotted}" {model.REFUSED[name]}')
+            if _asks_for_refused(name, value):
+                findings.errors.append(ConfigError(f'"{dotted}" {model.REFUSED[name]}'))
         elif name in model.TUNING:
             findings.tuning.extend([dotted] * tuned)
         elif name in model.UNSUPPORTED:
             findings.unsupported.extend([dotted] * _is_on(value))
         elif name not in model.model_fields:
-            near, tiers = nearest(model, str(key)), blocks_with_key(model, str(key), path)
-            if path or near or not isinstance(key, str):
-                raise ConfigError(unknown_key(model, near, tiers, dotted))
-            # At the top level this is another tool's block or a note: no error, as in DeepSpeed.
-            findings.unsupported.append(f"{dotted} (did you mean {tiers}?)" if tiers else dotted)
-        elif name in content_kept or (name != key and name in content):
-            raise ConfigError(f'"{dotted}" is the older name of "{path}{name}", which is set too; keep one of them')
+            _note_unknown(model, key, path, findings)
+        elif name in kept or (name != key and name in content):
+            findings.errors.append(
+                ConfigError(f'"{dotted}" is the older name of "{path}{name}", which is set too; keep one of them')
+            )
         elif _means_default(value, name, model):
             findings.auto.extend([f"{path}{name}"] * (value is not None))
-        else:
-            inner = inner_block(model, name)
-            is_block = inner is not None and isinstance(value, Mapping)
-            content_kept[name] = _known_content(inner, value, f"{dotted}.", findings) if inner and is_block else value
-    return content_kept
+        elif (inner := inner_block(model, name)) is None or not isinstance(value, Mapping):
+            findings.honoured.append(dotted)
+            kept[name] = value
+        elif (block := _known_content(inner, value, f"{dotted}.", findings)) is not None:
+            kept[name] = block
+    return kept
+
+
+def _asks_for_refused(name: str, value: Any) -> bool:
+    """Returns True if the value of a refused key switches its feature on."""
+    asked = value.get("autotp_size", value) if isinstance(value, Mapping) else value
+    alone = asked in (-1, 1) and (name.endswith("_size") or asked is not value)  # splits nothing
+    return _is_on(value) and _is_on(asked) and not alone
+
+
+def _note_unknown(model: type[Block], key: Any, path: str, findings: Findings) -> None:
+    """Adds a key that the block does not know to `findings`: as an error, or as one of another tool."""
+    dotted = f"{path}{key}"
+    near, tiers = nearest(model, str(key)), blocks_with_key(model, str(key), path)
+    if path or near or not isinstance(key, str):
+        findings.errors.append(ConfigError(unknown_key(model, near, tiers, dotted)))
+    else:
+        # At the top level this is another tool's block or a note: no error, as in DeepSpeed.
+        findings.unsupported.append(f"{dotted} (did you mean {tiers}?)" if tiers else dotted)
 
 
 def _means_default(value: Any, name: str, model: type[Block]) -> bool:

@@ -17,6 +17,7 @@ from offload.config.blocks.scheduler import SchedulerBlock
 from offload.config.blocks.values import Count, Number, SumDtype, Tier, steps_or_never
 from offload.config.blocks.zero import Aio, ZeroOptimization
 from offload.config.elsewhere import Checkpoint
+from offload.errors import ConfigError
 
 
 class Findings(NamedTuple):
@@ -26,11 +27,15 @@ class Findings(NamedTuple):
     unsupported: list[str]
     auto: list[str]
     """Keys that have an effect and whose value was "auto"."""
+    honoured: list[str]
+    """Keys that have an effect and a value of their own."""
+    errors: list[ConfigError]
+    """What is wrong."""
 
 
 def no_findings() -> Findings:
     """Returns an empty `Findings`, whose lists the caller may extend."""
-    return Findings([], [], [])
+    return Findings([], [], [], [], [])
 
 
 class Config(Block):
@@ -181,6 +186,11 @@ class Config(Block):
         return block.auto_cast if block.enabled else False
 
     @property
+    def left_open(self) -> tuple[str, ...]:
+        """Dotted names of keys that have an effect and whose value was "auto"."""
+        return tuple(self._findings.auto)
+
+    @property
     def steps_per_line(self) -> int:
         """Steps from one log line about training to the next; 0 for no lines."""
         if self.steps_per_print is None:
@@ -196,7 +206,7 @@ class Config(Block):
     @property
     def notices(self) -> tuple[str, ...]:
         """One line for each kind of key that has no effect in this library."""
-        zero, (tuning, unsupported, _) = self.zero_optimization, self._findings
+        zero, tuning, unsupported = self.zero_optimization, self._findings.tuning, self._findings.unsupported
         named = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
         lines = (
             (

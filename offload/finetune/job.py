@@ -6,10 +6,10 @@ Building the model may take minutes, so `prepare` first checks everything that c
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -24,6 +24,7 @@ from offload.engine.setup.initialize import initialize
 from offload.errors import ConfigError, OffloadError, StoreError
 from offload.fileio.jsonl import check_log, cut_log
 from offload.finetune.corpus.data import Data, Share, find_files, read_files, steps_of
+from offload.finetune.finished import Finished, find_finished
 from offload.finetune.identity import Identity, differences, other_model, weights_of
 from offload.finetune.lora import Lora, adapt, parse_lora, require_peft
 from offload.finetune.model import (
@@ -47,26 +48,19 @@ from offload.finetune.options import (
     schedule,
     settings_of,
 )
-from offload.finetune.output import MARK, check_apart, check_output, has_model, is_marked
+from offload.finetune.output import MARK, check_apart, check_output, is_marked
 from offload.hardware import probe
+from offload.hardware.mounts import folder_notices
 from offload.losses.choice import ChosenLoss, as_begun, choose_loss, would_be_chunked
+from offload.notices import Remark
 from offload.planner.predict_run import as_step, predict
 from offload.planner.report.text import in_short
 from offload.presets import require_transformers
 from offload.swapper.store import run_status
 from offload.timeline import path_of
 
-
-class Finished(NamedTuple):
-    """A run that has ended already, with a message for the user."""
-
-    message: str
-    run: str
-    steps: int | None
-    """Steps that the run has made; None if its note does not say."""
-    total_steps: int
-    """Steps that were requested now: at most those that the run has made."""
-    output: Path | None
+WARNING = "warning: "
+"""Start of a line that warns of a request not fulfilled, or of a risk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,11 +147,10 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     for line in lines:
         say(line)
     mine = _identity(options, folder, data, steps, content)
-    done = _finished(config, mine)
-    if done is not None:
+    if (done := find_finished(config, mine)) is not None:
         return done
     resuming = _resumes(config)
-    # This check must follow `_finished`: the output folder of a finished run contains a model and would be refused.
+    # This check must follow `find_finished`: the output folder of a finished run contains a model and would be refused.
     check_output(options.output, may_be_there=resuming or is_marked(options.output, mine))
     check_apart(options.output, config)
     let_segments_grow(config.offload.device)  # before CUDA is used, for the dtype; `initialize` reports the result
@@ -167,9 +160,10 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     # The prediction runs the model as it is, before placeholders replace its parameters and chunks its logits.
     predicted, notices = _prediction(options, model, content, always, resuming) if world_size == 1 else ({}, ())
     loss = choose_loss(model, options.chunked_loss, off="--no-chunked-loss", evaluation=True)
+    where = _new_folders(config)
     engine = _engine(options, model, content, config, rank, say)
     resumed, mine = _resumed(engine, mine, loss)
-    for line in (*engine.notices, *data.lines, source, *resumed, *notices):
+    for line in _warnings_last(engine.notices, (*where, *data.lines, source, *resumed, *notices)):
         say(line)
     return Job(
         engine=engine,
@@ -185,6 +179,25 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
         always=always,
         predicted=predicted,
     )
+
+
+def _new_folders(config: Config) -> list[str]:
+    """Returns a line for each folder for swap files that the engine will make; it warns itself of wrong ones."""
+    if not config.wants_store:
+        return []
+    return [line for line in folder_notices(config.drives) if isinstance(line, Remark)]
+
+
+def _warnings_last(notices: Sequence[str], others: Sequence[str]) -> Iterator[str]:
+    """Yields the lines of the start: what informs, then what warns, after which nothing but the steps is printed.
+
+    Args:
+        notices: lines of the engine, of which those that are no `Remark` warn.
+        others: lines of this command.
+    """
+    yield from (line for line in notices if isinstance(line, Remark))
+    yield from others
+    yield from (f"{WARNING}{line}" for line in notices if not isinstance(line, Remark))
 
 
 def _steps_before_data(options: Options) -> int:
@@ -356,42 +369,3 @@ def _resumes(config: Config) -> bool:
     """Returns True if there is a run to resume."""
     wanted = config.offload.resume in ("auto", "must") and bool(config.drives)
     return wanted and run_status(config.drives, config.offload.run).exists
-
-
-def _finished(config: Config, mine: Identity) -> Finished | None:
-    """Returns the message for a job that has ended already under `--resume auto`, else None.
-
-    Under `--resume must` a finished run is an error, which `initialize` raises.
-
-    Raises:
-        StoreError: the finished job differs from this one, or its saved model is missing.
-    """
-    drives, run = config.drives, config.offload.run
-    if not (drives and config.wants_store) or config.offload.resume != "auto":
-        return None
-    status = run_status(drives, run)
-    if status.exists or status.finished is None:
-        return None
-    ended = f"run {run} under {drives[0]} ended at step {status.finished.get('steps')} on {status.finished.get('date')}"
-    job = status.finished.get("job")
-    # A note without a job was written by another program than `offload train`.
-    if isinstance(job, dict):
-        others = [*differences(mine, job)]
-        if others:
-            raise StoreError(
-                f"{ended}, and was another job: {'; '.join(others)}. Give another --run, or --resume restart to "
-                f"replace that run"
-            )
-        if mine.output is not None and not has_model(Path(mine.output)):
-            raise StoreError(
-                f"{ended}, and its model in {mine.output} does not exist any more; --resume restart trains it again"
-            )
-    output = None if mine.output is None else Path(mine.output)
-    again = "--resume restart starts it again" + (", with another --output" if output is not None else "")
-    return Finished(
-        message=f"{ended}; nothing to do. {again}",
-        run=run,
-        steps=status.finished.get("steps"),
-        total_steps=mine.steps,
-        output=output,
-    )

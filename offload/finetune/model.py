@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from offload.engine.model_io.load_pretrained import init, load_pretrained
 from offload.errors import ConfigError, OffloadError
+from offload.losses.choice import would_be_chunked
+from offload.planner.model_shape import config_of, model_of
 from offload.presets import (
     PRESETS,
     build,
@@ -151,6 +155,23 @@ def make_ready(model: Any, gradient_checkpointing: bool) -> None:
 def without_cache(model: nn.Module) -> dict[str, Any]:
     """Returns the keyword arguments with which a forward keeps no key-value cache; training does not use one."""
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+
+
+def allows_chunks(name: str) -> bool:
+    """Returns True if the loss of a preset's or a folder's model is computed in chunks by default. No weight is made.
+
+    Raises:
+        ConfigError: the name is unknown, or the model cannot be built.
+    """
+    config = config_of(name)
+    with contextlib.suppress(ConfigError):  # some models cannot be cut; then all of their layers are built
+        config = config_of(name, layers=1)
+    try:
+        # The choice reads the code of the model's forward, so one layer without values is enough.
+        with torch.device("meta"):
+            return would_be_chunked(model_of(config, torch.bfloat16), None)
+    except Exception as error:  # a model's own code may raise any error
+        raise ConfigError(f"cannot build {name} without its weights ({error_message(error)})") from error
 
 
 def keeps_documents_apart(folder: Path | None) -> bool:

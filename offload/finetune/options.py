@@ -98,8 +98,7 @@ class Options:
 FLAGS = {"nf4": "--load-in-4bit", "int8": "--load-in-8bit"}
 """Options of the command that choose the form of frozen weights, which go by other names than their key."""
 
-# Option, key in the config, and default if neither sets a value.
-_KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
+KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("offload_param", ("zero_optimization", "offload_param", "device"), "nvme"),
     ("offload_optimizer", ("zero_optimization", "offload_optimizer", "device"), "nvme"),
     ("frozen", ("offload", "frozen"), None),
@@ -117,6 +116,7 @@ _KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("durability", ("offload", "durability"), None),
     ("trace", ("offload", "trace"), None),
 )
+"""Option, key in the config, and default if neither sets a value."""
 
 
 def merge(
@@ -147,7 +147,7 @@ def merge(
     if isinstance(params := _get(merged, ("optimizer", "params")), dict):
         params.update({name: spelled_number(value) for name, value in params.items()})
     lines: list[str] = []
-    for name, path, default in (*_KEYS, ("lr", ("optimizer", "params", "lr"), start.value)):
+    for name, path, default in (*KEYS, ("lr", ("optimizer", "params", "lr"), start.value)):
         # None is an option that was not given.
         typed, before = getattr(options, name), _get(merged, path)
         if typed is not None:

@@ -20,6 +20,7 @@ from offload.aio._native import crc32c_ways
 from offload.aio.backend import DEFAULTS, refusals
 from offload.aio.measure import remove
 from offload.errors import IoError
+from offload.hardware.mounts import mount_of
 from offload.hardware.system import arithmetic, disks, gpus, memory, nodes, processor, text
 from offload.sizes import MIB, count_of, format_size
 
@@ -68,7 +69,7 @@ def drive(folder: str) -> dict[str, Any]:
     path = os.path.realpath(folder)
     if not os.path.isdir(path):
         raise IoError(folder, 0, 0, errno.ENOTDIR if os.path.exists(path) else errno.ENOENT, "look at")
-    mount = _mount_of(path)
+    mount = mount_of(path)
     probe = Path(path) / f".offload-info.{os.getpid()}"
     # Only an open shows if the file system accepts O_DIRECT.
     try:
@@ -79,12 +80,12 @@ def drive(folder: str) -> dict[str, Any]:
     room = shutil.disk_usage(path)
     return {
         "path": folder,
-        "file_system": mount[1],
-        "device": mount[0],
+        "file_system": mount.kind,
+        "device": mount.device,
         "o_direct": direct,
         "free_bytes": room.free,
         "total_bytes": room.total,
-        "disks": disks(path, mount[0]),
+        "disks": disks(path, mount.device),
     }
 
 
@@ -293,15 +294,6 @@ def _memlock() -> int | None:
     """Returns the limit on locked memory in bytes; None without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if limit == resource.RLIM_INFINITY else limit
-
-
-def _mount_of(path: str) -> tuple[str, str]:
-    """Returns device and type of the file system that contains `path`."""
-    found = [part for part in psutil.disk_partitions(all=True) if Path(path).is_relative_to(part.mountpoint)]
-    # The mount point with the longest path is the innermost one. If two file systems are mounted on one folder, the
-    # later mount hides the earlier one.
-    longest = max(reversed(found), key=lambda part: len(part.mountpoint), default=None)
-    return (longest.device, longest.fstype) if longest else ("?", "?")
 
 
 def _version(name: str) -> str | None:

@@ -63,7 +63,16 @@ def decide(
     launcher = launcher_of(options, hostfile is not None, machine.environ)
     if options.max_restarts:
         exports = {**exports, **_OWN_STORE}
-    hosts = _hosts(options, hostfile if hostfile is not None else _without_hostfile(options, machine))
+    try:
+        hosts = _hosts(options, hostfile if hostfile is not None else _without_hostfile(options, machine))
+    except UsageError as error:
+        # Zero, not None: then the number of GPUs was not asked for.
+        if hostfile is not None or machine.gpus != 0 or not (options.include or options.exclude):
+            raise
+        raise UsageError(
+            f"{error}. torch finds no GPU on this machine, which has one slot then: for two ranks on its CPU give "
+            "--num-gpus 2 in the place of --include and --exclude"
+        ) from error
     if options.no_ssh:
         return [_this_node(options, hosts, exports, machine)]
     if launcher == "slurm":

@@ -1,8 +1,8 @@
 """Generator of the predictions in the guides: `python -m offload.planner.guide_table`.
 
-The command writes all of docs/reference/plan-table.md: three models on three GPUs, the rates of all GPUs with their
-origins, 13B on other machines, and predictions beside steps that others measured. In docs/guides/finetune-13b.md, which
-is about 13B on one card, the command replaces only the rows of the table.
+The command writes all of docs/reference/plan-table.md: three models on three GPUs, two models on smaller cards, the
+rates of all GPUs with their origins, 13B on other machines, and predictions beside steps that others measured. In
+docs/guides/finetune-13b.md, which is about 13B on one card, the command replaces only the rows of the table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from offload.planner import recommend as choice
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.memory import settings
-from offload.planner.model_shape import from_count
+from offload.planner.model_shape import Shape, from_count
 from offload.planner.published.gpus import GPUS, Gpu
 from offload.planner.published.rate import Rate
 from offload.planner.recommend import Planned
@@ -37,6 +37,12 @@ _SEQUENCE, _ACCUMULATION = 2048, 8
 _BATCHES = (16, 8, 4, 2, 1)
 _WORTH = 1.03
 """Speed-up from which a smaller micro-batch is worth its further writes of states for each token."""
+
+SMALL = ("RTX 3060", "RTX 4060 Ti 16GB")
+"""Cards of less than 24 GiB."""
+SMALL_MODELS = ((8, 32), (13, 40))
+_SMALL_RAM, _SMALL_BANDWIDTH = 64 * GIB, 40e9
+"""RAM of the machines of such cards, and its bandwidth: two channels of DDR4."""
 
 OTHERS = (
     ("RX 7900 XTX", 60e9),
@@ -79,14 +85,20 @@ _HEAD = f"""# Three models on three GPUs
 Predictions of `offload plan`, made by `python -m offload.planner.guide_table`; **no step of this package here was
 measured**. One GPU, {_RAM // GIB} GiB of RAM, drives that read 7 and write 5 GB/s, have 4 TB each and are rated for
 {_RATED} written. bf16, AdamW, every step durable where there are swap files. A step has {_ACCUMULATION} micro-batches,
-each of the power of two of sequences of {_SEQUENCE} tokens that is fastest, up to {_BATCHES[0]}, in the faster of both
-[orders](../concepts/cost-model.md#orders-of-micro-batches); where activations do not fit otherwise, blocks are
-recomputed, and their inputs wait in host memory or on drives. No step is taken to clip. "drive life" is the time until
-all drives reach their rated writes, training day and night. "limit" is the resource that takes most of a step's
-seconds, and its share.
+each of the power of two of sequences of {_SEQUENCE} tokens that is fastest, up to {_BATCHES[0]}, with all logits
+in memory (`--no-chunked-loss`), in the faster of both [orders](../concepts/cost-model.md#orders-of-micro-batches);
+where activations do not fit otherwise, blocks are recomputed, and their inputs wait in host memory or on drives. No
+step is taken to clip. "drive life" is the time until all drives reach their rated writes, training day and night.
+"limit" is the resource that takes most of a step's seconds, and its share.
 
 Matrix products and copies are at [published rates](#rates); host memory is assumed at 60, 150 and 250 GB/s beside the
 three GPUs, and the drives as said. [How to read a plan](../guides/plan-a-run.md).
+
+{_COLUMNS}"""
+_SMALL_HEAD = f"""
+## Cards of 12 and 16 GB
+
+As the first table, with {_SMALL_RAM // GIB} GiB of RAM, at an assumed {_SMALL_BANDWIDTH / 1e9:.0f} GB/s, and one drive.
 
 {_COLUMNS}"""
 _RATES_HEAD = """
@@ -150,11 +162,19 @@ def is_of_card(line: str) -> bool:
     return line.startswith(("| 64 GB |", "| 128 GB |"))
 
 
+def card_shape() -> Shape:
+    """Returns the model of the card's page."""
+    return from_count(13 * 10**9, 40, _SEQUENCE)
+
+
+def card_machine(ram: int) -> Hardware:
+    """Returns the machine of the card's page with `ram` GB of RAM."""
+    return described(_CARD, ram * GIB, [parse_drive(_CARD_DRIVE)], _CARD_BANDWIDTH)
+
+
 def card_row(ram: int, load: Load, durability: str) -> str:
     """Returns the row of a 13B model on one card of 24 GB with one drive and `ram` GB of RAM."""
-    shape = from_count(13 * 10**9, 40, _SEQUENCE)
-    hardware = described(_CARD, ram * GIB, [parse_drive(_CARD_DRIVE)], _CARD_BANDWIDTH)
-    planned = choice.choose(shape, hardware, load, None, durability=durability)
+    planned = choice.choose(card_shape(), card_machine(ram), load, None, durability=durability)
     memory, timing, zero = planned.memory, planned.timing, planned.memory.config.zero_optimization
     cells = (
         f"{ram} GB",
@@ -181,6 +201,8 @@ def document() -> str:
         [
             _HEAD,
             *(f"{row(model, *case)}\n" for model in MODELS for case in CASES),
+            _SMALL_HEAD,
+            *(f"{small_row(model, gpu)}\n" for model in SMALL_MODELS for gpu in SMALL),
             _RATES_HEAD,
             *(f"{rates_row(gpu, sources)}\n" for gpu in GPUS),
             "\n",
@@ -206,10 +228,15 @@ def rates_row(gpu: Gpu, sources: Sequence[str]) -> str:
         gpu: the GPU.
         sources: all published sources; a cell refers to its source by the position in this list, from 1.
     """
-    cells = [
-        f"{rate.amount}, {rate.origin}" + (f" [{sources.index(rate.source) + 1}]" if rate.source in sources else "")
-        for rate in _rates(gpu)
-    ]
+
+    def cell(rate: Rate) -> str:
+        return f"{rate.amount}, {rate.origin}" + (
+            f" [{sources.index(rate.source) + 1}]" if rate.source in sources else ""
+        )
+
+    cells = [cell(rate) for rate in _rates(gpu)]
+    if not gpu.has_bf16:
+        cells[0] += f"; in fp16 {cell(described(gpu.name, dtype='fp16').rates[0])}"
     memory = f"{gpu.memory // GIB} GiB" + (", one memory" if gpu.unified else "")
     return f"| {gpu.name} | {memory} | {' | '.join(cells)} |"
 
@@ -231,12 +258,17 @@ def step_row(step: Step) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def machine(gpu: str, bandwidth: float | None, drives: int) -> Hardware:
+def machine(gpu: str, bandwidth: float | None, drives: int, ram: int = _RAM) -> Hardware:
     """Returns one machine of the table; `bandwidth` is that of host memory, in bytes per second, if it is given."""
-    return described(gpu, _RAM, [parse_drive(_DRIVE)] * drives, bandwidth)
+    return described(gpu, ram, [parse_drive(_DRIVE)] * drives, bandwidth)
 
 
-def row(model: tuple[int, int], gpu: str, bandwidth: float | None, drives: int) -> str:
+def small_row(model: tuple[int, int], gpu: str) -> str:
+    """Returns one row of the table of smaller cards; the arguments are those of `row`."""
+    return row(model, gpu, _SMALL_BANDWIDTH, 1, _SMALL_RAM)
+
+
+def row(model: tuple[int, int], gpu: str, bandwidth: float | None, drives: int, ram: int = _RAM) -> str:
     """Returns one row of the table.
 
     Args:
@@ -244,9 +276,10 @@ def row(model: tuple[int, int], gpu: str, bandwidth: float | None, drives: int) 
         gpu: a name of `GPUS`.
         bandwidth: bytes per second of host memory; None for the value that a plan assumes.
         drives: number of drives.
+        ram: bytes of RAM.
     """
     billions, layers = model
-    planned = _fastest(billions, layers, machine(gpu, bandwidth, drives))
+    planned = _fastest(billions, layers, machine(gpu, bandwidth, drives, ram))
     memory, timing = planned.memory, planned.timing
     zero = memory.config.zero_optimization
     cells = (

@@ -172,6 +172,15 @@ def parse_drive(text: str) -> Drive:
     return Drive(f"drive of {fields[0]}", read, write, 2 / (1 / read + 1 / write), free)
 
 
+def parse_memory(text: str) -> int:
+    """Returns the bytes of RAM that `text` names as it is sold: "64GB" contains 64 GiB, as "64GiB" does.
+
+    Raises:
+        ConfigError: `text` is not a size.
+    """
+    return parse_size(re.sub(r"([kmgt])b\s*$", r"\1ib", text, flags=re.IGNORECASE))
+
+
 def parse_rate(text: str) -> float:
     """Returns the bytes per second of a text such as "7GB/s".
 
@@ -218,7 +227,7 @@ def described(
     found, like = find_gpu(gpu)
     if found.unified and link is not None:
         raise ConfigError(f"{found.name} has one memory for GPU and CPU, so --pcie has no meaning there")
-    assumed = [_HANDED_TO_GPU] if like is None else [like, _HANDED_TO_GPU]
+    assumed = [*([] if like is None else [like]), *card_rates.half_precision(found, dtype), _HANDED_TO_GPU]
     if ram is None:
         ram = found.memory if found.unified else 64 * GIB
         assumed.append(f"there are {format_size(ram)} of RAM")
@@ -232,7 +241,7 @@ def described(
         assumed += _OF_UNIFIED
     assumed.append(f"{_USABLE_RAM:.0%} of the RAM and {_USABLE_RAM:.0%} of the GPU's memory are free")
     # Under autocast fp32 weights are multiplied in bf16, at the rate of tensor cores.
-    products = card_rates.products(found, fp32=dtype == "fp32" and not autocast)
+    products = card_rates.products(found, "bf16" if autocast else dtype)
     device = card_rates.other_work(found)
     copies = card_rates.copies(found, link)
     host = card_rates.host_memory(found, memory)

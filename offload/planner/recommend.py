@@ -65,6 +65,21 @@ class Planned(NamedTuple):
         return need(self.shape, self.load)
 
     @property
+    def least_host(self) -> int:
+        """Returns the bytes of a host budget that works: the least that always does, or the plan's own if it is less.
+
+        The plan's may be less, since the least leaves no room on the device for gradients.
+        """
+        return min(self.memory.least_host, self.memory.host)
+
+    @property
+    def export(self) -> int:
+        """Returns the bytes that the saved model takes in addition: of adapters alone, if they alone are trained."""
+        if self.shape.adapted:
+            return sum(self.memory.parts.trainable_numel) * self.memory.mode.weight_dtype.itemsize
+        return self.memory.export
+
+    @property
     def host_peak(self) -> int:
         """Returns the peak bytes of RAM beyond those in use before the run."""
         return host_peak(self.memory, self.shape, self.hardware, self.load)

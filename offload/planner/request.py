@@ -1,9 +1,7 @@
-"""The arguments of `offload plan`, and their conversion into a plan and a config file."""
+"""The arguments of `offload plan`, and their conversion into a plan."""
 
 from __future__ import annotations
 
-import copy
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -20,17 +18,16 @@ from offload.hardware.smart import rated_bytes_of
 from offload.layout.experts.division import Division, division_of
 from offload.layout.schedule import SCHEDULES, makes_early_updates
 from offload.planner import recommend as choice
-from offload.planner.activations.formulas import need
-from offload.planner.activations.kept import with_host_memory
 from offload.planner.activations.load import Load
-from offload.planner.hardware import Hardware, described, drive_rates, parse_drive, parse_rate, probed
+from offload.planner.hardware import Hardware, described, drive_rates, parse_drive, parse_memory, parse_rate, probed
 from offload.planner.measure_model import Tell, measured
 from offload.planner.memory import settings
 from offload.planner.model_shape import Adapters, Shape, from_adapted, from_count, from_name
+from offload.planner.published.gpus import find_gpu
 from offload.planner.reach import Longest, search
 from offload.planner.recommend import Planned
 from offload.precision import choose
-from offload.sizes import format_size, parse_size
+from offload.sizes import parse_size
 from offload.swapper.memory.limits import free_host_memory
 from offload.swapper.modes import DTYPES, MASTERS, MOMENT_DTYPES
 
@@ -45,6 +42,8 @@ class Model(NamedTuple):
     parameters: int | None = None
     layers: int | None = None
     adapters: Adapters | None = None
+    chunks: bool = True
+    """True if the loss of the model can be computed for chunks of tokens."""
 
 
 class Described(NamedTuple):
@@ -70,6 +69,7 @@ class Step(NamedTuple):
     activations: str | None = None
     """Tier of the inputs of repeated blocks."""
     chunked_loss: bool | None = None
+    """None for a loss in chunks where the model allows it, as in `offload train`."""
     tile_mlp: str | None = None
     """ "auto", "off", or a number of tiles."""
     moments: str | None = None
@@ -108,7 +108,7 @@ def planned(
     if measure and (model.name is None or machine.gpu is not None or model.adapters is not None):
         raise ConfigError("--measure runs the model on this machine: it needs --model, and neither --gpu nor --lora")
     content, dtype, units, on, of = _resolved(model, machine, step, file)
-    load = _load(step, on.on_cpu, content)
+    load = _load(step, on.on_cpu, _in_chunks(model, step), content)
     on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
     if content is not None:
         return choice.plan(of, on, load, content)
@@ -125,15 +125,32 @@ def longest(model: Model, machine: Described, step: Step, file: Path | None = No
     """
     _check(step, file)
     content, dtype, _, on, of = _resolved(model, machine, step, file)
+    # None compares both losses, and takes the one that reaches further.
+    chunked = None if step.chunked_loss is None and model.chunks else _in_chunks(model, step)
+    load = _load(step, on.on_cpu, bool(chunked), content)
     if content is not None:
-        return search(of, on, _load(step, on.on_cpu, content), [content], step.chunked_loss)
-    load, options = _load(step, on.on_cpu), _options(machine, on, step, dtype) | _frozen(model)
+        return search(of, on, load, [content], chunked)
+    options = _options(machine, on, step, dtype) | _frozen(model)
     contents = [
         settings(weights, states, batch=load.batch, accumulation=load.accumulation, **options)
         for weights, states in choice.PLACEMENTS
         if on.drives or "nvme" not in (weights, states)
     ]
-    return search(of, on, load, contents, step.chunked_loss)
+    return search(of, on, load, contents, chunked)
+
+
+def _in_chunks(model: Model, step: Step) -> bool:
+    """Returns True if the loss is computed in chunks: as the user wants, else where the model allows it.
+
+    Raises:
+        ConfigError: the user wants chunks, and the model does not allow them.
+    """
+    if step.chunked_loss and not model.chunks:
+        raise ConfigError(
+            f"--chunked-loss: the loss of {model.name} cannot be computed in chunks, since the model scales or caps "
+            f"its logits, or its head is no linear layer; leave the option out"
+        )
+    return model.chunks if step.chunked_loss is None else step.chunked_loss
 
 
 class _Resolved(NamedTuple):
@@ -156,12 +173,12 @@ def _resolved(model: Model, machine: Described, step: Step, file: Path | None) -
     return _Resolved(content, dtype, units, on, shape(model, step.sequence, DTYPES[dtype], units))
 
 
-def _load(step: Step, on_cpu: bool, content: Mapping[str, Any] | None = None) -> Load:
+def _load(step: Step, on_cpu: bool, chunked_loss: bool, content: Mapping[str, Any] | None = None) -> Load:
     """Returns the work of a step; a config has the numbers that no option gives, and is planned for one rank."""
     load = Load(
         step.batch or 1,
         step.accumulation or 1,
-        chunked_loss=bool(step.chunked_loss),
+        chunked_loss=chunked_loss,
         schedule=step.schedule or "auto",
         speculate=makes_early_updates("auto", on_cpu) if step.speculate is None else step.speculate,
     )
@@ -200,11 +217,12 @@ def _frozen(model: Model) -> dict[str, Any]:
 
 
 def _dtype(machine: Described, step: Step) -> str:
-    """Returns the default dtype: bf16 on a described machine, the choice of `offload train` on this one."""
+    """Returns the default dtype, the choice of `offload train`: fp32 on a GPU without units for bf16, mostly bf16."""
     if step.master not in (None, "fp32"):
         return "bf16"
-    # A described machine cannot be asked which dtypes are fast on it.
-    found = kept() if machine.gpu is None else None
+    if machine.gpu is not None:
+        return "bf16" if find_gpu(machine.gpu)[0].has_bf16 else "fp32"
+    found = kept()
     return "bf16" if found is None else choose(torch.device("cuda" if found.machine["gpu"] else "cpu")).dtype
 
 
@@ -274,7 +292,7 @@ def hardware(machine: Described, dtype: str = "bf16", autocast: bool = False) ->
     Raises:
         ConfigError: an option does not fit the others, or this machine was not probed.
     """
-    ram = None if machine.ram is None else parse_size(machine.ram)
+    ram = None if machine.ram is None else parse_memory(machine.ram)
     drives = tuple(map(parse_drive, machine.drives))
     memory = None if machine.memory is None else parse_rate(machine.memory)
     link = None if machine.link is None else parse_rate(machine.link)
@@ -321,71 +339,3 @@ def parse_tbw(text: str) -> int:
     if not nbytes:
         raise ConfigError(f"expected the rated endurance of a drive, such as 1200TB, got {text!r}")
     return nbytes
-
-
-# -- the config ---------------------------------------------------------------------------------------
-
-
-def check_target(path: Path | None) -> None:
-    """Raises `ConfigError` if `path` exists already or its folder does not exist."""
-    if path is None:
-        return
-    if path.exists():
-        raise ConfigError(f"{path} exists already; give another file")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"there is no folder {path.absolute().parent}")
-
-
-def ready(planned: Planned) -> dict[str, Any]:
-    """Returns the plan's config with the planned budgets, so that a run of the config uses the planned memory.
-
-    The device budget of a GPU is left out unless the config sets one: the first step measures the memory beside the
-    activations. Where GPU and CPU share a memory both budgets are written, since a run sees that memory as free twice.
-    """
-    content = copy.deepcopy(dict(planned.content))
-    block = content.setdefault("offload", {})
-    if planned.memory.host and "host_memory" not in block:
-        inputs = need(planned.shape, planned.load).host
-        content = with_host_memory(content, planned.memory.host, inputs)
-        block = content["offload"]
-        block |= {name: format_exact(block[name]) for name in ("host_memory", "activation_memory") if name in block}
-    if planned.hardware.on_cpu or planned.hardware.unified:
-        block.setdefault("device_memory", format_exact(planned.memory.device))
-    if planned.load.accumulation > 1:
-        block["schedule"] = planned.choice.schedule
-    if not planned.load.speculate:
-        block["speculate"] = False
-    content.setdefault("train_micro_batch_size_per_gpu", planned.load.batch)
-    content.setdefault("gradient_accumulation_steps", planned.load.accumulation)
-    return content
-
-
-def format_exact(nbytes: int) -> int | str:
-    """Returns a readable size if the text stands for exactly `nbytes`, else the number."""
-    words = format_size(nbytes).replace(" ", "")
-    return words if parse_size(words) == nbytes else nbytes
-
-
-def write_config(planned: Planned, path: Path, extra: Mapping[str, Any]) -> None:
-    """Writes the config of `ready`, updated by `extra`, to a new file. A failure leaves no file.
-
-    Args:
-        planned: the plan.
-        path: the file; must not exist.
-        extra: top-level keys on learning, such as "optimizer".
-
-    Raises:
-        OSError: the file exists or cannot be written; the message names it.
-    """
-    text = json.dumps({**ready(planned), **extra}, indent=2) + "\n"
-    try:
-        # Mode "x" never replaces a file that appeared since `check_target`.
-        with open(path, "x", encoding="utf-8") as file:
-            try:
-                file.write(text)
-                file.flush()
-            except OSError:
-                path.unlink()
-                raise
-    except OSError as error:
-        raise OSError(f"cannot write the config {path}: {error.strerror}; give --write another file") from error

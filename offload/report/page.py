@@ -25,7 +25,7 @@ from offload.report.charts import (
 )
 from offload.report.links import LINKS
 from offload.report.log import Log, number
-from offload.report.phases import PARTS, parts
+from offload.report.phases import PARTS, parts, verdict
 from offload.report.prediction import time_of, words
 from offload.report.render import render
 from offload.report.timeline_view import Window, rows
@@ -69,17 +69,6 @@ class Table:
     rows: tuple[Row, ...]
 
 
-class Verdict(NamedTuple):
-    """The first lines of the page: what a step is bound by, and what to change."""
-
-    bound_by: str
-    """A key of `PARTS`; empty if the log has no phases."""
-    more: str
-    """The share of the step, in words."""
-    advice: str
-    """What to change; without phases, how to measure them."""
-
-
 Block = Markup | Table
 
 
@@ -111,7 +100,7 @@ def page(log: Log, found: Mapping[str, Any], window: Window | None) -> str:
         begin=Markup(BEGIN),
         title=_title(found),
         subtitle=_subtitle(found),
-        verdict=_verdict(found),
+        verdict=verdict(found),
         tiles=_tiles(found),
         steps_a_point=f"{found['steps'] / POINTS:,.0f}" if found["steps"] > POINTS else "",
         # Charts without values are empty markup and are left out here.
@@ -143,16 +132,6 @@ def _subtitle(found: Mapping[str, Any]) -> str:
         words.append(f"{about['ranks']} ranks")
     words.append(f"log {found['log']}")
     return ", ".join(words)
-
-
-def _verdict(found: Mapping[str, Any]) -> Verdict:
-    """Returns what the run is bound by and what to change, or how to measure it."""
-    by, spent = found["bound_by"], found["step_parts_seconds"]
-    if by is None:
-        return Verdict("", "", 'Phases were not measured: set "wall_clock_breakdown" in the config.')
-    # The small number avoids a division by zero for steps of zero length.
-    share = spent[by] / max(sum(spent.values()), 1e-12)
-    return Verdict(by, f"{share:.0%} of a step: {PARTS[by]}", found["advice"])
 
 
 def _tiles(found: Mapping[str, Any]) -> list[Tile]:

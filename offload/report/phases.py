@@ -55,6 +55,36 @@ class Bound(NamedTuple):
         return ", ".join([f"{first} {PARTS[self.by]}", *others])
 
 
+class Verdict(NamedTuple):
+    """What a run is bound by, and what to change."""
+
+    bound_by: str
+    """A key of `PARTS`; empty if the log has no phases."""
+    more: str
+    """The share of the step, in words."""
+    advice: str
+    """What to change; without phases, how to measure them."""
+
+    @property
+    def first_change(self) -> str:
+        """Returns the change that helps most, the first of the advice."""
+        return self.advice.partition(";")[0]
+
+
+def verdict(found: Mapping[str, Any]) -> Verdict:
+    """Returns what the run is bound by and what to change, or how to measure it.
+
+    Args:
+        found: the numbers of `figures`.
+    """
+    by, spent = found["bound_by"], found["step_parts_seconds"]
+    if by is None:
+        return Verdict("", "", 'Phases were not measured: set "wall_clock_breakdown" in the config.')
+    # The small number avoids a division by zero for steps of zero length.
+    share = spent[by] / max(sum(spent.values()), 1e-12)
+    return Verdict(by, f"{share:.0%} of a step: {PARTS[by]}", found["advice"])
+
+
 def parts(values: Mapping[str, Any]) -> dict[str, float]:
     """Returns the seconds of each phase of a step, which sum to the step's seconds but for noise of the clock.
 

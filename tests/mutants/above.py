@@ -189,7 +189,7 @@ MUTANTS = (
     ),
     Mutant(
         "take another job for one that is done",
-        "offload.finetune.job",
+        "offload.finetune.finished",
         "        if others:\n",
         "        if False:\n",
         "tests/test_cli_job_identity.py",

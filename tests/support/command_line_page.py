@@ -46,7 +46,7 @@ def help_of(*command: str) -> str:
 def commands(*group: str) -> Iterator[tuple[str, ...]]:
     """Yields each command below a group, those of nested groups included."""
     _, _, listed = help_of(*group).partition("\nCommands:\n")
-    for name in re.findall(r"^  (\w+)", listed, re.MULTILINE):
+    for name in re.findall(r"^  ([\w-]+)", listed, re.MULTILINE):
         yield (*group, name)
         yield from commands(*group, name)
 

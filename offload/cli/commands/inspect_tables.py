@@ -82,7 +82,13 @@ def _run_table(run: Mapping[str, Any]) -> Table:
     rows.append(("on disk", format_size(run["allocated_bytes"])))
     if run["finished"] is not None:
         note = run["finished"]
-        rows.append(("finished", f"at step {note.get('steps', '?')}, {note.get('date', 'date unknown')}"))
+        rows += [
+            ("finished", f"at step {note.get('steps', '?')}, {note.get('date', 'date unknown')}"),
+            (
+                "",
+                "finished.json notes it: --resume auto does not train the run again, and needs none of its swap files",
+            ),
+        ]
     if run["missing_ranks"]:
         # Each machine of a run across machines shows only the ranks on its own drives.
         rows.append(("missing", f"rank {', '.join(map(str, run['missing_ranks']))}: lost, or on another machine"))

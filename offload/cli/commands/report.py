@@ -40,6 +40,7 @@ def report(
     from offload.report.links import LINKS
     from offload.report.log import read_log
     from offload.report.page import page
+    from offload.report.phases import verdict
     from offload.report.prediction import read_plan
     from offload.report.timeline_view import read_window
 
@@ -62,6 +63,12 @@ def report(
         print(json.dumps(found, allow_nan=False))
     else:
         print(f"{target}: {count_of(found['steps'], 'step')}, {found['first_step']:,} to {found['last_step']:,}")
+        by = verdict(found)
+        if by.bound_by:
+            print(f"bound by {by.bound_by}, {by.more}")
+            print(f"change first: {by.first_change}")
+        else:
+            print(by.advice)
         if found["links"]:
             print("busy: " + ", ".join(f"{LINKS[link]} {share:.0%}" for link, share in found["links"].items()))
 

@@ -50,9 +50,11 @@ class Stopped(KeyboardInterrupt):
         self.number = number
 
 
-def _quit(error: BaseException, code: int) -> NoReturn:
-    """Prints an error in one line and exits with `code`."""
-    print(f"error: {error}", file=sys.stderr)
+def _quit(error: BaseException, code: int, options: Any) -> NoReturn:
+    """Prints an error in the words of the command line, and exits with `code`."""
+    from offload.finetune.option_names import in_options
+
+    print(f"error: {in_options(str(error), options)}", file=sys.stderr)
     raise typer.Exit(code)
 
 
@@ -152,7 +154,8 @@ class Training:
 
     def go(self, options: Any) -> None:
         """Runs the job. Errors and signals end the process with their message and exit code."""
-        from offload.finetune.job import Finished, prepare
+        from offload.finetune.finished import Finished
+        from offload.finetune.job import prepare
 
         logging.getLogger("offload").setLevel(logging.WARNING)
         # The console shows notices already, so the logger must not repeat them.
@@ -162,11 +165,9 @@ class Training:
                 # Before the first step nothing needs cleaning up, so a signal may end the process inside native code.
                 try:
                     with exit_on_signal(_NOT_BEGUN):
-                        job = prepare(
-                            options, self._read(options.config), lambda line: self.console.print(line, markup=False)
-                        )
+                        job = prepare(options, self._read(options.config), self._say)
                 except (ConfigError, BudgetError, StoreError, UsageError, OSError) as error:
-                    _quit(error, BAD_INPUT)
+                    _quit(error, BAD_INPUT, options)
                 # `prepare` found an identical job that has ended: the JSON line appears in this case too.
                 if isinstance(job, Finished):
                     self.console.print(job.message, markup=False)
@@ -178,6 +179,12 @@ class Training:
         except Stopped as stopped:
             # The exit code that a shell reports for a process ended by this signal.
             raise typer.Exit(128 + stopped.number) from None
+
+    def _say(self, line: str) -> None:
+        """Prints a line of the start; a warning stands out in a terminal."""
+        from offload.finetune.job import WARNING
+
+        self.console.print(line, markup=False, style="bold yellow" if line.startswith(WARNING) else None)
 
     def _read(self, path: Path | None) -> dict[str, Any] | None:
         from offload.config import read_json
@@ -192,7 +199,7 @@ class Training:
             self.console.print(f"already at step {engine.global_steps} of {job.steps}; nothing to do", markup=False)
         self.console.print(f"{options.model}: {_count(engine)}", markup=False)
         with (
-            self._ended_on_error(job),
+            self._ended_on_error(job, options),
             StepLog(options.log, self._warn) as log,
             ProgressLine(self.console, job, options.log_every) as line,
         ):
@@ -212,7 +219,7 @@ class Training:
                 for words in cli_summary.wear(job, self.reports):
                     self.console.print(words, markup=False)
         # From now on a signal takes effect only after the model is saved and the run is closed.
-        with signals.hold(), self._ended_on_error(job):
+        with signals.hold(), self._ended_on_error(job, options):
             job.save_model()
             self._finish(job, remove=not (options.keep or ended))
 
@@ -231,13 +238,13 @@ class Training:
         print(words, file=sys.stderr, flush=True)
 
     @contextmanager
-    def _ended_on_error(self, job: Any) -> Iterator[None]:
+    def _ended_on_error(self, job: Any, options: Any) -> Iterator[None]:
         """Commits and keeps the complete steps if an error or a signal ends the job inside the context."""
         try:
             yield
         except (OffloadError, OSError) as error:
             self._end(job)
-            _quit(error, FAILED)
+            _quit(error, FAILED, options)
         except Stopped:
             self._end(job)
             raise

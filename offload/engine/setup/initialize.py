@@ -255,11 +255,14 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
             f"but micro-batches are added up on each rank, in {format_size(parts.reduction_nbytes)} of the device's "
             "memory, and each step is reduced once"
         )
+    why = "since the config does not say"
+    if "gradient_clipping" in config.left_open:
+        why = 'which "auto" means where no Trainer sets the number'
     lines = (
         (
             "gradient_clipping" not in config.model_fields_set,
-            f'gradients are clipped to a global norm of {clip:g}, since the config does not say; "gradient_clipping": '
-            "0 turns clipping off, as in older DeepSpeed",
+            f'gradients are clipped to a global norm of {clip:g}, {why}; "gradient_clipping": 0 turns clipping off, as '
+            "in older DeepSpeed",
         ),
         (
             ranks > 1 and stage < 3,

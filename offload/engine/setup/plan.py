@@ -25,7 +25,7 @@ from offload.engine.setup.checks import (
     check_partitioned_activations,
     check_same,
 )
-from offload.engine.setup.resume import FoundRun, find_run, leftovers, no_room
+from offload.engine.setup.resume import FoundRun, about_folders, find_run, no_room
 from offload.engine.tiles.known_mlps import choose as choose_mlps
 from offload.engine.tiles.known_mlps import notices as tile_notices
 from offload.kernels import cuda
@@ -279,7 +279,7 @@ def _notices(
     if everyone is not None and everyone.rank:
         # Every rank finds the same run, and one notice is enough.
         return (*config.notices, *memory.notices, *why_not)
-    return (*config.notices, *_mesh_notices(mesh), *found.replaced, *memory.notices, *why_not, *leftovers(config))
+    return (*config.notices, *_mesh_notices(mesh), *found.replaced, *memory.notices, *why_not, *about_folders(config))
 
 
 def _mesh_notices(mesh: Mesh) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from offload.engine.distributed.process_group import Ranks
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.training.snapshot import Snapshot, persistent_buffers
 from offload.errors import StoreError
+from offload.hardware.mounts import folder_notices
 from offload.layout.memory_plan import PlacedStates
 from offload.notices import Remark, shell_command
 from offload.sizes import count_of, format_size
@@ -158,7 +159,13 @@ def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
     return status.exists, ()
 
 
-def leftovers(config: Config) -> tuple[str, ...]:
+def about_folders(config: Config) -> tuple[str, ...]:
+    """Returns warnings of folders that may be on the wrong drive, and a notice of other runs in them."""
+    misplaced = (line for line in folder_notices(config.drives) if not isinstance(line, Remark))
+    return (*(misplaced if config.wants_store else ()), *_leftovers(config))
+
+
+def _leftovers(config: Config) -> tuple[str, ...]:
     """Returns a notice if other runs that no process uses take room on the drives. They are never deleted here."""
     found = other_runs(config.drives, config.offload.run)
     if not found:

@@ -111,7 +111,7 @@ def from_adapted(
         model = adapters.make(model_of(config, dtype))
     # Layers of values stand for those of a quantized folder, whose bytes are nearly those of a format of ours.
     theirs = None if (bits := quantized_bits(config)) is None else "nf4" if bits <= 4 else "int8"
-    return from_training(model, sequence, dtype, units, {}, adapters.frozen or theirs)._replace(name=name)
+    return from_training(model, sequence, dtype, units, {}, adapters.frozen or theirs)._replace(name=name, adapted=True)
 
 
 def from_training(

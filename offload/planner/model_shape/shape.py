@@ -93,6 +93,8 @@ class Shape(NamedTuple):
     """Names of the parameters that Muon and SinkGD step as matrices."""
     experts: tuple[Experts, ...] = ()
     """The experts of each layer of which they are units."""
+    adapted: bool = False
+    """True if adapters alone are trained, so that a saved model consists of them."""
 
     @property
     def parameters(self) -> int:

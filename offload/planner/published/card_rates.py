@@ -15,14 +15,28 @@ HOST_SHARE = 0.9
 """Fraction of the host memory's rate that the optimizer is assumed to reach."""
 
 
-def products(gpu: Gpu, fp32: bool) -> Rate:
-    """Returns the rate of matrix products: the one that others reached, else a fraction of the data sheet's."""
-    found, peak = (gpu.matmul_fp32, gpu.flops_fp32) if fp32 else (gpu.matmul, gpu.flops)
-    name = f"matrix products in {'fp32' if fp32 else 'bf16'}"
+def products(gpu: Gpu, dtype: str) -> Rate:
+    """Returns the rate of matrix products: the one that others reached, else a fraction of the data sheet's.
+
+    Args:
+        gpu: the GPU.
+        dtype: bf16, fp16 or fp32.
+    """
+    bf16 = (gpu.matmul, gpu.flops)
+    fp16 = bf16 if gpu.has_bf16 else (gpu.matmul_fp16, gpu.flops_fp16 or gpu.flops)
+    found, peak = {"bf16": bf16, "fp16": fp16, "fp32": (gpu.matmul_fp32, gpu.flops_fp32)}[dtype]
+    name = f"matrix products in {dtype}"
     if found is not None:
         return Rate(name=name, value=found.value, unit="flop/s", origin="published", source=found.source)
     source = f"{_MATMUL_SHARE:.0%} of the data sheet's {peak / 1e12:.4g} Tflop/s"
     return Rate(name=name, value=_MATMUL_SHARE * peak, unit="flop/s", origin="assumed", source=source)
+
+
+def half_precision(gpu: Gpu, dtype: str) -> list[str]:
+    """Returns a sentence on fp16 if the card is faster in it than in `dtype`, by units that it lacks for bf16."""
+    if gpu.has_bf16 or dtype == "fp16":
+        return []
+    return [f"{gpu.name} has matrix units for fp16 and none for bf16, so --dtype fp16 is faster there"]
 
 
 def other_work(gpu: Gpu) -> Rate:

@@ -21,6 +21,9 @@ _MAMF = "github.com/stas00/ml-engineering, compute/accelerator"
 _OURS = "measured by this project: docs/benchmarks/2026-11-h200.md"
 _PCIE_4 = Figure(25e9, "PCIe 4 x16, an A100: github.com/NVIDIA/nvbandwidth issue 42")
 _PCIE_5 = Figure(50e9, "PCIe 5 x16, 51 to 53 GB/s reached: github.com/NVIDIA/nvbandwidth issues 24 and 53")
+_HALF_OF_4 = Figure(12.5e9, f"PCIe 4 x8, half of x16: {_PCIE_4.source}")
+_HALF_OF_5 = Figure(25e9, f"PCIe 5 x8, half of x16: {_PCIE_5.source}")
+_PCIE_3 = Figure(12e9, "PCIe 3 x16, a V100: github.com/ZaidQureshi/bam issue 54")
 _FASTEST_SLOT = 64e9
 """Bytes per second, each way, of 16 lanes of PCIe 5: no card in a slot has a faster link."""
 
@@ -33,7 +36,8 @@ class Gpu:
     memory: int
     """Bytes; of a unified memory all bytes, which the CPU uses too."""
     flops: float
-    """Dense operations per second in bf16, accumulated in fp32: the peak of the data sheet."""
+    """Dense operations per second in bf16, accumulated in fp32: the peak of the data sheet. Without units for bf16
+    those in fp32, by which torch computes."""
     flops_fp32: float
     """Dense operations per second in fp32, without matrix units: torch uses TF32 only on request."""
     bandwidth: float
@@ -46,6 +50,15 @@ class Gpu:
     """The same in fp32."""
     reached: Figure | None = None
     """Bytes per second of its memory that a program reached."""
+    flops_fp16: float | None = None
+    """`flops` in fp16 of a GPU that has matrix units for fp16 and none for bf16; None for any other."""
+    matmul_fp16: Figure | None = None
+    """`matmul` in fp16 of such a GPU."""
+
+    @property
+    def has_bf16(self) -> bool:
+        """Returns True if products in bf16 are as fast as those in fp16."""
+        return self.flops_fp16 is None
 
     @property
     def unified(self) -> bool:
@@ -54,6 +67,119 @@ class Gpu:
 
 
 GPUS = (
+    Gpu(
+        name="RTX 4060",
+        memory=8 * GIB,
+        flops=30.2e12,
+        flops_fp32=15.1e12,
+        bandwidth=272e9,
+        link=_HALF_OF_4,  # 8 lanes
+        matmul=Figure(31.2e12, f"{_TORCH} issue 66"),
+        matmul_fp32=Figure(8.3e12, f"{_TORCH} issue 66"),
+    ),
+    Gpu(
+        name="RTX 3080",
+        memory=10 * GIB,  # a later one has 12 GiB and more cores
+        flops=59.5e12,
+        flops_fp32=29.8e12,
+        bandwidth=760e9,
+        link=_PCIE_4,
+        matmul=Figure(64.7e12, f"{_TORCH} issue 114"),
+        matmul_fp32=Figure(21.1e12, f"{_TORCH} issue 114"),
+    ),
+    Gpu(
+        name="RTX 3060",
+        memory=12 * GIB,  # one of 8 GiB has a slower memory
+        flops=25.5e12,
+        flops_fp32=12.7e12,
+        bandwidth=360e9,
+        link=_PCIE_4,
+        matmul=Figure(25.5e12, f"{_TORCH} issue 131"),
+        matmul_fp32=Figure(8.2e12, f"{_TORCH} issue 131"),
+    ),
+    Gpu(
+        name="RTX 4070",
+        memory=12 * GIB,
+        flops=58.3e12,  # no run of a desktop card was published
+        flops_fp32=29.1e12,
+        bandwidth=504e9,
+        link=_PCIE_4,
+    ),
+    Gpu(
+        name="RTX 4070 SUPER",
+        memory=12 * GIB,
+        flops=71e12,
+        flops_fp32=35.5e12,
+        bandwidth=504e9,
+        link=_PCIE_4,
+        # Two runs of the table and one of an issue: the median.
+        matmul=Figure(73.6e12, f"{_TORCH} issue 196"),
+        matmul_fp32=Figure(24.6e12, f"{_TORCH} issue 196"),
+    ),
+    Gpu(
+        name="RTX 5070",
+        memory=12 * GIB,
+        flops=61.7e12,
+        flops_fp32=30.9e12,
+        bandwidth=672e9,
+        link=_PCIE_5,
+        # Each machine counts once or, with two versions of torch, twice.
+        matmul=Figure(66.1e12, f"{_TORCH} issues 101, 149, 159, 178, 179, 194"),
+        matmul_fp32=Figure(22.9e12, f"{_TORCH} issues 101, 149, 159, 178, 179, 194"),
+    ),
+    Gpu(
+        name="RTX 4060 Ti 16GB",
+        memory=16 * GIB,
+        flops=44.1e12,
+        flops_fp32=22.1e12,
+        bandwidth=288e9,
+        link=_HALF_OF_4,  # 8 lanes
+        # A run of the table and two of issues: the median.
+        matmul=Figure(44.7e12, f"{_TORCH} issues 130, 145"),
+        matmul_fp32=Figure(11.9e12, f"{_TORCH} issues 130, 145"),
+    ),
+    Gpu(
+        name="RTX 4080",
+        memory=16 * GIB,
+        flops=97.5e12,  # no run of a desktop card was published
+        flops_fp32=48.7e12,
+        bandwidth=717e9,
+        link=_PCIE_4,
+    ),
+    Gpu(
+        name="RTX 5060 Ti 16GB",
+        memory=16 * GIB,
+        flops=47.4e12,
+        flops_fp32=23.7e12,
+        bandwidth=448e9,
+        link=_HALF_OF_5,  # 8 lanes
+        # Another run of one of these machines is left out.
+        matmul=Figure(48.2e12, f"{_TORCH} issues 85, 129, 135, 136, 163"),
+        matmul_fp32=Figure(16.9e12, f"{_TORCH} issues 85, 129, 135, 136, 163"),
+    ),
+    Gpu(
+        name="RTX 5080",
+        memory=16 * GIB,
+        flops=112.6e12,
+        flops_fp32=56.3e12,
+        bandwidth=960e9,
+        link=_PCIE_5,
+        matmul=Figure(102.9e12, f"{_TORCH} issue 104"),
+        matmul_fp32=Figure(33.6e12, f"{_TORCH} issue 104"),
+    ),
+    Gpu(
+        name="T4",
+        memory=16 * GIB,
+        flops=8.1e12,  # bf16 has no matrix units
+        flops_fp32=8.1e12,
+        bandwidth=320e9,
+        link=_PCIE_3,
+        # The mean of two runs.
+        matmul=Figure(2.4e12, _TORCH),
+        matmul_fp32=Figure(4.3e12, _TORCH),
+        flops_fp16=65e12,
+        matmul_fp16=Figure(42.3e12, _TORCH),
+    ),
     Gpu(
         name="RTX 3090",
         memory=24 * GIB,
@@ -239,6 +365,8 @@ def find_gpu(text: str) -> tuple[Gpu, str | None]:
     if wanted in names:
         return names[wanted], None
     named = [gpu for name, gpu in names.items() if wanted and wanted in name]
+    # "4060" is the RTX 4060, and not the RTX 4060 Ti.
+    named = [gpu for name, gpu in names.items() if wanted and name.endswith(wanted)] or named
     size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*gi?b", text.strip().lower())
     # GPUs sold as 24 GB contain 24 GiB.
     nbytes = 0 if size is None else int(float(size[1]) * GIB)

@@ -44,11 +44,11 @@ def as_json(
         "slots": memory.slots,
         "notices": list(memory.notices),
         "host_memory": memory.host,
-        "least_host_memory": memory.least_host,
+        "least_host_memory": planned.least_host,
         "recommended_host_memory": advice.host,
         "device_memory": memory.device,
         "disk": memory.stored + memory.spilled,
-        "export": memory.export,
+        "export": planned.export,
         "activations": planned.activations,
         "activation_tiers": {**planned.needed._asdict(), "inputs": inputs_of(planned)},
         "ways": [

@@ -21,7 +21,10 @@ def reach_heading(planned: Planned) -> str:
 
 
 def reach_table(planned: Planned, reaches: Sequence[Reach]) -> list[tuple[str, ...]]:
-    """Returns the rows on ways to keep activations: words, longest sequences, micro-batch, seconds relative to now."""
+    """Returns the rows on ways to keep activations: words, longest sequences, micro-batch, seconds relative to now.
+
+    A way by which nothing fits has no row: `without_room` names it.
+    """
     now = planned.timing.seconds
     return [
         (
@@ -32,7 +35,19 @@ def reach_table(planned: Planned, reaches: Sequence[Reach]) -> list[tuple[str, .
             "does not fit" if each.seconds is None else f"{each.seconds / now:.2f} x",
         )
         for each in reaches
+        if _has_room(each)
     ]
+
+
+def without_room(ways: Sequence[Reach | Longest]) -> list[str]:
+    """Returns a line on the ways by which not even one sequence fits; none if each has room for some."""
+    names = [each.way.words for each in ways if not _has_room(each)]
+    return [f"no sequence fits: {', '.join(names)}"] if 0 < len(names) < len(ways) else []
+
+
+def _has_room(each: Reach | Longest) -> bool:
+    """Returns True if a sequence of some length fits."""
+    return bool(each.sequence or each.sequence_chunked)
 
 
 def _tokens(count: int) -> str:
@@ -72,7 +87,7 @@ def longest_heading(found: Sequence[Longest]) -> str:
 
 def longest_table(found: Sequence[Longest]) -> list[tuple[str, ...]]:
     """Returns the rows of `--longest-sequence`: words, longest sequences, tiers, seconds, tokens per second."""
-    return [_longest_row(each) for each in found]
+    return [_longest_row(each) for each in found if _has_room(each)]
 
 
 def _longest_row(each: Longest) -> tuple[str, ...]:
@@ -92,7 +107,7 @@ def longest_lines(found: Sequence[Longest]) -> list[str]:
         return ["no sequence fits, with any tiers: the device has no room beside the weights in use"]
     best = max(plans, key=lambda planned: planned.shape.sequence)
     set_ = {name: best.content[name] for name in ("zero_optimization", "offload")}
-    lines_found = [f"for {best.shape.sequence:,} tokens set: {json.dumps(set_)[1:-1]}"]
+    lines_found = [*without_room(found), f"for {best.shape.sequence:,} tokens set: {json.dumps(set_)[1:-1]}"]
     if best.load.chunked_loss:
         lines_found.append("and compute the loss in chunks: offload.losses.chunk_loss_of(model) before initialize")
     positions = best.shape.positions

@@ -69,7 +69,8 @@ def heading(planned: Planned) -> list[str]:
         f"weights on {zero.offload_param.device}, states on {zero.offload_optimizer.device}; a step is "
         f"{load.accumulation} x {load.batch} x {shape.sequence} tokens"
         f"{', layer-major' if load.alive > 1 else ''}"
-        f"{', activations recomputed' if load.recompute else ''}{', loss in chunks' if load.chunked_loss else ''}"
+        f"{', activations recomputed' if load.recompute else ''}"
+        f"{', loss in chunks' if load.chunked_loss else ', all logits in memory'}"
         f"{f', MLPs in tiles of {tile_tokens(shape, load)} tokens' if is_tiled(shape, load) else ''}",
         *_describe_experts(planned),
         *planned.memory.notices,
@@ -142,15 +143,16 @@ def _of_memory(planned: Planned, advice: Advice) -> list[str]:
     memory = planned.memory
     # Two slots alternate between commits, so the last commit survives a kill at any time.
     slots = {0: "no swap files", 1: "one slot, no resume after a kill", 2: "two slots, every step durable"}
-    least = format_size(memory.least_host)
+    least = format_size(planned.least_host)
+    saved = "the saved adapters take" if planned.shape.adapted else "an export takes"
     lines_found = [
         f"host budget {format_size(memory.host)}, minimum {least}, recommended {format_size(advice.host)}; peak above "
         f"the memory of the process before the run {format_size(planned.host_peak)}",
         *_of_spare_ram(planned),
         f"activations {format_size(planned.activations)} beside {format_size(memory.device)} of device arena"
         f"{_describe_inputs(planned)}",
-        f"disk {format_size(memory.stored + memory.spilled)} ({slots[memory.slots]}); an export takes "
-        f"{format_size(memory.export)} more",
+        f"disk {format_size(memory.stored + memory.spilled)} ({slots[memory.slots]}); "
+        f"{saved} {format_size(planned.export)} more",
     ]
     free = [drive.free for drive in planned.hardware.drives]
     if free and all(each is not None for each in free) and memory.stored:

@@ -1,0 +1,77 @@
+"""`offload check-config`: what becomes of each key of a config file, without a model, a machine or a run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offload.cli.console import BAD_INPUT, Json, errors
+
+_KINDS = {
+    "errors": "wrong or refused",
+    "honoured": "honoured",
+    "auto": 'left to "auto", which a script or a Trainer fills in, else the default',
+    "without_effect": "without effect, since this library chooses these values itself",
+    "ignored": "ignored: not supported, or of another tool",
+}
+"""The lists of `--json`, each with its heading."""
+
+
+def check_config(
+    config: Annotated[Path, typer.Argument(metavar="FILE", help="A DeepSpeed JSON file.")],
+    json_output: Json = False,
+) -> None:
+    """Say what becomes of each key of a DeepSpeed JSON file, without a run: honoured, ignored, refused or wrong.
+
+    Exit code 0, or 2 if a key is wrong or refused; all such keys are listed. Batch sizes are compared when the number
+    of ranks is known, by the run. Example: offload check-config ds_config.json
+    """
+    with errors(BAD_INPUT):
+        found = keys_of(config)
+    if json_output:
+        print(json.dumps({"config": str(config), **found}))
+    else:
+        print(f"{config}: {', '.join(_counts(found))}")
+        for kind, names in found.items():
+            if names:
+                print(f"{_KINDS[kind]}:", *(f"  {name}" for name in names), sep="\n")
+    if found["errors"]:
+        raise typer.Exit(BAD_INPUT)
+
+
+def keys_of(file: Path) -> dict[str, Sequence[str]]:
+    """Returns the keys of a config file by what becomes of them, and the messages on those that are wrong.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no JSON object.
+    """
+    from offload.config import examine, read_json
+
+    _, findings = examine(read_json(file))
+    # Params of torch's optimizers and of schedules are kept as a whole; the file's name of the block is "params".
+    honoured = sorted({name.replace("torch_params", "params") for name in findings.honoured})
+    blocks = {name.rpartition(".")[0] for name in honoured}
+    messages = [str(error) for error in findings.errors]
+    return {
+        "errors": messages,
+        "honoured": [name for name in honoured if name not in blocks and not _is_wrong(name, messages)],
+        "auto": sorted(findings.auto),
+        "without_effect": sorted(findings.tuning),
+        "ignored": sorted(findings.unsupported),
+    }
+
+
+def _is_wrong(name: str, messages: Sequence[str]) -> bool:
+    """Returns True if a message is about the value of a key, or about a part of it."""
+    return any(message.startswith(f"{name} ") or f"{name}." in message for message in messages)
+
+
+def _counts(found: Mapping[str, Sequence[str]]) -> list[str]:
+    """Returns the number of keys of each kind that there is, in words."""
+    named = {kind: re.split("[,:]", heading)[0] for kind, heading in _KINDS.items()}
+    return [f"{len(names)} {named[kind]}" for kind, names in found.items() if names] or ["no keys"]

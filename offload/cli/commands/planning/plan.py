@@ -1,0 +1,235 @@
+"""`offload plan`: predicts a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offload.cli.commands.planning.plan_options import PlanOptions
+from offload.cli.console import BAD_INPUT, FAILED, errors, parse_count, status_line
+from offload.cli.options import takes_options
+from offload.cli.progress import measuring
+from offload.cli.signals import exit_on_signal
+from offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from offload.planner.model_shape import Adapters
+    from offload.planner.recommend import Planned
+    from offload.planner.report.text import Asked
+    from offload.planner.request import Described, Model, Step
+
+_REACH = ("inputs of blocks", "all logits", "in chunks", "micro-batch", "step")
+_ORDERS = ("order", "updates under", "step", "read", "written", "if it clips")
+_LONGEST = ("inputs of blocks", "all logits", "in chunks", "states", "step", "tokens/s")
+
+
+@takes_options(PlanOptions)
+def plan(typed: PlanOptions) -> None:
+    """Predict where a run's states go and how fast a step will be, without a run.
+
+    Example: offload plan --parameters 13B --layers 40 --gpu 24GB --ram 64GB --drive 7GB/s,4GB/s
+    """
+    from rich.console import Console
+
+    from offload.finetune.options import Start, recipe
+    from offload.planner.advice import advise, compare
+    from offload.planner.config_file import write_config
+    from offload.planner.reach import reach
+    from offload.planner.report import reach as reach_report
+    from offload.planner.report import text as report
+    from offload.planner.report.json_object import as_json
+    from offload.presets import PRESETS
+
+    console = Console(stderr=typed.json_output, highlight=False, markup=False)
+    if typed.longest_sequence:
+        _print_longest(typed, console)
+        return
+    with errors(BAD_INPUT):
+        planned = _planned(typed)
+        wanted = _asked(typed, planned)
+        # Each of these takes longer than the plan: it repeats the prediction for every change, way or order.
+        with _working() as show:
+            show("trying what could be changed")
+            advice = advise(planned)
+            show("searching the longest sequence of each way to keep activations")
+            ways = reach(planned)
+            show("trying the orders of micro-batches")
+            orders = compare(planned)
+    with errors(FAILED):
+        if typed.write is not None:
+            # As in `offload train`, the default learning rate depends on whether the model folder contains weights.
+            folder = None if typed.model is None or typed.model in PRESETS else Path(typed.model)
+            # Without a config file the written config also contains the recipe of `offload train`.
+            write_config(
+                planned, typed.write, recipe(Start.of(folder, typed.lora is not None)) if typed.config is None else {}
+            )
+    if typed.json_output:
+        print(json.dumps(as_json(planned, advice, wanted, ways, orders)), flush=True)
+        return
+    console.print(report.verdict(planned, advice), soft_wrap=True)
+    for line in report.heading(planned):
+        console.print(line, soft_wrap=True)
+    _print_table(console, ("", "device", "host", "disk"), report.table(planned))
+    for line in report.lines(planned, advice, wanted):
+        console.print(line, soft_wrap=True)
+    if orders:
+        console.print(report.orders_heading(planned), soft_wrap=True)
+        _print_table(console, _ORDERS, report.orders_table(orders))
+    console.print(reach_report.reach_heading(planned), soft_wrap=True)
+    _print_table(console, _REACH, reach_report.reach_table(planned, ways))
+    for line in reach_report.without_room(ways):
+        console.print(line, soft_wrap=True)
+    if typed.write is not None:
+        console.print(f"written to {typed.write}", soft_wrap=True)
+
+
+@contextmanager
+def _working() -> Iterator[Callable[[str], None]]:
+    """Yields a function that shows what is being computed as a status line on stderr, if that is a terminal."""
+    from rich.console import Console
+
+    with status_line(Console(stderr=True, highlight=False, markup=False)) as show:
+        yield show
+
+
+def _asked(typed: PlanOptions, planned: Planned) -> Asked:
+    """Returns the quantities for additional answers. Steps count as their tokens."""
+    from offload.planner.report.text import Asked
+    from offload.planner.request import endurance
+
+    if typed.steps is not None:
+        if typed.tokens is not None:
+            raise ConfigError("--tokens and --steps both say how long the run is; give one of them")
+        if typed.steps < 1:
+            raise ConfigError(f"expected --steps of at least 1, got {typed.steps}")
+        tokens: int | None = typed.steps * planned.timing.tokens
+    else:
+        tokens = None if typed.tokens is None else parse_count(typed.tokens)
+    return Asked(tokens, endurance(planned.hardware, typed.tbw))
+
+
+def _print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table whose first column is text and whose others are numbers."""
+    from rich.table import Table
+
+    table = Table(box=None)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _print_longest(typed: PlanOptions, console: Console) -> None:
+    """Prints the longest sequence for each way to keep activations, and the config of the longest."""
+    from offload.planner import request as ask
+    from offload.planner.report import reach as reach_report
+
+    with errors(BAD_INPUT):
+        if typed.write is not None or typed.measure:
+            raise ConfigError("--longest-sequence writes and measures nothing; leave out --write and --measure")
+        with _working() as show:
+            show("searching the longest sequence of each way to keep activations")
+            found = ask.longest(_model(typed), _machine(typed), _step(typed), typed.config)
+    if typed.json_output:
+        print(json.dumps(reach_report.longest_json(found)), flush=True)
+        return
+    console.print(reach_report.longest_heading(found), soft_wrap=True)
+    _print_table(console, _LONGEST, reach_report.longest_table(found))
+    for line in reach_report.longest_lines(found):
+        console.print(line, soft_wrap=True)
+
+
+def _planned(typed: PlanOptions) -> Planned:
+    """Returns the plan that the options ask for. With `--measure` the model is timed first, which may take minutes."""
+    from offload.planner import request as ask
+    from offload.planner.config_file import check_target
+
+    model, machine, step = _model(typed), _machine(typed), _step(typed)
+    # The file to write is checked before the model is timed: a bad path must not cost minutes.
+    check_target(typed.write)
+    if not typed.measure:
+        with _working() as show:
+            show("counting the model's bytes and operations, and simulating a step")
+            return ask.planned(model, machine, step, typed.config)
+    # Nothing needs cleaning up while the model runs, so a signal may end the process inside native code.
+    with exit_on_signal("stopped; nothing was written"), measuring() as tell:
+        return ask.planned(model, machine, step, typed.config, measure=True, tell=tell)
+
+
+def _model(typed: PlanOptions) -> Model:
+    """Returns the options that describe the model."""
+    from offload.finetune.model import allows_chunks
+    from offload.planner.request import Model
+
+    return Model(
+        name=typed.model,
+        parameters=None if typed.parameters is None else parse_count(typed.parameters),
+        layers=typed.layers,
+        adapters=_adapters(typed),
+        # A count is that of a Llama, whose loss may be computed in chunks.
+        chunks=typed.model is None or typed.chunked_loss is False or allows_chunks(typed.model),
+    )
+
+
+def _adapters(typed: PlanOptions) -> Adapters | None:
+    """Returns the adapters that the options ask for; None for a model that trains as a whole."""
+    from offload.config import load_config, read_json
+    from offload.finetune.lora import adapt, parse_lora
+    from offload.planner.model_shape import Adapters
+
+    given = (("nf4", typed.load_in_4bit), ("int8", typed.load_in_8bit))
+    forms: list[str | None] = [form for form, wanted in given if wanted]
+    if len(forms) > 1 or (forms and (typed.lora is None or typed.config is not None)):
+        raise ConfigError(
+            '--load-in-4bit or --load-in-8bit goes with --lora; beside --config set "frozen" in the config'
+        )
+    if typed.lora is None:
+        return None
+    if typed.model is None:
+        raise ConfigError("--lora makes adapters of a model that is built: give --model")
+    if typed.config is not None:
+        forms.append(load_config(read_json(typed.config)).offload.frozen)
+    lora = parse_lora(typed.lora)
+    return Adapters(lambda model: adapt(model, lora), forms[0] if forms else None)
+
+
+def _machine(typed: PlanOptions) -> Described:
+    """Returns the options that describe the machine."""
+    from offload.planner.request import Described
+
+    return Described(
+        gpu=typed.gpu,
+        ram=typed.ram,
+        drives=tuple(typed.drive or ()),
+        memory=typed.memory_bandwidth,
+        link=typed.pcie,
+        paths=tuple(typed.nvme_path or ()),
+    )
+
+
+def _step(typed: PlanOptions) -> Step:
+    """Returns the options that describe a step."""
+    from offload.planner.request import Step
+
+    return Step(
+        batch=typed.batch_size,
+        sequence=typed.seq_len,
+        accumulation=typed.accumulation,
+        recompute=typed.recompute,
+        # The planner takes None for "auto".
+        dtype=None if typed.dtype == "auto" else typed.dtype,
+        moments=typed.moments,
+        master=typed.master,
+        durability=typed.durability,
+        activations=typed.activations,
+        chunked_loss=typed.chunked_loss,
+        tile_mlp=typed.tile_mlp,
+        schedule=typed.schedule,
+        speculate=typed.speculate,
+    )

@@ -1,0 +1,95 @@
+"""All that is wrong with a config is one error, and `offload check-config` says what becomes of each key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from offload.cli.main import app
+from offload.config import load_config
+from offload.errors import ConfigError
+
+WRONG: dict[str, Any] = {
+    "amp": {"enabled": True},
+    "train_batch_size": "four",
+    "fp16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 1.5]}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_stps": 3}},
+    "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_param": {"device": "cpu", "speed": 1}},
+    "flops_profiler": {"enabled": True},
+}
+MESSAGES = (
+    '"amp" is apex\'s mixed precision',
+    "train_batch_size should be a whole number, got 'four'",
+    "optimizer.params.betas.1 should be less than 1, got 1.5",
+    "unknown key scheduler.params.warmup_num_stps; did you mean",
+    "unknown key zero_optimization.offload_param.speed; remove it",
+)
+
+
+def check(content: Any, folder: Path, *options: str) -> Any:
+    file = folder / "ds.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return CliRunner().invoke(app, ["check-config", str(file), *options])
+
+
+def test_every_wrong_key_is_in_one_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(WRONG)
+    first, *others = str(caught.value).split("\n* ")
+    assert first == "5 things are wrong with the config:" and len(others) == len(MESSAGES)
+    for message in MESSAGES:
+        assert sum(each.startswith(message) for each in others) == 1, message
+
+
+def test_a_single_wrong_key_is_a_message_without_a_list() -> None:
+    with pytest.raises(ConfigError, match=r"^unknown key zero_optimization\.stge; did you mean"):
+        load_config({"zero_optimization": {"stge": 3}})
+
+
+def test_a_value_of_several_types_is_one_message() -> None:
+    with pytest.raises(ConfigError, match=r"^offload\.durability\.every should be a whole") as caught:
+        load_config({"offload": {"durability": {"every": "x"}}})
+    assert "\n" not in str(caught.value)
+
+
+def test_two_contradictions_are_one_error() -> None:
+    both = {"fp16": {"enabled": True}, "bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}
+    with pytest.raises(ConfigError, match=r"(?s)fp16 and bf16 are both enabled.*torch_autocast and bf16 are both"):
+        load_config(both)
+
+
+def test_the_command_lists_keys_by_what_becomes_of_them(tmp_path: Path) -> None:
+    done = check(WRONG, tmp_path, "--json")
+    assert done.exit_code == 2
+    found = json.loads(done.stdout)
+    assert [any(each.startswith(message) for each in found["errors"]) for message in MESSAGES] == [True] * 5
+    assert found["honoured"] == [
+        "fp16.enabled",
+        "optimizer.type",
+        "scheduler.type",
+        "zero_optimization.offload_param.device",
+        "zero_optimization.overlap_comm",
+        "zero_optimization.stage",
+    ]
+    assert (found["auto"], found["ignored"]) == (["optimizer.params.lr"], ["flops_profiler"])
+    text = check(WRONG, tmp_path).stdout
+    assert ': 5 wrong or refused, 6 honoured, 1 left to "auto", 1 ignored\n' in text
+    assert "\nhonoured:\n  fp16.enabled\n" in text and "\nignored: not supported, or of another tool:\n" in text
+
+
+def test_a_config_without_a_wrong_key_ends_with_0(tmp_path: Path) -> None:
+    right = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "contiguous_gradients": True}}
+    done = check(right, tmp_path)
+    assert done.exit_code == 0 and "ds.json: 2 honoured, 1 without effect\n" in done.stdout
+    assert "zero_optimization.contiguous_gradients" in done.stdout.partition("without effect, since")[2]
+    assert check({}, tmp_path).stdout.endswith("ds.json: no keys\n")
+
+
+def test_a_file_that_is_no_json_is_one_line(tmp_path: Path) -> None:
+    done = check("{", tmp_path)
+    assert done.exit_code == 2 and "is not JSON" in done.stderr and not done.stdout
