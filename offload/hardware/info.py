@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import platform
 import resource
@@ -304,8 +305,9 @@ def _mount_of(path: str) -> tuple[str, str]:
     return (longest.device, longest.fstype) if longest else ("?", "?")
 
 
+@functools.cache  # each start of an engine asks, and a package's metadata take a millisecond to parse
 def _version(name: str) -> str | None:
-    """Returns the version of an installed package, or None."""
+    """Returns the version of an installed package, or None, as it was when this process first asked."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(name)
     return None
