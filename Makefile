@@ -8,9 +8,9 @@ PACKAGES := $(wildcard offload/*/__init__.py offload/*/*/__init__.py)
 NATIVE_TESTS := $(wildcard $(foreach folder,native kernel_bits fake_cuda device/native,tests/$(folder)/*.cpp tests/$(folder)/*.h))
 
 .PHONY: help train test test-all test-avx2 device test-device test-gpu bench check format docs mutants storm sanitize
-# Tests at a time: more memory and more of the drive each. Three leave a third of two cores idle, and four a part of them:
-# tests wait for drives, and for processes that they kill.
-JOBS ?= 4
+# Tests at a time: more memory and more of the drive each. A test waits for two fifths of the time that it takes alone, for
+# drives, timers, and processes that it starts or kills, so four leave a tenth of two cores idle, by calculation.
+JOBS ?= 6
 
 # Images of containers often forbid Python to keep what it compiles: then each of the hundreds of processes of the tests
 # compiles torch, transformers and this package again, which is most of its start.

@@ -32,6 +32,7 @@ def begin(folder: Path, *arguments: str, code: str | None = None) -> warm_proces
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=os.environ | {"XDG_CACHE_HOME": str(folder / "cache")},
+        whole_end=True,
     )
 
 

@@ -126,6 +126,7 @@ def test_a_process_that_is_stopped(number: int) -> None:
         ["-m", "offload", "train", "--text", "text.py", "--steps", "100000", *ARGUMENTS],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        whole_end=True,
     )
     while process.poll() is None and not (Path("log").exists() and Path("log").stat().st_size):
         time.sleep(0.005)

@@ -22,6 +22,47 @@ def test_a_program_runs_as_main(tmp_path: Path) -> None:
     assert (done.stderr, done.returncode) == ("word\n", 3)
 
 
+_ENDS = """
+import atexit, sys, threading, time
+atexit.register(lambda: print("exit function"))
+threading.Thread(target=lambda: (time.sleep(0.05), print("thread"))).start()
+print("main")
+{}
+"""
+
+
+@pytest.mark.parametrize("whole_end", [False, True])
+@pytest.mark.parametrize(
+    ("last", "status", "error"),
+    [
+        ("", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit(-1)", 255, ""),
+        ("sys.exit('why')", 1, "why\n"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+    ],
+)
+def test_a_script_waits_for_threads_and_runs_exit_functions(
+    last: str, status: int, error: str, whole_end: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_ENDS.format(last))
+    process = warm_process.begin([script], whole_end=whole_end, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = process.communicate()
+    assert (out, process.returncode) == ("main\nthread\nexit function\n", status)
+    assert err is not None and err.endswith(error) and bool(err) == bool(error)
+
+
+@pytest.mark.parametrize("whole_end", [False, True])
+def test_a_script_that_cannot_write_its_last_words_ends_as_python_does(whole_end: bool, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('words')")
+    with open("/dev/full", "w") as full:
+        process = warm_process.begin([script], whole_end=whole_end, stdout=full, stderr=subprocess.PIPE)
+        _, err = process.communicate()
+    assert process.returncode == 120 and err is not None and "No space left on device" in err
+
+
 def test_torch_is_there_already_and_globals_of_one_are_not_seen_by_the_next() -> None:
     code = "import sys, torch, offload; print('torch' in sys.modules, hasattr(offload, 'mark')); offload.mark = 1"
     assert [warm_process.python(code).stdout for _ in range(2)] == ["True False\n"] * 2

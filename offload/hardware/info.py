@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import platform
 import resource
@@ -296,8 +297,9 @@ def _memlock() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
+@functools.cache  # each start of an engine asks, and a package's metadata take a millisecond to parse
 def _version(name: str) -> str | None:
-    """Returns the version of an installed package, or None."""
+    """Returns the version of an installed package, or None, as it was when this process first asked."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(name)
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import math
@@ -158,11 +159,16 @@ def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
 
 def about(model: nn.Module) -> dict[str, Any]:
     """Returns descriptive JSON for people and for `offload export`: version, model class, model config, tied names."""
-    # A source checkout that was never installed has no metadata, hence no version to record.
+    version = _own_version()
+    return _of_model(model) if version is None else {"offload": version, **_of_model(model)}
+
+
+@functools.cache  # each start of an engine asks, and the package's metadata take a millisecond to parse
+def _own_version() -> str | None:
+    """Returns the version of this package; None for a source checkout that was never installed."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        version = importlib.metadata.version("offload")
-        return {"offload": version, **_of_model(model)}
-    return _of_model(model)
+        return importlib.metadata.version("offload")
+    return None
 
 
 def _of_model(model: nn.Module) -> dict[str, Any]:
