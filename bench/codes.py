@@ -3,9 +3,9 @@
     python -m bench.codes FOLDER --steps 50
 
 The first part quantizes and dequantizes 64M values in bf16 and in fp32, beside a copy of them. From the least of the
-rounds follows the bandwidth of a network below which codes are faster, that at which the bytes saved take as long as the
-codes. The second part trains GPT-2 and Llama of two blocks on Python's own library, byte by byte, on two ranks over
-gloo: exact, and with codes of weights, of gradients and of both. All have the same initial weights and rows.
+rounds follows the bandwidth of a network below which codes are faster: there the bytes saved take as long as the codes.
+The second part trains GPT-2 and Llama of two blocks on Python's own library, byte by byte, on two ranks over gloo:
+exact, and with codes of weights, of gradients and of both. All have the same initial weights and rows.
 """
 
 from __future__ import annotations
