@@ -401,9 +401,9 @@ class Step(NamedTuple):
     """Elements of each unit that train, and of its frozen region."""
 
 
-def second_step(job: Job, folder: Path) -> Step:
+def second_step(job: Job, folder: Path, **options: Any) -> Step:
     """Trains two steps with room for all units on the device; the first records the order of uses."""
-    engine = start(job, HOST, folder, device_memory="64MiB")
+    engine = start(job, HOST, folder, device_memory="64MiB", **options)
     before = engine.communication()
     for step in range(2):
         before = engine.communication()
@@ -463,6 +463,22 @@ def test_frozen_weights_are_sent_as_the_config_says(ranks: RankPool, tmp_path: P
             changing = [(one // 2, other // 2) for one, other in found.units if one]
             expected = sum(of_trainable(one) + of_frozen(other) for one, other in changing)
             assert found.sent.weights.nbytes == expected, words
+
+
+def frozen_in_blocks(job: Job, folder: Path) -> tuple[Step, Seen]:
+    return second_step(job, folder / "step", frozen="int8"), train_and_look(job, folder / "look", frozen="int8")
+
+
+def test_frozen_weights_that_are_codes_already_are_sent_as_they_are(ranks: RankPool, tmp_path: Path) -> None:
+    """Their blocks are no values of which codes could be made."""
+    job = JOBS["adapters"]._replace(dtype="bf16")
+    exact = ranks.run(frozen_in_blocks, job, tmp_path / "exact")
+    coded = ranks.run(frozen_in_blocks, job._replace(quantized="nontrainable_weights"), tmp_path / "coded")
+    for (step, seen), (other, expected) in zip(coded, exact, strict=True):
+        assert step.sent.weights == other.sent.weights
+        bases = [name for name in seen.used if "base" in name]
+        assert len(bases) == 6 and any("weight" in name for name in bases)
+        assert_same_tensors({name: seen.used[name] for name in bases}, {name: expected.used[name] for name in bases})
 
 
 def least(folder: Path, job: Job) -> int:
