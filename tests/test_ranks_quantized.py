@@ -5,6 +5,7 @@ The reference is the same quantization in torch's operations, `through_codes`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,10 +17,15 @@ from torch import nn
 
 import offload
 from offload.engine.distributed.communication import Communication, Sent
+from offload.engine.distributed.mesh import Mesh
+from offload.engine.distributed.payload.weights import WeightGathers
 from offload.errors import RankError
 from offload.kernels.blocks import BLOCK_FORMATS, dequantize, quantize
+from offload.layout import config_request
+from offload.layout.collectives.gathers import CodedGathers
 from offload.layout.flat_layout import UnitLayout
 from offload.sizes import align_up
+from offload.swapper.memory.device import Device
 from tests.support import models
 from tests.support.oracle import DTYPES, Job, Result, assert_same, assert_same_tensors, rounded, weights_of
 from tests.support.rank_jobs import JOBS, language_rows_loss
@@ -95,6 +101,55 @@ def look_on(module: nn.Module, seen: dict[str, torch.Tensor]) -> None:
 
     for path, each in module.named_modules():
         each.register_forward_pre_hook(functools.partial(note, f"{path}." if path else ""))
+
+
+class Streamed(Device):
+    """A device that notes which stream receives work."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.uploads, self.end = False, Streamed.uploaded
+
+    @contextlib.contextmanager
+    def uploading(self) -> Iterator[None]:
+        self.uploads = True
+        yield
+        self.uploads = False
+
+    def uploaded(self) -> Any:
+        return self.end
+
+
+class TwoShards:
+    """Ranks on GPUs as the second of them sees both: the first has the same values."""
+
+    on_gpu, mesh, shard = True, Mesh(shards=2), 1
+
+    def __init__(self, device: Streamed) -> None:
+        self.device = device
+
+    def gather(self, whole: torch.Tensor, shard_ranges: list[range], uploaded: Any) -> None:
+        assert shard_ranges == [range(3 * 512, 4 * 512)], "the frozen region is gathered as it is"
+
+    def gather_parts(self, everyone: torch.Tensor, mine: torch.Tensor) -> TwoShards:
+        assert self.device.uploads
+        everyone.view(2, -1)[0].copy_(mine)
+        return self
+
+    def order_compute(self) -> None:
+        assert self.device.uploads
+
+
+def test_on_a_gpu_all_work_on_codes_is_submitted_to_the_upload_stream() -> None:
+    """Behind the copy of the shard, before what waits for the upload; the host waits for nothing."""
+    device = Streamed()
+    coded = CodedGathers(torch.float32, (range(256),), 256)
+    gathers = WeightGathers(TwoShards(device), device, coded, torch.empty(coded.nbytes, dtype=torch.uint8))  # type: ignore[arg-type]
+    whole = torch.randn(512)
+    mine = whole[128:256].clone()
+    end = gathers.gather(0, whole.view(torch.uint8), [range(512, 1024), range(3 * 512, 4 * 512)], None)  # type: ignore[arg-type]
+    assert end is device.end  # type: ignore[comparison-overlap]
+    assert torch.equal(whole[:256], through_codes(mine, torch.float32).repeat(2))
 
 
 class Seen(NamedTuple):
@@ -448,6 +503,25 @@ def test_replicas_send_codes_of_their_sums(four: RankPool, tmp_path: Path) -> No
     for found in four.run(second_step, JOB._replace(shard_size=1, quantized="weights gradients"), tmp_path / "four"):
         whole = sum(trainable for trainable, _ in found.units)
         assert (found.sent.weights, found.sent.gradients) == (Sent(), Sent(units, 3 * codes(whole)))
+
+
+def with_many_replicas(job: Job, folder: Path) -> Step:
+    """Two replicas that take themselves for too many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config_request, "MOST_CODED_REPLICAS", 1)
+        return second_step(job, folder)
+
+
+def test_many_replicas_add_their_sums_up_in_fp32(four: RankPool, tmp_path: Path) -> None:
+    """Where the codes of all sums would be more bytes than an all-reduce, 2 (r - 1) / r of 4 bytes an element."""
+    coded, summed = (
+        [each(r) for r in range(2, 12)] for each in (lambda r: (r - 1) * BYTES / BLOCK, lambda r: 8 - 8 / r)
+    )
+    fewer = [one < other for one, other in zip(coded, summed, strict=True)]
+    assert fewer == [r <= config_request.MOST_CODED_REPLICAS for r in range(2, 12)]
+    for found in four.run(with_many_replicas, JOB._replace(shard_size=2, quantized="gradients"), tmp_path):
+        units, shard = len(found.units), sum(trainable for trainable, _ in found.units) // 2
+        assert found.sent.gradients == Sent(2 * units, codes(shard) + 4 * shard)
 
 
 def test_frozen_weights_are_sent_as_the_config_says(ranks: RankPool, tmp_path: Path) -> None:
