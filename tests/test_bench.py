@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import checkpoint, host_time, measure, predict, ranks, score, step
+from bench import checkpoint, codes, host_time, measure, predict, ranks, score, step
 from tests.support.oracle import processes
 
 
@@ -74,6 +74,19 @@ def test_bench_checkpoint_reports_its_figures(tmp_path: Path, capsys: pytest.Cap
     figures: dict[str, dict[str, float]] = _figures(capsys)  # type: ignore[assignment]
     assert all(figures[name]["seconds"] > 0 and figures[name]["kept"] for name in ("save", "load"))
     assert not list(tmp_path.glob("bench-checkpoint-saved")), "it cleans up"
+
+
+def test_bench_codes_reports_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    codes.main([str(tmp_path), "--numel", "4096", "--rounds", "1", "--steps", "0"])
+    figures: dict[str, Any] = _figures(capsys)
+    assert all(rate > 0 for rates in figures["rates"].values() for rate in rates.values())
+
+
+@pytest.mark.slow
+def test_bench_codes_reports_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    codes.main([str(tmp_path), "--numel", "4096", "--rounds", "1", "--steps", "2", "--width", "32"])
+    figures: dict[str, Any] = _figures(capsys)
+    assert figures["llama"]["exact"]["farthest"] == 0 < figures["llama"]["both"]["farthest"] < 0.05
 
 
 @pytest.mark.slow

@@ -292,7 +292,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a seed without an end": ({"offload": {"seed": 1e300}}, r"offload\.seed"),
     "a path that is a number": ({"zero_optimization": {"offload_param": {"nvme_path": 5}}}, "nvme_path.*list.*5"),
     "an empty path": ({"offload": {"nvme_path": [""]}}, "nvme_path"),
-    "quantized weights": ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights"),
+    "quantized gradients in bf16": (
+        {"communication_data_type": "bf16", "zero_optimization": {"zero_quantized_gradients": True}},
+        "zero_quantized_gradients.*communication_data_type in bf16; leave one of them out",
+    ),
     "compression": ({"compression_training": {"pruning": {"shared": {"enabled": True}}}}, "compression_training"),
     "sparse attention": ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
     "amsgrad": ({"optimizer": {"params": {"amsgrad": True}}}, "amsgrad"),

@@ -28,6 +28,9 @@ HONOURED: dict[str, Any] = {
     "zero_optimization": True,
     "zero_optimization.stage": 2,
     "zero_optimization.overlap_comm": False,
+    "zero_optimization.zero_quantized_weights": True,
+    "zero_optimization.zero_quantized_nontrainable_weights": True,
+    "zero_optimization.zero_quantized_gradients": True,
     "zero_optimization.sub_group_size": 1e9,
     "zero_optimization.stage3_prefetch_bucket_size": 5e7,
     "zero_optimization.prefetch_bucket_size": 5e7,
@@ -157,7 +160,7 @@ REFUSED: dict[str, Any] = {
     },
     **_each(
         "zero_optimization.",
-        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param zenflow",
+        "zeropp_loco_param zenflow",
     ),
     "zero_optimization.leaf_module.name_suffixes": ["experts"],
     "zero_optimization.zero_hpz_partition_size": 8,

@@ -110,6 +110,41 @@ def test_an_accelerator_makes_the_same_values(
     assert torch.equal(values, values_of(form, found, NUMEL, dtype))
 
 
+def with_what_is_no_number(dtype: torch.dtype) -> torch.Tensor:
+    """Returns `numbers` with an inf, a NaN, and the largest finite value, which rounds up in bf16."""
+    values = numbers(dtype)
+    values[2000], values[3000], values[4000] = float("inf"), float("nan"), torch.finfo(dtype).max
+    return values
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_accelerator_makes_the_same_codes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of int8 alone, which ranks send each other. A block that is NaN may have any codes."""
+    monkeypatch.setattr(blocks, "_DEVICE_BLOCKS", 100)
+    form, values = BLOCK_FORMATS["int8"], with_what_is_no_number(dtype)
+    found = torch.full((form.stored_nbytes(NUMEL),), 0xA5, dtype=torch.uint8)
+    blocks._quantize_by_torch(form, values, found)
+    same_codes(found, stored(form, values))
+
+
+def same_codes(found: torch.Tensor, expected: torch.Tensor) -> None:
+    form = BLOCK_FORMATS["int8"]
+    numel = len(found) // form.nbytes * form.values
+    one, other = (values_of(form, each, numel, torch.float32) for each in (found, expected))
+    assert torch.equal(one.nan_to_num(0.5), other.nan_to_num(0.5)) and 128 < int(one.isnan().sum()) <= 384
+    sound = ~one.view(-1, form.values)[:, 0].isnan()
+    assert torch.equal(found.view(-1, form.nbytes)[sound], expected.view(-1, form.nbytes)[sound])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gpu_makes_the_same_codes(dtype: torch.dtype) -> None:
+    form, values = BLOCK_FORMATS["int8"], with_what_is_no_number(dtype)
+    found = torch.empty(form.stored_nbytes(NUMEL), dtype=torch.uint8, device="cuda")
+    blocks.quantize(form, values.cuda(), found)
+    same_codes(found.cpu(), stored(form, values))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -162,7 +162,7 @@ def second_step(job: Job, folder: Path) -> Step:
     components = engine._core.components
     gradients = components.gradients
     assert isinstance(gradients, ReduceScatterAccumulator)
-    buffers = (*gradients._received, *gradients._room[0], *gradients._over_replicas._memory)
+    buffers = (*gradients._memory._received, *gradients._room[0], *gradients._over_replicas._memory)
     found = Step(
         sent=engine.communication().since(before),
         units=[layout.trainable_stop for layout in components.layouts],

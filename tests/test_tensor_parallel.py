@@ -230,6 +230,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any], str]] = {
     "one rank": (on_one_rank_alone, {}, r"divides 2 processes into \[\(\), \(0, 1\)\]; expected groups of one size"),
     "replicas of more than a column": (unchanged, {"shard_size": 2}, r"1 rank with the same part of each divided"),
     "LAMB": (unchanged, {"optimizer": "Lamb"}, "does not go together with an optimizer that needs whole parameters"),
+    "codes": (unchanged, {"quantized": "gradients"}, "does not go together with codes of weights and gradients"),
 }
 
 

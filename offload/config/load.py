@@ -96,6 +96,11 @@ def _contradictions(config: Config) -> Iterator[ConfigError]:
             f"optimizer.params.fp32_optimizer_states asks for moments in fp32, and another key for {config.moments}; "
             "leave one of them out"
         )
+    if config.zero_optimization.zero_quantized_gradients and config.communication_data_type is not None:
+        raise ConfigError(
+            "zero_optimization.zero_quantized_gradients has ranks send gradients as int8 codes, and "
+            f"communication_data_type in {config.communication_data_type}; leave one of them out"
+        )
     wanted = config.data_types.param_dtype
     if wanted is not None and wanted != config.dtype:
         mode = "switch bf16 and fp16 off" if wanted == "fp32" else f'set "{wanted}": {{"enabled": true}}'

@@ -58,6 +58,9 @@ class EngineCallbacks(Protocol):
     def await_updates(self) -> None:
         """Waits until every scheduled update has read its gradient. Autograd's threads call this too."""
 
+    def read_stored(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of a parameter's weights as ranks store them, on the compute device. All ranks call this."""
+
     def apply_edits(self, unit: int, edits: Sequence[Edit]) -> None:
         """Writes new values of one unit before its weights are read again.
 

@@ -379,6 +379,11 @@ class EngineCore(EngineCallbacks):
             components.update_worker.drop_spare if components.update_worker is not None else lambda: None
         )
 
+    def read_stored(self, parameter: torch.Tensor) -> torch.Tensor:
+        handle = self.param_access.handle(parameter)
+        assert handle is not None, "the caller owns the parameter"
+        return self.param_access.read_weight(handle)
+
     def pending_unit(self) -> int:
         return self.components.gradients.pending_unit
 

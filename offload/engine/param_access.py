@@ -28,7 +28,7 @@ from offload.engine.training.components import EngineComponents
 from offload.errors import UsageError
 from offload.layout.budgets.machine import CHUNK
 from offload.layout.flat_layout import Segment, SegmentShard, segment_shards
-from offload.layout.master_weights import join, sources
+from offload.layout.master_weights import join, sources, weights_of
 from offload.layout.opaque_state import unpack
 from offload.layout.optimizers import moment_values
 from offload.layout.optimizers.matrices import states_of
@@ -170,6 +170,13 @@ class ParamAccess:
             self._complete(handle, whole)
         # The memory was allocated inside of the collective, so a rank without room has failed the call on all ranks.
         return whole.view(self._shape(handle)).to(handle.device)
+
+    def read_weight(self, handle: ParamHandle) -> torch.Tensor:
+        """Returns a copy of the weights that ranks store, as `read` does, in the dtype of the weights."""
+        values = self.read(handle, State.WEIGHT)
+        assert values is not None, "every parameter has weights"
+        weights = weights_of(values.to("cpu").view(-1), self._held.mode.weights)
+        return weights.to(handle.device).view(self._shape(handle))
 
     def write(self, handle: ParamHandle, state: State, values: torch.Tensor) -> None:
         """Replaces a state. With several ranks all of them call it, and the values of rank 0 count.

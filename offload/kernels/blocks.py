@@ -1,4 +1,4 @@
-"""Block formats of frozen weights: codes of 4 or 8 bits, with a scale for each block of values.
+"""Block formats of frozen weights, and of what ranks send: codes of 4 or 8 bits, with a scale for each block of values.
 
     nf4     64 values in 34 bytes: 32 of codes, the first value of each byte in its high bits, and a scale in bf16
     int8    128 values in 130 bytes: 128 signed codes, and a scale in bf16
@@ -75,14 +75,17 @@ def quantize(form: BlockFormat, values: torch.Tensor, blocks: torch.Tensor) -> N
 
     Args:
         form: the format.
-        values: (numel,) bf16, fp16 or fp32 on the CPU, only read.
-        blocks: (form.stored_nbytes(numel),) uint8, overwritten.
+        values: (numel,) bf16, fp16 or fp32, only read. On an accelerator the format is int8.
+        blocks: (form.stored_nbytes(numel),) uint8 on the same device, overwritten.
 
     Raises:
         TypeError: a tensor of a wrong dtype.
         ValueError: a tensor of a wrong shape, stride or device.
     """
     numel = length("values", values)
+    if not values.is_cpu:
+        _quantize_by_torch(form, values, blocks)
+        return
     _native.quantize(
         form.number,
         address("values", values, FLOATS, numel),
@@ -124,6 +127,27 @@ def _pairs(device: torch.device) -> torch.Tensor:
         book = torch.tensor(NF4, dtype=torch.float32)
         # The copy is done when this returns, so every stream may read the table.
         return torch.stack((book.repeat_interleave(16), book.repeat(16)), 1).to(device)
+
+
+@torch.no_grad()
+def _quantize_by_torch(form: BlockFormat, values: torch.Tensor, blocks: torch.Tensor) -> None:
+    """Does what `quantize` does to int8, with torch's operations: for accelerators, on the current stream."""
+    assert form.name == "int8", "weights are stored as nf4 by the CPU alone"
+    rows = blocks.view(-1, form.nbytes)
+    largest = torch.finfo(torch.bfloat16).max
+    for first in range(0, len(rows), _DEVICE_BLOCKS):
+        into = rows[first : first + _DEVICE_BLOCKS]
+        part = values[first * form.values : (first + len(into)) * form.values].float()
+        part = torch.nn.functional.pad(part, (0, len(into) * form.values - len(part))).view(len(into), form.values)
+        most = part.abs().amax(1, keepdim=True)
+        scale = most.bfloat16()
+        # The largest finite values of fp32 would round to infinity.
+        scale = torch.where(scale.isinf() & most.isfinite(), largest, scale.float())
+        share = torch.where(scale > 0, part / scale, 0.0) * 127.0
+        # A share is a NaN where inf is divided by inf; its code may be any, since the scale makes its value a NaN.
+        codes = share.nan_to_num(0.0).clamp_(-127.0, 127.0).round_()
+        into[:, :-_SCALE_NBYTES].copy_(codes.to(torch.int8).view(torch.uint8))
+        into[:, -_SCALE_NBYTES:].copy_(scale.bfloat16().view(torch.uint8))
 
 
 @torch.no_grad()

@@ -12,9 +12,10 @@ import torch
 
 from offload.config import Config, OptimizerBlock
 from offload.errors import ConfigError
+from offload.layout.collectives.reduction import CODES, MOST_CODED_REPLICAS, Reduction
 from offload.layout.optimizers.of_torch import kernel_rule, optimizer_class
 from offload.layout.schedule import LAYER_MAJOR
-from offload.layout.tiers import PlacementRequest, Reduction
+from offload.layout.tiers import PlacementRequest
 from offload.states import State, Tier
 from offload.swapper.modes import ADAM, DTYPES, MOMENTS, NOT_OF_MATRICES, Mode, make_mode
 
@@ -149,11 +150,24 @@ def reduction_of(config: Config, mode: Mode, accumulation: int, world_size: int,
     named = config.communication_data_type
     dtype = DTYPES[named] if named else sums if whole or turns else mode.weight_dtype
     exchanges = 2 if overlaps else 1
+    # A replica of one shard sends nothing but its sums to the other replicas.
+    form = CODES if zero.zero_quantized_gradients and world_size > 1 else None
+    coded_sums = zero.zero_quantized_gradients and 1 < replicas <= MOST_CODED_REPLICAS
     if whole:  # a sum of another dtype is rounded into a bucket
         buckets = 0 if dtype == sums else exchanges
-    else:
-        buckets = 2 if turns else exchanges
-    return Reduction(dtype=dtype, exchanges=exchanges, buckets=buckets, whole=whole, replicas=replicas)
+    elif turns:
+        buckets = 2
+    else:  # one is free again once its codes are made
+        buckets = exchanges if form is None else 1
+    return Reduction(
+        dtype=dtype,
+        exchanges=exchanges,
+        buckets=buckets,
+        whole=whole,
+        replicas=replicas,
+        form=form,
+        coded_sums=coded_sums,
+    )
 
 
 def buffer_dtype(config: Config) -> torch.dtype | None:

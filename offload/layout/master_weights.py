@@ -30,6 +30,18 @@ def split(values: torch.Tensor, states: Mapping[State, torch.Tensor], noise: ker
     weight.copy_(values)
 
 
+def weights_of(masters: torch.Tensor, kept: Mapping[State, torch.dtype]) -> torch.Tensor:
+    """Returns the weights that `split` stores of `masters`.
+
+    Args:
+        masters: (n,) fp32 on the CPU.
+        kept: the states that hold a master, and their dtypes.
+    """
+    states = {state: torch.empty(len(masters), dtype=dtype, device="cpu") for state, dtype in kept.items()}
+    split(masters, states)
+    return states[State.WEIGHT]
+
+
 def sources(weights: Collection[State]) -> tuple[State, ...]:
     """Returns the states, among those that hold a master, that `join` reads."""
     return (State.MASTER,) if State.MASTER in weights else tuple(weights)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from offload.config import Config
 from offload.errors import ConfigError
 from offload.layout.budgets.machine import Machine
+from offload.layout.collectives.gathers import coded_gathers
 from offload.layout.config_request import gradient_dtype, mode_of, placement_request, reduction_of
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import Placement, place
@@ -110,6 +111,7 @@ def place_states(request: MemoryRequest) -> PlacedStates:
         images,
         replicas=request.replicas,
         reduction=reduction_of(config, mode, accumulation, request.world_size, request.replicas),
+        gathers=None if images else coded_gathers(config, request.layouts, mode.weight_dtype, request.world_size),
     )
     placement = place(parts, mode, placement_request(config, accumulation), request.machine)
     return PlacedStates(request=request, mode=mode, parts=parts, placement=placement)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from offload.errors import BudgetError
+from offload.layout.collectives.gathers import CodedGathers
+from offload.layout.collectives.reduction import Reduction
 from offload.layout.flat_layout import WORD, UnitLayout
 from offload.layout.optimizers.whole import NO_WHOLE, Whole, whole_sizes
 from offload.sizes import PAGE, align_up, count_of, format_size
@@ -25,32 +27,6 @@ from offload.swapper.modes import Mode
 
 TierMap = tuple[Mapping[State, Tier], ...]
 """For each unit the tier of each state that this rank holds; for GRAD, the tier in which it waits for its update."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reduction:
-    """The way in which several ranks reduce their gradients."""
-
-    dtype: torch.dtype
-    """Dtype of the gradients that ranks send each other."""
-    exchanges: int = 1
-    """Units whose reductions may be under way at a time."""
-    buckets: int = 1
-    """Buffers for gradients that a rank sends; 0 if it sends the sums of whole gradients themselves."""
-    whole: bool = False
-    """True if each rank adds up the whole gradients of a step's micro-batches before they are reduced."""
-    replicas: int = 1
-    """Replicas of the model, which add up their sums in fp32 (`engine.distributed.replica_sums`)."""
-
-    @property
-    def received(self) -> int:
-        """Buffers for the gradients that a rank receives. Replicas have added them up before the next exchange."""
-        return self.exchanges if self.replicas == 1 else 1
-
-    @property
-    def sums(self) -> int:
-        """Buffers for sums over replicas."""
-        return 0 if self.replicas == 1 else self.exchanges
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,24 +53,30 @@ class Partitions:
     weights have the tier of the config."""
     reduction: Reduction | None = None
     """None if there is one rank, or nothing trains."""
-    largest_reduced: int = 0
-    """Bytes of the gradients of the largest unit in the dtype of the reduction, over all ranks."""
+    unit_gradients: tuple[int, ...] = ()
+    """Elements of each unit's gradients over all ranks, if several ranks reduce them."""
     whole_gradients: tuple[int, ...] = ()
     """Bytes of each unit's gradients over all ranks, in `gradient_dtype`, if this rank adds up a step's micro-batches
     before they are reduced. Empty if each micro-batch is reduced."""
+    gathers: CodedGathers | None = None
+    """Weights that ranks gather as codes; None if there are none."""
 
     @property
     def reduction_nbytes(self) -> int:
         """Bytes of the device memory through which ranks reduce their gradients; 0 if there is one rank.
 
-        Each exchange takes a buffer for what this rank receives of a unit. What it sends is in a bucket, or a sum. With
-        several replicas it takes one for the sum of this rank's shard instead.
+        Each exchange takes a buffer for what this rank receives of a unit. What it sends is in a bucket, a sum, or
+        codes. With several replicas it takes one for the sum of this rank's shard instead.
         """
         if self.reduction is None:
             return 0
-        buffers = self.reduction.received + self.reduction.buckets
-        sums = self.reduction.sums * align_up(max(self.trainable_numel) * torch.float32.itemsize)
-        return sum(map(align_up, self.whole_gradients)) + buffers * align_up(self.largest_reduced) + sums
+        buffers = self.reduction.buffer_nbytes(self.unit_gradients, self.trainable_numel)
+        return sum(map(align_up, self.whole_gradients)) + buffers
+
+    @property
+    def collectives_nbytes(self) -> int:
+        """Bytes of the device memory through which ranks reduce gradients and gather weights."""
+        return self.reduction_nbytes + (0 if self.gathers is None else self.gathers.nbytes)
 
     @property
     def largest_unit(self) -> int:
@@ -164,6 +146,7 @@ def partitions(
     *,
     replicas: int = 1,
     reduction: Reduction | None = None,
+    gathers: CodedGathers | None = None,
 ) -> Partitions:
     """Returns this rank's bytes of every unit and state.
 
@@ -176,6 +159,7 @@ def partitions(
         images: bytes of each unit as it lies in the model's own files; see `Partitions.images`.
         replicas: number of replicas, each of which is divided into shards.
         reduction: the way in which several ranks reduce their gradients; None if there is one.
+        gathers: weights that ranks gather as codes; None if there are none.
     """
     rows: list[Mapping[State, int]] = []
     trainable = [len(layout.trainable(rank, world_size)) for layout in layouts]
@@ -215,7 +199,8 @@ def partitions(
         frozen=tuple(len(layout.frozen(rank, world_size)) * itemsize for layout in layouts),
         images=tuple(images),
         reduction=reduction,
-        largest_reduced=0 if reduction is None else max(wholes) * reduction.dtype.itemsize,
+        gathers=gathers,
+        unit_gradients=() if reduction is None else tuple(wholes),
         whole_gradients=tuple(numel * gradient_dtype.itemsize for numel in wholes)
         if reduction is not None and reduction.whole
         else (),

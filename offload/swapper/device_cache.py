@@ -65,10 +65,11 @@ class Peers(Protocol):
             ahead: returns the unit that this rank could gather next, or -1.
         """
 
-    def gather(self, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
+    def gather(self, unit: int, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
         """Starts the gather of the other ranks' shards into `whole`, and returns the event after which it is complete.
 
         Args:
+            unit: the unit.
             whole: (nbytes,) uint8 on the device, the unit.
             shard_ranges: byte ranges of this rank's shard in `whole`.
             uploaded: event after which this rank's shard is in `whole`.
@@ -288,7 +289,7 @@ class DeviceCache:
             # for them.
             peers, whole = self._peers, self._arena.view(device_buffer)[: entry.size.stored_nbytes]
             entry.uploaded = self._table.changed.without_lock(
-                lambda: peers.gather(whole, entry.size.shard_ranges, copied)
+                lambda: peers.gather(entry.index, whole, entry.size.shard_ranges, copied)
             )
 
     def _expand(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:

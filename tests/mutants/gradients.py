@@ -176,8 +176,8 @@ MUTANTS = (
     Mutant(
         "add up the gradients of the last shard of a replica alone",
         "offload.engine.distributed.replica_sums",
-        "            total += row\n",
-        "            total.copy_(row)\n",
+        "                part += values_of(row, first, first + len(part))\n",
+        "                part.copy_(values_of(row, first, first + len(part)))\n",
         "tests/test_ranks_replicas.py",
     ),
     Mutant(
@@ -186,6 +186,36 @@ MUTANTS = (
         "        self._memory.rotate(-1)\n",
         "",
         "tests/test_ranks_replicas.py",
+    ),
+    Mutant(
+        "compute with the exact weights of this rank's own shard",
+        "offload.engine.distributed.payload.weights",
+        "        dequantize(CODES, codes, whole[first : first + shards * len(mine)].view(dtype))\n",
+        "        own = whole[mine.start : mine.stop].clone()\n"
+        "        dequantize(CODES, codes, whole[first : first + shards * len(mine)].view(dtype))\n"
+        "        whole[mine.start : mine.stop] = own\n",
+        "tests/test_ranks_quantized.py",
+    ),
+    Mutant(
+        "save the values of codes in a state dict",
+        "offload.engine.params.weight_edits",
+        "if self._coded and segment.start in self._coded[unit]:",
+        "if False:",
+        "tests/test_ranks_quantized.py",
+    ),
+    Mutant(
+        "take values of codes from the block of another",
+        "offload.engine.distributed.payload.gradients",
+        "    return values[first - start : stop - start]\n",
+        "    return values[: stop - first]\n",
+        "tests/test_ranks_quantized.py",
+    ),
+    Mutant(
+        "make codes of gradients where those of the exchange before are sent from",
+        "offload.engine.distributed.payload.gradients",
+        "        self._sent.rotate(-1)\n",
+        "",
+        "tests/test_ranks_quantized.py",
     ),
     Mutant(
         "count the squares of each replica",

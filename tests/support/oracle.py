@@ -70,6 +70,8 @@ class Job(NamedTuple):
     """`communication_data_type`."""
     shard_size: int = -1
     """`mics_shard_size` of ZeRO: ranks of a replica, all by default."""
+    quantized: str = ""
+    """Words after `zero_quantized_` of the keys of ZeRO that are on."""
 
 
 class Result(NamedTuple):
@@ -231,6 +233,7 @@ def config(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -
             "stage": job.stage,
             "overlap_comm": job.overlap,
             "mics_shard_size": job.shard_size,
+            **{f"zero_quantized_{word}": True for word in job.quantized.split()},
             "offload_param": {"device": weights},
             "offload_optimizer": {"device": states},
         },

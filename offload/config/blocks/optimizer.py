@@ -119,7 +119,11 @@ class OptimizerParams(Block):
 
 _COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
 _OTHERS = ("muadam", "muadamw", "musgd")
-_ADAMW = "use AdamW or Lamb, without the keys of the compression (freeze_step, cuda_aware, comm_backend_name)"
+_ADAMW = (
+    "use AdamW or Lamb, without the keys of the compression (freeze_step, cuda_aware, comm_backend_name); "
+    "zero_optimization.zero_quantized_gradients sends half of the bytes of bf16, "
+    "and docs/reference/deepspeed-compatibility.md says why not fewer"
+)
 _PASS = "use AdamW, or pass an optimizer of torch as optimizer= to offload.initialize"
 
 

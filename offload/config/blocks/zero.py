@@ -76,10 +76,7 @@ class ZeroOptimization(Block):
     }
     REFUSED: ClassVar[dict[str, str]] = {
         **dict.fromkeys(
-            split_names(
-                """zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients
-                zeropp_loco_param zenflow"""
-            ),
+            ("zeropp_loco_param", "zenflow"),
             CHANGES_TRAINING,
         ),
         "zero_hpz_partition_size": missing(
@@ -116,6 +113,17 @@ class ZeroOptimization(Block):
         description="ranks that hold one replica of weights, gradients and states, a divisor of their number; weights "
         "are gathered within a replica, and sums of gradients are added up over the replicas; -1 or 0: all ranks",
     )
+    zero_quantized_weights: bool = Field(
+        False,
+        description="whether ranks gather weights that train as int8 codes, with a scale for each 128 of them, and "
+        "compute with the values of the codes; see concepts/quantized-collectives.md",
+    )
+    zero_quantized_nontrainable_weights: bool = Field(False, description="the same for frozen weights")
+    zero_quantized_gradients: bool = Field(
+        False,
+        description="whether ranks send gradients as such codes, whose values each rank adds up in fp32; not with "
+        "communication_data_type",
+    )
     sub_group_size: Count | None = Field(
         None, description="elements of a tile of the update at most; default: 16 MiB of all states"
     )
@@ -135,6 +143,11 @@ class ZeroOptimization(Block):
         None,
         description="false: save_16bit_model writes nothing in stage 3, as in DeepSpeed; default: the model is written",
     )
+
+    @property
+    def sends_codes(self) -> bool:
+        """True if ranks send codes of weights or gradients."""
+        return self.zero_quantized_weights or self.zero_quantized_nontrainable_weights or self.zero_quantized_gradients
 
 
 OLD_SWITCHES = {

@@ -21,8 +21,8 @@ from offload.swapper.modes import DTYPES
 
 _DEVICES = (None, "none", "cpu", "nvme", "cuda")
 _UNSUPPORTED = {
-    "zero_quantized_weights": "gathered weights are not quantized",
-    "zero_quantized_nontrainable_weights": 'the key "frozen" of the "offload" block stores them in 4 or 8 bits',
+    "zero_quantized_weights": 'set it in "zero_optimization" of the config',
+    "zero_quantized_nontrainable_weights": 'set it in "zero_optimization" of the config',
     "zero_param_parallel_group": "weights are partitioned over all ranks",
     "sequence_data_parallel_group": "weights are partitioned over all ranks",
     "param_swapper": "the engine has its own",

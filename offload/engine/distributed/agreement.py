@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.engine.callbacks import Edit, EngineCallbacks, GradientStats
-from offload.engine.distributed.process_group import Ranks
+from offload.engine.distributed.payload.weights import WeightGathers
 from offload.errors import RankError, UsageError
 from offload.states import State
 from offload.swapper.device_cache import Agreed, Having
@@ -114,10 +114,11 @@ class Agreement:
     """One rank's side of every agreement, and its pager's `Peers`. Serves others until its announcement is chosen."""
 
     def __init__(
-        self, ranks: Ranks, names: Sequence[str], callbacks: EngineCallbacks, timeline: Timeline = OFF
+        self, gathers: WeightGathers, names: Sequence[str], callbacks: EngineCallbacks, timeline: Timeline = OFF
     ) -> None:
         """Prepares the agreement. `names` are those of the units; `timeline` includes each wait for other ranks."""
-        self._ranks, self._names, self._callbacks, self._timeline = ranks, names, callbacks, timeline
+        self._gathers, self._names, self._callbacks, self._timeline = gathers, names, callbacks, timeline
+        self._ranks = ranks = gathers.ranks
         self._agree_titles = [f"agree to gather {name}" for name in names]
         self._reduce_titles = [f"reduce the gradients of {name}" for name in names]
         self.rank, self.size = ranks.rank, ranks.size
@@ -166,10 +167,10 @@ class Agreement:
         """Records that all ranks gather `unit` now (-1: none); `again` is this rank's result if it repeats `agree`."""
         self._agreed_unit, self._retry_answer = unit, again
 
-    def gather(self, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
+    def gather(self, unit: int, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
         """Fills in the other ranks' partitions of a unit, as agreed; see `Ranks.gather`."""
         with self._timeline.span(Row.RANKS, "gather"):
-            gathered = self._ranks.gather(whole, share, uploaded)
+            gathered = self._gathers.gather(unit, whole, share, uploaded)
             self._agreed_unit = -1
             return gathered
 
@@ -198,7 +199,7 @@ class Agreement:
     def _step(
         self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], GradientStats]
     ) -> GradientStats:
-        """Exchanges the statistics; see `step`."""
+        """Exchanges the statistics."""
         self._await_all(Collective.STEP, -1)
         # Called only now: until every rank had arrived, this rank could still receive gradients of others.
         mine = known()

@@ -11,6 +11,9 @@ With r replicas of s shards (`mesh`), s takes the place of n, and an all-reduce 
 
     sum of S bytes             S / r to each of r - 1 ranks, twice:  2 S (r - 1) / r
 
+Where codes are sent (`payload`), W and G are their bytes, 130 for 128 elements, and the codes of a sum of S elements go
+to each of r - 1 ranks once.
+
 This is what ZeRO's paper counts as the volume of an all-gather and of a reduce-scatter (arXiv 1910.02054, section 7).
 A collective in which a rank sends nothing counts, since the rank takes part and waits.
 """

@@ -9,6 +9,7 @@ import datetime
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from offload.engine.distributed.mesh import Mesh
@@ -62,3 +63,9 @@ def _own(groups: list[list[int]], backend: str, timeout: datetime.timedelta | No
     # Not by `init_device_mesh`: where a dimension has all ranks, it takes torch's default group, in which the user's
     # own messages are, and older versions of torch take no timeout there.
     return dist.new_subgroups_by_enumeration(groups, timeout=timeout, backend=backend)[0]
+
+
+def gather_into(everyone: torch.Tensor, mine: torch.Tensor, group: Any) -> Any:
+    """Starts an all-gather of `mine` into `everyone`."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
+    return gather(everyone, mine, group=group, async_op=True)

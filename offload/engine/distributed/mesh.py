@@ -36,6 +36,10 @@ class Mesh(NamedTuple):
         """Returns the shard that `rank` holds."""
         return rank % self.shards
 
+    def replica_of(self, rank: int) -> int:
+        """Returns the replica to which `rank` belongs."""
+        return rank // self.shards
+
     def replica(self, rank: int) -> range:
         """Returns the ranks of the replica to which `rank` belongs, in the order of their shards."""
         first = rank - self.shard_of(rank)

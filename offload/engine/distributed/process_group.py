@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from offload.engine.distributed.communication import Communication, Kind
-from offload.engine.distributed.groups import LONG, DeviceGroups, make_control, make_groups
+from offload.engine.distributed.groups import LONG, DeviceGroups, gather_into, make_control, make_groups
 from offload.engine.distributed.heartbeat import SILENT, Heartbeat
 from offload.engine.distributed.mesh import check_same, mesh_of
 from offload.engine.distributed.rendezvous import NOTICE, UNABLE, device_backend, ranks_store
@@ -137,7 +137,7 @@ class Ranks:
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # independent of torch's default device
         everyone = torch.empty(self.size, len(numbers), dtype=torch.int64, device="cpu")
         nbytes = mine.nbytes * (self.size - 1)
-        self._begin(lambda: _gather_into(everyone.view(-1), mine, self._control), to, kind, nbytes).wait()
+        self._begin(lambda: gather_into(everyone.view(-1), mine, self._control), to, kind, nbytes).wait()
         rows: list[list[int]] = everyone.tolist()
         return rows
 
@@ -149,7 +149,7 @@ class Ranks:
         if longest:
             mine = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8)
             nbytes = longest * (self.size - 1)
-            self._begin(lambda: _gather_into(everyone, mine, self._control), to, Kind.MESSAGES, nbytes).wait()
+            self._begin(lambda: gather_into(everyone, mine, self._control), to, Kind.MESSAGES, nbytes).wait()
         rows = everyone.view(self.size, -1)
         return [bytes(row[:length].numpy()) for row, length in zip(rows, lengths, strict=True)]
 
@@ -213,11 +213,13 @@ class Ranks:
 
     def _gather(self, whole: torch.Tensor, mine: range) -> Work:
         """Starts the gather of one of this rank's byte ranges and the other ranks' ranges around it."""
-        shards = self.mesh.shards
         start = mine.start - self.shard * len(mine)
-        region = whole[start : start + shards * len(mine)]
-        start_gather = functools.partial(_gather_into, region, whole[mine.start : mine.stop], self._groups.replica)
-        return self._begin(start_gather, "gather weights", Kind.WEIGHTS, len(mine) * (shards - 1))
+        return self.gather_parts(whole[start : start + self.mesh.shards * len(mine)], whole[mine.start : mine.stop])
+
+    def gather_parts(self, everyone: torch.Tensor, mine: torch.Tensor) -> Work:
+        """Starts the gather of each shard's part into `everyone`, in their order; `mine` may be a view of it."""
+        start = functools.partial(gather_into, everyone, mine, self._groups.replica)
+        return self._begin(start, "gather weights", Kind.WEIGHTS, everyone.nbytes - mine.nbytes)
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor | None, senders: Sequence[int]) -> Work:
         """Starts an exchange in this replica: row s of `sent` goes to shard s, and a row comes from each of `senders`.
@@ -268,6 +270,11 @@ class Ranks:
         # Once to add up and once to send the sums: each rank gives the others all but its own part.
         nbytes = 2 * values.nbytes * (self.mesh.replicas - 1) // self.mesh.replicas
         return self._begin(start, "reduce gradients", Kind.GRADIENTS, nbytes)
+
+    def gather_sums(self, everyone: torch.Tensor, mine: torch.Tensor) -> Work:
+        """Starts the gather of each replica's sum of this shard into `everyone`, in their order, as `gather_parts`."""
+        start = functools.partial(gather_into, everyone, mine, self._groups.across)
+        return self._begin(start, "reduce gradients", Kind.GRADIENTS, everyone.nbytes - mine.nbytes)
 
     # -- waits and lost ranks -----------------------------------------------------------------------
 
@@ -373,12 +380,6 @@ class Ranks:
             for group in (self._control, *self._groups.all):
                 with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # the user may have destroyed them
                     dist.destroy_process_group(group)
-
-
-def _gather_into(everyone: torch.Tensor, mine: torch.Tensor, group: Any) -> Any:
-    """Starts an all-gather of `mine` into `everyone`."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
-    return gather(everyone, mine, group=group, async_op=True)
 
 
 def join_ranks(device: Device, shard_size: int) -> Ranks | None:

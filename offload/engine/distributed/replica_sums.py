@@ -3,7 +3,8 @@
     ranks of a replica: exchange ─► each adds up its shard in fp32 ─► ranks with the same shard: all-reduce
 
 The first part, within a replica, is complete when the second begins. The second is under way beside the backward of
-the next unit, if `overlap_comm` is on: it is the part that leaves a machine.
+the next unit, if `overlap_comm` is on: it is the part that leaves a machine. With codes (`payload.gradients`) each rank
+receives the codes of all sums of its shard instead, and adds their values up in the order of the replicas.
 """
 
 from __future__ import annotations
@@ -14,44 +15,61 @@ from typing import NamedTuple
 
 import torch
 
+from offload.engine.distributed.payload.gradients import values_of
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.distributed.work import Work
+from offload.kernels.blocks import quantize
+from offload.layout.collectives.reduction import CODES
+from offload.layout.placement import CHUNK
 
 
 class ReplicaSum(NamedTuple):
     """A sum that has begun."""
 
-    total: torch.Tensor
-    """(1, numel) fp32, the sum over all ranks once `work` is done."""
+    rows: torch.Tensor
+    """(1, numel) fp32, the sum over all ranks once `work` is done; or (replicas, bytes) of codes of their sums."""
     work: Work
 
 
 class ReplicaSums:
     """Memory of sums that are under way."""
 
-    def __init__(self, ranks: Ranks, memory: Sequence[torch.Tensor]) -> None:
+    def __init__(self, ranks: Ranks, memory: Sequence[torch.Tensor], codes: Sequence[torch.Tensor]) -> None:
         """Takes over the memory.
 
         Args:
             ranks: all ranks.
-            memory: for each sum that may be under way, (numel of the largest shard of a unit,) fp32 on the device.
+            memory: for each sum that may be under way, (numel of the largest shard of a unit,) fp32 on the device; with
+                codes one for all.
+            codes: for each sum that may be under way the memory of the codes of all replicas; none without codes.
         """
         self._ranks = ranks
-        self._memory = deque(memory)
+        self._memory, self._codes = deque(memory), deque(codes)
         """That of the oldest sum first."""
 
-    def begin(self, received: torch.Tensor) -> ReplicaSum:
+    def begin(self, received: torch.Tensor, numel: int) -> ReplicaSum:
         """Adds up the rows of `received` in their order, and starts the sum over the replicas.
 
         Every rank calls this, also where no rank of its replica has a gradient.
 
         Args:
-            received: (ranks of this replica that have gradients, numel); not read any more once compute is ordered
-                behind what the calling thread has started.
+            received: (ranks of this replica that have gradients, ...), values or codes; not read any more once compute
+                is ordered behind what the calling thread has started.
+            numel: elements of the shard.
         """
-        total = self._memory[0][: received.shape[1]]
+        total = self._memory[0][:numel]
         self._memory.rotate(-1)
         total.zero_()
-        for row in received:
-            total += row
-        return ReplicaSum(total.view(1, -1), self._ranks.all_reduce(total))
+        # In chunks, so that the values of codes need little memory.
+        for first in range(0, numel, CHUNK):
+            part = total[first : first + CHUNK]
+            for row in received:
+                part += values_of(row, first, first + len(part))
+        if not self._codes:
+            return ReplicaSum(total.view(1, -1), self._ranks.all_reduce(total))
+        mesh, width = self._ranks.mesh, CODES.stored_nbytes(numel)
+        everyone = self._codes[0][: mesh.replicas * width]
+        self._codes.rotate(-1)
+        own = everyone.view(mesh.replicas, width)[mesh.replica_of(self._ranks.rank)]
+        quantize(CODES, total, own)
+        return ReplicaSum(everyone.view(mesh.replicas, width), self._ranks.gather_sums(everyone, own))

@@ -37,6 +37,7 @@ import torch
 
 from offload.engine.callbacks import EngineCallbacks, GradientStats
 from offload.engine.distributed.agreement import Agreement
+from offload.engine.distributed.payload.gradients import ExchangeMemory, values_of
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.distributed.replica_sums import ReplicaSums
 from offload.engine.distributed.work import Work
@@ -47,8 +48,8 @@ from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.errors import RankError
 from offload.interrupts import uninterrupted
 from offload.layout.budgets.machine import CHUNK
+from offload.layout.collectives.reduction import Reduction
 from offload.layout.flat_layout import UnitLayout
-from offload.layout.tiers import Reduction
 from offload.swapper.memory.device import DONE, Device
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena
@@ -69,7 +70,7 @@ class _Exchange(NamedTuple):
 
     unit: int
     received: torch.Tensor
-    """(contributing ranks, or 1 for a sum over replicas; numel of this rank's partition)."""
+    """(contributing ranks, or 1 for a sum over replicas; numel of this rank's partition, or the bytes of its codes)."""
     sent: torch.Tensor | None
     """Memory that holds what this rank has sent; None if it is no contributor, or the memory is free already."""
     work: Work
@@ -123,12 +124,11 @@ class ReduceScatterAccumulator(GradientAccumulator):
         """For each unit the free memory for its gradients: its own, or the buckets that all units share."""
         buckets = [keep(max(numels)) for _ in range(reduction.buckets)]
         self._room = [[keep(numel, dtype)] for numel in numels] if self._adds_up else [buckets] * len(layouts)
-        self._rounded = deque(buckets if self._adds_up else ())
-        """Buckets into which sums are rounded before they are sent, that of the oldest exchange first; may be empty."""
-        self._received = deque(keep(max(numels)) for _ in range(reduction.received))
-        """Memory for received values, that of the oldest exchange first."""
+        rounded = buckets if self._adds_up else []
+        self._memory = ExchangeMemory(reduction, max(numels), rounded, device_arena.keep)
         sums = [keep(max(map(len, parts)), torch.float32) for _ in range(reduction.sums)]
-        self._over_replicas = ReplicaSums(ranks, sums)
+        codes = [device_arena.keep(nbytes) for nbytes in reduction.sum_codes(list(map(len, parts)))]
+        self._over_replicas = ReplicaSums(ranks, sums, codes)
         self._under_way: deque[_Exchange] = deque()
         """Exchanges whose values are not added up, oldest first. `Agreement.lock` guards it."""
         self._adding = False
@@ -255,23 +255,26 @@ class ReduceScatterAccumulator(GradientAccumulator):
             sent = self._held[unit].memory
             self._unit, self._filled = -1, set()
             del self._held[unit]
-            rows = sent[: mesh.shards * len(part)]
-            if self._rounded:  # ordered behind the exchange that sent from the bucket before, as all additions are
-                rows = self._rounded[0][: mesh.shards * len(part)].copy_(rows)
-                self._rounded.rotate(-1)
+            rows = self._memory.send(sent[: mesh.shards * len(part)].view(mesh.shards, len(part)))
+            if self._memory.form is not None:
+                self._free(unit, sent)
+                sent = None
         senders = mesh.shards_among(holders, self._ranks.rank)
-        received = self._received[0][: len(senders) * len(part)].view(len(senders), len(part))
-        work = self._ranks.exchange(received, None if rows is None else rows.view(mesh.shards, len(part)), senders)
-        self._received.rotate(-1)
+        received = self._memory.receive(len(senders), len(part))
+        work = self._ranks.exchange(received, rows, senders)
         if mesh.replicas > 1:
             work.order_compute()
-            received, work = self._over_replicas.begin(received)
-            self._follow()
-            self._room[unit].extend([] if sent is None else [sent])
+            received, work = self._over_replicas.begin(received, len(part))
+            self._free(unit, sent)
             sent = None
         self._under_way.append(_Exchange(unit, received, sent, work))
         # The one before is added up beside the new one; without overlap the new one itself.
         self._add_received(self._exchanges - 1)
+
+    def _free(self, unit: int, sent: torch.Tensor | None) -> None:
+        """Gives memory of gradients back, to compute that follows what the calling thread has started."""
+        self._follow()
+        self._room[unit].extend([] if sent is None else [sent])
 
     def _finish(self) -> None:
         """Adds up all exchanges that are under way."""
@@ -300,11 +303,9 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 self._adding = False  # not in a `finally`: a sum that is added in part must not be added again
 
     def _end(self, exchange: _Exchange) -> None:
-        """Gives the memory of the oldest exchange back, to compute that follows what the calling thread has started."""
-        self._follow()
+        """Gives the memory of the oldest exchange back."""
+        self._free(exchange.unit, exchange.sent)
         self._under_way.popleft()
-        if exchange.sent is not None:
-            self._room[exchange.unit].append(exchange.sent)
 
     def _follow(self) -> None:
         """Makes `_added` the event of what the calling thread has started, and of all before."""
@@ -327,11 +328,11 @@ class ReduceScatterAccumulator(GradientAccumulator):
             # In chunks, so that the fp32 sum needs little memory.
             for start in range(first, last, CHUNK):
                 stop = min(start + CHUNK, last)
-                column = slice(start - part.start, stop - part.start)
+                column = start - part.start, stop - part.start
                 # Added in rank order, so that every run of the same ranks gives the same bits.
-                total = received[0, column].to(torch.float32, copy=True)
+                total = values_of(received[0], *column).to(torch.float32, copy=True)
                 for other in received[1:]:
-                    total += other[column]
+                    total += values_of(other, *column)
                 total /= self._ranks.size
                 self.put(unit, position, start - segment.start, total)
 

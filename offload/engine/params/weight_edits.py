@@ -60,6 +60,7 @@ class WeightEdits:
         callbacks: EngineCallbacks,
         opaque: Sequence[ParameterBytes] = (),
         stacks: Sequence[StackHandle] = (),
+        coded: Sequence[range] = (),
     ) -> None:
         """Hooks the state dicts of `model` and becomes the owner of its parameters.
 
@@ -76,6 +77,7 @@ class WeightEdits:
             callbacks: the engine.
             opaque: the parameters that are stored as bytes.
             stacks: parameters of the model whose rows are among `handles`.
+            coded: for each unit the elements that ranks gather as codes; empty if there are none.
         """
         self._pager, self._layouts, self._handles, self._hooks, self._dtype = pager, layouts, handles, hooks, dtype
         self._served = [*(handle for unit in handles for handle in unit), *stacks]
@@ -84,7 +86,7 @@ class WeightEdits:
         self._pending_unit = -1
         self._copies: weakref.WeakValueDictionary[tuple[int, int, int], torch.Tensor] = weakref.WeakValueDictionary()
         self._unit_views, self._trains, self._several_ranks = unit_views, trains, several_ranks
-        self._callbacks = callbacks
+        self._callbacks, self._coded = callbacks, coded
         self._without_frozen = False
         """True inside of `leaving_out_frozen`."""
         self._removers: list[Callable[[], None]] = [
@@ -172,6 +174,9 @@ class WeightEdits:
             if values.dtype == self._dtype:
                 return values.to(self._handles[unit][position].device, copy=True).view(segment.shape)
             self.flush()
+        if self._coded and segment.start in self._coded[unit]:
+            # The device has values of codes. They must not be saved, or come back as an edit.
+            return self._callbacks.read_stored(self._handles[unit][position].parameter)
         start = self._layouts[unit].device_starts[position]
         # Cloned inside of the callback: the pager's memory is valid only until the callback returns.
         copies: list[torch.Tensor] = []

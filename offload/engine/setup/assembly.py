@@ -14,6 +14,7 @@ from torch import nn
 
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.distributed.agreement import Agreement
+from offload.engine.distributed.payload.weights import WeightGathers
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.metrics.compute_spans import compute_spans
@@ -97,7 +98,7 @@ def assemble(
         # Each component that owns memory or a thread is closed by an error, in reverse order.
         host = undo.enter_context(contextlib.closing(_host_arena(plan, callbacks)))
         arena = DeviceArena(plan.placement.device_nbytes, plan.device, plan.config.offload.debug.poison)
-        compute, rounds = compute_spans(timeline, shown_names(plan)), _agreement(plan, callbacks, timeline)
+        compute, rounds = compute_spans(timeline, shown_names(plan)), _agreement(plan, arena, callbacks, timeline)
         pager = undo.enter_context(contextlib.closing(_pager(plan, host, arena, files, rounds, timeline)))
         held = _held(plan, host, arena, pager, files.store)
         sources = _sources(plan)
@@ -148,9 +149,13 @@ def _host_arena(plan: Plan, callbacks: EngineCallbacks) -> HostArena:
     return HostArena(placed.classes, plan.device, process_memory(), budget, callbacks.give_cache, copied)
 
 
-def _agreement(plan: Plan, callbacks: EngineCallbacks, timeline: Timeline) -> Agreement | None:
+def _agreement(plan: Plan, arena: DeviceArena, callbacks: EngineCallbacks, timeline: Timeline) -> Agreement | None:
     """Returns the agreement of all ranks; None if there is only one."""
-    return None if plan.ranks is None else Agreement(plan.ranks, shown_names(plan), callbacks, timeline=timeline)
+    if plan.ranks is None:
+        return None
+    coded = plan.parts.gathers
+    gathers = WeightGathers(plan.ranks, plan.device, coded, arena.keep(coded.nbytes) if coded else None)
+    return Agreement(gathers, shown_names(plan), callbacks, timeline=timeline)
 
 
 def shown_names(plan: Plan) -> list[str]:
@@ -312,6 +317,7 @@ def _weights(
         callbacks=callbacks,
         opaque=tuple(sources.values()),
         stacks=_stack_handles(plan, model, handles),
+        coded=() if plan.parts.gathers is None else plan.parts.gathers.elements,
     )
 
 

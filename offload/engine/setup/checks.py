@@ -150,6 +150,7 @@ def check_tensor_parallel(
     layouts: Sequence[UnitLayout],
     experts: bool,
     tiled: bool,
+    codes: bool,
 ) -> None:
     """Raises `ConfigError` for what does not go together with tensor parallelism.
 
@@ -159,6 +160,7 @@ def check_tensor_parallel(
         layouts: All units.
         experts: True if experts of the model are units.
         tiled: True if the config tiles MLPs.
+        codes: True if ranks send codes.
     """
     if grid is None:
         return
@@ -169,6 +171,8 @@ def check_tensor_parallel(
         (any(each.form or each.inner for each in segments), "quantized frozen weights", 'leave "frozen" out'),
         (experts, "experts that are units of their own", 'name the class of their module in "units"'),
         (tiled, "tiled MLPs", 'leave "tile_mlp" out'),
+        # A block may span a parameter that is divided and one that is whole, whose copies in a row would differ.
+        (codes, "codes of weights and gradients", 'leave the keys "zero_quantized_..." out'),
     )
     for holds, what, cure in refused:
         if holds:

@@ -207,7 +207,8 @@ def _start(
         kept = optimizer_choice.kept_by(chosen, model)
     matrices = optimizer_choice.matrices_by(chosen, model)
     plan = decide(loaded, batch, model, device, ranks, chosen.rule.name, kept, matrices, grid=grid)
-    check_tensor_parallel(grid, plan.mode, plan.layouts, bool(plan.units.experts), bool(plan.tiled_mlps))
+    codes = loaded.zero_optimization.sends_codes
+    check_tensor_parallel(grid, plan.mode, plan.layouts, bool(plan.units.experts), bool(plan.tiled_mlps), codes)
     plan = dataclasses.replace(plan, grid=grid, sites=tuple(taken.sites))
     # From now on the weights leave the model, and no error could bring them back.
     taken.keep()

@@ -115,8 +115,8 @@ def next_growth(nbytes: int, need: DeviceNeed, room: DeviceRoom, history: ArenaH
 
 
 def device_fixed(parts: Partitions, tiers: TierMap) -> int:
-    """Returns the bytes that stay on the device: resident states and, with several ranks, buffers of the reduction."""
-    return tier_nbytes(parts, tiers, Tier.DEVICE) + parts.reduction_nbytes
+    """Returns the bytes that stay on the device: resident states and, with several ranks, buffers of collectives."""
+    return tier_nbytes(parts, tiers, Tier.DEVICE) + parts.collectives_nbytes
 
 
 def least_holds(parts: Partitions) -> str:
@@ -128,6 +128,11 @@ def least_holds(parts: Partitions) -> str:
             '"stage": 2, which reduces each micro-batch'
         )
     reduction = parts.reduction
+    if parts.gathers is not None or (reduction is not None and reduction.form is not None):
+        return (
+            "it must hold the states stored there, the largest unit and "
+            f"{format_size(parts.collectives_nbytes)} for gradients and codes that ranks send each other"
+        )
     times = 2 if reduction is None else reduction.exchanges + reduction.buckets
     less = "" if reduction is None or reduction.exchanges < 2 else ', fewer with "overlap_comm": false'
     return (

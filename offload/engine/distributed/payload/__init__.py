@@ -1,0 +1,1 @@
+"""What collectives of weights and gradients carry: values, or codes of them."""

@@ -1,0 +1,76 @@
+"""Gradients on their way between ranks, as values or as codes of 8 bits (qgZ of ZeRO++, arXiv 2306.10209).
+
+    values of a unit ─► codes ─► exchange ─► codes from each rank ─► values in fp32, added in rank order
+
+A gradient becomes codes once, on the rank that has computed it, and the sum is not rounded again. A block of 128 values
+with inf or NaN arrives as NaN, so an overflow on one rank is seen by the rank that adds up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from offload.kernels.blocks import dequantize, quantize
+from offload.layout.collectives.reduction import CODES, Reduction
+
+
+class ExchangeMemory:
+    """Memory of exchanges that are under way: what is sent of a unit, and what is received."""
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        largest: int,
+        rounded: Sequence[torch.Tensor],
+        keep: Callable[[int], torch.Tensor],
+    ) -> None:
+        """Takes the memory, a tensor for each exchange that may be under way.
+
+        Args:
+            reduction: what is sent, and how many exchanges may be under way.
+            largest: elements of the gradients of the largest unit, over all ranks.
+            rounded: memory into which values are rounded before they are sent; none if they are sent as they are.
+            keep: allocates bytes of device memory.
+        """
+        self.form, nbytes = reduction.form, reduction.sent_nbytes(largest)
+        dtype = reduction.dtype if self.form is None else torch.uint8
+        # Gradients of any dtype become codes.
+        self._sent = deque([keep(nbytes) for _ in range(reduction.coded)] or rounded)
+        self._received = deque(keep(nbytes).view(dtype) for _ in range(reduction.received))
+        """That of the oldest exchange first, as in `_sent`."""
+
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the rows that are sent for `values`, (shards, numel). Compute orders the memory's next use."""
+        if not self._sent:
+            return values
+        # Ordered behind the exchange that sent from this memory before, as all additions are.
+        memory = self._sent[0]
+        self._sent.rotate(-1)
+        if self.form is None:
+            return memory[: values.numel()].view_as(values).copy_(values)
+        # A shard is a whole number of blocks, so the codes of all rows are those of each.
+        rows = memory[: self.form.stored_nbytes(values.numel())]
+        quantize(self.form, values.view(-1), rows)
+        return rows.view(len(values), -1)
+
+    def receive(self, senders: int, numel: int) -> torch.Tensor:
+        """Returns memory for the rows of `numel` elements that come from the ranks, (senders, ...)."""
+        memory = self._received[0]
+        self._received.rotate(-1)
+        width = numel if self.form is None else self.form.stored_nbytes(numel)
+        return memory[: senders * width].view(senders, width)
+
+
+def values_of(row: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+    """Returns elements [first, stop) of a row that came from a rank: a view, or of codes (uint8) new values in fp32."""
+    if row.dtype is not torch.uint8:
+        return row[first:stop]
+    start = first // CODES.values * CODES.values
+    numel = -(-(stop - start) // CODES.values) * CODES.values
+    values = torch.empty(numel, dtype=torch.float32, device=row.device)
+    at = start // CODES.values * CODES.nbytes
+    dequantize(CODES, row[at : at + CODES.stored_nbytes(numel)], values)
+    return values[first - start : stop - start]

@@ -1,0 +1,1 @@
+"""Sizes of what ranks send each other, and of the device memory that it passes through."""
