@@ -72,11 +72,12 @@ WITHIN = {
         "activations": "",
         "metrics": "",
         "distributed": "callbacks",
+        "sequence": "distributed",
         "gradients": "callbacks distributed metrics",
         "schedule": "callbacks gradients",
         "params": "activations callbacks distributed gradients keywords metrics schedule",
         "optim": "callbacks distributed gradients params",
-        "training": "activations distributed gradients metrics optim params schedule",
+        "training": "activations distributed gradients metrics optim params schedule sequence",
         "checkpoint": "distributed params training",
         "memory": "distributed training",
         "param_values": "",
@@ -94,7 +95,7 @@ WITHIN = {
         "api": "checkpoint core distributed keywords memory model_io training",
         "engine": "api keywords training",
         "setup": "activations callbacks checkpoint core distributed engine gradients keywords metrics optim params "
-        "reshard schedule tiles training",
+        "reshard schedule sequence tiles training",
         "inference": "activations api core metrics model_io optim params setup",
     },
     "planner": {

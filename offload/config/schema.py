@@ -84,7 +84,6 @@ class Config(Block):
         "tensor_parallel_size": missing("splits each layer over ranks", "leave it out, or set it to 1"),
         "expert_parallel": missing("splits experts over ranks"),
         "pipeline": missing("splits the layers over ranks"),
-        "sequence_parallel_size": missing("splits each sequence over ranks", "leave it out, or set it to 1"),
         "data_parallel_size": (
             "is the number of processes, which the launcher sets (torchrun --nproc-per-node); remove it"
         ),
@@ -97,6 +96,11 @@ class Config(Block):
     gradient_accumulation_steps: Count | None = Field(None, description="micro-batches of a step")
     managed_gradient_accumulation: Literal[True] = Field(
         True, description="only true; a loop ends steps itself by `engine.set_gradient_accumulation_boundary`"
+    )
+    sequence_parallel_size: Count = Field(
+        1,
+        description="ranks that share each sequence, a divisor of their number; each computes a part of it, and a part "
+        "of the heads in attention; for causal language models of transformers",
     )
     gradient_clipping: Number = Field(1.0, description="largest global norm of the gradient; 0 leaves it as it is")
     gradient_allreduce_op: Literal["mean"] = Field("mean", description="of several ranks' gradients: only mean")

@@ -129,3 +129,21 @@ def refuse_commits(content: Mapping[str, Any], trainer: str, resumes_by: str, in
                 f"offload.{key} is {value!r}, but {trainer} resumes from its checkpoints, {resumes_by}, and not from "
                 f"swap files: remove the key, and set {interval} to the steps that a kill may lose"
             )
+
+
+def refuse_sequences(content: Mapping[str, Any], trainer: str) -> None:
+    """Checks that ranks do not share sequences, for a trainer whose loaders give each rank samples of its own.
+
+    Args:
+        content: the config.
+        trainer: name of the trainer, for the error.
+
+    Raises:
+        ConfigError: if the config asks for it.
+    """
+    size = value_of(content, "sequence_parallel_size")
+    if size not in (None, 1):
+        raise ConfigError(
+            f"sequence_parallel_size is {size!r}, and {trainer} gives each rank samples of its own, where ranks that "
+            "share sequences need the same: leave the key out, or train in a loop of your own by offload.initialize"
+        )

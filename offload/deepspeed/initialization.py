@@ -14,10 +14,12 @@ from offload.deepspeed.comm import init_distributed
 from offload.deepspeed.content import content_of, of_a_script
 from offload.deepspeed.parameters import mark
 from offload.deepspeed.runtime.engine import DeepSpeedEngine
+from offload.deepspeed.runtime.sequence_parallel.parallel_state_sp import SequenceGroups
 from offload.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from offload.deepspeed.utils.z3_leaf_module import z3_leaf_module
 from offload.engine.setup.initialize import check_model_type, chosen_config
 from offload.engine.setup.initialize import initialize as _initialize
+from offload.errors import ConfigError
 
 logger = logging.getLogger("offload")
 
@@ -55,7 +57,7 @@ def initialize(
         training_data: dataset to load batches from; without it the loader is None.
         lr_scheduler: a schedule, a callable that makes one from the optimizer, or None for the config's.
         distributed_port: without effect at its default; else the launcher's.
-        mpu: Megatron's `parallel_state` of tensor parallelism, or None.
+        mpu: Megatron's `parallel_state` of tensor parallelism, what `register_with_transformers` returns, or None.
         dist_init_required: as in `init_distributed`.
         collate_fn: makes a batch from samples.
         config: path of the JSON, or its content as a dict.
@@ -72,7 +74,7 @@ def initialize(
     check_ranks()
     leaves = [name for name, each in model.named_modules() if name and z3_leaf_module(each)]
     trains = optimizer is not None or content.get("optimizer") is not None
-    content = of_a_script(content, leaves, trains)
+    content = _with_sequences(of_a_script(content, leaves, trains), mpu)
     if not trains:
         load_config(content)  # raises before the model is changed
         _freeze(model)
@@ -85,7 +87,7 @@ def initialize(
         lr_scheduler,
         collate_fn,
         content,
-        mpu=mpu,
+        mpu=None if isinstance(mpu, SequenceGroups) else mpu,
         dist_init_required=dist_init_required,
         distributed_port=None if distributed_port == _PORT else distributed_port,
         mesh_param=mesh_param,
@@ -95,6 +97,20 @@ def initialize(
     # trl finds the hooks of a model there, and takes them away before it generates.
     engine.optimizer.parameter_offload = DeepSpeedZeRoOffload()  # type: ignore[attr-defined]
     return DeepSpeedEngine(engine), used if trains else None, loader, schedule
+
+
+def _with_sequences(content: dict[str, Any], mpu: Any) -> dict[str, Any]:
+    """Returns the config with the size of the groups for sequences, if `mpu` has some."""
+    if not isinstance(mpu, SequenceGroups):
+        return content
+    # A script gives the size twice, to `register_with_transformers` and in the config.
+    size = mpu.get_sequence_parallel_world_size()
+    if content.get("sequence_parallel_size") not in (None, "auto", size):
+        raise ConfigError(
+            f'"sequence_parallel_size" is {content["sequence_parallel_size"]}, and mpu= has groups of {size} ranks for '
+            "sequences; give both the same number, or leave the key out"
+        )
+    return {**content, "sequence_parallel_size": size}
 
 
 def _freeze(model: nn.Module) -> None:

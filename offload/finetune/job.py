@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from offload.config import Config, load_config, resolve_batch
+from offload.config.script_values import refuse_sequences
 from offload.engine.distributed.rendezvous import join_launcher
 from offload.engine.engine import Engine
 from offload.engine.setup.dtype_choice import settle
@@ -231,6 +232,8 @@ def _content(
     """Returns the config of the job, without its schedule, and lines for the user."""
     content, lines = merge(file, options, Start.of(folder, options.lora is not None), world_size)
     lines += keep(content) if options.keep else ()
+    # Its batches are those of one rank each, all different.
+    refuse_sequences(content, "offload train")
     # The log and the summary need the phases; the command prints its own line per step.
     return content | {"steps_per_print": 0, "wall_clock_breakdown": True}, lines
 

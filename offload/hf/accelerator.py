@@ -19,7 +19,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from offload.config.script_values import ScriptValue, content_of, filled, refuse_blocks, value_of
+from offload.config.script_values import ScriptValue, content_of, filled, refuse_blocks, refuse_sequences, value_of
 from offload.engine.engine import Engine
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.params.paged_parameter import handle_of
@@ -253,6 +253,7 @@ class Accelerator(accelerate.Accelerator):
             ConfigError: if the config contradicts the Accelerator, or has a block that has no effect with it.
         """
         content = content_of(self.offload_config)
+        refuse_sequences(content, "Accelerate")
         content = refuse_blocks(content, "optimizer", "scheduler")
         if value_of(content, "torch_autocast.enabled"):
             raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from offload.config.script_values import ScriptValue, refuse_commits, value_of
+from offload.config.script_values import ScriptValue, refuse_commits, refuse_sequences, value_of
 from offload.engine.engine import Engine
 from offload.engine.params.paged_parameter import handle_of
 from offload.errors import ConfigError
@@ -122,6 +122,7 @@ def values_of_arguments(content: Mapping[str, Any], args: Any) -> list[ScriptVal
     Raises:
         ConfigError: if the config asks for commits or a resume from swap files; the Trainer has checkpoints for that.
     """
+    refuse_sequences(content, "OffloadTrainer")
     refuse_commits(content, "OffloadTrainer", "train(resume_from_checkpoint=True)", "save_steps")
     values = batch_values(content, args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size)
     values += optimizer_values(content, args)

@@ -103,6 +103,8 @@ class _LossOfModel:
     ) -> None:
         self._model, self._head, self._chunk_tokens, self._evaluation = model, head, chunk_tokens, evaluation
         self._by_row = by_row
+        if not by_row:
+            self.__name__ = "ForCausalLMLoss"  # what it computes, as transformers' functions of that loss are called
         # Up to peft 0.18 a model with adapters calls the `forward` of the model inside, so that no hook of that runs.
         self._signatures = {each: inspect.signature(type(each).forward) for each in (outer, model)}
         self._usual: Callable[..., Any] = model.loss_function

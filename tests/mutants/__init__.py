@@ -16,6 +16,7 @@ from tests.mutants import (
     moment_codes,
     optimizers,
     quantized,
+    sequence,
     storm,
     swapper,
     tiles,
@@ -34,5 +35,6 @@ MUTANTS = (
     *frozen_blocks.MUTANTS,
     *moment_codes.MUTANTS,
     *quantized.MUTANTS,
+    *sequence.MUTANTS,
     *storm.MUTANTS,
 )

@@ -357,7 +357,36 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
         Name("ops.op_builder.AsyncIOBuilder", RIGHT, "[DeepNVMe](../guides/from-deepnvme.md)"),
         Name("ops.op_builder.GDSBuilder", REFUSED, "`AsyncIOBuilder`, and a copy to the GPU"),
         Name(
-            "sequence.layer.DistributedAttention", ABSENT, "[long sequences](../guides/long-sequences.md) on one rank"
+            "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF.register_with_transformers",
+            RIGHT,
+            "returns groups for `mpu`; the engine registers [the attention](../guides/sequence-parallelism.md) of the "
+            "model that it gets; no `disable_in_eval`, no flex attention",
+            "model_name_or_path core_attn_implementation sequence_parallel_size micro_batch_size seq_length "
+            "seq_length_is_variable",
+        ),
+        Name(
+            "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF.unregister_from_transformers",
+            RIGHT,
+            "frees groups",
+        ),
+        Name(
+            "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter",
+            RIGHT,
+            "rows without attention masks or packed documents",
+            "dl sp_rank sp_group sp_world_size device",
+        ),
+        *_all(
+            ABSENT,
+            "[tiles](python/tiles.md), and [losses](python/losses.md)",
+            *(
+                f"runtime.sequence_parallel.ulysses_sp.{name}"
+                for name in ("SequenceTiledCompute", "TiledMLP", "TiledFusedLogitsLoss")
+            ),
+        ),
+        Name(
+            "sequence.layer.DistributedAttention",
+            ABSENT,
+            "[`sequence_parallel_size`](../guides/sequence-parallelism.md) for models of transformers",
         ),
         Name("ops.sparse_attention.SparseSelfAttention", ABSENT, _LAYERS),
         Name(

@@ -11,6 +11,7 @@ __getattr__ = submodules(
     "dataloader",
     "engine",
     "lr_schedules",
+    "sequence_parallel",
     "utils",
     "zero",
 )

@@ -238,7 +238,8 @@ class DeepSpeedApi(RunningApi):
             raise UsageError(f"deepspeed_io expects a batch_size of at least 1, got {size!r}")
         drop_last = settings.config.dataloader_drop_last
         ranks = self._core.components
-        return load(dataset, size, ranks.rank, ranks.world_size, settings.seed, collate_fn, self.device, drop_last)
+        rank, count = ranks.data_rank, ranks.data_ranks
+        return load(dataset, size, rank, count, settings.seed, collate_fn, self.device, drop_last)
 
     # -- where it runs ------------------------------------------------------------------------------
 

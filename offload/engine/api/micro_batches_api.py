@@ -74,7 +74,7 @@ class MicroBatchesApi(PersistenceApi):
             )
         # A dtype that the engine chose because a step had one micro-batch may be too narrow to add several up.
         kept = None if self._settings.config.data_types.grad_accum_dtype else self._core.components.gradients.dtype
-        ranks = self._core.components.world_size
+        ranks = self._core.components.data_ranks
         self._core.state.change_settings(resized(self._settings, train_batch_size, ranks, kept))
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:

@@ -31,7 +31,13 @@ class Kind(enum.Enum):
     GRADIENTS = "gradients"
     AGREEMENT = "agreement"
     PARAMETERS = "parameters"
+    SEQUENCE = "sequence"
     MESSAGES = "messages"
+
+    @property
+    def purpose(self) -> str:
+        """What such a collective is for, in messages on waits and lost ranks."""
+        return {"gradients": "reduce gradients", "sequence": "exchange parts of sequences"}.get(self.value, self.value)
 
 
 class Sent(NamedTuple):
@@ -53,6 +59,8 @@ class Communication(NamedTuple):
     """Rounds in which all ranks announce what each does next."""
     parameters: Sent = Sent()
     """Parts of parameters that an optimizer steps as a whole: Muon, SinkGD, optimizers of torch."""
+    sequence: Sent = Sent()
+    """Parts of sequences and of heads that ranks of sequence parallelism exchange round attention, and of a loss."""
     messages: Sent = Sent()
     """All others: decisions on a step, norms of LAMB, edits and reads of states, checkpoints, the start."""
 

@@ -97,14 +97,14 @@ class Ranks:
         backend, timeout = (device_backend(self._device.torch.type), None) if self.on_gpu else ("gloo", LONG)
         return make_groups(self.mesh, divisions, backend, timeout)
 
-    def divided(self, divisions: Sequence[Sequence[int]]) -> Ranks | None:
-        """Returns this process's group of ranks among which states are divided. Collective.
+    def divided(self, divisions: Sequence[Sequence[int]], shard_size: int | None = None) -> Ranks | None:
+        """Returns this process's group of ranks. Collective.
 
-        The group has a mesh of its own, of replicas of "mics_shard_size" ranks, and watches all processes as these
-        ranks do.
+        The group has a mesh of its own, and watches all processes as these ranks do.
 
         Args:
             divisions: all processes, in groups of one size, the same list on every process.
+            shard_size: ranks of a replica in the mesh; None for "mics_shard_size", -1 for all.
 
         Returns:
             The group; None if each process is alone in its own.
@@ -112,7 +112,8 @@ class Ranks:
         Raises:
             ConfigError: on every process, if "mics_shard_size" does not fit the size of the groups.
         """
-        mesh = mesh_of(self._shard_size, len(divisions[0]), " with the same part of each divided parameter")
+        size = self._shard_size if shard_size is None else shard_size
+        mesh = mesh_of(size, len(divisions[0]), " with the same part of each divided parameter")
         if mesh.ranks == 1:
             return None
         group = copy.copy(self)
@@ -221,7 +222,9 @@ class Ranks:
         start = functools.partial(gather_into, everyone, mine, self._groups.replica)
         return self._begin(start, "gather weights", Kind.WEIGHTS, everyone.nbytes - mine.nbytes)
 
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor | None, senders: Sequence[int]) -> Work:
+    def exchange(
+        self, received: torch.Tensor, sent: torch.Tensor | None, senders: Sequence[int], kind: Kind = Kind.GRADIENTS
+    ) -> Work:
         """Starts an exchange in this replica: row s of `sent` goes to shard s, and a row comes from each of `senders`.
 
         Several may be under way: gloo matches them by a number of their own, and NCCL carries them out on one stream,
@@ -232,6 +235,7 @@ class Ranks:
             sent: (shards, numel) on the device, of the same dtype, filled by compute that the calling thread has
                 started; None on a rank that is no sender.
             senders: the shards whose ranks contribute, in order; the same list on every rank of the replica.
+            kind: what is sent.
 
         Returns:
             The exchange. Neither tensor may change before compute is ordered behind it (`Work.order_compute`).
@@ -239,7 +243,7 @@ class Ranks:
         if not senders or self.mesh.shards == 1:  # nothing comes from another rank
             if sent is not None:
                 received.copy_(sent)
-            return Work(self, None, "reduce gradients")
+            return Work(self, None, kind.purpose)
         part, sends, shards = received[0].nbytes, sent is not None, self.mesh.shards
         out = received.view(-1).view(torch.uint8)
         into = out[:0] if sent is None else sent.view(-1).view(torch.uint8)
@@ -252,8 +256,8 @@ class Ranks:
                 group=self._groups.replica,
                 async_op=True,
             ),
-            "reduce gradients",
-            Kind.GRADIENTS,
+            kind.purpose,
+            kind,
             part * (shards - 1) if sends else 0,
         )
 

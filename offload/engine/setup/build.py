@@ -28,6 +28,7 @@ from offload.engine.optim.optimizer import Optimizer
 from offload.engine.params.sharded.views import ShardedViews
 from offload.engine.reshard.reshard import NewRanks, reshard
 from offload.engine.reshard.switch import finish
+from offload.engine.sequence.forward import SequenceForward
 from offload.engine.setup.assembly import Recorders, assemble, shown_names
 from offload.engine.setup.plan import Plan, summary
 from offload.engine.setup.resume import check_fits
@@ -190,6 +191,9 @@ def _components(
         # Behind all other hooks on modules and state dicts, as nothing that fails follows here either.
         views = ShardedViews(plan.sites)
         parts = dataclasses.replace(parts, tensor_parallel=plan.grid, sharded_views=views)
+    if plan.sequence is not None:
+        forward = SequenceForward(model, plan.sequence)
+        parts = dataclasses.replace(parts, sequence=plan.sequence, sequence_forward=forward)
     return parts
 
 
@@ -310,8 +314,10 @@ def _meter(plan: Plan, model: nn.Module, queue: SharedQueue | None, written: Wri
     def io_bytes() -> tuple[int, int]:
         return (0, 0) if queue is None else (queue.read_bytes, queue.written_bytes)
 
-    everyone, grid, breakdown = plan.everyone, plan.grid, plan.config.wall_clock_breakdown
-    sent = None if everyone is None else lambda: (everyone.sent if grid is None else grid.sent).total
+    everyone, breakdown = plan.everyone, plan.config.wall_clock_breakdown
+    # With a grid, or groups for sequences, the counts are those of all of its groups.
+    groups = plan.grid or plan.sequence or everyone
+    sent = None if groups is None else lambda: groups.sent.total
     return StepMeter(plan.device.torch, io_bytes, written.drives, sent, breakdown, reporter)
 
 

@@ -29,6 +29,9 @@ from offload.engine.optim.optimizer import Optimizer, refuse_others
 from offload.engine.params.opaque.buffers import with_adopted_buffers
 from offload.engine.params.sharded.find import FoundShards, find_shards
 from offload.engine.params.sharded.takeover import TakenShards, taken_over
+from offload.engine.sequence.checks import check_model as check_sequences
+from offload.engine.sequence.checks import check_units
+from offload.engine.sequence.group import SequenceParallel, form_groups
 from offload.engine.setup.build import STARTING, build
 from offload.engine.setup.checks import check_groups, check_tensor_parallel
 from offload.engine.setup.dtype_choice import warn_if_slow
@@ -156,22 +159,25 @@ def _initialize(
     given: Given,
 ) -> Initialized:
     """Makes the engine of a model whose DTensors are ordinary parameters; see `_start` for the arguments."""
+    # Before the first message: each rank comes to the same result by itself.
+    check_sequences(model, loaded)
     grid = form_grid(everyone, shards.row, shards.sharded)
     check_groups(grid, shards, device.torch)
-    loaded = _of_a_column(loaded, grid, bool(shards.dtensors))
+    sequence = form_groups(everyone, loaded.sequence_parallel_size, grid is not None)
+    loaded = _of_a_column(loaded, grid, bool(shards.dtensors) or sequence is not None)
     with taken_over(model, shards) as taken:
         taken.translate_optimizer(given.optimizer)
         given = given._replace(model_parameters=taken.translated(given.model_parameters))
-        return _start(loaded, model, device, everyone, grid, taken, given)
+        return _start(loaded, model, device, everyone, grid, sequence, taken, given)
 
 
-def _of_a_column(loaded: Config, grid: TensorParallel | None, dtensors: bool) -> Config:
+def _of_a_column(loaded: Config, grid: TensorParallel | None, one_by_one: bool) -> Config:
     """Returns the config of a column of the grid of tensor parallelism, which is a run of its own.
 
     Args:
         loaded: The config of the user.
         grid: The place of this process; None without tensor parallelism.
-        dtensors: True if the model computes with DTensors.
+        one_by_one: True if micro-batches cannot take turns: the model has DTensors, or ranks share sequences.
 
     Raises:
         ConfigError: If micro-batches shall take turns.
@@ -179,7 +185,7 @@ def _of_a_column(loaded: Config, grid: TensorParallel | None, dtensors: bool) ->
     """
     block, own = loaded.offload, "" if grid is None else grid.suffix
     check_division(loaded.drives, block.run, own, block.resume)
-    if grid is None and not dtensors:
+    if grid is None and not one_by_one:
         return loaded
     if block.schedule == LAYER_MAJOR:
         raise ConfigError(
@@ -196,12 +202,17 @@ def _start(
     device: Device,
     everyone: Ranks | None,
     grid: TensorParallel | None,
+    sequence: SequenceParallel | None,
     taken: TakenShards,
     given: Given,
 ) -> Initialized:
     """Makes the plan and carries it out; for the arguments see `initialize`. The caller holds `STARTING`."""
     ranks = everyone if grid is None else grid.zero
-    batch = resolve_batch(loaded, 1 if ranks is None else ranks.size)
+    # Ranks with samples of their own: those that share sequences have the same.
+    rank, count = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    if sequence is not None:
+        rank, count = sequence.data_rank, sequence.data_ranks
+    batch = resolve_batch(loaded, count)
     chosen = optimizer_choice.choose(loaded.optimizer, model, given.optimizer, given.model_parameters)
     with keep_generators(device.torch):  # the optimizer's own code may draw in its dry run
         kept = optimizer_choice.kept_by(chosen, model)
@@ -209,7 +220,8 @@ def _start(
     plan = decide(loaded, batch, model, device, ranks, chosen.rule.name, kept, matrices, grid=grid)
     codes = loaded.zero_optimization.sends_codes
     check_tensor_parallel(grid, plan.mode, plan.layouts, bool(plan.units.experts), bool(plan.tiled_mlps), codes)
-    plan = dataclasses.replace(plan, grid=grid, sites=tuple(taken.sites))
+    check_units(sequence, bool(plan.units.experts))
+    plan = dataclasses.replace(plan, grid=grid, sites=tuple(taken.sites), sequence=sequence)
     # From now on the weights leave the model, and no error could bring them back.
     taken.keep()
     schedule, notices = schedule_choice.choose(loaded.scheduler, given.lr_scheduler, chosen)
@@ -226,8 +238,8 @@ def _start(
         loader = load(
             given.training_data,
             batch.micro,
-            plan.rank,
-            plan.world_size,
+            rank,
+            count,
             loaded.offload.seed,
             given.collate_fn,
             device.torch,
@@ -236,7 +248,7 @@ def _start(
     engine = build(plan, model, chosen, Engine, schedule, loader)
     if plan.process == 0:
         warn_if_slow(loaded, device.torch, plan.resume)
-        logger.info(effective(loaded, batch, plan.world_size))
+        logger.info(effective(loaded, batch, count))
         for notice in engine.notices:
             announce(notice)
         logger.debug("the complete config: %s", json.dumps(engine.config, indent=2))

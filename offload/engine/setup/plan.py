@@ -19,6 +19,7 @@ from offload.engine.distributed.mesh import Mesh
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.distributed.tensor_parallel import TensorParallel
 from offload.engine.params.sharded.takeover import Site
+from offload.engine.sequence.group import SequenceParallel
 from offload.engine.setup.checks import (
     check_batch_norm,
     check_model,
@@ -86,6 +87,8 @@ class Plan:
     """This process's place in tensor parallelism; None without it."""
     sites: tuple[Site, ...] = ()
     """The modules that compute with DTensors."""
+    sequence: SequenceParallel | None = None
+    """This process's place in sequence parallelism; None without it."""
     images: tuple[UnitImage | None, ...] = ()
     """Each unit as it lies in the model's own files, None for one that is not read there. Empty if none is."""
 
@@ -366,12 +369,8 @@ def _device_kernels(device: Device) -> tuple[bool, tuple[str, ...]]:
         why_not = f"there are kernels for CUDA alone, and this device is {device.torch.type}"
     if why_not is None:
         return True, ()
-    return False, (
-        (
-            "the CPU, not the GPU, sums the squares of gradients and updates weights on the GPU, which is slower: "
-            f"{why_not}"
-        ),
-    )
+    slower = "the CPU, not the GPU, sums the squares of gradients and updates weights on the GPU, which is slower"
+    return False, (f"{slower}: {why_not}",)
 
 
 def _durability(plan: Plan) -> str:

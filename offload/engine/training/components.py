@@ -21,6 +21,8 @@ from offload.engine.params.sharded.views import ShardedViews
 from offload.engine.params.unit_views import UnitViews
 from offload.engine.params.weight_edits import WeightEdits
 from offload.engine.schedule.layer_major import LayerMajor
+from offload.engine.sequence.forward import SequenceForward
+from offload.engine.sequence.group import SequenceParallel
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
 from offload.swapper.in_place.model_files import ModelFiles
@@ -65,6 +67,10 @@ class EngineComponents:
     """This process's place in the grid of tensor parallelism and ZeRO; None without tensor parallelism."""
     sharded_views: ShardedViews | None = None
     """The hooks that show DTensors to modules; None if the model has none."""
+    sequence: SequenceParallel | None = None
+    """This process's place in sequence parallelism; None without it."""
+    sequence_forward: SequenceForward | None = None
+    """The hooks that cut sequences; None without sequence parallelism."""
     untile: Callable[[], None] | None = None
     """Makes the MLPs that the config tiles compute whole inputs again; None if it tiles none."""
 
@@ -77,6 +83,16 @@ class EngineComponents:
     def world_size(self) -> int:
         """Number of processes that divide states by ZeRO."""
         return 1 if self.ranks is None else self.ranks.size
+
+    @property
+    def data_rank(self) -> int:
+        """Number of this process's samples among those of a batch: ranks that share sequences have the same."""
+        return self.rank if self.sequence is None else self.sequence.data_rank
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of processes with samples of their own."""
+        return self.world_size if self.sequence is None else self.sequence.data_ranks
 
     @property
     def mesh(self) -> Mesh:
@@ -98,6 +114,8 @@ class EngineComponents:
         """What this process has sent to others."""
         if self.tensor_parallel is not None:
             return self.tensor_parallel.sent
+        if self.sequence is not None:
+            return self.sequence.sent
         return Communication() if self.ranks is None else self.ranks.sent
 
     def refuse_shards(self, call: str) -> None:
@@ -116,6 +134,7 @@ class EngineComponents:
         """
         return [
             *(() if self.untile is None else (self.untile,)),
+            *(() if self.sequence_forward is None else (self.sequence_forward.remove,)),
             *(() if self.sharded_views is None else (self.sharded_views.remove,)),
             *(() if self.layer_major is None else (self.layer_major.remove,)),
             self.hooks.remove,

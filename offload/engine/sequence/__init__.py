@@ -1,0 +1,1 @@
+"""Sequence parallelism: each rank computes a part of every sequence, and a part of the heads in attention."""

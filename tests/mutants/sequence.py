@@ -1,0 +1,45 @@
+"""Faults in `offload.engine.sequence`, and the tests that must notice them."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_TWO = "tests/test_sequence_parallel.py::test_two_ranks_that_share_sequences_equal_one_rank"
+
+MUTANTS = (
+    Mutant(
+        "cut labels before they are shifted",
+        "offload.engine.sequence.forward",
+        'found["labels"] = found["shift_labels"] = shifted[..., mine].contiguous()',
+        'found["labels"] = found["shift_labels"] = F.pad(labels[..., mine], (0, 1), value=-100)[..., 1:].contiguous()',
+        _TWO,
+    ),
+    Mutant(
+        "take the mean of the parts' means as the loss of a sequence",
+        "offload.engine.sequence.forward",
+        'found["num_items_in_batch"] = (shifted != _IGNORED).sum()',
+        'found["num_items_in_batch"] = (shifted[..., mine] != _IGNORED).sum().clamp(min=1) * size',
+        _TWO,
+    ),
+    Mutant(
+        "let positions of each part begin anew",
+        "offload.engine.sequence.forward",
+        "self._positions(call, length, tokens.device)[..., mine]",
+        "self._positions(call, length, tokens.device)[..., : length // size]",
+        _TWO,
+    ),
+    Mutant(
+        "leave a gradient on the rank where attention has made it",
+        "offload.engine.sequence.group",
+        "return None, ctx.parallel.exchange(gradient.contiguous())",
+        "return None, gradient.contiguous()",
+        _TWO,
+    ),
+    Mutant(
+        "give a rank the keys of other ranks' queries",
+        "offload.engine.sequence.attention",
+        "key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)",
+        "key.repeat(1, repeats, 1, 1), value.repeat(1, repeats, 1, 1)",
+        "tests/test_sequence_parallel.py::test_four_ranks_share_one_sequence",
+    ),
+)

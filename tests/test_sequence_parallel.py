@@ -1,0 +1,320 @@
+"""Ranks that share each sequence (`sequence_parallel_size`) train as one rank with the whole of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import offload
+from offload.engine.distributed.communication import Sent
+from offload.engine.sequence.attention import repeats_of
+from offload.errors import ConfigError, OffloadError
+from tests.support import models, rounding_bounds
+from tests.support import sequence_parallel as sp
+from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, room_for
+from tests.support.rank_pool import RankPool, rank_and_size, shared_pool
+from tests.support.rank_pool import train as train_alone
+
+MEMORY, HOST, DISK = ("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")
+LLAMA = sp.JOBS["llama"]
+FAST = ("gpt2", "llama", "one head of keys")
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    with shared_pool(4) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(
+    ("heads", "of_keys", "ranks", "expected"),
+    [(8, 8, 4, 1), (8, 4, 4, 1), (8, 2, 4, 2), (8, 1, 4, 4), (12, 3, 2, 4), (12, 6, 4, 2), (9, 3, 3, 1)],
+)
+def test_each_rank_gets_the_keys_of_its_queries(heads: int, of_keys: int, ranks: int, expected: int) -> None:
+    """A rank has as many queries for each of its heads of keys, and those of the heads that the model gives them."""
+    repeats = repeats_of(heads, of_keys, ranks)
+    assert repeats == expected
+    copies = [head for head in range(of_keys) for _ in range(repeats)]
+    mine, of_mine = heads // ranks, len(copies) // ranks
+    assert len(copies) % ranks == 0 and mine % of_mine == 0
+    for query in range(heads):
+        rank, place = divmod(query, mine)
+        assert copies[rank * of_mine + place // (mine // of_mine)] == query // (heads // of_keys)
+
+
+def train_in_placements(job: Job, size: int, folder: Path, units: list[str]) -> Result:
+    """All placements have the same bits. On disk the device has room for few units, so that units come and go."""
+    first = sp.train(job, size, MEMORY, folder / "memory", units=units)
+    assert_same(first, sp.train(job, size, HOST, folder / "host", units=units), "host")
+    # Beside two units for what ranks exchange of the gradients of the largest, four times.
+    few = {"device_memory": 3 * room_for(job, 2)} if job.stage == 3 and job.dtype == "fp32" and not units else {}
+    assert_same(first, sp.train(job, size, DISK, folder / "disk", units=units, **few), "disk")
+    return first
+
+
+@pytest.mark.works(
+    "Several ranks", "sequence parallelism (`sequence_parallel_size`) with models of transformers", "right"
+)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each in FAST else pytest.mark.slow) for each in sp.JOBS]
+)
+@pytest.mark.numeric
+def test_two_ranks_that_share_sequences_equal_one_rank(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Also where most tokens that count are in one part: the loss is a mean over tokens, and no mean of means."""
+    job = sp.JOBS[name]
+    alone = train_alone(job, DISK, tmp_path / "one")
+    found = ranks.run(train_in_placements, job, 2, tmp_path / "two", sp.UNITS.get(name, []))
+    assert_same(found[0], found[1], "the two ranks")
+    rounding_bounds.same_training(found[0], alone, job, reordered=True)
+
+
+def train_and_count(job: Job, size: int, folder: Path) -> tuple[Result, list[int], int]:
+    """Returns the training, the samples that this rank loads, and the samples of a step."""
+    engine = sp.start(job, size, DISK, folder)
+    found = sp.steps(engine, job, 0, job.steps)
+    rows = [
+        int(row) for batch in engine.deepspeed_io(TensorDataset(torch.arange(8)), collate_fn=list) for (row,) in batch
+    ]
+    total = engine.train_batch_size()
+    engine.destroy(remove=True)
+    return found, rows, total
+
+
+@pytest.mark.works("Several ranks", "sequence parallelism beside ZeRO, on two by two ranks", "right")
+@pytest.mark.parametrize("shard_size", [-1, 2])
+@pytest.mark.numeric
+@pytest.mark.slow
+def test_two_by_two_ranks_equal_one_rank(shard_size: int, four: RankPool, tmp_path: Path) -> None:
+    job = Job(sp.llama, functools.partial(sp.grouped_loss, size=2), steps=3, lr=3e-4, accumulation=2)
+    alone = train_alone(job, DISK, tmp_path / "one")
+    found = four.run(train_and_count, job._replace(shard_size=shard_size), 2, tmp_path / "four")
+    for result, _, total in found:
+        assert_same(found[0][0], result, "the ranks")
+        assert total == 2 * 2
+    rounding_bounds.same_training(found[0][0], alone, job, reordered=True)
+    rows = [each for _, each, _ in found]
+    # Ranks of a group load the same samples, groups different ones.
+    assert rows[0] == rows[1] and rows[2] == rows[3] and sorted(rows[0] + rows[2]) == list(range(8))
+
+
+@pytest.mark.numeric
+@pytest.mark.slow
+def test_four_ranks_share_one_sequence(four: RankPool, tmp_path: Path) -> None:
+    """Two heads of keys go to four ranks, each to two of them."""
+    alone = train_alone(LLAMA, DISK, tmp_path / "one")
+    found = four.run(sp.train, LLAMA, 4, DISK, tmp_path / "four")
+    rounding_bounds.same_training(found[0], alone, LLAMA, reordered=True)
+
+
+def evaluate_and_count(folder: Path) -> tuple[float, tuple[int, ...], int, Sent, int]:
+    """Returns the loss of an evaluation, its logits' shape, the tokens of a block, what was sent, and the ranks."""
+    engine = sp.start(LLAMA, 2, MEMORY, folder)
+    seen: list[int] = []
+    engine.module.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    engine.eval()
+    before = engine.communication()
+    with torch.no_grad():
+        output = engine(**sp.batch(0, 0))
+    sent = engine.communication().since(before).sequence
+    engine.train()
+    before = engine.communication()
+    engine.backward(engine(**sp.batch(0, 0)).loss)
+    both = engine.communication().since(before).sequence
+    assert both.nbytes == 2 * sent.nbytes and both.collectives == 2 * sent.collectives
+    engine.destroy(remove=True)
+    assert output.past_key_values is None
+    return float(output.loss), tuple(output.logits.shape), seen[0], sent, engine.world_size
+
+
+@pytest.mark.works("Several ranks", "evaluation with sequence parallelism", "right")
+def test_an_evaluation_has_the_loss_of_the_sequence_and_the_logits_of_a_part(ranks: RankPool, tmp_path: Path) -> None:
+    torch.manual_seed(LLAMA.seed)
+    whole = float(LLAMA.model().eval()(**sp.batch(0, 0)).loss.detach())
+    for loss, logits, tokens, sent, size in ranks.run(evaluate_and_count, tmp_path):
+        rounding_bounds.same_losses([loss], [whole], LLAMA)
+        assert logits == (2, 16, 128) and tokens == 16 and size == 2
+        # In each of two layers 4 + 2 + 2 heads of 16 numbers of each of 2 * 16 tokens, and back 4: half to the other.
+        assert sent == Sent(2 * 2 + 1, 2 * (4 + 2 + 2 + 4) * 16 * 2 * 16 * 4 // 2 + 4)
+
+
+def stop_and_resume(job: Job, folder: Path) -> None:
+    unbroken = sp.train(job, 2, DISK, folder / "unbroken")
+    engine = sp.start(job, 2, DISK, folder / "run")
+    model = engine.module
+    sp.steps(engine, job, 0, 1)
+    engine.destroy()
+    assert model.config._attn_implementation == "sdpa"
+    engine = sp.start(job, 2, DISK, folder / "run", resume="must")
+    rest = sp.steps(engine, job, 1, job.steps)
+    engine.destroy(remove=True)
+    assert rest.losses == unbroken.losses[1:]
+    assert_same_tensors(rest.weights, unbroken.weights)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_and_a_destroyed_engine_leaves_the_model_its_own_attention(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(stop_and_resume, LLAMA, tmp_path)
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+def with_router_loss() -> nn.Module:
+    model = models.mixtral()
+    model.config.output_router_logits = True
+    return model
+
+
+def with_convolution() -> nn.Module:
+    model = sp.llama()
+    model.model.layers[1].conv = nn.Conv1d(64, 64, 3)
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "no model of transformers": (lambda: nn.Linear(4, 4), "Linear is no model of transformers"),
+    "an encoder": (models.t5, "T5ForConditionalGeneration does not"),
+    "heads": (lambda: models.gpt2(heads=1), "has 1 head, which 2 ranks cannot divide evenly"),
+    "flex attention": (lambda: sp.llama(2, "flex_attention"), "attn_implementation='flex_attention'"),
+    "a router's loss": (with_router_loss, "adds a loss of its router"),
+    "experts that are units": (models.mixtral, "experts are units of their own"),
+    "a convolution": (with_convolution, "has the Conv1d model.layers.1.conv, which mixes tokens"),
+}
+
+
+def message_of(make: Callable[[], Any]) -> str:
+    with pytest.raises(OffloadError) as raised:
+        make()
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def start_refused(folder: Path) -> dict[str, str]:
+    """Starts that are refused leave the model as it was."""
+    found = {}
+    for name, (make, _) in REFUSED.items():
+        model = make()
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        own = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        job = LLAMA._replace(model=lambda model=model: model)
+        found[name] = message_of(lambda job=job: sp.start(job, 2, DISK, folder))
+        assert_same_tensors(before, model.state_dict())
+        assert getattr(getattr(model, "config", None), "_attn_implementation", None) == own
+    found["schedule"] = message_of(lambda: sp.start(LLAMA, 2, DISK, folder, schedule="layer_major"))
+    found["divisor"] = message_of(lambda: sp.start(LLAMA, 4, DISK, folder))
+    return found
+
+
+@pytest.mark.works(
+    "Several ranks", "sequence parallelism with other models than causal ones of transformers", "refused"
+)
+def test_what_cannot_be_divided_is_refused_before_anything_changes(ranks: RankPool, tmp_path: Path) -> None:
+    for found in ranks.run(start_refused, tmp_path):
+        assert all(message.startswith("ConfigError: ") for message in found.values())
+        for name, (_, expected) in REFUSED.items():
+            assert expected in found[name], name
+        assert '"schedule": "layer_major"' in found["schedule"]
+        assert "sequence_parallel_size is 4" in found["divisor"] and "2 ranks cannot" in found["divisor"]
+
+
+def test_a_single_rank_has_nobody_to_share_with(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"sequence_parallel_size is 2, .* and 1 rank cannot be divided"):
+        sp.start(LLAMA, 2, MEMORY, tmp_path)
+
+
+def start_differently(folder: Path) -> str:
+    return message_of(lambda: sp.start(LLAMA, 1 + rank_and_size()[0], MEMORY, folder))
+
+
+def test_ranks_with_different_sizes_are_an_error_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    for message in ranks.run(start_differently, tmp_path):
+        assert "the sequence_parallel_size of rank 1 and of rank 0 differ: 2, not 1" in message
+
+
+def call_wrongly(folder: Path) -> dict[str, str]:
+    """The errors of calls that cannot be divided, after which the engine trains as ever."""
+    engine = sp.start(LLAMA, 2, MEMORY, folder)
+    ids = models.tokens(0, 0)
+    one = ids[:, : 1 + rank_and_size()[0]]
+    packed = torch.cat([torch.arange(16), torch.arange(16)])[None]
+    calls: dict[str, dict[str, Any]] = {
+        "differ": {"input_ids": one, "labels": one},
+        "odd": {"input_ids": ids[:, :31]},
+        "packed": {"input_ids": ids, "position_ids": packed.expand(2, -1)},
+        "kept": {"input_ids": ids, "logits_to_keep": 1},
+        "weights": {"input_ids": ids, "output_attentions": True},
+        "unknown": {"input_ids": ids, "cu_seq_lens_q": torch.tensor([0, 32])},
+    }
+    found = {name: message_of(lambda inputs=inputs: engine(**inputs)) for name, inputs in calls.items()}
+    found["generate"] = message_of(lambda: engine.generate(ids, max_new_tokens=2))
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+    engine.destroy(remove=True)
+    return found
+
+
+@pytest.mark.works("Several ranks", "generation with sequence parallelism", "refused")
+def test_calls_that_cannot_be_divided_are_errors_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    for found in ranks.run(call_wrongly, tmp_path):
+        assert all(message.startswith("UsageError: ") for message in found.values())
+        assert "ranks 0 and 1 share each sequence" in found["differ"].replace("ranks 1 and 0", "ranks 0 and 1")
+        assert "tokens a multiple of sequence_parallel_size, 2, got [2, 31]" in found["odd"]
+        assert "packed documents" in found["packed"]
+        assert "logits_to_keep" in found["kept"] and "output_attentions" in found["weights"]
+        assert "cu_seq_lens_q, of which no part is known" in found["unknown"]
+        assert "generat" in found["generate"]
+
+
+def other_layers(folder: Path) -> str:
+    """A model one of whose layers computes attention by itself."""
+    model = sp.llama()
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    engine = sp.start(LLAMA._replace(model=lambda: model), 2, MEMORY, folder)
+    message = message_of(lambda: engine(**sp.batch(0, 0)))
+    engine.destroy(remove=True)
+    return message
+
+
+def test_a_layer_with_attention_of_its_own_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
+    for message in ranks.run(other_layers, tmp_path):
+        assert "1 of 2 layers of LlamaForCausalLM" in message
+
+
+def cut_before(folder: Path) -> tuple[Result, Result]:
+    """The same training by whole batches, and by batches and a loss that the loop divides, as with DeepSpeed."""
+    whole = sp.train(LLAMA._replace(loss=models.language_loss), 2, MEMORY, folder / "whole")
+    return whole, sp.train(LLAMA._replace(loss=divided_loss), 2, MEMORY, folder / "cut")
+
+
+def divided_loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    import torch.distributed.nn.functional as over_ranks
+
+    ids = models.tokens(step, micro)
+    mine = slice(16 * rank_and_size()[0], 16 * rank_and_size()[0] + 16)
+    shifted = nn.functional.pad(ids, (0, 1), value=sp.IGNORED)[:, 1:][:, mine]
+    positions = torch.arange(32)[None, mine]
+    logits = model(input_ids=ids[:, mine], position_ids=positions, shift_labels=shifted).logits
+    total = nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), shifted.flatten(), ignore_index=sp.IGNORED, reduction="sum"
+    )
+    return sum(over_ranks.all_gather(total)) / (2 * 31)
+
+
+@pytest.mark.numeric
+def test_a_loop_may_divide_batches_and_loss_itself(ranks: RankPool, tmp_path: Path) -> None:
+    for whole, cut in ranks.run(cut_before, tmp_path):
+        rounding_bounds.same_training(cut, whole, LLAMA, reordered=True)
+
+
+def test_the_key_is_part_of_the_config() -> None:
+    assert offload.config.load_config({"sequence_parallel_size": 4}).sequence_parallel_size == 4
+    with pytest.raises(ConfigError, match="sequence_parallel_size"):
+        offload.config.load_config({"sequence_parallel_size": 0})
