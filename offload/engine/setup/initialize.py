@@ -29,6 +29,8 @@ from offload.engine.optim.optimizer import Optimizer, refuse_others
 from offload.engine.params.opaque.buffers import with_adopted_buffers
 from offload.engine.params.sharded.find import FoundShards, find_shards
 from offload.engine.params.sharded.takeover import TakenShards, taken_over
+from offload.engine.pipeline.place import check_pipeline, pipeline_place
+from offload.engine.pipeline.stages import PipelineStages
 from offload.engine.setup.build import STARTING, build
 from offload.engine.setup.checks import check_groups, check_tensor_parallel
 from offload.engine.setup.dtype_choice import warn_if_slow
@@ -156,22 +158,23 @@ def _initialize(
     given: Given,
 ) -> Initialized:
     """Makes the engine of a model whose DTensors are ordinary parameters; see `_start` for the arguments."""
-    grid = form_grid(everyone, shards.row, shards.sharded)
+    check_pipeline(model, loaded)
+    grid = form_grid(everyone, shards.row, shards.sharded, pipeline_place(model))
     check_groups(grid, shards, device.torch)
-    loaded = _of_a_column(loaded, grid, bool(shards.dtensors))
+    loaded = _of_a_column(loaded, grid, one_at_a_time=bool(shards.dtensors) or isinstance(model, PipelineStages))
     with taken_over(model, shards) as taken:
         taken.translate_optimizer(given.optimizer)
         given = given._replace(model_parameters=taken.translated(given.model_parameters))
         return _start(loaded, model, device, everyone, grid, taken, given)
 
 
-def _of_a_column(loaded: Config, grid: TensorParallel | None, dtensors: bool) -> Config:
-    """Returns the config of a column of the grid of tensor parallelism, which is a run of its own.
+def _of_a_column(loaded: Config, grid: TensorParallel | None, one_at_a_time: bool) -> Config:
+    """Returns the config of a column of the grid, which is a run of its own.
 
     Args:
         loaded: The config of the user.
-        grid: The place of this process; None without tensor parallelism.
-        dtensors: True if the model computes with DTensors.
+        grid: The place of this process; None without tensor parallelism and pipelines.
+        one_at_a_time: True if the model computes with DTensors, or is stages of a pipeline.
 
     Raises:
         ConfigError: If micro-batches shall take turns.
@@ -179,7 +182,7 @@ def _of_a_column(loaded: Config, grid: TensorParallel | None, dtensors: bool) ->
     """
     block, own = loaded.offload, "" if grid is None else grid.suffix
     check_division(loaded.drives, block.run, own, block.resume)
-    if grid is None and not dtensors:
+    if grid is None and not one_at_a_time:
         return loaded
     if block.schedule == LAYER_MAJOR:
         raise ConfigError(
