@@ -29,11 +29,11 @@ def four() -> Iterator[RankPool]:
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Callable[[Job], Result]]:
+def alone(tmp_path: Path) -> Iterator[Callable[..., Result]]:
     """One process that trains the whole model, with as many threads as a rank has."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield lambda job: train_alone(job, DISK, tmp_path / "one")
+    yield lambda job, **options: train_alone(job, DISK, tmp_path / "one", **options)
     torch.set_num_threads(threads)
 
 
@@ -60,7 +60,7 @@ def same_bits(found: Result, alone: Result) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", [pytest.param("GPipe", marks=pytest.mark.slow), "1F1B"])
 def test_two_stages_train_as_one_process_bit_for_bit(
-    schedule: str, dtype: str, ranks: RankPool, alone: Callable[[Job], Result], tmp_path: Path
+    schedule: str, dtype: str, ranks: RankPool, alone: Callable[..., Result], tmp_path: Path
 ) -> None:
     job = JOB._replace(dtype=dtype)
     found = ranks.run(in_each_placement, job, Plan(schedule), tmp_path / "two")
@@ -71,7 +71,7 @@ def test_two_stages_train_as_one_process_bit_for_bit(
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.numeric
 def test_the_clip_is_that_of_the_whole_model(
-    dtype: str, ranks: RankPool, alone: Callable[[Job], Result], tmp_path: Path
+    dtype: str, ranks: RankPool, alone: Callable[..., Result], tmp_path: Path
 ) -> None:
     job = CLIPPED._replace(dtype=dtype, accumulation=3)
     found = pipelines.together(ranks.run(pipelines.train, job, Plan(), DISK, tmp_path / "two"))
@@ -107,7 +107,7 @@ def test_a_step_that_overflows_on_one_stage_is_skipped_on_all(ranks: RankPool, t
 @pytest.mark.numeric
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_pipelines_beside_each_other_equal_one_process(
-    stage: int, four: RankPool, alone: Callable[[Job], Result], tmp_path: Path
+    stage: int, four: RankPool, alone: Callable[..., Result], tmp_path: Path
 ) -> None:
     job = CLIPPED._replace(stage=stage)
     found = pipelines.together(four.run(in_each_placement, job, Plan(), tmp_path / "four"))
@@ -117,7 +117,7 @@ def test_pipelines_beside_each_other_equal_one_process(
 @pytest.mark.works("Several ranks", "a pipeline, tensor parallelism and ZeRO, on two by two by two ranks", "right")
 @pytest.mark.numeric
 @pytest.mark.slow
-def test_eight_ranks_in_three_dimensions_equal_one_process(alone: Callable[[Job], Result], tmp_path: Path) -> None:
+def test_eight_ranks_in_three_dimensions_equal_one_process(alone: Callable[..., Result], tmp_path: Path) -> None:
     with shared_pool(8) as eight:
         found = pipelines.together(eight.run(pipelines.train, CLIPPED, Plan(tensor=2), DISK, tmp_path / "eight"))
     rounding_bounds.same_training(found, alone(CLIPPED), CLIPPED, reordered=True)
@@ -132,10 +132,36 @@ def test_eight_ranks_in_three_dimensions_equal_one_process(alone: Callable[[Job]
     ],
 )
 def test_several_stages_a_process_are_one_engine(
-    schedule: str, ranks: RankPool, alone: Callable[[Job], Result], tmp_path: Path
+    schedule: str, ranks: RankPool, alone: Callable[..., Result], tmp_path: Path
 ) -> None:
     found = ranks.run(in_each_placement, JOB, Plan(schedule, stages=4), tmp_path / "two")
     same_bits(pipelines.together(found), alone(JOB))
+
+
+AGAIN = {"activations": "nvme", "units": ["Block"]}
+OTHERS: dict[str, tuple[Job, dict[str, Any]]] = {
+    "blocks computed again": (JOB, AGAIN),
+    "LAMB": (JOB._replace(optimizer="Lamb"), {}),
+    "Muon": (JOB._replace(optimizer="Muon"), {}),
+    "one micro-batch": (JOB._replace(accumulation=1), {}),
+}
+
+
+def train_with(job: Job, schedule: str, folder: Path, options: dict[str, Any]) -> Result:
+    return pipelines.train(job, Plan(schedule), DISK, folder, **options)
+
+
+@pytest.mark.works("Several ranks", "a pipeline with LAMB, Muon, or blocks computed again from inputs on disk", "right")
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each == "blocks computed again" else pytest.mark.slow) for each in OTHERS]
+)
+def test_a_pipeline_keeps_the_bits_of_one_process_with_other_settings(
+    name: str, ranks: RankPool, alone: Callable[..., Result], tmp_path: Path
+) -> None:
+    job, options = OTHERS[name]
+    schedule = "GPipe" if job.accumulation == 1 else "1F1B"
+    found = pipelines.together(ranks.run(train_with, job, schedule, tmp_path / "two", options))
+    same_bits(found, alone(job, **options))
 
 
 def mispredicted(folder: Path) -> list[int]:
