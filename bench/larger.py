@@ -93,7 +93,9 @@ def figures(before: list[dict[str, Any]], after: list[dict[str, Any]], peak: int
         after: the log of both, where the resumed life has replaced the steps that it took again.
         peak: bytes of memory of the first life.
     """
-    predicted = next((line["about"]["predicted"] for line in after if "predicted" in line.get("about", {})), {})
+    predicted: dict[str, Any] = next(
+        (line["about"]["predicted"] for line in after if "predicted" in line.get("about", {})), {}
+    )
     steady = [line["seconds"] for line in before[_UNCOUNTED:]]
     seconds = statistics.median(steady) if steady else None
     lost = {line["step"]: line["loss"] for line in before}

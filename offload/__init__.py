@@ -21,6 +21,7 @@ __all__ = [
     "IoError",
     "NumericsError",
     "OffloadError",
+    "PipelineStages",
     "RankError",
     "StoreError",
     "TiledLinear",
@@ -67,6 +68,7 @@ _MODULE_OF = {
     "IoError": "offload.errors",
     "NumericsError": "offload.errors",
     "OffloadError": "offload.errors",
+    "PipelineStages": "offload.engine.pipeline.stages",
     "RankError": "offload.errors",
     "StoreError": "offload.errors",
     "TiledLinear": "offload.engine.tiles.linear",
@@ -134,6 +136,7 @@ if TYPE_CHECKING:
     from offload.engine.inference.inference import inference
     from offload.engine.model_io.load_pretrained import init, load_pretrained
     from offload.engine.params.gathered import gathered
+    from offload.engine.pipeline.stages import PipelineStages
     from offload.engine.setup.dtype_choice import auto_dtype
     from offload.engine.setup.initialize import initialize
     from offload.engine.tensor_api import (

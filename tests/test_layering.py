@@ -82,6 +82,7 @@ WITHIN = {
         "memory": "distributed training",
         "param_values": "",
         "param_access": "callbacks distributed param_values params training",
+        "pipeline": "distributed param_access training",
         "stack_access": "param_access param_values params",
         "tiles": "param_access params",
         "shutdown": "training",
@@ -90,12 +91,12 @@ WITHIN = {
         "reshard": "checkpoint distributed model_io training",
         "optimizer_state_dict": "param_access params training",
         "tensor_api": "param_access params",
-        "core": "callbacks checkpoint gradients memory model_io optim optimizer_state_dict schedule shutdown "
+        "core": "callbacks checkpoint gradients memory model_io optim optimizer_state_dict pipeline schedule shutdown "
         "stack_access step training",
-        "api": "checkpoint core distributed keywords memory model_io training",
+        "api": "checkpoint core distributed keywords memory model_io pipeline training",
         "engine": "api keywords training",
         "setup": "activations callbacks checkpoint core distributed engine gradients keywords metrics optim params "
-        "reshard schedule sequence tiles training",
+        "pipeline reshard schedule sequence tiles training",
         "inference": "activations api core metrics model_io optim params setup",
     },
     "planner": {

@@ -227,7 +227,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any], str]] = {
     "both dimensions": (on_both_dimensions, {}, r"head\.weight is a DTensor over 2 dimensions"),
     "a sum": (as_a_sum, {}, r"head\.weight is a DTensor with the placements \[Partial"),
     "a hook": (with_a_hook, {}, r"up\.weight is a DTensor with gradient hooks"),
-    "one rank": (on_one_rank_alone, {}, r"divides 2 processes into \[\(\), \(0, 1\)\]; expected groups of one size"),
+    "one rank": (on_one_rank_alone, {}, r"divides 2 processes into \[\(0, 1\), \(1,\)\]; expected groups of one size"),
     "replicas of more than a column": (unchanged, {"shard_size": 2}, r"1 rank with the same part of each divided"),
     "LAMB": (unchanged, {"optimizer": "Lamb"}, "does not go together with an optimizer that needs whole parameters"),
     "codes": (unchanged, {"quantized": "gradients"}, "does not go together with codes of weights and gradients"),

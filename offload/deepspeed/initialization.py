@@ -13,10 +13,13 @@ from offload.deepspeed.accelerate_checks import check_ranks
 from offload.deepspeed.comm import init_distributed
 from offload.deepspeed.content import content_of, of_a_script
 from offload.deepspeed.parameters import mark
+from offload.deepspeed.pipe.engine import PipelineEngine
+from offload.deepspeed.pipe.module import PipelineModule
 from offload.deepspeed.runtime.engine import DeepSpeedEngine
 from offload.deepspeed.runtime.sequence_parallel.parallel_state_sp import SequenceGroups
 from offload.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from offload.deepspeed.utils.z3_leaf_module import z3_leaf_module
+from offload.engine.engine import Engine
 from offload.engine.setup.initialize import check_model_type, chosen_config
 from offload.engine.setup.initialize import initialize as _initialize
 from offload.errors import ConfigError
@@ -96,7 +99,15 @@ def initialize(
     mark(engine.module.parameters())
     # trl finds the hooks of a model there, and takes them away before it generates.
     engine.optimizer.parameter_offload = DeepSpeedZeRoOffload()  # type: ignore[attr-defined]
-    return DeepSpeedEngine(engine), used if trains else None, loader, schedule
+    return _with_names(engine, model, loader), used if trains else None, loader, schedule
+
+
+def _with_names(engine: Engine, model: nn.Module, loader: Any) -> DeepSpeedEngine:
+    """Returns an engine with the methods that only DeepSpeed's has."""
+    # A pipeline's has `train_batch` and `eval_batch` of its own, which run a schedule.
+    if isinstance(model, PipelineModule):
+        return PipelineEngine(engine, model, loader)
+    return DeepSpeedEngine(engine)
 
 
 def _with_sequences(content: dict[str, Any], mpu: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Names of DeepSpeed that have no counterpart here: each can be imported, and its use is an error that says why.
 
-A class stays a class, so that `isinstance(model, deepspeed.PipelineModule)` is False and not an error.
+A class stays a class, so that `isinstance(layer, deepspeed.moe.layer.MoE)` is False and not an error.
 """
 
 from __future__ import annotations
@@ -9,10 +9,6 @@ from typing import Any, NoReturn
 
 from offload.errors import UsageError
 
-_PIPELINES = (
-    "layers are not divided over ranks: every rank pages the whole model. Give deepspeed.initialize the model as "
-    "torch.nn.Sequential, and call engine.train_batch(data_iter)"
-)
 _TENSORS = "weights are paged, and not divided within a layer: leave the call out, and set the budgets"
 _INFERENCE = "call deepspeed.init_inference(model, config) with the config as a dict: weights are paged"
 _LAYERS = "layers are the model's own: leave the call out"
@@ -45,13 +41,6 @@ def _error(name: str, instead: str) -> UsageError:
     """Returns the error for a use of `name`."""
     return UsageError(f"deepspeed's {name} has no counterpart here: {instead}")
 
-
-# -- models over ranks ---------------------------------------------------------------------------------
-
-PipelineModule = refused_class("PipelineModule", _PIPELINES)
-PipelineEngine = refused_class("PipelineEngine", _PIPELINES)
-LayerSpec = refused_class("LayerSpec", _PIPELINES)
-TiedLayerSpec = refused_class("TiedLayerSpec", _PIPELINES)
 
 # -- inference -----------------------------------------------------------------------------------------
 

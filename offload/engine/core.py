@@ -27,6 +27,7 @@ from offload.engine.model_io.save_pretrained import PretrainedWriter
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.unit_updates import UnitUpdate, cut
 from offload.engine.optimizer_state_dict import OptimizerStates
+from offload.engine.pipeline.stage_run import stage_run_of
 from offload.engine.schedule.generators import MicroBatchGenerators
 from offload.engine.shutdown import Shutdown
 from offload.engine.stack_access import StackAccess
@@ -95,6 +96,7 @@ class EngineCore(EngineCallbacks):
             self.sleeping = Sleep(components, self.device_budget)
             self.inputs = InputCast(device, components.shards.mode.weight_dtype, settings.config.casts_inputs)
             self.param_access = StackAccess(components, self)
+            self.stage_run = stage_run_of(module, self.accumulation, self.param_access)
             self.pretrained_writer = PretrainedWriter(module, components)
             self.base_bytes = base_bytes(components)
             """Resident bytes of the process when the engine was built, without the memory of engines."""
@@ -204,8 +206,8 @@ class EngineCore(EngineCallbacks):
         )
 
     @uninterrupted
-    def run_backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
-        """Runs the backward of `loss`, all nodes on the calling thread. A Ctrl-C leaves no setting of torch changed.
+    def run_backward(self, begin: Callable[[], None]) -> None:
+        """Runs a backward by `begin`, all nodes on the calling thread. A Ctrl-C leaves no setting of torch changed.
 
         torch would run the nodes of a GPU on a thread of its own while the caller waits in C++, where no handler of a
         signal runs: a Ctrl-C would be obeyed when the backward ends. One GPU's nodes run one after the other on either
@@ -214,7 +216,7 @@ class EngineCore(EngineCallbacks):
 
         @interruptible
         def run() -> None:
-            loss.backward(retain_graph=retain_graph)
+            begin()
 
         if self._in_turn:
             self.components.hooks.passes.begin_backward_of_turn()
@@ -285,6 +287,8 @@ class EngineCore(EngineCallbacks):
         self.optimizer_step.forget_gradients()
         self.components.gradients.forget()
         self.accumulation.reset()
+        if self.stage_run is not None:
+            self.stage_run.forget()
 
     # -- EngineCallbacks ----------------------------------------------------------------------------
 
@@ -303,11 +307,13 @@ class EngineCore(EngineCallbacks):
         # For a plain `loss.backward()`: no call of the engine has asked before.
         self._refuse_capture()
         self.sleeping.wake()  # a graph of before
-        if self.state.scaler is not None:
+        # Of the stages of a pipeline the last one alone has a loss to scale.
+        if self.state.scaler is not None and self.stage_run is None:
             self.state.scaler.begin_backward()
 
     def end_backward(self) -> None:
-        self.accumulation.count_backward()
+        if self.stage_run is None:
+            self.accumulation.count_backward()
 
     def is_last_micro_batch(self) -> bool:
         layer_major = self.components.layer_major

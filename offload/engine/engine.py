@@ -122,6 +122,8 @@ class Engine(MicroBatchesApi):
         refuse(lr_kwargs=lr_kwargs)
         self._core.refuse_in_turn("step")
         self._core.enter()
+        if self._core.stage_run is not None:
+            self._core.stage_run.begin_step(self._settings.accumulation)
         self._core.accumulation.end(self._settings.accumulation)
         if not self._core.accumulation.ends_step(self._settings.accumulation):
             self._core.optimizer_step.pass_micro_batch()

@@ -109,7 +109,7 @@ def described_layouts(description: Mapping[str, Any]) -> tuple[UnitLayout, ...]:
     """Returns the layouts from which `describe` made `description`.
 
     Raises:
-        StoreError: if the layouts are of one process's shards of tensor parallelism.
+        StoreError: if the layouts are of one process's shards of tensor parallelism, or stages of a pipeline.
     """
     grid = description.get("tensor_parallel")
     if grid is not None:
@@ -117,6 +117,13 @@ def described_layouts(description: Mapping[str, Any]) -> tuple[UnitLayout, ...]:
             f"these swap files have part {grid['coordinate'] + 1} of {grid['size']} of each weight that tensor "
             "parallelism divides, and nothing puts the parts together here: resume the run, and save "
             "engine.module.state_dict() by torch.distributed.checkpoint"
+        )
+    pipeline = description.get("pipeline")
+    if pipeline is not None:
+        raise StoreError(
+            f"these swap files have the layers of place {pipeline['position'] + 1} of {pipeline['size']} in a "
+            "pipeline, and nothing puts the stages together here: resume the run, and save "
+            "engine.module.state_dict() of each stage"
         )
     ranks = description["world_size"]
     return tuple(

@@ -32,7 +32,7 @@ def _all(outcome: str, words: str, *paths: str) -> tuple[Name, ...]:
 
 _MODEL = "estimate_zero{}_model_states_mem_needs_all_{}"
 _WITHOUT = "none of it here"
-_PIPELINE = "layers are not divided over ranks; `torch.nn.Sequential` and `engine.train_batch`"
+_PIPELINE = "`num_stages`; processes of a stage follow each other"
 _COMPRESSED = "`AdamW`: what ranks exchange is not compressed"
 _MEGATRON = "there is no model parallelism"
 _INFERENCE = "`init_inference` takes the config as a dict"
@@ -349,8 +349,18 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
         Name("launcher.runner.main", ABSENT, "the command [`offload launch`](deepspeed-compatibility.md#the-launcher)"),
     ),
     "Pipelines, experts, kernels": (
-        *_all(REFUSED, _PIPELINE, "PipelineModule", "PipelineEngine", "pipe.PipelineModule"),
-        *_all(REFUSED, _PIPELINE, "pipe.LayerSpec", "pipe.TiedLayerSpec"),
+        Name(
+            "PipelineModule",
+            RIGHT,
+            "by torch's 1F1B schedule; no `topology`, `dynamic_shape` or checkpointing of your own; see "
+            "[pipelines](../guides/pipeline-parallelism.md)",
+            "layers num_stages topology loss_fn seed_layers seed_fn base_seed partition_method "
+            "activation_checkpoint_interval activation_checkpoint_func checkpointable_layers dynamic_shape",
+        ),
+        Name("pipe.PipelineModule", RIGHT),
+        Name("PipelineEngine", RIGHT, "`train_batch`, `eval_batch`; made by `initialize`"),
+        Name("pipe.LayerSpec", RIGHT, "", "typename"),
+        Name("pipe.TiedLayerSpec", RIGHT, "gradients are added up over the stages before each step", "key typename"),
         Name("runtime.pipe.ProcessTopology", ABSENT, _PIPELINE),
         Name("moe.layer.MoE", REFUSED, "[experts of the model](../guides/mixtures-of-experts.md), paged one by one"),
         *_all(REFUSED, _LAYERS, "DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig", "replace_transformer_layer"),

@@ -1,5 +1,6 @@
-"""`deepspeed.pipe`: names of pipelines, whose use is an error."""
+"""`deepspeed.pipe`: models as lists of layers, which a pipeline divides over processes."""
 
-from offload.deepspeed.refused import LayerSpec, PipelineModule, TiedLayerSpec
+from offload.deepspeed.pipe.module import PipelineModule
+from offload.deepspeed.pipe.specs import LayerSpec, TiedLayerSpec
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from offload.engine.api.persistence_api import PersistenceApi
+from offload.engine.pipeline.stages import PipelineStages
 from offload.engine.training.step_settings import resized
 from offload.errors import UsageError
 from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR, Schedule
@@ -25,9 +28,57 @@ class MicroBatchesApi(PersistenceApi):
             raise UsageError(f"backward expects the loss, a tensor of one element, got {what}")
         if not loss.requires_grad:
             raise UsageError("backward got a loss that does not depend on any trainable parameter (no_grad? detach?)")
+        if self._core.stage_run is not None:
+            raise UsageError(
+                "this engine has stages of a pipeline, whose backwards a schedule runs: make one of "
+                "torch.distributed.pipelining over engine.pipeline_stages(), call its step(...), and engine.step()"
+            )
         divided = loss / self._settings.accumulation if scale_wrt_gas else loss
-        self._core.run_backward(self.scale(divided), retain_graph)
+        scaled = self.scale(divided)
+        self._core.run_backward(lambda: scaled.backward(retain_graph=retain_graph))
         return divided
+
+    def pipeline_stages(self) -> list[Any]:
+        """Returns this process's stages of a pipeline, to make a schedule of `torch.distributed.pipelining` over.
+
+        The model must be `offload.PipelineStages`. `schedule.step(...)` runs the forwards and backwards of a step, and
+        `engine.step()` follows. Each loss is divided by gradient_accumulation_steps, the schedule's `n_microbatches`,
+        and multiplied by the loss scale in fp16.
+
+        Returns:
+            A `torch.distributed.pipelining.PipelineStage` for each stage, in their order: one for a schedule of one
+            stage a process, which takes it by itself, or all for one of several.
+
+        Raises:
+            UsageError: if the model is not stages of a pipeline, or torch.distributed has no process group.
+        """
+        self._core.check()
+        stages, run = self.module, self._core.stage_run
+        if run is None or not isinstance(stages, PipelineStages):
+            raise UsageError(
+                "pipeline_stages() needs an engine over stages of a pipeline: give initialize "
+                "model=offload.PipelineStages({index: module}, num_stages, group)"
+            )
+        if not dist.is_initialized():
+            raise UsageError("pipeline_stages() needs a process group: call torch.distributed.init_process_group first")
+        # Here, since torch's pipelines take a while to import.
+        from offload.engine.pipeline.torch_stage import EngineStage, StageCalls
+
+        calls = StageCalls(
+            accumulation=lambda: self._settings.accumulation,
+            divided=self._divided,
+            run_backward=self._core.run_backward,
+        )
+        return [
+            EngineStage(stages[index], index, stages.num_stages, self.device, stages.group, calls, run)
+            for index in stages.indices
+        ]
+
+    def _divided(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns the loss of a pipeline's micro-batch as its backward begins with it, and reports it to the meter."""
+        divided = loss / self._settings.accumulation
+        self._add_losses([divided], first=not self.micro_batches)
+        return self.scale(divided)
 
     def _add_losses(self, losses: Sequence[torch.Tensor], first: bool) -> None:
         """Reports divided losses to the meter of steps; `first` if no micro-batch of the step came before."""

@@ -163,17 +163,19 @@ class InitialFill:
             if self._ranks is not None and given:  # given weights may differ between ranks; drawn ones do not
                 for flat in flats.values():
                     self._ranks.broadcast(flat, 0)
-            if self._grid is not None:
-                self._share_replicated(self._grid, layout, flats)
+            if self._grid is not None and self._grid.replicated is not None:
+                self._share_replicated(self._grid, self._grid.replicated, layout, flats)
             self._put(index, flats)
 
     @staticmethod
-    def _share_replicated(grid: TensorParallel, layout: UnitLayout, flats: Mapping[State, torch.Tensor]) -> None:
-        """Gives all processes the values of process 0 of each parameter that each of them has whole."""
+    def _share_replicated(
+        grid: TensorParallel, ranks: Ranks, layout: UnitLayout, flats: Mapping[State, torch.Tensor]
+    ) -> None:
+        """Gives all of `ranks` the values of the first of them of each parameter that each of them has whole."""
         for segment in layout.segments:
             if not grid.is_sharded(segment.parameter):
                 for flat in flats.values():
-                    grid.everyone.broadcast(flat[segment.start : segment.stop], 0)
+                    ranks.broadcast(flat[segment.start : segment.stop], 0)
 
     def _flats(self, unit: int, numel: int) -> dict[State, torch.Tensor]:
         """Returns zeroed (numel,) memory for the weights of a unit and for each further state of its master."""

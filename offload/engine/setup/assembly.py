@@ -229,7 +229,9 @@ def _fill(
     filler = InitialFill(held, max(filled, default=0), plan.ranks, plan.grid)
     # A new run begins with the user's values, those from files, or the modules' initialization from the seed.
     if not resume:
-        filler.fill(model, plan.layouts, plan.config.offload.seed, sources, plan.in_place)
+        # The stages of a pipeline number their units alike, and are to draw other values.
+        seed = plan.config.offload.seed + (0 if plan.grid is None else plan.grid.position)
+        filler.fill(model, plan.layouts, seed, sources, plan.in_place)
     else:
         held.read_back()
         # The model's own values are dropped, unread.

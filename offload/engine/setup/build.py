@@ -357,5 +357,5 @@ def _store_spec(plan: Plan, model: nn.Module) -> StoreSpec:
     layout = describe(plan.layouts, plan.mode, plan.mesh.shards, plan.mesh.replicas)
     # Only where it differs from 1, so that descriptions of other stores have no such key.
     if plan.grid is not None:
-        layout["tensor_parallel"] = plan.grid.description
+        layout |= plan.grid.description
     return plan.placement.store(plan.parts, plan.slots, layout, about(model))

@@ -100,17 +100,26 @@ def check_same(
         ],
     }
     # Every rank receives all facts and raises the same error, so that no rank waits for another.
-    _compare(ranks.share(facts))
+    _compare(ranks.share(facts), grid)
 
 
-def _compare(everyone: Sequence[dict[str, Any]]) -> None:
-    """Raises `ConfigError` if the facts of any rank differ from those of rank 0."""
-    for name, mine in everyone[0].items():
+_OF_LAYERS = (
+    *("blocks computed again", "units", "parameters", "quantized weights", "buffers"),
+    *("weights given", "weights to be read"),
+)
+"""Facts in which the stages of a pipeline differ."""
+
+
+def _compare(everyone: Sequence[dict[str, Any]], grid: TensorParallel | None) -> None:
+    """Raises `ConfigError` if the facts of any rank differ from those of rank 0, or of the first of its stage."""
+    for name in everyone[0]:
         for rank, others in enumerate(everyone):
+            first = 0 if grid is None or name not in _OF_LAYERS else grid.first_of_stage(rank)
+            mine = everyone[first][name]
             if others[name] != mine:
                 raise ConfigError(
-                    f"the {name} of rank {rank} and of rank 0 differ: {_brief(others[name])}, not {_brief(mine)}; "
-                    "give every rank the same model and config"
+                    f"the {name} of rank {rank} and of rank {first} differ: {_brief(others[name])}, not "
+                    f"{_brief(mine)}; give every rank the same model and config"
                 )
 
 
@@ -155,14 +164,14 @@ def check_tensor_parallel(
     """Raises `ConfigError` for what does not go together with tensor parallelism.
 
     Args:
-        grid: The place of this process in it; None without it, when all is allowed.
+        grid: The place of this process in the grid; all is allowed without tensor parallelism.
         mode: States and dtypes.
         layouts: All units.
         experts: True if experts of the model are units.
         tiled: True if the config tiles MLPs.
         codes: True if ranks send codes.
     """
-    if grid is None:
+    if grid is None or grid.size == 1:
         return
     segments = [segment for layout in layouts for segment in layout.segments]
     whole = mode.steps_whole or mode.optimizer == LAMB

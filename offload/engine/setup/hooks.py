@@ -23,6 +23,7 @@ from offload.engine.params.module_hooks import ModuleHooks
 from offload.engine.params.paged_parameter import ParamHandle, handle_of
 from offload.engine.params.saved_tensors import SavedTensors, other_hooks
 from offload.engine.params.unit_views import UnitViews
+from offload.engine.pipeline.place import stage_sites
 from offload.engine.schedule.layer_major import LayerMajor
 from offload.engine.setup.plan import Plan
 from offload.engine.setup.run_files import RunFiles
@@ -68,7 +69,7 @@ def module_hooks(
     saved = SavedTensors(handles, unit_views, pager, compute, kept.inputs, wrapped=bool(plan.sites))
     hooks = ModuleHooks(
         model,
-        plan.units.sites,
+        {**stage_sites(model), **plan.units.sites},
         handles,
         unit_views,
         saved,

@@ -29,6 +29,8 @@ from offload.engine.optim.optimizer import Optimizer, refuse_others
 from offload.engine.params.opaque.buffers import with_adopted_buffers
 from offload.engine.params.sharded.find import FoundShards, find_shards
 from offload.engine.params.sharded.takeover import TakenShards, taken_over
+from offload.engine.pipeline.place import check_pipeline, pipeline_place
+from offload.engine.pipeline.stages import PipelineStages
 from offload.engine.sequence.checks import check_model as check_sequences
 from offload.engine.sequence.checks import check_units
 from offload.engine.sequence.group import SequenceParallel, form_groups
@@ -161,23 +163,26 @@ def _initialize(
     """Makes the engine of a model whose DTensors are ordinary parameters; see `_start` for the arguments."""
     # Before the first message: each rank comes to the same result by itself.
     check_sequences(model, loaded)
-    grid = form_grid(everyone, shards.row, shards.sharded)
+    check_pipeline(model, loaded)
+    grid = form_grid(everyone, shards.row, shards.sharded, pipeline_place(model))
     check_groups(grid, shards, device.torch)
     sequence = form_groups(everyone, loaded.sequence_parallel_size, grid is not None)
-    loaded = _of_a_column(loaded, grid, bool(shards.dtensors) or sequence is not None)
+    one_at_a_time = bool(shards.dtensors) or sequence is not None or isinstance(model, PipelineStages)
+    loaded = _of_a_column(loaded, grid, one_at_a_time)
     with taken_over(model, shards) as taken:
         taken.translate_optimizer(given.optimizer)
         given = given._replace(model_parameters=taken.translated(given.model_parameters))
         return _start(loaded, model, device, everyone, grid, sequence, taken, given)
 
 
-def _of_a_column(loaded: Config, grid: TensorParallel | None, one_by_one: bool) -> Config:
-    """Returns the config of a column of the grid of tensor parallelism, which is a run of its own.
+def _of_a_column(loaded: Config, grid: TensorParallel | None, one_at_a_time: bool) -> Config:
+    """Returns the config of a column of the grid, which is a run of its own.
 
     Args:
         loaded: The config of the user.
-        grid: The place of this process; None without tensor parallelism.
-        one_by_one: True if micro-batches cannot take turns: the model has DTensors, or ranks share sequences.
+        grid: The place of this process; None without tensor parallelism and pipelines.
+        one_at_a_time: True if micro-batches cannot take turns: the model computes with DTensors, is stages of a
+            pipeline, or ranks share sequences.
 
     Raises:
         ConfigError: If micro-batches shall take turns.
@@ -185,12 +190,12 @@ def _of_a_column(loaded: Config, grid: TensorParallel | None, one_by_one: bool) 
     """
     block, own = loaded.offload, "" if grid is None else grid.suffix
     check_division(loaded.drives, block.run, own, block.resume)
-    if grid is None and not one_by_one:
+    if grid is None and not one_at_a_time:
         return loaded
     if block.schedule == LAYER_MAJOR:
         raise ConfigError(
-            '"schedule": "layer_major" runs several micro-batches at once, and a module shows the DTensors of one at a '
-            "time: leave it out with tensor parallelism"
+            '"schedule": "layer_major" runs several micro-batches at once, which a model that is divided among processes '
+            "cannot: leave it out with tensor parallelism, pipelines and sequence_parallel_size"
         )
     changes = {"schedule": MICRO_BATCH_MAJOR, "run": f"{block.run}{own}"}
     return loaded.model_copy(update={"offload": block.model_copy(update=changes)})

@@ -29,8 +29,8 @@ from offload.swapper.store import (
     run_status,
 )
 
-_COLUMN = re.compile(r"-tp\d+of(\d+)")
-"""End of the name of a run that is a column of tensor parallelism."""
+_COLUMN = re.compile(r"(?:-pp\d+of(\d+))?(?:-tp\d+of(\d+))?")
+"""End of the name of a run that is a column of a pipeline and of tensor parallelism."""
 _SHOWN = 5
 """Number of names in a notice."""
 
@@ -69,12 +69,12 @@ def find_run(config: Config, on_disk: bool, ranks: Ranks | None) -> FoundRun:
 
 
 def check_division(drives: Sequence[str], run: str, own: str, resume: str) -> None:
-    """Raises `StoreError` if a start would resume a run that tensor parallelism has divided otherwise, or not at all.
+    """Raises `StoreError` if a start would resume a run that is divided otherwise by tensor parallelism or a pipeline.
 
     Args:
         drives: Folders of the drives; empty without any.
         run: Name of the run, without the end by which the columns of tensor parallelism differ.
-        own: That end, such as "-tp0of2"; empty without tensor parallelism.
+        own: That end, such as "-tp0of2" or "-pp0of2"; empty without.
         resume: The configured "resume".
     """
     if not drives or resume not in ("auto", "must"):
@@ -82,19 +82,22 @@ def check_division(drives: Sequence[str], run: str, own: str, resume: str) -> No
     for folder in sorted(Path(drives[0]).glob(f"{run}*")):
         end = folder.name.removeprefix(run)
         # Columns of one grid have one size, and differ in their coordinate alone.
-        is_ours = not end or _COLUMN.fullmatch(end) is not None
+        is_ours = _COLUMN.fullmatch(end) is not None
         if not is_ours or _size(end) == _size(own) or not run_status(drives, folder.name).exists:
             continue
         raise StoreError(
             f"{folder} is a run with {_size(end)}, and this start has {_size(own)}: resume with "
-            "the tensor parallelism that the run had, or choose another run name"
+            "the division that the run had, or choose another run name"
         )
 
 
 def _size(end: str) -> str:
-    """Returns the size of tensor parallelism that the end of a run's name tells, in words."""
+    """Returns the sizes of the pipeline and of tensor parallelism that the end of a run's name tells, in words."""
     found = _COLUMN.fullmatch(end)
-    return "no tensor parallelism" if found is None else f"tensor parallelism of {found[1]}"
+    assert found is not None, "the names of other runs were left out"
+    pipeline, tensor = found.groups()
+    tensors = f"tensor parallelism of {tensor}" if tensor else "no tensor parallelism"
+    return f"a pipeline of {pipeline} and {tensors}" if pipeline else tensors
 
 
 def no_room(config: Config, placed: PlacedStates, ranks: Ranks | None) -> str | None:

@@ -64,7 +64,7 @@ class EngineComponents:
     meter: StepMeter | None = None
     """None if no metrics are recorded."""
     tensor_parallel: TensorParallel | None = None
-    """This process's place in the grid of tensor parallelism and ZeRO; None without tensor parallelism."""
+    """This process's place in the grid of pipeline, tensor parallelism and ZeRO; None if there is ZeRO alone."""
     sharded_views: ShardedViews | None = None
     """The hooks that show DTensors to modules; None if the model has none."""
     sequence: SequenceParallel | None = None
@@ -119,8 +119,16 @@ class EngineComponents:
         return Communication() if self.ranks is None else self.ranks.sent
 
     def refuse_shards(self, call: str) -> None:
-        """Raises `UsageError` for a call that would save or load the shards of one process as if they were all."""
-        if self.tensor_parallel is not None:
+        """Raises `UsageError` for a call that would save or load the part of one process as if it were all."""
+        if self.tensor_parallel is None:
+            return
+        if self.tensor_parallel.stages > 1:
+            raise UsageError(
+                f"{call} knows nothing of pipelines, and each process has the layers of its stages: save "
+                "engine.module.state_dict() on one process of each stage, by torch.save; a run in swap files resumes "
+                'by "resume": "auto"'
+            )
+        if self.tensor_parallel.size > 1:
             raise UsageError(
                 f"{call} knows nothing of tensor parallelism, and each process has a part of the weights: save "
                 "engine.module.state_dict(), whose DTensors torch.distributed.checkpoint writes and full_tensor() "

@@ -4,6 +4,7 @@ by the count      one optimizer step every `accumulation` micro-batches, each of
 by the user       `set_gradient_accumulation_boundary` decides: `step()` need not be called for each micro-batch, and
                   backwards are counted instead
 `no_sync`         no optimizer step within; each backward is a micro-batch, with or without a `step()`
+by a schedule     a pipeline counts complete micro-batches, of several backwards each; one `step()` follows all of them
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ class GradientAccumulation:
     def count_backward(self) -> None:
         """Counts an outermost backward that has produced a gradient."""
         self._backwards += 1
+
+    def count_micro_batch(self) -> None:
+        """Counts a micro-batch of a pipeline, which ends by itself; the next `step()` ends the last one."""
+        # As if `step()` had ended the micro-batches before it: a schedule calls it for none of them.
+        self._at_step, self._backwards = self._backwards, self._backwards + 1
 
     @property
     def count(self) -> int:

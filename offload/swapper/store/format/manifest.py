@@ -291,7 +291,7 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
             advice = f"{_advice_of_modes(str(there['mode']), str(expected['mode']), folder)}, or {advice}"
         if "world_size" in difference or "replicas" in difference:
             advice = "resume with as many ranks as the run had, and with its mics_shard_size"
-            if "tensor_parallel" not in there:  # no checkpoint has its shards
+            if not {"tensor_parallel", "pipeline"} & there.keys():  # no checkpoint has shards or stages
                 advice += "; to change them, call save_checkpoint in the run and load_checkpoint here"
         raise StoreError(f"{folder} belongs to a run of another model, layout or setting: {difference}; {advice}")
 

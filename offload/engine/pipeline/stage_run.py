@@ -1,0 +1,116 @@
+"""Count of the micro-batches of a step, of which each stage of a process runs a backward.
+
+    stage 0    forward 0  forward 1  ...  backward 0  backward 1          a micro-batch counts when all stages of the
+    stage 2               forward 0  ...  backward 0        backward 1    process have run its backward
+
+An engine counts backwards otherwise, one or more for each micro-batch.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from offload.engine.param_access import ParamAccess
+from offload.engine.pipeline.stages import PipelineStages
+from offload.engine.pipeline.ties import TiedGradients
+from offload.engine.training.gradient_accumulation import GradientAccumulation
+from offload.errors import UsageError
+
+
+class StageRun:
+    """The micro-batches that a schedule runs through the stages of one process. Belongs to the model's thread."""
+
+    def __init__(self, stages: int, accumulation: GradientAccumulation, ties: TiedGradients) -> None:
+        """Begins with none.
+
+        Args:
+            stages: Number of stages of this process.
+            accumulation: Counts complete micro-batches.
+            ties: The parameters that other stages have too.
+        """
+        self._stages, self._accumulation, self._ties = stages, accumulation, ties
+        self._done: dict[int, set[int]] = {}
+        """For each micro-batch that is not complete the stages that have run its backward."""
+        self._undivided: set[int] = set()
+        """Stages whose schedule has not yet asked for gradients that are divided by the number of micro-batches."""
+
+    def begin(self, stage: int) -> None:
+        """Forgets micro-batches of a schedule that an error has ended; a schedule calls this before the first."""
+        self._done = {number: done - {stage} for number, done in self._done.items()}
+
+    @staticmethod
+    def check(micro_batches: int | None, accumulation: int) -> None:
+        """Raises `UsageError` if a schedule has another number of micro-batches than a step.
+
+        Args:
+            micro_batches: Those of the schedule; None if it runs no backward.
+            accumulation: Those of a step.
+        """
+        if micro_batches not in (None, accumulation):
+            raise UsageError(
+                f"the schedule has n_microbatches={micro_batches}, and gradient_accumulation_steps is {accumulation} "
+                "in the config: a step is one run of the schedule, so give both the same number"
+            )
+
+    def end_backward(self, stage: int, micro_batch: int, divides: bool) -> None:
+        """Counts the backward of a micro-batch through a stage.
+
+        Args:
+            stage: Number of the stage.
+            micro_batch: Number of the micro-batch in the schedule.
+            divides: True if the schedule is expected to call `divided` at its end.
+        """
+        # Torch asks for the division behind the last backward, where a schedule was not made without it.
+        if divides:
+            self._undivided.add(stage)
+        # Stages finish in any order of micro-batches: a schedule may run two of one before the first of another.
+        done = self._done.setdefault(micro_batch, set())
+        done.add(stage)
+        if len(done) == self._stages:
+            del self._done[micro_batch]
+            self._accumulation.count_micro_batch()
+
+    def divided(self, stage: int) -> None:
+        """Notes that the schedule wants the mean over micro-batches, by which each loss was divided."""
+        self._undivided.discard(stage)
+
+    def begin_step(self, accumulation: int) -> None:
+        """Checks that a run of a schedule is complete, and adds up gradients of tied parameters over the stages.
+
+        Args:
+            accumulation: Micro-batches of a step.
+
+        Raises:
+            UsageError: If no run is complete, or the schedule means its gradients otherwise. Nothing has changed then.
+        """
+        if self._accumulation.count != accumulation:
+            raise UsageError(
+                f"step() follows a run of a schedule, and {self._accumulation.count} of {accumulation} micro-batches "
+                "are complete on this process: make the schedule over engine.pipeline_stages(), with a loss_fn, and "
+                "not over a PipelineStage of torch, and call its step(...) once for each step()"
+            )
+        if self._undivided:
+            raise UsageError(
+                "the schedule was made with scale_grads=False: an engine divides each loss by "
+                "gradient_accumulation_steps, as engine.backward does. Leave scale_grads=True, and for a sum over "
+                "micro-batches multiply the loss in loss_fn"
+            )
+        # Only now: every backward of this step has given its gradient.
+        self._ties.add_up()
+
+    def forget(self) -> None:
+        """Forgets all micro-batches, whose gradients were dropped or used."""
+        self._done, self._undivided = {}, set()
+
+
+def stage_run_of(model: nn.Module, accumulation: GradientAccumulation, access: ParamAccess) -> StageRun | None:
+    """Returns the count of an engine's micro-batches; None if its model is not stages of a pipeline.
+
+    Args:
+        model: The engine's model.
+        accumulation: Counts complete micro-batches.
+        access: Reads and sets gradients of the parameters that other stages have too.
+    """
+    if not isinstance(model, PipelineStages):
+        return None
+    return StageRun(len(model.indices), accumulation, TiedGradients(model, model.ties, access))

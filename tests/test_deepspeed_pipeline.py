@@ -1,0 +1,262 @@
+"""DeepSpeed's `PipelineModule` trains as its layers do in one process, with tied layers in two stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+import offload.deepspeed as deepspeed
+from offload.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from offload.deepspeed.pipe.partition import balanced, partition
+from offload.errors import ConfigError, OffloadError, UsageError
+from tests.support import models, rounding_bounds
+from tests.support.oracle import Job, Result, assert_same_tensors, config
+from tests.support.oracle import run as train_alone
+from tests.support.pipelines import VOCABULARY, Head, micro_batch
+from tests.support.rank_pool import RankPool, rank_and_size, shared_pool
+from tests.support.tensor_parallel import Block
+
+WIDTH, SEED = 32, 7
+DISK = ("nvme", "nvme")
+
+
+def logits(embed: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.linear(x, embed.weight)  # type: ignore[arg-type]
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def layers(tied: bool) -> list[Any]:
+    """Specs, a function, and an embedding that may be the head too."""
+    middle = [doubled, *(LayerSpec(Block, WIDTH) for _ in range(4))]
+    if not tied:
+        return [LayerSpec(nn.Embedding, VOCABULARY, WIDTH), *middle, LayerSpec(Head, WIDTH)]
+    embed = ("embed", nn.Embedding, VOCABULARY, WIDTH)
+    return [TiedLayerSpec(*embed), *middle, nn.LayerNorm(WIDTH), TiedLayerSpec(*embed, forward_fn=logits)]
+
+
+class Whole(nn.Module):
+    """The layers in one process, seeded as `seed_layers` seeds them."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.specs, self.layers = layers(tied), nn.ModuleList()
+        for number, spec in enumerate(self.specs):
+            torch.manual_seed(SEED + number)
+            if isinstance(spec, TiedLayerSpec):
+                if not hasattr(self.layers, "tied_embed"):
+                    self.layers.add_module("tied_embed", spec.build())
+            elif isinstance(spec, LayerSpec | nn.Module):
+                self.layers.add_module(str(number), spec.build() if isinstance(spec, LayerSpec) else spec)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, spec in enumerate(self.specs):
+            if isinstance(spec, TiedLayerSpec):
+                embed = self.layers.tied_embed
+                x = spec.forward_fn(embed, x) if spec.forward_fn else embed(x)
+            else:
+                x = getattr(self.layers, str(number))(x) if isinstance(spec, LayerSpec | nn.Module) else spec(x)
+        return x
+
+
+def untied() -> nn.Module:
+    return Whole(False)
+
+
+def tied() -> nn.Module:
+    return Whole(True)
+
+
+def whole_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+    ids = micro_batch(step, micro)
+    return models.token_loss(model(ids), ids)
+
+
+JOB = Job(untied, whole_loss, steps=3, accumulation=4, clip=0.0, lr=3e-4)
+
+
+def batches(job: Job, share: int, shares: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields (inputs, labels) of each micro-batch: the rows of one pipeline of several."""
+    for step in range(job.steps):
+        for micro in range(job.accumulation):
+            ids = micro_batch(step, micro).chunk(shares)[share]
+            yield ids, ids
+
+
+def pipeline(job: Job, stages: int, **options: Any) -> PipelineModule:
+    return PipelineModule(
+        layers(job.model is tied),
+        num_stages=stages,
+        loss_fn=models.token_loss,
+        seed_layers=True,
+        base_seed=SEED,
+        **options,
+    )
+
+
+def train(job: Job, folder: Path, stages: int, **options: Any) -> Result:
+    model = pipeline(job, stages, **options)
+    content = config(job, DISK, folder)
+    engine, optimizer, loader, _ = deepspeed.initialize(
+        model=model, config=content, model_parameters=[p for p in model.parameters() if p.requires_grad]
+    )
+    assert isinstance(engine, deepspeed.PipelineEngine) and optimizer is engine.optimizer and loader is None
+    rank, size = rank_and_size()
+    shares = size // stages
+    data = batches(job, rank % shares, shares)
+    losses, norms = [], []
+    for _ in range(job.steps):
+        losses.append(float(engine.train_batch(data_iter=data)))
+        norms.append(engine.get_global_grad_norm())
+    weights = {name.partition(".")[2]: value.clone() for name, value in engine.module.state_dict().items()}
+    before = engine.global_steps
+    evaluated = engine.eval_batch(batches(job, rank % shares, shares))
+    again, outputs = engine.eval_batch(batches(job, rank % shares, shares), return_logits=True, num_micro_batches=4)
+    assert torch.equal(evaluated, again) and engine.global_steps == before and engine.module.training
+    assert (outputs is not None) is engine.is_last_stage()
+    engine.destroy(remove=True)
+    return Result(losses, norms, weights)
+
+
+def together(found: Sequence[Result]) -> Result:
+    """All processes have the losses and norms; copies of a parameter have the same bits."""
+    weights: dict[str, torch.Tensor] = {}
+    for result in found:
+        assert (result.losses, result.norms) == (found[0].losses, found[0].norms)
+        for name, value in result.weights.items():
+            assert torch.equal(weights.setdefault(name, value), value), name
+    return Result(found[0].losses, found[0].norms, weights)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Callable[[Job], Result]]:
+    """One process that trains the whole model, with as many threads as a rank has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield lambda job: train_alone(job, DISK, tmp_path / "one")
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.works("Several ranks", "DeepSpeed's `PipelineModule` with `train_batch` and `eval_batch`", "right")
+@pytest.mark.parametrize("interval", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_pipeline_module_trains_as_one_process_bit_for_bit(
+    interval: int, ranks: RankPool, alone: Callable[[Job], Result], tmp_path: Path
+) -> None:
+    found = together(
+        ranks.run(train_with_interval, JOB, tmp_path / "two", interval),
+    )
+    expected = alone(JOB)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)  # the mean of four, in another order
+    assert_same_tensors(found.weights, expected.weights)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-12)
+
+
+def train_with_interval(job: Job, folder: Path, interval: int) -> Result:
+    return train(job, folder, 2, activation_checkpoint_interval=interval)
+
+
+@pytest.mark.works("Several ranks", "layers that are tied between two stages (`TiedLayerSpec`)", "right")
+@pytest.mark.numeric
+def test_tied_layers_in_two_stages_stay_equal_and_train_as_one(
+    ranks: RankPool, alone: Callable[[Job], Result], tmp_path: Path
+) -> None:
+    job = JOB._replace(model=tied, clip=0.05)
+    found = together(ranks.run(train, job, tmp_path / "two", 2))
+    expected = alone(job)
+    rounding_bounds.same_training(found, expected, job, reordered=True)
+
+
+@pytest.mark.works("Several ranks", "`PipelineModule` with tied layers beside ZeRO, on two by two ranks", "right")
+@pytest.mark.numeric
+@pytest.mark.slow
+def test_tied_layers_beside_zero_train_as_one(alone: Callable[[Job], Result], tmp_path: Path) -> None:
+    job = JOB._replace(model=tied, clip=0.05)
+    with shared_pool(4) as four:
+        found = together(four.run(train, job, tmp_path / "four", 2))
+    rounding_bounds.same_training(found, alone(job), job, reordered=True)
+
+
+# -- the division --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weights", "parts", "borders"),
+    [
+        ([1] * 7, 2, [0, 4, 7]),
+        ([1] * 8, 3, [0, 3, 6, 8]),
+        ([100, *[10] * 6], 3, [0, 1, 4, 7]),
+        ([0, 0, 3], 3, [0, 1, 2, 3]),
+        ([2] * 4, 4, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_layers_are_divided_into_parts_of_about_one_weight(weights: list[int], parts: int, borders: list[int]) -> None:
+    assert balanced(weights, parts) == borders
+
+
+@pytest.mark.parametrize(
+    ("method", "borders"),
+    [("uniform", [0, 4, 7]), ("parameters", [0, 4, 7]), ("type:block", [0, 4, 7]), ("type:Embedding|Head", [0, 6, 7])],
+)
+def test_the_method_decides_what_weighs(method: str, borders: list[int]) -> None:
+    state = torch.get_rng_state()
+    assert partition(layers(False), 2, method)[0::2] == [0, 7]
+    assert partition(layers(False), 2, method) == borders
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "stages": ({"num_stages": 3}, "cannot be divided into pipelines"),
+    "method": ({"partition_method": "best"}, "partition_method must be"),
+    "type": ({"partition_method": "type:transformer"}, "no layer has a class of such a name"),
+    "topology": ({"topology": object()}, "topology is not supported"),
+    "shapes": ({"dynamic_shape": True}, "dynamic_shape is not supported"),
+    "layers": ({"layers": [1, 2]}, "layer 0 must be a LayerSpec"),
+    "few": ({"layers": [doubled]}, "has 1 layers for 2 stages"),
+}
+
+
+def make_wrongly(folder: Path) -> None:
+    for arguments, words in WRONG.values():
+        with pytest.raises(OffloadError, match=words):
+            PipelineModule(**{"layers": layers(False), "num_stages": 2, **arguments})
+    job = JOB._replace(model=tied)
+    model = pipeline(job, 2)
+    content = config(job._replace(dtype="bf16"), DISK, folder, master="bf24")
+    with pytest.raises(ConfigError, match="rounded stochastically"):
+        offload.initialize(model=model, config=content)
+    engine, *_ = deepspeed.initialize(model=model, config=config(job, DISK, folder))
+    ids = micro_batch(0, 0)
+    with pytest.raises(UsageError, match="train_batch"):
+        engine(ids)
+    for batch, words in (
+        ([(ids, ids)] * 4, "expects an iterator"),
+        (iter([ids] * 4), r"micro-batches \(inputs, labels\)"),
+        (iter([(ids, ids)] * 3 + [(ids[:1], ids[:1])]), "tensors of one shape"),
+        (None, "needs data"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            engine.train_batch(batch)
+    with pytest.raises(StopIteration):
+        engine.train_batch(iter([(ids, ids)] * 3))
+    assert float(engine.train_batch(iter([(ids, ids)] * 4))) > 0
+    engine.destroy(remove=True)
+
+
+def test_what_cannot_be_a_pipeline_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(make_wrongly, tmp_path)
+
+
+@pytest.mark.parametrize("kind", [LayerSpec, lambda value: TiedLayerSpec("key", value)])
+def test_a_spec_of_no_module_is_an_error(kind: Callable[[Any], Any]) -> None:
+    with pytest.raises(ConfigError, match=r"expects a class of torch\.nn\.Module"):
+        kind(nn.Linear(1, 1))

@@ -1,0 +1,321 @@
+"""A model that torch's pipelines divide into stages trains as a whole one, beside ZeRO, and its run resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.errors import ConfigError, OffloadError, StoreError, UsageError
+from tests.support import pipelines, rounding_bounds
+from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, room_for
+from tests.support.oracle import run as train_alone
+from tests.support.pipelines import JOB, Plan
+from tests.support.rank_pool import RankPool, rank_and_size, shared_pool
+
+DISK, HOST, MEMORY = ("nvme", "nvme"), ("cpu", "cpu"), ("none", "none")
+CLIPPED = JOB._replace(clip=0.05)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    with shared_pool(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Callable[..., Result]]:
+    """One process that trains the whole model, with as many threads as a rank has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield lambda job, **options: train_alone(job, DISK, tmp_path / "one", **options)
+    torch.set_num_threads(threads)
+
+
+def in_each_placement(job: Job, plan: Plan, folder: Path) -> Result:
+    """All placements have the same bits. The device has room for two units, so that units come and go.
+
+    Beside ZeRO the room has the buffers of reductions too.
+    """
+    room = room_for(job, 2 if plan.pipeline == rank_and_size()[1] else 6 if job.stage == 3 else 24)
+    first = pipelines.train(job, plan, MEMORY, folder / "memory")
+    for name, placement in (("host", HOST), ("disk", DISK)):
+        assert_same(first, pipelines.train(job, plan, placement, folder / name, device_memory=room), name)
+    return first
+
+
+def same_bits(found: Result, alone: Result) -> None:
+    """Equal losses and weights; the norm is added up stage by stage, in float64."""
+    assert found.losses == alone.losses
+    assert_same_tensors(found.weights, alone.weights)
+    assert found.norms == pytest.approx(alone.norms, rel=1e-12)
+
+
+@pytest.mark.works("Several ranks", "a pipeline of torch (`torch.distributed.pipelining`): GPipe, 1F1B", "right")
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", [pytest.param("GPipe", marks=pytest.mark.slow), "1F1B"])
+def test_two_stages_train_as_one_process_bit_for_bit(
+    schedule: str, dtype: str, ranks: RankPool, alone: Callable[..., Result], tmp_path: Path
+) -> None:
+    job = JOB._replace(dtype=dtype)
+    found = ranks.run(in_each_placement, job, Plan(schedule), tmp_path / "two")
+    same_bits(pipelines.together(found), alone(job))
+
+
+@pytest.mark.works("Several ranks", "the clip over all stages of a pipeline, in fp16 too", "right")
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.numeric
+def test_the_clip_is_that_of_the_whole_model(
+    dtype: str, ranks: RankPool, alone: Callable[..., Result], tmp_path: Path
+) -> None:
+    job = CLIPPED._replace(dtype=dtype, accumulation=3)
+    found = pipelines.together(ranks.run(pipelines.train, job, Plan(), DISK, tmp_path / "two"))
+    rounding_bounds.same_training(found, alone(job), job, reordered=True)
+
+
+def overflow_on_the_first_stage(folder: Path) -> list[int]:
+    """A gradient that is inf on one stage alone, in the second of three steps."""
+    job = JOB._replace(accumulation=2)
+    engine = pipelines.start(job, Plan(), DISK, folder, on_nonfinite="skip")
+    schedule, held, broken = pipelines.schedule_of(engine, job, Plan()), engine.module.indices, []
+    if 0 in held:
+        engine.module[0].block0.up.bias.register_hook(lambda gradient: gradient * (torch.inf if broken else 1))
+    skipped, before = [], pipelines.weights_of(engine)
+    for step in range(3):
+        broken[:] = [step] if step == 1 else []
+        pipelines.run(schedule, pipelines.mine(job, Plan(), step), held, 1)
+        engine.step()
+        skipped.append(engine.skipped_steps)
+        weights = pipelines.weights_of(engine)
+        assert all(torch.equal(weights[name], before[name]) for name in weights) is (step == 1)
+        before = weights
+    engine.destroy(remove=True)
+    return skipped
+
+
+@pytest.mark.works("Several ranks", "a step skipped on all stages, if one of them overflows", "right")
+def test_a_step_that_overflows_on_one_stage_is_skipped_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(overflow_on_the_first_stage, tmp_path) == [[0, 1, 1]] * 2
+
+
+@pytest.mark.works("Several ranks", "a pipeline beside ZeRO, on two by two ranks", "right")
+@pytest.mark.numeric
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_pipelines_beside_each_other_equal_one_process(
+    stage: int, four: RankPool, alone: Callable[..., Result], tmp_path: Path
+) -> None:
+    job = CLIPPED._replace(stage=stage)
+    found = pipelines.together(four.run(in_each_placement, job, Plan(), tmp_path / "four"))
+    rounding_bounds.same_training(found, alone(job), job, reordered=True)
+
+
+@pytest.mark.works("Several ranks", "a pipeline, tensor parallelism and ZeRO, on two by two by two ranks", "right")
+@pytest.mark.numeric
+@pytest.mark.slow
+def test_eight_ranks_in_three_dimensions_equal_one_process(alone: Callable[..., Result], tmp_path: Path) -> None:
+    with shared_pool(8) as eight:
+        found = pipelines.together(eight.run(pipelines.train, CLIPPED, Plan(tensor=2), DISK, tmp_path / "eight"))
+    rounding_bounds.same_training(found, alone(CLIPPED), CLIPPED, reordered=True)
+
+
+@pytest.mark.works("Several ranks", "interleaved and zero-bubble schedules, of several stages a process", "right")
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "Interleaved1F1B",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("InterleavedZeroBubble", "ZBVZeroBubble")),
+    ],
+)
+def test_several_stages_a_process_are_one_engine(
+    schedule: str, ranks: RankPool, alone: Callable[..., Result], tmp_path: Path
+) -> None:
+    found = ranks.run(in_each_placement, JOB, Plan(schedule, stages=4), tmp_path / "two")
+    same_bits(pipelines.together(found), alone(JOB))
+
+
+AGAIN = {"activations": "nvme", "units": ["Block"]}
+OTHERS: dict[str, tuple[Job, dict[str, Any]]] = {
+    "blocks computed again": (JOB, AGAIN),
+    "LAMB": (JOB._replace(optimizer="Lamb"), {}),
+    "Muon": (JOB._replace(optimizer="Muon"), {}),
+    "one micro-batch": (JOB._replace(accumulation=1), {}),
+}
+
+
+def train_with(job: Job, schedule: str, folder: Path, options: dict[str, Any]) -> Result:
+    return pipelines.train(job, Plan(schedule), DISK, folder, **options)
+
+
+@pytest.mark.works("Several ranks", "a pipeline with LAMB, Muon, or blocks computed again from inputs on disk", "right")
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each == "blocks computed again" else pytest.mark.slow) for each in OTHERS]
+)
+def test_a_pipeline_keeps_the_bits_of_one_process_with_other_settings(
+    name: str, ranks: RankPool, alone: Callable[..., Result], tmp_path: Path
+) -> None:
+    job, options = OTHERS[name]
+    schedule = "GPipe" if job.accumulation == 1 else "1F1B"
+    found = pipelines.together(ranks.run(train_with, job, schedule, tmp_path / "two", options))
+    same_bits(found, alone(job, **options))
+
+
+def mispredicted(folder: Path) -> list[int]:
+    job = JOB._replace(steps=4)
+    engine = pipelines.start(job, Plan(), DISK, folder, device_memory=room_for(job, 2))
+    schedule, held, found = pipelines.schedule_of(engine, job, Plan()), engine.module.indices, []
+    for step in range(job.steps):
+        pipelines.run(schedule, pipelines.mine(job, Plan(), step), held, 1)
+        engine.step()
+        found.append(engine.use_counts().unforeseen)
+    engine.destroy(remove=True)
+    return found
+
+
+def test_the_order_of_the_schedule_is_predicted_from_the_second_step_on(ranks: RankPool, tmp_path: Path) -> None:
+    """Torch runs each stage once more in the first step, to learn what stages send each other."""
+    for counts in ranks.run(mispredicted, tmp_path):
+        assert counts[1] == counts[2] == counts[3]
+
+
+def stop_and_resume(folder: Path) -> str:
+    """The bits of an unbroken run, whose folders a start without a pipeline leaves alone."""
+    unbroken = pipelines.train(JOB, Plan(), DISK, folder / "unbroken")
+    engine = pipelines.start(JOB, Plan(), DISK, folder / "run")
+    pipelines.steps(engine, JOB, Plan(), 0, 1)
+    engine.destroy()
+    position = rank_and_size()[0]
+    assert (folder / "run" / f"default-pp{position}of2" / "rank0").is_dir()
+    with pytest.raises(StoreError) as whole:
+        offload.initialize(model=JOB.model(), config=config(JOB, DISK, folder / "run", resume="auto"))
+    engine = pipelines.start(JOB, Plan(), DISK, folder / "run", resume="must")
+    assert engine.global_steps == 1
+    rest = pipelines.steps(engine, JOB, Plan(), 1, JOB.steps)
+    engine.destroy(remove=True)
+    assert rest.losses == unbroken.losses[1:]
+    assert_same_tensors(rest.weights, unbroken.weights)
+    return str(whole.value)
+
+
+@pytest.mark.works("Several ranks", "resume of a pipeline's run from its swap files", "right")
+def test_a_run_resumes_with_its_own_pipeline_alone(ranks: RankPool, tmp_path: Path) -> None:
+    for message in ranks.run(stop_and_resume, tmp_path):
+        assert "is a run with a pipeline of 2 and no tensor parallelism" in message
+
+
+def draw_first_values(folder: Path) -> dict[str, torch.Tensor]:
+    """The values of a layer that has none until the engine draws them."""
+    with offload.init(config=config(JOB, DISK, folder)):
+        stage = nn.Linear(8, 8)
+    index = rank_and_size()[0]
+    model = offload.PipelineStages({index: stage}, 2)
+    engine = offload.initialize(model=model, config=config(JOB, DISK, folder))[0]
+    values = {name.partition(".")[2]: value.clone() for name, value in engine.module.state_dict().items()}
+    engine.destroy(remove=True)
+    return values
+
+
+def test_equal_layers_of_two_stages_begin_with_other_values(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(draw_first_values, tmp_path)
+    assert first.keys() == second.keys()
+    assert not any(torch.equal(first[name], second[name]) for name in first)
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+def use_it_wrongly(folder: Path) -> None:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    job = JOB._replace(accumulation=2)
+    engine = pipelines.start(job, Plan(), HOST, folder)
+    ids, held = pipelines.mine(job, Plan(), 0), engine.module.indices
+    with pytest.raises(UsageError, match="called by a schedule"):
+        engine(ids)
+    with pytest.raises(UsageError, match=r"over engine\.pipeline_stages"):
+        engine.backward(torch.zeros((), requires_grad=True))
+    with pytest.raises(UsageError, match="0 of 2 micro-batches are complete"):
+        engine.step()
+    other = pipelines.schedule_of(engine, job._replace(accumulation=4), Plan())
+    with pytest.raises(UsageError, match=r"n_microbatches=4, and gradient_accumulation_steps is 2"):
+        pipelines.run(other, ids, held, 1)
+    pipelines.run(pipelines.schedule_of(engine, job, Plan(), scale_grads=False), ids, held, 1)
+    with pytest.raises(UsageError, match="scale_grads=False"):
+        engine.step()
+    engine.zero_grad()
+    index = held[0]
+    foreign = PipelineStage(engine.module[index], index, 2, engine.device, group=engine.module.group)
+    pipelines.run(Schedule1F1B(foreign, 2, loss_fn=engine_free_loss), ids, held, 1)
+    with pytest.raises(UsageError, match="0 of 2 micro-batches are complete"):
+        engine.step()
+    engine.zero_grad()
+    # Nothing is left of all that.
+    pipelines.run(pipelines.schedule_of(engine, job, Plan()), ids, held, 1)
+    engine.step()
+    for refused in (engine.save_checkpoint, engine.load_checkpoint, engine.save_pretrained, engine.save_16bit_model):
+        with pytest.raises(UsageError, match=r"knows nothing of pipelines.*state_dict"):
+            refused(str(folder))
+    engine.destroy(remove=True)
+
+
+def engine_free_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+@pytest.mark.works("Several ranks", "checkpoints and `save_pretrained` of a pipeline", "refused")
+def test_each_wrong_use_is_an_error_and_the_engine_goes_on(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(use_it_wrongly, tmp_path)
+
+
+def twice_the_same(model: offload.PipelineStages) -> offload.PipelineStages:
+    return offload.PipelineStages({0: model[model.indices[0]]}, 2, model.group)
+
+
+def frozen(model: offload.PipelineStages) -> offload.PipelineStages:
+    return model.requires_grad_(False)
+
+
+def as_it_is(model: offload.PipelineStages) -> offload.PipelineStages:
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "a stage twice": (twice_the_same, {}, "expected each of 0 to 1 once"),
+    "nothing that trains": (frozen, {}, "none of whose parameters train: it has stage"),
+    "autocast": (as_it_is, {"torch_autocast": {"enabled": True}}, "torch_autocast"),
+    "layer_major": (as_it_is, {"offload": {"schedule": "layer_major"}}, "layer_major"),
+}
+
+
+def refuse(name: str, folder: Path) -> None:
+    change, keys, words = REFUSED[name]
+    model = change(pipelines.stages_of(JOB, Plan()))
+    content = config(JOB, DISK, folder)
+    content = {**content, **keys, "offload": {**content["offload"], **keys.get("offload", {})}}
+    kinds = [type(parameter) for parameter in model.parameters()]
+    with pytest.raises(OffloadError, match=words):
+        offload.initialize(model=model, config=content)
+    assert [type(parameter) for parameter in model.parameters()] == kinds and not folder.exists()
+
+
+@pytest.mark.works(
+    "Several ranks", "a pipeline with layer_major, torch_autocast or a stage that trains nothing", "refused"
+)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_go_together_is_refused_before_anything_changes(
+    name: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(refuse, name, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [({}, "an empty dict"), ([], "got list"), ({2: nn.Linear(1, 1)}, "got stage 2 of 2 stages"), ({0: 1}, "got int")],
+)
+def test_stages_that_are_none_are_refused(stages: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        offload.PipelineStages(stages, 2)
