@@ -29,6 +29,7 @@ def message(**wrong: Any) -> str:
     [
         ({"host_memory": "much"}, "--host-memory should be a size such as"),
         ({"grad_clip": -1.0}, "--grad-clip should be greater than or equal to 0, got -1.0; 0 switches clipping off"),
+        ({"durability": {"every": 0}}, "--durability should be greater than 0, got 0"),
         ({"run": "a/b"}, "--run should match pattern"),
         ({"batch_size": 0}, "--batch-size should be greater than 0, got 0"),
         ({"lr": -1.0}, "--lr should be greater than or equal to 0"),

@@ -564,7 +564,7 @@ def test_the_search_names_the_positions_of_a_model(tmp_path: Path) -> None:
         (("--tile-mlp", "0"), "expected --tile-mlp of auto, off or a number"),
         (("--activations", "cpu", "--no-gradient-checkpointing"), "leave one of them out"),
         (("--longest-sequence", "--measure"), "writes and measures nothing"),
-        (("--batch-size", "4000"), "--chunked-loss"),
+        (("--batch-size", "4000", "--no-chunked-loss"), "--chunked-loss"),
         (("--activations", "device", "--batch-size", "4000"), "--activations cpu"),
     ],
 )

@@ -11,6 +11,7 @@ from offload.finetune.options import KEYS, Options
 _OTHERS = (
     ("lr", ("optimizer", "params", "lr")),
     ("nvme_path", ("offload", "nvme_path")),
+    ("durability", ("offload", "durability", "every")),
     ("batch_size", ("train_micro_batch_size_per_gpu",)),
     ("accumulation", ("gradient_accumulation_steps",)),
 )
@@ -50,7 +51,7 @@ def _replaced(options: Options) -> Iterator[tuple[str, tuple[str, ...]]]:
 def _pattern(path: tuple[str, ...]) -> re.Pattern[str]:
     """Returns the pattern of a key as messages write it: dotted, or in quotes if the name alone is clear."""
     names = [rf"(?<![\w.\"]){re.escape('.'.join(path))}(?![\w.])"]
-    if len(path) == 1 or path[0] == "offload":
+    if len(path) == 1 or (path[0] == "offload" and len(path) == 2):
         names.append(f'"{path[-1]}"')
     return re.compile(f"(?:{'|'.join(names)}){_VALUE}{_PLACE}")
 
