@@ -116,6 +116,17 @@ def test_pipelines_beside_each_other_equal_one_process(
     rounding_bounds.same_training(found, alone(job), job, reordered=True)
 
 
+@pytest.mark.works("Several ranks", "a pipeline beside replicas of shards (`mics_shard_size`)", "right")
+@pytest.mark.numeric
+@pytest.mark.slow
+def test_a_pipeline_beside_replicas_equals_one_process(
+    four: RankPool, alone: Callable[..., Result], tmp_path: Path
+) -> None:
+    job = CLIPPED._replace(shard_size=1)
+    found = pipelines.together(four.run(pipelines.train, job, Plan(), DISK, tmp_path / "four"))
+    rounding_bounds.same_training(found, alone(CLIPPED), CLIPPED, reordered=True)
+
+
 @pytest.mark.works("Several ranks", "a pipeline, tensor parallelism and ZeRO, on two by two by two ranks", "right")
 @pytest.mark.numeric
 @pytest.mark.slow
