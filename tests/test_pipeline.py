@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from tests.support import pipelines, rounding_bounds
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, room_for
 from tests.support.oracle import run as train_alone
 from tests.support.pipelines import JOB, Plan
-from tests.support.rank_pool import RankPool, rank_and_size, shared_pool
+from tests.support.rank_pool import RankPool, pool, rank_and_size, shared_pool
 
 DISK, HOST, MEMORY = ("nvme", "nvme"), ("cpu", "cpu"), ("none", "none")
 CLIPPED = JOB._replace(clip=0.05)
@@ -114,6 +116,17 @@ def test_pipelines_beside_each_other_equal_one_process(
     rounding_bounds.same_training(found, alone(job), job, reordered=True)
 
 
+@pytest.mark.works("Several ranks", "a pipeline beside replicas of shards (`mics_shard_size`)", "right")
+@pytest.mark.numeric
+@pytest.mark.slow
+def test_a_pipeline_beside_replicas_equals_one_process(
+    four: RankPool, alone: Callable[..., Result], tmp_path: Path
+) -> None:
+    job = CLIPPED._replace(shard_size=1)
+    found = pipelines.together(four.run(pipelines.train, job, Plan(), DISK, tmp_path / "four"))
+    rounding_bounds.same_training(found, alone(CLIPPED), CLIPPED, reordered=True)
+
+
 @pytest.mark.works("Several ranks", "a pipeline, tensor parallelism and ZeRO, on two by two by two ranks", "right")
 @pytest.mark.numeric
 @pytest.mark.slow
@@ -205,6 +218,38 @@ def stop_and_resume(folder: Path) -> str:
 def test_a_run_resumes_with_its_own_pipeline_alone(ranks: RankPool, tmp_path: Path) -> None:
     for message in ranks.run(stop_and_resume, tmp_path):
         assert "is a run with a pipeline of 2 and no tensor parallelism" in message
+
+
+def die_in_the_third_step(folder: Path) -> None:
+    """The process of the last stage is killed between two steps, the other one while it waits for that one."""
+    engine = pipelines.start(JOB, Plan(), DISK, folder)
+    pipelines.steps(engine, JOB, Plan(), 0, 2)
+    try:
+        if rank_and_size()[0] == 0:
+            pipelines.steps(engine, JOB, Plan(), 2, 3)
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resume_the_killed(folder: Path) -> None:
+    unbroken = pipelines.train(JOB, Plan(), DISK, folder / "unbroken")
+    engine = pipelines.start(JOB, Plan(), DISK, folder, resume="must")
+    first = engine.global_steps
+    assert first in (1, 2)
+    rest = pipelines.steps(engine, JOB, Plan(), first, JOB.steps)
+    engine.destroy(remove=True)
+    assert rest.losses == unbroken.losses[first:]
+    assert_same_tensors(rest.weights, unbroken.weights)
+
+
+@pytest.mark.works("Several ranks", "resume of a pipeline whose processes were killed in a step", "right")
+def test_a_killed_pipeline_resumes_with_the_bits_of_an_unbroken_one(tmp_path: Path) -> None:
+    with pool(2) as two:
+        with pytest.raises((EOFError, OSError)):
+            two.run(die_in_the_third_step, tmp_path)
+        for process in two.processes:
+            process.join(60)
+        two.run(resume_the_killed, tmp_path)
 
 
 def draw_first_values(folder: Path) -> dict[str, torch.Tensor]:
