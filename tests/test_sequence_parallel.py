@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -291,6 +292,33 @@ def other_layers(folder: Path) -> str:
 def test_a_layer_with_attention_of_its_own_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
     for message in ranks.run(other_layers, tmp_path):
         assert "1 of 2 layers of LlamaForCausalLM" in message
+
+
+def copy_and_compare(folder: Path) -> tuple[str, torch.Tensor, torch.Tensor, str]:
+    """Returns the error of a copy's first call, its logits by its own attention, and what is left on the model."""
+    engine = sp.start(LLAMA, 2, MEMORY, folder)
+    twin = copy.deepcopy(engine.module)
+    ids = models.tokens(0, 0)
+    message = message_of(lambda: twin(input_ids=ids))
+    twin.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        whole, part = twin(input_ids=ids).logits, engine(input_ids=ids).logits
+    engine.module.set_attn_implementation("sdpa")
+    replaced = message_of(lambda: engine(input_ids=ids))
+    engine.destroy(remove=True)
+    return message, whole, part, replaced
+
+
+def test_a_copy_of_the_model_computes_whole_sequences_once_it_has_its_own_attention(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """And the model itself does not lose its attention without an error."""
+    parts = []
+    for message, whole, part, replaced in ranks.run(copy_and_compare, tmp_path):
+        assert "call set_attn_implementation on a copy" in message and whole.shape == (2, 32, 128)
+        assert "0 of 2 layers" in replaced
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 
 def cut_before(folder: Path) -> tuple[Result, Result]:
