@@ -94,6 +94,7 @@ JOBS = {
     "checkpointed": Job(functools.partial(llama, 2, "sdpa", True), models.language_loss, steps=2, lr=3e-4),
     "sliding window": Job(functools.partial(sliding, "sdpa"), models.language_loss, steps=2, lr=3e-4),
     "loss in chunks": Job(chunked, padded_loss, steps=2, lr=3e-4),
+    "adapters": Job(models.lora, padded_loss, steps=2, lr=3e-4),
     "mixtral": Job(models.mixtral, padded_loss, steps=2, lr=3e-4),
     "sum of two": Job(llama, padded_loss, steps=2, lr=3e-4, accumulation=2, stage=1),
     "bf16": Job(llama, padded_loss, steps=3, lr=3e-4, dtype="bf16"),
