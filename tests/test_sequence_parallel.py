@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,13 +19,13 @@ from offload.engine.sequence.attention import repeats_of
 from offload.errors import ConfigError, OffloadError
 from tests.support import models, rounding_bounds
 from tests.support import sequence_parallel as sp
-from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, room_for
+from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, room_for, weights_of
 from tests.support.rank_pool import RankPool, rank_and_size, shared_pool
 from tests.support.rank_pool import train as train_alone
 
 MEMORY, HOST, DISK = ("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")
 LLAMA = sp.JOBS["llama"]
-FAST = ("gpt2", "llama", "one head of keys")
+FAST = ("gpt2", "llama", "three heads of keys")
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +51,12 @@ def test_each_rank_gets_the_keys_of_its_queries(heads: int, of_keys: int, ranks:
 
 
 def train_in_placements(job: Job, size: int, folder: Path, units: list[str]) -> Result:
-    """All placements have the same bits. On disk the device has room for few units, so that units come and go."""
+    """All placements have the same bits, and so have blocks that are computed again.
+
+    On disk the device has room for few units, so that units come and go.
+    """
     first = sp.train(job, size, MEMORY, folder / "memory", units=units)
-    assert_same(first, sp.train(job, size, HOST, folder / "host", units=units), "host")
+    assert_same(first, sp.train(job, size, HOST, folder / "host", units=units, activations="device"), "host")
     # Beside two units for what ranks exchange of the gradients of the largest, four times.
     few = {"device_memory": 3 * room_for(job, 2)} if job.stage == 3 and job.dtype == "fp32" and not units else {}
     assert_same(first, sp.train(job, size, DISK, folder / "disk", units=units, **few), "disk")
@@ -153,9 +157,14 @@ def stop_and_resume(job: Job, folder: Path) -> None:
     assert model.config._attn_implementation == "sdpa"
     engine = sp.start(job, 2, DISK, folder / "run", resume="must")
     rest = sp.steps(engine, job, 1, job.steps)
-    engine.destroy(remove=True)
+    engine.destroy()
     assert rest.losses == unbroken.losses[1:]
     assert_same_tensors(rest.weights, unbroken.weights)
+    # Swap files know nothing of sequences: another size goes on from them.
+    engine = sp.start(job, 1, DISK, folder / "run", resume="must")
+    assert engine.global_steps == job.steps
+    assert_same_tensors(weights_of(engine), unbroken.weights)
+    engine.destroy(remove=True)
 
 
 @pytest.mark.slow
@@ -286,6 +295,33 @@ def other_layers(folder: Path) -> str:
 def test_a_layer_with_attention_of_its_own_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
     for message in ranks.run(other_layers, tmp_path):
         assert "1 of 2 layers of LlamaForCausalLM" in message
+
+
+def copy_and_compare(folder: Path) -> tuple[str, torch.Tensor, torch.Tensor, str]:
+    """Returns the error of a copy's first call, its logits by its own attention, and what is left on the model."""
+    engine = sp.start(LLAMA, 2, MEMORY, folder)
+    twin = copy.deepcopy(engine.module)
+    ids = models.tokens(0, 0)
+    message = message_of(lambda: twin(input_ids=ids))
+    twin.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        whole, part = twin(input_ids=ids).logits, engine(input_ids=ids).logits
+    engine.module.set_attn_implementation("sdpa")
+    replaced = message_of(lambda: engine(input_ids=ids))
+    engine.destroy(remove=True)
+    return message, whole, part, replaced
+
+
+def test_a_copy_of_the_model_computes_whole_sequences_once_it_has_its_own_attention(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """And the model itself does not lose its attention without an error."""
+    parts = []
+    for message, whole, part, replaced in ranks.run(copy_and_compare, tmp_path):
+        assert "call set_attn_implementation on a copy" in message and whole.shape == (2, 32, 128)
+        assert "0 of 2 layers" in replaced
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 
 def cut_before(folder: Path) -> tuple[Result, Result]:

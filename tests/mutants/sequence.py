@@ -40,6 +40,6 @@ MUTANTS = (
         "offload.engine.sequence.attention",
         "key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)",
         "key.repeat(1, repeats, 1, 1), value.repeat(1, repeats, 1, 1)",
-        "tests/test_sequence_parallel.py::test_four_ranks_share_one_sequence",
+        _TWO,
     ),
 )

@@ -18,20 +18,19 @@ from tests.support.rank_pool import rank_and_size
 IGNORED = -100
 
 
-def llama(heads_of_keys: int = 2, attention: str = "sdpa", checkpointed: bool = False, **settings: Any) -> nn.Module:
+def llama(heads_of_keys: int = 2, attention: str = "sdpa", checkpointed: bool = False, *, heads: int = 4) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(
         LlamaConfig(
-            hidden_size=64,
+            hidden_size=16 * heads,
             intermediate_size=128,
             num_hidden_layers=2,
-            num_attention_heads=4,
+            num_attention_heads=heads,
             num_key_value_heads=heads_of_keys,
             vocab_size=128,
             max_position_embeddings=64,
             attn_implementation=attention,
-            **settings,
         )
     )
     if checkpointed:
@@ -89,11 +88,13 @@ def grouped_loss(model: nn.Module, step: int, micro: int, size: int) -> torch.Te
 JOBS = {
     "gpt2": models.GPT2._replace(accumulation=2, steps=3, lr=3e-4),
     "llama": Job(llama, padded_loss, steps=3, lr=3e-4),
+    "three heads of keys": Job(functools.partial(llama, 3, heads=6), padded_loss, steps=2, lr=3e-4),
     "one head of keys": Job(functools.partial(llama, 1), padded_loss, steps=2, lr=3e-4),
     "eager": Job(functools.partial(llama, 2, "eager"), padded_loss, steps=2, lr=3e-4),
     "checkpointed": Job(functools.partial(llama, 2, "sdpa", True), models.language_loss, steps=2, lr=3e-4),
     "sliding window": Job(functools.partial(sliding, "sdpa"), models.language_loss, steps=2, lr=3e-4),
     "loss in chunks": Job(chunked, padded_loss, steps=2, lr=3e-4),
+    "adapters": Job(models.lora, padded_loss, steps=2, lr=3e-4),
     "mixtral": Job(models.mixtral, padded_loss, steps=2, lr=3e-4),
     "sum of two": Job(llama, padded_loss, steps=2, lr=3e-4, accumulation=2, stage=1),
     "bf16": Job(llama, padded_loss, steps=3, lr=3e-4, dtype="bf16"),

@@ -6,7 +6,9 @@ The engine registers the attention, as soon as `deepspeed.initialize` gets the m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -97,15 +99,35 @@ class UlyssesSPDataLoaderAdapter:
         """Returns the number of batches of all ranks that share sequences."""
         return len(self.dl) * self.sp_world_size  # type: ignore[arg-type]
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """Yields this rank's part of the batch of each rank, with `shift_labels` in place of `labels`. Collective."""
         for batch in self.dl:
-            mine = {name: each.cpu() if isinstance(each, torch.Tensor) else each for name, each in batch.items()}
-            everyone: list[Any] = [None] * self.sp_world_size
-            dist.all_gather_object(everyone, mine, group=self.sp_group)
-            yield from map(self._part_of, everyone)
+            yield from map(self._part_of, self._of_all(batch))
 
-    def _part_of(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _of_all(self, batch: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
+        """Returns the batches of all ranks that share sequences, on the CPU. Collective."""
+        forms: dict[str, Any] = {}
+        content = bytearray()
+        for name, each in batch.items():
+            if not isinstance(each, torch.Tensor):
+                raise UsageError(
+                    f"UlyssesSPDataLoaderAdapter expects batches of tensors, got a {type(each).__name__} as {name}; "
+                    "leave it out of the batch"
+                )
+            forms[name] = [str(each.dtype).removeprefix("torch."), list(each.shape)]
+            content += each.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        # Bytes and JSON in place of torch's exchange of objects, which would run what another rank has pickled.
+        head = json.dumps(forms).encode()
+        mine = torch.tensor([len(head), len(content)], device=self.device)
+        sizes = [torch.empty_like(mine) for _ in range(self.sp_world_size)]
+        dist.all_gather(sizes, mine, group=self.sp_group)
+        longest = max(int(each.sum()) for each in sizes)
+        sent = torch.frombuffer(bytearray((head + content).ljust(longest)), dtype=torch.uint8).to(self.device)
+        rows = [torch.empty_like(sent) for _ in range(self.sp_world_size)]
+        dist.all_gather(rows, sent, group=self.sp_group)
+        return [_unpacked(bytes(row.cpu().numpy()), int(size[0])) for row, size in zip(rows, sizes, strict=True)]
+
+    def _part_of(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns this rank's part of a whole batch, on the device."""
         rows, tokens = batch["input_ids"].shape
         if tokens % self.sp_world_size:
@@ -128,6 +150,17 @@ class UlyssesSPDataLoaderAdapter:
         size = tokens // self.sp_world_size
         mine = slice(self.sp_rank * size, (self.sp_rank + 1) * size)
         for name, each in found.items():
-            if isinstance(each, torch.Tensor) and each.shape[:2] == (rows, tokens):
-                found[name] = each[:, mine].contiguous().to(self.device)
+            cut = each[:, mine] if each.shape[:2] == (rows, tokens) else each
+            found[name] = cut.contiguous().to(self.device)
         return found
+
+
+def _unpacked(content: bytes, head: int) -> dict[str, torch.Tensor]:
+    """Returns the batch of a rank from its bytes, of which the first `head` say names, dtypes and shapes."""
+    found = {}
+    for name, (dtype, shape) in json.loads(content[:head]).items():
+        kind: torch.dtype = getattr(torch, dtype)
+        nbytes = math.prod(shape) * kind.itemsize
+        found[name] = torch.frombuffer(bytearray(content[head : head + nbytes]), dtype=kind).view(shape)
+        head += nbytes
+    return found
