@@ -2,8 +2,7 @@
 
     Engine (what users call) ─► EngineCore ─► components ─► EngineCallbacks, implemented by the core
 
-The core exists before its components: each of them receives the core as `EngineCallbacks` through its constructor, so
-no component is wired up after it was built.
+The core exists before its components: each of them receives it as `EngineCallbacks` through its constructor.
 
 Threads. Every method belongs to the thread that runs the model, except where `EngineCallbacks` says otherwise.
 """
@@ -86,8 +85,7 @@ class EngineCore(EngineCallbacks):
         self.state = TrainingState(module, device, optimizer, lr_scheduler, loader, settings, layouts, commits)
         self.accumulation = GradientAccumulation()
         self._missed_gradient_reported = False
-        # The components store `self` without a call: attributes that are set below do not exist yet.
-        components = self.components = assemble(self)
+        components = self.components = assemble(self)  # they call nothing: attributes set below do not exist yet
         try:
             self.checkpoints = Checkpoints(module, components, self.state)
             self.optimizer_step = OptimizerStep(components, self.state, self.accumulation, module, optimizer)
@@ -106,8 +104,9 @@ class EngineCore(EngineCallbacks):
             self.shutdown = Shutdown(module, components, self.state, self._enter_end)
         except BaseException:
             module.__dict__.pop("zero_grad", None)
-            # A half-built engine must not leave threads, locks or pinned memory behind.
-            with contextlib.suppress(Exception):  # the first error is the one that is reported
+            with contextlib.suppress(
+                Exception
+            ):  # the first error is reported; no thread, lock or memory is left behind
                 close_all(*components.closing())
             raise
 

@@ -64,6 +64,19 @@ class Placement:
         in_tier = (tier is Tier.DISK for row in self.tiers for state, tier in row.items() if state is not State.GRAD)
         return bool(self.promoted) or any(in_tier)
 
+    def overlaps_updates(self, wanted: bool, *, on_cpu: bool, alone: bool, slots: int) -> bool:
+        """Returns True if a step's updates run during the next forward.
+
+        Args:
+            wanted: the config's `overlap`.
+            on_cpu: True if the CPU computes.
+            alone: True if there is one rank.
+            slots: slots of the store; 0 without one.
+        """
+        # With everything in memory an update waits for nothing but the cores on which the forward computes: side by
+        # side both take longer than one after the other.
+        return wanted and not (on_cpu and alone and not slots and not self.on_disk and not self.spilled)
+
     @property
     def spilled(self) -> tuple[int, ...]:
         """Units whose gradients wait on DISK."""

@@ -29,8 +29,8 @@ MUTANTS = (
     Mutant(
         "scale the gradients of a retained graph in place",
         "offload.losses.chunked",
-        "None if each is None else (each * scale).to(dtype)",
-        "None if each is None else each.mul_(scale).to(dtype)",
+        "into.copy_(of.float() * scale)",
+        "into.copy_(of.mul_(scale))",
         "tests/test_causal_lm_loss.py",
     ),
     Mutant(

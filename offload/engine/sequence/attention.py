@@ -44,7 +44,7 @@ class SequenceAttention:
             parallel: this rank's group.
         """
         self._model, self._parallel, self._own = model, parallel, model.config._attn_implementation
-        self.calls = 0
+        self.times_called = 0
         """Layers that have called it since somebody set this to 0."""
         # By module, as the function that transformers calls is one for all models of the process.
         for module in model.modules():
@@ -82,7 +82,7 @@ class SequenceAttention:
         Raises:
             UsageError: if the function takes a tensor of which each rank would need another part.
         """
-        self.calls += 1
+        self.times_called += 1
         # Such as sinks or a bias of positions: of each, a rank needs the part of its heads.
         others = [name for name, each in keywords.items() if isinstance(each, torch.Tensor) and name not in _CUT]
         if others:

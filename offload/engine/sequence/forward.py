@@ -71,7 +71,7 @@ class SequenceForward:
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the inputs of this rank's part."""
         call = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        self._attention.calls, self._has_loss = 0, False
+        self._attention.times_called, self._has_loss = 0, False
         is_cut = call.get("shift_labels") is not None and call.get("labels") is None
         if not is_cut:
             # First of all, so that every rank of the group raises, or none.
@@ -153,10 +153,10 @@ class SequenceForward:
     def _after(self, output: Any) -> Any:
         """Returns the output with the loss of the whole sequence."""
         # Raised before the first backward, so no step was trained on parts that do not see each other.
-        if self._attention.calls != self._layers:
+        if self._attention.times_called != self._layers:
             raise UsageError(
-                f"{self._attention.calls} of {self._layers} layers of {self._name} have used transformers' table of "
-                f"attention functions, so that others have mixed the tokens of one part alone; leave "
+                f"{self._attention.times_called} of {self._layers} layers of {self._name} have used transformers' table "
+                f"of attention functions, so that others have mixed the tokens of one part alone; leave "
                 "sequence_parallel_size out for this model"
             )
         if not self._has_loss:

@@ -258,7 +258,12 @@ def _settings(plan: Plan) -> StepSettings:
         clip=plan.config.gradient_clipping,
         skip_nonfinite=plan.config.offload.on_nonfinite == "skip",
         seed=plan.config.offload.seed,
-        overlap=plan.config.offload.debug.overlap,
+        overlap=plan.placement.overlaps_updates(
+            plan.config.offload.debug.overlap,
+            on_cpu=plan.device.host_addressable,
+            alone=plan.parts.alone,
+            slots=plan.slots,
+        ),
         config=plan.config,
         scaler=LossScaler(plan.config.fp16) if plan.config.dtype == "fp16" else None,
         device_need=plan.placement.device_need,

@@ -29,7 +29,7 @@ class StepSettings:
     """True if a norm that is inf or NaN skips the step; otherwise the step raises."""
     seed: int
     overlap: bool
-    """True if updates run during the next forward; False only for debugging."""
+    """True if updates run during the next forward (`Placement.overlaps_updates`)."""
     config: Config
     """The config, for all other settings."""
     scaler: LossScaler | None = None

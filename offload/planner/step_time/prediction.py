@@ -171,7 +171,12 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
         buffer_budgets(memory.parts, memory.placement),
         limits(memory.config, memory.mode),
         rates,
-        memory.config.offload.debug.overlap,
+        memory.placement.overlaps_updates(
+            memory.config.offload.debug.overlap,
+            on_cpu=hardware.on_cpu,
+            alone=memory.parts.alone,
+            slots=memory.slots,
+        ),
         _tile_numel(memory),
         early,
         _COUNTED if early else 1,
