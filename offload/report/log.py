@@ -50,7 +50,10 @@ def read_log(path: Path) -> Log:
         # A kill may have cut a line within a character, so decoding replaces errors.
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise ConfigError(f"cannot read the log {path}: {error.strerror}; give a file that `--log` wrote") from error
+        raise ConfigError(
+            f"cannot read the log {path}: {error.strerror}; give a file that "
+            '`offload train --log` or the key "log" of the block "offload" wrote'
+        ) from error
     steps_by_number: dict[int, Mapping[str, Any]] = {}
     abouts: list[tuple[int, Mapping[str, Any]]] = []
     truncated_lines = again = 0
@@ -79,7 +82,8 @@ def read_log(path: Path) -> Log:
             abouts.append((step, values["about"]))
     if not steps_by_number:
         raise ConfigError(
-            f"{path} contains no step of a run: expected a JSON object a line, as `offload train --log FILE` writes"
+            f"{path} contains no step of a run: expected a JSON object a line, as `offload train --log FILE` "
+            'and the key "log" of the block "offload" write'
         )
     return Log(
         path=path,

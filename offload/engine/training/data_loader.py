@@ -106,10 +106,11 @@ class _DefaultCollate:
             ) from error
         if not self._reported and (names := _lists_in(samples[0])):
             self._reported = True
+            lists = "is a list" if len(names) == 1 else "are lists"
             announce(
-                f"training_data: {', '.join(map(repr, names))} of a sample is a list of numbers, and torch's default "
-                'collate_fn makes one tensor for each position of it: give tensors, as dataset.with_format("torch") '
-                "does, or collate_fn=transformers.default_data_collator"
+                f"training_data: {' and '.join(map(repr, names))} of a sample {lists} of numbers, and torch's default "
+                'collate_fn makes one tensor for each position: give tensors, as dataset.with_format("torch") does, '
+                "or collate_fn=transformers.default_data_collator"
             )
         return batch
 
