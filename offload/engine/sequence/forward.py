@@ -155,8 +155,8 @@ class SequenceForward:
         # Raised before the first backward, so no step was trained on parts that do not see each other.
         if self._attention.times_called != self._layers:
             raise UsageError(
-                f"{self._attention.times_called} of {self._layers} layers of {self._name} have used transformers' table "
-                f"of attention functions, so that others have mixed the tokens of one part alone; leave "
+                f"{self._attention.times_called} of {self._layers} layers of {self._name} have used the table of "
+                "transformers' attention functions, so that others have mixed the tokens of one part alone; leave "
                 "sequence_parallel_size out for this model"
             )
         if not self._has_loss:

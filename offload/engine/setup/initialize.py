@@ -194,8 +194,8 @@ def _of_a_column(loaded: Config, grid: TensorParallel | None, one_at_a_time: boo
         return loaded
     if block.schedule == LAYER_MAJOR:
         raise ConfigError(
-            '"schedule": "layer_major" runs several micro-batches at once, which a model divided among processes cannot: '
-            "leave it out with tensor parallelism, pipelines and sequence_parallel_size"
+            '"schedule": "layer_major" runs several micro-batches at once, which a model that is divided among '
+            "processes cannot: leave it out with tensor parallelism, pipelines and sequence_parallel_size"
         )
     changes = {"schedule": MICRO_BATCH_MAJOR, "run": f"{block.run}{own}"}
     return loaded.model_copy(update={"offload": block.model_copy(update=changes)})
