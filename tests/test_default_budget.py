@@ -14,7 +14,8 @@ from torch import nn
 
 import offload
 from offload.errors import BudgetError
-from offload.layout.budgets.host import HOST_SHARE, beside_arenas
+from offload.layout.budgets.device import beside_arenas
+from offload.layout.budgets.host import HOST_SHARE
 from offload.layout.budgets.machine import Machine
 from offload.layout.placement import place
 from offload.layout.tiers import PlacementRequest

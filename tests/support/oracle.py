@@ -272,16 +272,16 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     from offload.engine.gradients import reduce_scatter as reduction
     from offload.engine.gradients import values as gradient_values
     from offload.engine.optim import lamb_norms as weighing
-    from offload.layout import placement
     from offload.layout import tile_sizes as tiles
+    from offload.layout.budgets import host as host_budget
     from offload.planner.simulation import updater as simulate_updater
 
-    for module in (placement, gradient_values, gradients, host_gradients, reduction, weighing):
+    for module in (host_budget, gradient_values, gradients, host_gradients, reduction, weighing):
         monkeypatch.setattr(module, "CHUNK", 1024)
     for module in (tiles, simulate_updater):
         monkeypatch.setattr(module, "TILE_BUFFERS", 3)  # else tiles are most of a tiny budget
-    monkeypatch.setattr(placement, "_WINDOW_NBYTES", 8192)
-    monkeypatch.setattr(placement, "_STREAM_NBYTES", 8192)
+    monkeypatch.setattr(host_budget, "_WINDOW_NBYTES", 8192)
+    monkeypatch.setattr(host_budget, "_STREAM_NBYTES", 8192)
     monkeypatch.setattr(tiles, "_TILE_NBYTES", range(16_000, 48_000))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from offload.layout.budgets.device_need import DeviceNeed, device_fixed, largest_moving, least_holds, moving
 from offload.layout.budgets.machine import Machine
 from offload.layout.tiers import Partitions, PlacementRequest, TierMap, that_fit, to_add_up, with_tier
-from offload.sizes import PAGE, align_up
+from offload.sizes import MIB, PAGE, align_up
 from offload.states import State, Tier
 from offload.swapper.memory.device_arena import check_budget
 from offload.swapper.modes import Mode
@@ -13,9 +13,20 @@ from offload.swapper.modes import Mode
 _DEVICE_UNITS = 3
 """Units of the largest size for which the device arena has room by default."""
 _ARENA_SHARE = 0.25
-"""Fraction of the free host memory that the default arena takes at most if the device computes there."""
+"""Fraction of what `beside_arenas` leaves that the default arena takes at most if the device computes in host memory."""
+_LIBRARIES = 32 * MIB
+"""Bytes of libraries that are loaded in the first step, and of threads' stacks."""
 _GRADIENT_SHARE = 0.75
 """Fraction of the free device memory for resident states, paged units and gradients: activations need the rest."""
+
+
+def beside_arenas(parts: Partitions, tied: bool) -> int:
+    """Returns the bytes of host memory that a backward on the CPU takes beside both arenas and the activations.
+
+    torch allocates a unit's gradients, a copy of its weights in the layout that its products use, and, if weights are
+    tied, a second gradient of them.
+    """
+    return (1 + tied) * parts.largest_gradient + parts.largest_unit + _LIBRARIES
 
 
 def divide_device(
@@ -49,7 +60,8 @@ def divide_device(
         # By default the arena begins small and grows once the first step has shown the memory of the activations.
         room = most = min(_DEVICE_UNITS * largest, live)
         if machine.host_addressable:  # the host budget, activations and gradients come out of the same memory
-            room = most = max(largest, min(room, int(_ARENA_SHARE * machine.free_host) // PAGE * PAGE))
+            share = int(_ARENA_SHARE * max(machine.free_host - beside_arenas(parts, tied=True), 0)) // PAGE * PAGE
+            room = most = max(largest, min(room, share))
         else:
             most = weights + sum(nbytes for _, nbytes in totals)
     need = DeviceNeed(least=least, most=fixed + most, unit=largest, weights=fixed + weights, totals=totals)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from offload.layout.budgets.device import divide_device
+from offload.layout.budgets.device import beside_arenas, divide_device
 from offload.layout.budgets.machine import CHUNK, STAGING_BUFFERS, WINDOWS, Machine
 from offload.layout.tiers import Partitions, PlacementRequest, TierMap, configured, demotions, tier_nbytes, with_tier
 from offload.layout.tile_sizes import pipeline, tile_growth
@@ -16,8 +16,8 @@ from offload.swapper.modes import Mode
 HOST_SHARE = 0.8
 """Fraction of the free host memory that the default budget takes at most; where the device computes there, of what its
 arena and `beside_arenas` leave."""
-_LIBRARIES = 32 * MIB
-"""Bytes of libraries that are loaded in the first step, and of threads' stacks."""
+_ACTIVATIONS = 512 * MIB
+"""Bytes that the default budget leaves to activations at least, where the device computes in host memory."""
 _STREAM_NBYTES = 16 * MIB
 """Bytes of the least host buffer of weights. Larger units are read in chunks if two buffers of them do not fit."""
 _WINDOW_NBYTES = 32 * MIB
@@ -38,15 +38,6 @@ def least_host(parts: Partitions, mode: Mode, request: PlacementRequest, machine
     return min((host_needs(parts, mode, request, machine, tiers).least for tiers in ways), key=sum)
 
 
-def beside_arenas(parts: Partitions, tied: bool) -> int:
-    """Returns the bytes of host memory that a backward on the CPU takes beside both arenas and the activations.
-
-    torch allocates a unit's gradients, a copy of its weights in the layout that its products use, and, if weights are
-    tied, a second gradient of them.
-    """
-    return (1 + tied) * parts.largest_gradient + parts.largest_unit + _LIBRARIES
-
-
 def default_budget(
     parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine, configured_tiers: TierMap
 ) -> int:
@@ -57,7 +48,8 @@ def default_budget(
     # In a small container gradients and activations would have no room beside both arenas, and the kernel would end the
     # run. Whether weights are tied is not known here.
     arena, _ = divide_device(parts, mode, request, machine, configured_tiers)
-    rest = int(HOST_SHARE * (machine.free_host - arena - beside_arenas(parts, tied=True)))
+    rest = machine.free_host - arena - beside_arenas(parts, tied=True)
+    rest = min(int(HOST_SHARE * rest), rest - _ACTIVATIONS)
     return min(most, max(rest, _least_on_disk(parts, mode, request, machine, configured_tiers)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.layout.budgets.host import beside_arenas
+from offload.layout.budgets.device import beside_arenas
 from offload.planner.activations.formulas import need
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware
