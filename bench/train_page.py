@@ -1,8 +1,9 @@
 """The page of training beside its peers: `python -m bench.train_page FOLDER`, or `make bench`.
 
 Runs `offload bench train` with its defaults on the drive of FOLDER, and writes its table, with machine and versions,
-between two marks of docs/benchmarks/2026-11-train.md. The chart and all figures go into files beside it. The bound of
-each contender is the larger of the step of plain PyTorch and of its bytes over the drive's rates, in the same run.
+between the two marks for its precision in docs/benchmarks/2026-11-train.md: a processor that computes in bf16 has one
+table, and one that does not the other. The chart and all figures go into files beside it. The bound of a contender is
+the larger of the step of plain PyTorch and of its bytes over the drive's rates, in the same run.
 """
 
 from __future__ import annotations
@@ -25,9 +26,6 @@ from offload.sizes import format_size
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "benchmarks" / "2026-11-train.md"
-FIGURES = PAGE.with_suffix(".json")
-CHART = DOCS / "images" / "2026-11-train.svg"
-_BEGIN, _END = "<!-- make bench writes from here -->", "<!-- make bench writes to here -->"
 _PEERS = ("deepspeed", "torchao")
 
 
@@ -36,31 +34,34 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a folder on the drive to measure")
     given = parser.parse_args(arguments)
-    between(PAGE.read_text(), "")  # a page without the marks is an error before half an hour of measuring
     plan = make_plan(given.folder)
+    between(PAGE.read_text(), plan.dtype, "")  # a page without the marks is an error before half an hour of measuring
     result = measure(plan, lambda line: print(line, file=sys.stderr, flush=True))
     rows = figures.make_rows(plan, result)
     facts = machine() | {"peers": _versions(_PEERS)}
-    output.plot(rows, CHART)
-    FIGURES.write_text(json.dumps(figures.as_json(facts, plan, result), indent=1) + "\n")
-    link = f"![Seconds of a step by contender](../images/{CHART.name})"
+    name = f"{PAGE.stem}-{plan.dtype}"
+    chart = DOCS / "images" / f"{name}.svg"
+    output.plot(rows, chart)
+    PAGE.with_name(f"{name}.json").write_text(json.dumps(figures.as_json(facts, plan, result), indent=1) + "\n")
+    link = f"![Seconds of a step by contender](../images/{chart.name})"
     day = datetime.now(timezone.utc).date()
     content = f"{day}. {_machine(facts)}\n\n{output.markdown(plan, result.rates, rows)}\n\n{link}"
-    PAGE.write_text(between(PAGE.read_text(), content))
+    PAGE.write_text(between(PAGE.read_text(), plan.dtype, content))
     print(content)
 
 
-def between(page: str, content: str) -> str:
-    """Returns a page with `content` between its two marks.
+def between(page: str, dtype: str, content: str) -> str:
+    """Returns a page with `content` between the two marks for `dtype`.
 
     Raises:
         UsageError: the page lacks a mark.
     """
-    before, begin, rest = page.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
+    first, last = (f"<!-- make bench writes {dtype} {where} here -->" for where in ("from", "to"))
+    before, begin, rest = page.partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise UsageError(f"{PAGE} needs the lines {_BEGIN} and {_END}, between which the table is written")
-    return f"{before}{_BEGIN}\n\n{content}\n\n{_END}{after}"
+        raise UsageError(f"{PAGE} needs the lines {first} and {last}, between which the table is written")
+    return f"{before}{first}\n\n{content}\n\n{last}{after}"
 
 
 def _machine(facts: Mapping[str, Any]) -> str:
