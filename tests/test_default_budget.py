@@ -37,7 +37,7 @@ def test_both_arenas_leave_room_for_a_backward(numels: list[int], free: int, wei
     request = PlacementRequest(weights=weights, states=Tier.DISK)
     machine = Machine(free_host=free, free_device=0, host_addressable=True, drives=True)
     placement = place(parts, MODE, request, machine)
-    room = free - placement.device_nbytes - beside_arenas(parts, tied=True)
+    room = free - placement.device_nbytes - beside_arenas(parts)
     in_host = sum(placement.classes)
     # The least that works is taken all the same: a run that may be too large begins.
     assert in_host <= max(HOST_SHARE * room, least_of(numels, request, free))

@@ -13,20 +13,23 @@ from offload.swapper.modes import Mode
 _DEVICE_UNITS = 3
 """Units of the largest size for which the device arena has room by default."""
 _ARENA_SHARE = 0.25
-"""Fraction of what `beside_arenas` leaves that the default arena takes at most if the device computes in host memory."""
+"""Fraction of what `beside_arenas` leaves that the default arena takes at most where the CPU computes."""
 _LIBRARIES = 32 * MIB
 """Bytes of libraries that are loaded in the first step, and of threads' stacks."""
 _GRADIENT_SHARE = 0.75
 """Fraction of the free device memory for resident states, paged units and gradients: activations need the rest."""
 
 
-def beside_arenas(parts: Partitions, tied: bool) -> int:
+def beside_arenas(parts: Partitions, gradients: int = 2) -> int:
     """Returns the bytes of host memory that a backward on the CPU takes beside both arenas and the activations.
 
-    torch allocates a unit's gradients, a copy of its weights in the layout that its products use, and, if weights are
-    tied, a second gradient of them.
+    torch allocates a copy of a unit's weights in the layout that its products use, and the gradients of a unit.
+
+    Args:
+        parts: this rank's partitions.
+        gradients: gradients of the largest unit at a time: two if its weights are tied.
     """
-    return (1 + tied) * parts.largest_gradient + parts.largest_unit + _LIBRARIES
+    return gradients * parts.largest_gradient + parts.largest_unit + _LIBRARIES
 
 
 def divide_device(
@@ -60,7 +63,7 @@ def divide_device(
         # By default the arena begins small and grows once the first step has shown the memory of the activations.
         room = most = min(_DEVICE_UNITS * largest, live)
         if machine.host_addressable:  # the host budget, activations and gradients come out of the same memory
-            share = int(_ARENA_SHARE * max(machine.free_host - beside_arenas(parts, tied=True), 0)) // PAGE * PAGE
+            share = int(_ARENA_SHARE * max(machine.free_host - beside_arenas(parts), 0)) // PAGE * PAGE
             room = most = max(largest, min(room, share))
         else:
             most = weights + sum(nbytes for _, nbytes in totals)

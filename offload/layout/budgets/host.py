@@ -48,7 +48,7 @@ def default_budget(
     # In a small container gradients and activations would have no room beside both arenas, and the kernel would end the
     # run. Whether weights are tied is not known here.
     arena, _ = divide_device(parts, mode, request, machine, configured_tiers)
-    rest = machine.free_host - arena - beside_arenas(parts, tied=True)
+    rest = machine.free_host - arena - beside_arenas(parts)
     rest = min(int(HOST_SHARE * rest), rest - _ACTIVATIONS)
     return min(most, max(rest, _least_on_disk(parts, mode, request, machine, configured_tiers)))
 

@@ -45,7 +45,17 @@ def host_peak(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> i
         # The arena is pinned at the start, which touches all of its pages.
         return memory.host + needed.host
     touched = memory.host - (0 if memory.slots or memory.spilled else memory.placement.classes.tiles)
-    parts = memory.parts
+    return touched + memory.device + needed.device + needed.host + beside_activations(memory, shape, load)
+
+
+def beside_activations(memory: Memory, shape: Shape, load: Load) -> int:
+    """Returns the bytes of RAM that torch allocates in a backward on the CPU beside both arenas and activations."""
+    parts, units = memory.parts, [use.unit for use in shape.uses]
     # A unit that is used twice has tied weights.
-    tied = len({use.unit for use in shape.uses}) < len(shape.uses)
-    return touched + memory.device + needed.device + needed.host + beside_arenas(parts, tied)
+    gradients = 2 if len(set(units)) < len(units) else 1
+    head = memory.layouts[units[-1]].numel if units else 0
+    # A loss in chunks holds the head's gradient twice while it scales it, which is among the activations. All that
+    # comes later in the backward of a head that is the largest unit takes no more.
+    if load.chunked_loss and head == max(layout.numel for layout in memory.layouts):
+        gradients = 0
+    return beside_arenas(parts, gradients)
