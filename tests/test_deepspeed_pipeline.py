@@ -234,6 +234,10 @@ def make_wrongly(folder: Path) -> None:
     content = config(job._replace(dtype="bf16"), DISK, folder, master="bf24")
     with pytest.raises(ConfigError, match="rounded stochastically"):
         offload.initialize(model=model, config=content)
+    content = config(job, DISK, folder)
+    content["zero_optimization"]["zero_quantized_gradients"] = True
+    with pytest.raises(ConfigError, match="sent as codes"):
+        offload.initialize(model=model, config=content)
     engine, *_ = deepspeed.initialize(model=model, config=config(job, DISK, folder))
     ids = micro_batch(0, 0)
     with pytest.raises(UsageError, match="train_batch"):

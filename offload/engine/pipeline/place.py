@@ -53,6 +53,12 @@ def check_pipeline(model: nn.Module, config: Config) -> None:
             'leave "moments", "master" and bf16_optimizer_states out, or have all uses of a key in one stage',
         ),
         (
+            # Blocks of the stages begin at different values, so the codes of copies would differ.
+            bool(model.ties) and config.zero_optimization.sends_codes,
+            "tied parameters in several stages whose weights or gradients are sent as codes",
+            'leave the keys "zero_quantized_..." out, or have all uses of a key in one stage',
+        ),
+        (
             not any(parameter.requires_grad for parameter in model.parameters()),
             f"a process none of whose parameters train: {_stages(model)}",
             "divide the layers so that each process has some that train",
