@@ -170,10 +170,13 @@ def test_deepspeed_has_buffers_for_the_largest_parameter_and_its_files_in_the_fo
 
 def test_the_page_receives_its_table_between_two_marks() -> None:
     page = train_page.PAGE.read_text()
-    once = train_page.between(page, "a table")
-    assert "a table" in once and train_page.between(once, "other words") == train_page.between(page, "other words")
+    once = train_page.between(page, "bf16", "a table")
+    assert "a table" in once
+    assert train_page.between(once, "bf16", "other words") == train_page.between(page, "bf16", "other words")
+    both = train_page.between(once, "fp32", "another table")
+    assert "a table" in both and "another table" in both, "each precision has a table of its own"
     with pytest.raises(UsageError, match="needs the lines"):
-        train_page.between("a page", "a table")
+        train_page.between("a page", "bf16", "a table")
 
 
 def test_contenders_are_chosen_by_the_beginnings_of_their_names(tmp_path: Path) -> None:
