@@ -264,7 +264,7 @@ def test_the_budget_of_host_memory_bounds_inputs(shape: Shape) -> None:
     content = memory.settings("cpu", "cpu", activations="cpu")
     content["offload"]["activation_memory"] = "10GiB"
     settled = choice.settled(shape, on, Load(1), content)
-    assert room_of(on, settled, wish_of(settled.config)).host == 10 * GIB
+    assert room_of(on, settled, wish_of(settled.config), long, Load(1)).host == 10 * GIB
     fitting = choice.plan(shape.at(12_000), on, Load(1, chunked_loss=True), content)
     assert fitting.needed.host <= 10 * GIB and fitting.load.on_host == 39
     with pytest.raises(BudgetError, match="raise activation_memory"):
@@ -279,7 +279,7 @@ def test_the_budget_of_host_memory_bounds_inputs(shape: Shape) -> None:
 def test_disk_has_room_for_swap_files_first(shape: Shape) -> None:
     tight = described("RTX 4090", 128 * GIB, [parse_drive("7GB/s,5GB/s,320GB")])
     settled = choice.settled(shape, tight, Load(1), config("nvme"))
-    left = room_of(tight, settled, NVME).disk
+    left = room_of(tight, settled, NVME, shape, Load(1)).disk
     assert left == 320 * 10**9 - settled.stored - settled.spilled > 0
     with pytest.raises(BudgetError, match="beside the swap files"):
         choice.plan(shape.at(40_000), tight, Load(1, chunked_loss=True), config("nvme"))
@@ -419,7 +419,7 @@ def test_the_longest_sequences_are_near_those_that_others_measured(tmp_path: Pat
     )  # fmt: skip
     of, on = from_name(name, 4096), described("H200", 2000 * GIB)
     content = memory.settings("cpu", "cpu", durability="none")
-    room = room_of(on, choice.settled(of, on, Load(1), content), KEPT)
+    room = room_of(on, choice.settled(of, on, Load(1), content), KEPT, of, Load(1))
     page = (Path(__file__).parents[1] / "docs" / "concepts" / "cost-model.md").read_text(encoding="utf-8")
     ways = ((DEVICE, False), (DEVICE, True), (CPU, True), (Wish("cpu", tiles=None), True))
     for (wish, in_chunks), (words, measured) in zip(ways, LONGEST_8B.items(), strict=True):

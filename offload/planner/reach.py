@@ -104,7 +104,7 @@ def reach(planned: Planned) -> list[Reach]:
         memory = settled(planned.shape, planned.hardware, load, content)
         lengths = _lengths(planned.shape, planned.hardware, load, content, memory)
         wish = wish_of(memory.config)
-        batch = largest_batch(planned.shape, load, wish, room_of(planned.hardware, memory, wish))
+        batch = largest_batch(planned.shape, load, wish, room_of(planned.hardware, memory, wish, planned.shape, load))
         found.append(Reach(way, *lengths, batch, _seconds(planned, load, content)))
     return found
 
@@ -176,11 +176,10 @@ def _lengths(
     shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any], memory: Memory
 ) -> tuple[int, int]:
     """Returns the tokens of the longest sequence with all logits in memory, and with the loss in chunks."""
-    wish = wish_of(load_config(content))
-    room = room_of(hardware, memory, wish)
+    wish, whole = wish_of(load_config(content)), load._replace(recompute=False)
     plain, chunked = (
-        longest_sequence(shape, load._replace(chunked_loss=in_chunks, recompute=False), wish, room)
-        for in_chunks in (False, True)
+        longest_sequence(shape, each, wish, room_of(hardware, memory, wish, shape, each))
+        for each in (whole._replace(chunked_loss=False), whole._replace(chunked_loss=True))
     )
     return plain, chunked
 

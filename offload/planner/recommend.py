@@ -101,7 +101,7 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
     """
     memory = settled(shape, hardware, load, content)
     wish = wish_of(memory.config)
-    room = room_of(hardware, memory, wish)
+    room = room_of(hardware, memory, wish, shape, load)
     if wish.tier == "nvme" and not room.drives:
         raise ConfigError(
             '"activations": "nvme" needs a drive and a folder on it; give --drive or --nvme-path, and set "nvme_path" '
@@ -137,7 +137,7 @@ def _timed(
     """
     wish = wish_of(memory.config)
     chosen = load._replace(schedule=found.schedule)
-    room = room_of(hardware, memory, wish, chosen.alive > 1)
+    room = room_of(hardware, memory, wish, shape, chosen, chosen.alive > 1)
     # Activations are checked before the arena grows, which takes only memory that they leave free.
     chosen = activation_room.within(shape, chosen, wish, room)
     activation_room.check(shape, chosen, wish, room)
@@ -298,7 +298,7 @@ def _check_device(shape: Shape, hardware: Hardware, load: Load, content: Mapping
     wish = wish_of(load_config(content))
     whole = ActivationRoom(hardware.gpu_memory, 1 << 62, 1 << 62, drives=bool(hardware.drives))
     if not whole.has(need(shape, activation_room.within(shape, load, wish, whole))):
-        room = room_of(hardware, settled(shape, hardware, load, content), wish)
+        room = room_of(hardware, settled(shape, hardware, load, content), wish, shape, load)
         raise activation_room.too_long(shape, activation_room.within(shape, load, wish, room), wish, room)
 
 
@@ -320,7 +320,9 @@ def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, An
         memory = settle(shape.layouts, content, _room(hardware), matrices=shape.matrices)
         wish = wish_of(memory.config)
         # With no room on the device all inputs leave it that can.
-        least = activation_room.within(shape, load, wish, room_of(hardware, memory, wish)._replace(device=0))
+        least = activation_room.within(
+            shape, load, wish, room_of(hardware, memory, wish, shape, load)._replace(device=0)
+        )
         room = for_device(hardware, memory) - beside_weights(memory, shape, least)
         content["offload"]["device_memory"] = max(room // PAGE * PAGE, 0)
         planned = plan(shape, hardware, load, content)

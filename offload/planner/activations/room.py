@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from offload.errors import BudgetError
-from offload.planner.activations.budgets import gradients_in_flight
+from offload.planner.activations.budgets import beside_activations, gradients_in_flight
 from offload.planner.activations.formulas import Need, need
 from offload.planner.activations.kept import Wish, placed
 from offload.planner.activations.load import Load
@@ -46,18 +46,22 @@ def for_device(hardware: Hardware, memory: Memory) -> int:
     return hardware.gpu_memory - memory.host if hardware.unified else hardware.gpu_memory
 
 
-def room_of(hardware: Hardware, memory: Memory, wish: Wish, layer_major: bool = False) -> Room:
+def room_of(
+    hardware: Hardware, memory: Memory, wish: Wish, shape: Shape, load: Load, layer_major: bool = False
+) -> Room:
     """Returns the room for activations beside a run's budgets.
 
     Args:
         hardware: the machine.
         memory: the placement and the budgets.
         wish: the config's keys on activations.
+        shape: the model.
+        load: work of a step.
         layer_major: True if gradients are summed on the device, a unit at a time.
     """
     rest = hardware.ram - memory.host
     if hardware.on_cpu:
-        device = rest - memory.device
+        device = rest - memory.device - beside_activations(memory, shape, load)
     else:
         device = for_device(hardware, memory) - memory.device - gradients_in_flight(memory, layer_major)
     if memory.config.offload.host_memory is not None and memory.placement.inputs_nbytes is not None:

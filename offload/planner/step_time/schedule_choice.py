@@ -24,7 +24,7 @@ def choice_of(shape: Shape, hardware: Hardware, load: Load, memory: Memory, wish
         memory: the placement and the budgets before the first step.
         wish: the config's keys on activations.
     """
-    room = room_of(hardware, memory, wish, layer_major=True)
+    room = room_of(hardware, memory, wish, shape, load, layer_major=True)
     tried = within(shape, load._replace(schedule=LAYER_MAJOR), wish, room)
     needed, free = _scarcest(need(shape, tried), room)
     return choose_schedule(

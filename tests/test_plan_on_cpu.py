@@ -1,0 +1,35 @@
+"""A plan for a machine whose CPU computes fits if its peak does: both arenas, activations and torch's copies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from offload.errors import BudgetError
+from offload.planner import memory
+from offload.planner import recommend as choice
+from offload.planner.activations.load import Load
+from offload.planner.hardware import described, parse_drive
+from offload.planner.model_shape import from_name
+from offload.sizes import MIB
+
+
+@pytest.mark.parametrize("in_chunks", [False, True])
+@pytest.mark.parametrize("name", ["gpt2-small", "llama-1b"])
+def test_the_peak_of_a_plan_that_fits_is_within_the_ram(name: str, in_chunks: bool) -> None:
+    on = replace(described("RTX 4090", 0, [parse_drive("7GB/s,5GB/s,4TB")]), gpu_memory=0)
+    shape, load = from_name(name, 256, torch.bfloat16), Load(1, chunked_loss=in_chunks)
+    content = memory.settings("nvme", "nvme")
+    content["offload"]["device"] = "cpu"
+    fitting = []
+    for ram in range(512 * MIB, 12288 * MIB, 512 * MIB):
+        machine = replace(on, ram=ram)
+        try:
+            planned = choice.plan(shape, machine, load, content)
+        except BudgetError:
+            continue
+        fitting.append(ram)
+        assert planned.host_peak <= ram
+    assert fitting and fitting[0] > 512 * MIB, "the sizes are on both sides of the least that fits"
