@@ -226,6 +226,8 @@ def _run_at(server: str, arguments: Sequence[str]) -> int:
 
 _started: str | None = None
 """The socket of the server."""
+_TEMPORARY = tempfile.gettempdir()
+"""The folder for sockets, as it is before any test names another one: a socket's path has at most 107 bytes."""
 
 
 def _server() -> str:
@@ -237,10 +239,10 @@ def _server() -> str:
     if _started is None:
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
         if run is None:
-            _started = os.path.join(tempfile.mkdtemp(prefix="offload-warm-"), "socket")
+            _started = os.path.join(tempfile.mkdtemp(prefix="offload-warm-", dir=_TEMPORARY), "socket")
             atexit.register(_stop, _start(_started, os.getpid()))
         else:
-            folder = os.path.join(tempfile.gettempdir(), f"offload-warm-{run}")
+            folder = os.path.join(_TEMPORARY, f"offload-warm-{run}")
             os.makedirs(folder, exist_ok=True)
             path = os.path.join(folder, "socket")
             with open(f"{folder}.lock", "w") as lock:  # one of them starts it, the others wait for that
