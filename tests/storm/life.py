@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 import offload
 from offload.errors import IoError, OffloadError
-from offload.layout import placement
+from offload.layout.budgets import host as host_budget
 from offload.swapper.memory.host_arena import process_memory
 from tests.storm.plan import Plan
 from tests.storm.weather import Weather
@@ -68,7 +68,7 @@ def live(plan: Plan, number: int, folder: Path, rank: int = 0, port: int = 0) ->
     patches = pytest.MonkeyPatch()
     if plan.pieces:
         small_pieces(patches)
-        patches.setattr(placement, "_WINDOW_NBYTES", 1 << 15)  # a unit of bf24 masters is padded to 4096 elements
+        patches.setattr(host_budget, "_WINDOW_NBYTES", 1 << 15)  # a unit of bf24 masters is padded to 4096 elements
     small_inputs_move(patches)
     weather = Weather(plan, number, folder / "runs", spared=rank != number % plan.ranks)
     before = _held()
