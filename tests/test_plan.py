@@ -28,6 +28,7 @@ from offload.planner.report.text import Asked, lines, verdict
 from offload.planner.step_time import passes, step_order
 from offload.planner.step_time import prediction as timing
 from offload.sizes import GIB, MIB, format_count, format_size, parse_size
+from tests.support.plan_command import found, run
 
 MACHINE = ("--gpu", "24GB", "--ram", "64GB", "--drive", "7GB/s,4GB/s")
 COUNT = ("--parameters", "13B", "--layers", "10")
@@ -36,16 +37,6 @@ COUNT = ("--parameters", "13B", "--layers", "10")
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["plan", *arguments])
-
-
-def found(*arguments: str) -> dict[str, Any]:
-    done = run(*arguments, "--json")
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")

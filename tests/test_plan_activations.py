@@ -14,9 +14,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from typer.testing import CliRunner
 
-from offload.cli.main import app
 from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import lay_out
@@ -34,6 +32,7 @@ from offload.planner.model_shape import Shape, Use, from_count, from_name
 from offload.planner.report import reach as report
 from offload.planner.step_time import passes, step_order
 from offload.sizes import GIB
+from tests.support.plan_command import found, run
 from tests.support.sampling import examples
 
 KEPT, DEVICE, CPU, NVME, AUTO = (Wish(tier) for tier in (None, "device", "cpu", "nvme", "auto"))
@@ -83,16 +82,6 @@ def card(**changes: Any) -> Hardware:
 
 def config(tier: str | None = None, tile: int | str | None = None, **options: Any) -> dict[str, Any]:
     return memory.settings("nvme", "nvme", activations=tier, tile_mlp=tile, **options)
-
-
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["plan", *arguments])
-
-
-def found(*arguments: str) -> dict[str, Any]:
-    done = run(*arguments, "--json")
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
 
 
 # -- bytes --------------------------------------------------------------------------------------------

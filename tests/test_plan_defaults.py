@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,15 +9,14 @@ from typing import Any
 
 import pytest
 import transformers
-from typer.testing import CliRunner
 
 from offload.cli.commands.planning import plan as command
-from offload.cli.main import app
 from offload.finetune.model import allows_chunks
 from offload.planner.hardware import described, parse_memory
 from offload.planner.published.gpus import GPUS, find_gpu
 from offload.sizes import GIB
 from tests.support import models
+from tests.support.plan_command import found, run
 
 MACHINE = ("--gpu", "12GB", "--ram", "64GB", "--drive", "7GB/s,4GB/s")
 TINY = ("--model", "gpt2-tiny", "--seq-len", "128")
@@ -27,16 +25,6 @@ TINY = ("--model", "gpt2-tiny", "--seq-len", "128")
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["plan", *arguments])
-
-
-def found(*arguments: str) -> dict[str, Any]:
-    done = run(*arguments, "--json")
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
 
 
 def folder(path: Path, kind: str) -> str:

@@ -164,7 +164,7 @@ def _scaled(sums: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torc
     # By rows, since the products in fp32 of the head's gradient would take twice its memory.
     rows = max(_SCALED_NUMEL // max(sums[:1].numel(), 1), 1)
     for of, into in zip(sums.split(rows), result.split(rows), strict=True):
-        into.copy_(of.float() * scale)
+        torch.mul(of.float(), scale, out=into)
     return result
 
 

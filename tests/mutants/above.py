@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         "scale the gradients of a retained graph in place",
         "offload.losses.chunked",
-        "into.copy_(of.float() * scale)",
+        "torch.mul(of.float(), scale, out=into)",
         "into.copy_(of.mul_(scale))",
         "tests/test_causal_lm_loss.py",
     ),
