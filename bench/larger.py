@@ -8,6 +8,8 @@ Options that this program does not know are for `offload train`.
     export          the weights of the last commit, for transformers
     score           records by what was exported
 
+With `--train-only` there is one life without commits, for the largest model that the drive holds.
+
 Each says its seconds and the peak of its memory, as the kernel counts it: `peak` is memory of the processes' own,
 `charged` has what the kernel kept of files too, which gives way. The run's own prediction, by the last `offload probe`,
 stands beside what was measured. Bars: no command is killed by the kernel, 10 % of the seconds of a step, 5 % of the
@@ -50,36 +52,35 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=5, help="of each of the two lives")
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--records", type=Path, default=Path(__file__), help="text that is scored")
+    parser.add_argument("--train-only", action="store_true", help="one life, nothing kept: the disk holds more of it")
     given, more = parser.parse_known_args(arguments)
     log = given.folder / "larger.jsonl"
     log.unlink(missing_ok=True)
+    train = ["train", "--model", given.model, "--run", "larger", "--log", str(log), "--seq-len", str(given.seq_len)]
+    train += ["--nvme-path", str(given.folder), "--batch-size", "1", "--eval-every", "0", *more]
+    about = {"model": given.model, "memory": given.memory, "tokens": given.seq_len}
+    with _limited(given.memory) as limit:
+        if given.train_only:
+            only = limit.run([*train, "--steps", str(given.steps), "--durability", "none"])
+            report("larger", {**about, **figures(_lines(log), _lines(log), only["peak"])})
+            report("larger, trained", only)
+            return
+        _live_twice(limit, [*train, "--steps", str(2 * given.steps), "--keep"], given, log, about)
+
+
+def _live_twice(limit: _Limit, train: list[str], given: argparse.Namespace, log: Path, about: dict[str, Any]) -> None:
+    """Trains, kills, resumes, exports and scores, and reports each; removes what they left on the drive."""
     exported = given.folder / "larger-model"
     shutil.rmtree(exported, ignore_errors=True)
-    with _limited(given.memory) as limit:
-        train = [
-            "train",
-            "--model",
-            given.model,
-            "--run",
-            "larger",
-            "--nvme-path",
-            str(given.folder),
-            "--log",
-            str(log),
-        ]
-        train += ["--nvme-path", str(given.folder), "--seq-len", str(given.seq_len), "--batch-size", "1"]
-        train += ["--steps", str(2 * given.steps), "--eval-every", "0", "--keep", *more]
-        killed = limit.run([*train, "--resume", "restart"], until=lambda: len(_lines(log)) >= given.steps)
-        before = _lines(log)
-        again = limit.run([*train, "--resume", "must"])
-        exports = limit.run(["export", str(given.folder / "larger"), str(exported)])
-        _write_tokenizer(exported)
-        scores = limit.run(["score", str(exported), "--data", str(given.records), "--json"])
-    after = _lines(log)
+    killed = limit.run([*train, "--resume", "restart"], until=lambda: len(_lines(log)) >= given.steps)
+    before = _lines(log)
+    again = limit.run([*train, "--resume", "must"])
+    exports = limit.run(["export", str(given.folder / "larger"), str(exported)])
+    _write_tokenizer(exported)
+    scores = limit.run(["score", str(exported), "--data", str(given.records), "--json"])
     model = sum(path.stat().st_size for path in exported.iterdir())
     shutil.rmtree(exported)
-    about = {"model": given.model, "memory": given.memory, "tokens": given.seq_len, "exported": model}
-    report("larger", {**about, **figures(before, after, killed["peak"])})
+    report("larger", {**about, "exported": model, **figures(before, _lines(log), killed["peak"])})
     for name, came in (("killed", killed), ("resumed", again), ("export", exports), ("score", scores)):
         report(f"larger, {name}", came)
     subprocess.run([sys.executable, "-m", "offload", "rm", str(given.folder / "larger"), "--yes"], check=True)

@@ -19,6 +19,7 @@ from offload.errors import ConfigError
 from offload.offline.static_cache import cache_nbytes, device_nbytes, is_paged, static_cache
 from offload.sizes import format_size
 from tests.support.model_folders import MARKING_TEMPLATE, make_folder, tokenizer, write_lines
+from tests.support.models import WIDTHS
 
 CHAT = {"messages": [{"role": "user", "content": "two and two?"}, {"role": "assistant", "content": "four"}]}
 RECORDS: list[dict[str, Any]] = [
@@ -89,6 +90,17 @@ def test_score_gives_the_log_likelihood_of_each_record(folder: Path, tmp_path: P
     assert [each.get("cut", False) for each in found] == [False, False, False, False, True]
     assert "limited by" in result.stderr and "perplexity" in result.stderr and "nothing is written" in result.stderr
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_score_holds_a_tied_head_no_longer_than_its_forward(tmp_path: Path) -> None:
+    # The loss in chunks reads the embedding as the head, and the next micro-batch needs that memory for its layers.
+    folder = make_folder(tmp_path / "model", vocab_size=2048, tie_word_embeddings=True)
+    write_lines(tmp_path / "data.jsonl", [{"text": "one, two, three"}] * 3)
+    command = ["score", folder, "--data", tmp_path / "data.jsonl", "--device", "cpu", "--micro-batch-size", "1"]
+    whole = call(*command, "--batch-size", "2")
+    least = call(*command, "--batch-size", "2", "--device-memory", f"{2048 * WIDTHS['hidden_size'] * 4 + 4096}B")
+    assert least.exit_code == 0, least.stderr
+    assert lines_of(least.stdout) == lines_of(whole.stdout)
 
 
 @pytest.mark.works("Without training", "`offload score`: a reward model", "right")

@@ -252,7 +252,7 @@ def _weight_and_bias(head: nn.Module | torch.Tensor) -> tuple[torch.Tensor, torc
 def _brought(parameter: torch.Tensor) -> torch.Tensor:
     """Returns the parameter with its weights: fetched in a running module, else a copy, whose gradient reaches it."""
     handle = handle_of(parameter)
-    if handle is None or (parameter is handle.parameter and handle.fetch()):
+    if handle is None or (parameter is handle.parameter and handle.fetch(stays=True)):
         return parameter
     return parameter.clone()
 

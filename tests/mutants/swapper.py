@@ -45,14 +45,14 @@ MUTANTS = (
         "offload.swapper.memory.host_arena",
         "(self.classes.tiles if copied.tiles else 0)",
         "self.classes.tiles",
-        "tests/test_pinning.py",
+        "tests/test_pinned_arena.py",
     ),
     Mutant(
         "give the cache to another engine while it is pinned",
         "offload.swapper.memory.host_arena",
         '            self._mapping.device.unregister([self._parts.pop("cache")])\n',
         '            self._parts.pop("cache")\n',
-        "tests/test_pinning.py",
+        "tests/test_pinned_arena.py",
     ),
     Mutant(
         "upload into memory that the arena got while compute still uses it",
