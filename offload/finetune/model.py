@@ -75,7 +75,11 @@ def read_tokenizer(folder: Path) -> Any:
     try:
         found = transformers.AutoTokenizer.from_pretrained(str(folder), **_ONLY_OURS)
     except Exception as error:  # tokenizers raises bare Exception
-        raise ConfigError(f"cannot read the tokenizer of {folder}: {error}") from error
+        # Without any file of one, transformers lists the packages by which it would convert others.
+        reason = str(error).split("\n", 1)[0].strip().removesuffix(" from one of:")
+        raise ConfigError(
+            f"cannot read a tokenizer in {folder} ({reason}): put the files of a tokenizer there, such as tokenizer.json"
+        ) from error
     # Some classes build an empty tokenizer if the folder contains no file of one.
     if not found.tokenize("what a tokenizer makes of words"):
         raise ConfigError(f"{folder} contains no tokenizer: put the files of a tokenizer there, such as tokenizer.json")
