@@ -176,15 +176,20 @@ def _is_on(keep: Any) -> bool:
 
 def _facts(call: Mapping[str, Any]) -> list[int]:
     """Returns numbers by which ranks find out that they were called with different batches."""
-    facts: list[int] = []
+    shapes: list[int] = []
+    sums: list[torch.Tensor] = []
     for name in ("input_ids", "inputs_embeds", "labels", "attention_mask"):
         value = call.get(name)
         if not isinstance(value, torch.Tensor):
-            facts += [0, 0, 0]
+            shapes += [0, 0]
+            sums.append(torch.zeros((), dtype=torch.int64))
             continue
         flat = value.detach().reshape(-1)
         bits = flat.float().view(torch.int32) if flat.is_floating_point() else flat
         # A sum with weights notices an exchange of tokens too. It wraps around alike on every rank.
         places = torch.arange(1, flat.numel() + 1, device=flat.device)
-        facts += [value.shape[0], value.shape[-1], int((bits.to(torch.int64) * places).sum())]
-    return facts
+        shapes += [value.shape[0], value.shape[-1]]
+        sums.append((bits.to(torch.int64) * places).sum())
+    device = next((each.device for each in sums if each.device.type != "cpu"), sums[0].device)
+    # The host waits for the device once, not for each sum.
+    return [*shapes, *torch.stack([each.to(device, non_blocking=True) for each in sums]).tolist()]
