@@ -102,8 +102,11 @@ class _Log:
 
 def _causes(error: BaseException) -> list[str]:
     """Returns the names of an error's causes."""
-    found, cause = [], error.__cause__ or error.__context__
-    while cause is not None:
+    found: list[str] = []
+    passed, cause = {id(error)}, error.__cause__ or error.__context__
+    # Two errors may each be the other's: a rank that is interrupted while it raises what another rank told it.
+    while cause is not None and id(cause) not in passed:
+        passed.add(id(cause))
         found.append(f"{type(cause).__name__}: {str(cause)[:200]}")
         cause = cause.__cause__ or cause.__context__
     return found
