@@ -3,7 +3,7 @@
     python examples/export.py
 
 trains a tiny model for a few steps, keeps the swap files, writes the exact fp32 weights by `offload export`, and loads
-them with transformers. Needs `pip install 'offload[hf]'`.
+them with transformers. Needs `pip install '.[hf]'`.
 """
 
 from __future__ import annotations

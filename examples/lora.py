@@ -3,7 +3,7 @@
     python examples/lora.py [FOLDER]
 
 The model's weights are paged from disk and never written: they have neither gradients nor optimizer states. ./adapter
-gets the adapter, as peft writes it. Without FOLDER it is a tiny model. Needs `pip install 'offload[hf]'`.
+gets the adapter, as peft writes it. Without FOLDER it is a tiny model. Needs `pip install '.[hf]'`.
 """
 
 from __future__ import annotations

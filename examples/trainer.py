@@ -2,7 +2,7 @@
 
     python examples/trainer.py
 
-Needs `pip install 'offload[hf]'`, and nothing is downloaded. Stop it by Ctrl-C and run it again: it goes on from its
+Needs `pip install '.[hf]'`, and nothing is downloaded. Stop it by Ctrl-C and run it again: it goes on from its
 last checkpoint in ./trainer-output.
 """
 

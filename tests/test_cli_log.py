@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offload.errors import ConfigError
-from offload.fileio.jsonl import check_log, cut_log, json_line
+from offload.fileio.jsonl import check_log, cut_log, hold_log, json_line
 
 
 def lines(*steps: int) -> str:
@@ -20,11 +20,36 @@ def lines(*steps: int) -> str:
 def test_later_steps_are_cut(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(lines(1, 2, 3, 4))
-    cut_log(log, 2)
+    assert cut_log(log, 2) is None
     assert log.read_text() == lines(1, 2)
-    cut_log(log, 0)
-    assert log.read_text() == ""
     assert os.listdir(tmp_path) == ["log"], "the temporary file is left"
+
+
+def test_a_new_run_moves_the_log_of_an_earlier_one_aside(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    for number in (1, 2):
+        log.write_text(lines(number, number + 1))
+        assert cut_log(log, 0) == tmp_path / f"log.{number}.jsonl"
+        assert not log.exists()
+    assert [(tmp_path / f"log.{number}.jsonl").read_text() for number in (1, 2)] == [lines(1, 2), lines(2, 3)]
+    log.write_text("")
+    assert cut_log(log, 0) is None, "an empty log is nothing to keep"
+
+
+def test_the_log_of_a_run_that_is_under_way_is_refused(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(lines(1, 2))
+    held = hold_log(log)
+    assert held is not None
+    with pytest.raises(ConfigError, match="a run that is under way; give another file"):
+        check_log(log)
+    for take in (lambda: cut_log(log, 0), lambda: cut_log(log, 1), lambda: hold_log(log)):
+        with pytest.raises(OSError, match="another run writes"):
+            take()
+    assert log.read_text() == lines(1, 2) and os.listdir(tmp_path) == ["log.jsonl"]
+    held.close()
+    check_log(log)
+    assert hold_log(Path("/dev/null")) is None, "which all runs may share"
 
 
 @pytest.mark.parametrize("torn", ['{"step": 3, "lo', "", "7", '{"loss": 1}', '{"step": null}', "\xff\x00"])

@@ -82,7 +82,7 @@ def test_the_command_plans_adapters_over_codes(tmp_path: Path) -> None:
 WRONG = {
     "--model llama-1b --load-in-4bit": "--load-in-4bit or --load-in-8bit goes with --lora",
     "--model llama-1b --lora r=4 --load-in-4bit --load-in-8bit": "goes with --lora",
-    "--parameters 1B --layers 4 --lora r=4": "--lora makes adapters of a model that is built: give --model",
+    "--parameters 1B --layers 4 --lora r=4": "--lora needs the layers of a model: give --model",
     "--model llama-1b --lora r=0": "--lora r must be",
 }
 

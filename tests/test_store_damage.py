@@ -190,7 +190,7 @@ def test_the_error_of_a_second_process_names_the_holder_of_the_run(tmp_path: Pat
     holder = mine.recv()
     for resume in ("auto", "must"):
         with pytest.raises(
-            StoreError, match=rf"is in use by process {holder} on .*; end that process, or give this run a name of"
+            StoreError, match=rf"is in use by process {holder} on .*; end that process, or give a run beside it a name"
         ):
             start(JOB, DISK, tmp_path, resume=resume)
     os.kill(holder, signal.SIGKILL)

@@ -1,12 +1,19 @@
-"""Step logs with one JSON object on each line, cut back to the last commit when a run resumes."""
+"""Step logs with one JSON object on each line, cut back to the last commit when a run resumes.
+
+A run that begins moves the log of an earlier one aside. The run that writes a log holds a lock on it, so that no other
+run takes it.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import os
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from offload.errors import ConfigError
 from offload.fileio import atomic_write
@@ -29,34 +36,82 @@ def json_line(content: Any) -> str:
 
 
 def check_log(log: Path) -> None:
-    """Checks that `log` can be written and does not replace a file that is no step log.
+    """Checks that `log` can be written, replaces no file that is no step log, and is written by no other run.
 
     Raises:
-        ConfigError: If the log cannot be written, or the existing file is not the log of a run.
+        ConfigError: If the log cannot be written, the existing file is not the log of a run, or another run writes it.
     """
     if log.is_dir() or not os.access(log if log.exists() else log.resolve().parent, os.W_OK):
         raise ConfigError(f"cannot write the log {log}: give a file in a folder that exists and that you may write")
     if log.is_file():
         with log.open(errors="replace") as file:
             first = file.readline()
-        if first.strip() and not step_of(first) and not _is_cut_off(first):
-            raise ConfigError(f"{log} is not the log of a run, and would be overwritten; give another file")
+            if first.strip() and not step_of(first) and not _is_cut_off(first):
+                raise ConfigError(f"{log} is not the log of a run, and would be overwritten; give another file")
+            if not _lock(file):
+                raise ConfigError(f"{log} is the log of a run that is under way; give another file, or end that run")
 
 
-def cut_log(path: Path, steps: int) -> None:
+def cut_log(path: Path, steps: int) -> Path | None:
     """Deletes cut-off lines and those of steps after `steps`, so that a resumed run appends to the committed steps.
 
+    A log of which nothing would be left is moved aside: log.jsonl becomes log.1.jsonl, or the next free number.
+
+    Returns:
+        The new name of a log that was moved aside, or None.
+
     Raises:
-        OSError: If the log cannot be written.
+        OSError: If the log cannot be written, or another run holds it.
     """
     if not path.is_file():
-        return  # none yet, or a device or pipe
+        return None  # none yet, or a device or pipe
     try:
         # Line by line: the log of a run of weeks is larger than its process should become.
         with path.open(errors="replace") as lines:
+            if not _lock(lines):
+                raise OSError(errno.EBUSY, "another run writes it")
+            if steps == 0 and any(step_of(line) > 0 for line in lines):
+                return _move_aside(path.resolve())
+            lines.seek(0)
             atomic_write(path, (line.rstrip("\n") + "\n" for line in lines if 0 < step_of(line) <= steps))
     except OSError as error:
         raise OSError(error.errno, f"cannot write the log: {error.strerror}", str(path)) from error
+    return None
+
+
+def hold_log(path: Path) -> IO[str] | None:
+    """Locks the log for this process, until the returned file is closed. Returns None for a device or a pipe.
+
+    Raises:
+        OSError: If another run holds the log.
+    """
+    if path.exists() and not path.is_file():
+        return None
+    file = path.open("a", encoding="utf-8")
+    if not _lock(file):
+        file.close()
+        raise OSError(errno.EBUSY, "another run writes the log", str(path))
+    return file
+
+
+def _lock(file: IO[str]) -> bool:
+    """Locks an open file, and returns False if somebody else has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def _move_aside(log: Path) -> Path:
+    """Gives a log the first free number, and returns its new name."""
+    for number in count(1):
+        aside = log.with_name(f"{log.stem}.{number}{log.suffix}")
+        if not os.path.lexists(aside):
+            return log.rename(aside)
+    raise AssertionError("unreachable")
 
 
 def _is_cut_off(line: str) -> bool:

@@ -164,7 +164,9 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     where = _new_folders(config)
     engine = _engine(options, model, content, config, rank, say)
     resumed, mine = _resumed(engine, mine, loss)
-    for line in _warnings_last(engine.notices, (*where, *data.lines, source, *resumed, *notices)):
+    # A resumed run has the weights of its swap files, wherever they came from.
+    weights = () if engine.global_steps else (source,)
+    for line in _warnings_last(engine.notices, (*where, *data.lines, *weights, *resumed, *notices)):
         say(line)
     return Job(
         engine=engine,
@@ -249,8 +251,8 @@ def _engine(
         torch.manual_seed(config.offload.seed + rank)
     if engine.resumable is None and options.resume in ("auto", "must"):
         say(f"--resume {options.resume}: no step of this run is committed, so a stopped run starts again")
-    if options.log is not None and rank == 0:
-        cut_log(options.log, engine.global_steps)
+    if options.log is not None and rank == 0 and (earlier := cut_log(options.log, engine.global_steps)) is not None:
+        say(f"the log of an earlier run is now {earlier}")
     return engine
 
 

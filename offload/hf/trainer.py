@@ -98,21 +98,26 @@ class OffloadMixin(_Base):
     optimizer: Any
     lr_scheduler: Any
 
-    def __init__(self, *args: Any, offload_config: Any, chunked_loss: bool | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, offload_config: Any = None, chunked_loss: bool | None = None, **kwargs: Any) -> None:
         """Constructs the Trainer.
 
         Args:
             *args: as in the Trainer.
-            offload_config: path of a DeepSpeed-style JSON file, or its content as a dict.
+            offload_config: path of a DeepSpeed-style JSON file, or its content as a dict. It must be given.
             chunked_loss: True to compute the training loss from the logits of a chunk of tokens at a time, False to
                 compute all logits at once. By default in chunks, if the model is a causal language model of
                 transformers with a plain linear head, and nothing else of the Trainer reads the logits.
             **kwargs: as in the Trainer.
 
         Raises:
-            ConfigError: if the config has an optimizer or a schedule and the Trainer received one too, or if an
-                argument is not compatible with an engine.
+            ConfigError: if there is no config; if it has an optimizer or a schedule and the Trainer received one too;
+                if an argument is not compatible with an engine.
         """
+        if offload_config is None:
+            raise ConfigError(
+                f"{type(self).__name__} needs offload_config=, the path of a DeepSpeed-style JSON or its content, as "
+                '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/mnt/nvme"}}}'
+            )
         self._content = content_of(offload_config)
         self._schedule: Any = None
         self._chunked_loss, self._loss = chunked_loss, ChosenLoss(chunked=False)

@@ -176,8 +176,10 @@ def parse_memory(text: str) -> int:
     """Returns the bytes of RAM that `text` names as it is sold: "64GB" contains 64 GiB, as "64GiB" does.
 
     Raises:
-        ConfigError: `text` is not a size.
+        ConfigError: `text` is not a size, or a number without a unit: a user who types "64" means gigabytes.
     """
+    if re.fullmatch(r"\s*[0-9.]+\s*", text):
+        raise ConfigError(f"expected a size with its unit, got {text!r}; did you mean {text.strip()}GB?")
     return parse_size(re.sub(r"([kmgt])b\s*$", r"\1ib", text, flags=re.IGNORECASE))
 
 

@@ -330,7 +330,9 @@ class TrainOptions:
     log: Annotated[
         Path | None,
         option(
-            _LOGGING, "--log", "Write a JSON object a step. A resumed run appends to the file, a new run replaces it."
+            _LOGGING,
+            "--log",
+            "Write a JSON object a step. A resumed run appends to the file, a new one moves an earlier log aside.",
         ),
     ] = None
     log_every: Annotated[

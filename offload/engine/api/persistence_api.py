@@ -219,7 +219,9 @@ class PersistenceApi(DeepSpeedApi):
             self._core.optimizer_step.forget_norm()
         self.notices += loaded.notices
         if self.global_rank == 0:
-            told = "its weights alone" if options.module_only else f"training goes on after step {self.global_steps}"
+            told = (
+                "weights alone, as asked" if options.module_only else f"training goes on after step {self.global_steps}"
+            )
             announce(Headline(f"loaded {loaded.folder}: {told}"))
         return loaded.folder, loaded.client_state
 

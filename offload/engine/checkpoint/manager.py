@@ -184,7 +184,7 @@ class Checkpoints:
                     "draws other numbers"
                 )
             for notice in notices if self._components.rank == 0 else ():
-                logger.warning(notice)
+                logger.warning("offload: %s", notice)
         if components.store is not None and self._state.commits:
             held = self._state.take()
             # `restore` sets the saved generators only at the next call of the engine, so the snapshot contains this

@@ -205,7 +205,7 @@ def _begin(order: SaveRequest, need: int, locks: contextlib.ExitStack) -> Path:
         raise StoreError(
             f"the checkpoint {order.tag} needs {format_size(short.need)}, {short.path} has {format_size(short.free)} "
             "free (the existing checkpoints stay until the new one is written); free some room, save elsewhere, or "
-            "pass a lower keep_last to the next save"
+            "keep fewer of them (keep_last of save_checkpoint, save_total_limit of a Trainer)"
         )
     return partial
 

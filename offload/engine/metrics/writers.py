@@ -11,11 +11,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 from offload.errors import ConfigError
 from offload.fileio import atomic_write
-from offload.fileio.jsonl import cut_log, json_line
+from offload.fileio.jsonl import cut_log, hold_log, json_line
+from offload.notices import Headline, announce
 
 
 class Record(NamedTuple):
@@ -200,13 +201,18 @@ class JsonLines:
         """
         self._path, self._about = path, about
         self._last: int | None = None
+        self._held: IO[str] | None = None
+        """The file, open while no other run may write to it."""
 
     def write(self, record: Record) -> None:
         """Writes a record. The first one, and one after a return to an earlier step, cuts the file first."""
         # The facts may differ between the processes of a run, so each process writes them again.
         more: dict[str, Any] = {} if self._last is not None else {"about": self._about}
         if self._last is None or record.step <= self._last:
-            cut_log(self._path, record.step - 1)
+            self.close()
+            if (earlier := cut_log(self._path, record.step - 1)) is not None:
+                announce(Headline(f"the log of an earlier run is now {earlier}"))
+            self._held = hold_log(self._path)
         self._add(
             {"step": record.step, "samples": record.samples, "time": time.time()},
             record.values,
@@ -226,7 +232,10 @@ class JsonLines:
             file.write(json_line({**head, **values, **more}) + "\n")
 
     def close(self) -> None:
-        """Does nothing: each record closes its file."""
+        """Lets other runs write to the file."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
 
 class Wandb:

@@ -100,7 +100,7 @@ def _in_use(folder: Path, who: str) -> StoreError:
     """Returns the error for a folder that `who` holds."""
     end = "call destroy() on that engine of this process" if who == this_process() else "end that process"
     return StoreError(
-        f'{folder} is in use by {who}; {end}, or give this run a name of its own by "run" in the "offload" block'
+        f'{folder} is in use by {who}; {end}, or give a run beside it a name of its own by "run" in the "offload" block'
     )
 
 

@@ -192,7 +192,9 @@ def _adapters(typed: PlanOptions) -> Adapters | None:
     if typed.lora is None:
         return None
     if typed.model is None:
-        raise ConfigError("--lora makes adapters of a model that is built: give --model")
+        raise ConfigError(
+            "--lora needs the layers of a model: give --model, a preset as llama-13b or a folder with a config.json"
+        )
     if typed.config is not None:
         forms.append(load_config(read_json(typed.config)).offload.frozen)
     lora = parse_lora(typed.lora)
