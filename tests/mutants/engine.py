@@ -357,7 +357,7 @@ MUTANTS = (
     ),
     Mutant(
         "let gathering decide what is reduced together",
-        "offload.engine.distributed.agreement",
+        "offload.engine.distributed.rounds.intents",
         "    if uses:\n",
         "    if uses and not any(intent.kind is Collective.REDUCE for intent in intents):\n",
         "tests/test_agreement.py",

@@ -148,16 +148,16 @@ MUTANTS = (
     ),
     Mutant(
         "ask other ranks for what is not there alone",
-        "offload.swapper.pager",
-        "if self._all_have_all:",
-        "if entry.residency is Residency.DEVICE:",
+        "offload.swapper.ranks.common_uses",
+        "if entry.index not in self._settled and",
+        "if entry.residency is not Residency.DEVICE and",
         "tests/test_ranks.py",
     ),
     Mutant(
         "ask no rank any more once all had everything",
-        "offload.swapper.pager",
-        "                self._all_have_all = False\n",
-        "                pass\n",
+        "offload.swapper.ranks.common_uses",
+        "        self._settled, self._may_begin = (), True\n",
+        "        self._may_begin = True\n",
         "tests/test_ranks.py",
     ),
     Mutant(
