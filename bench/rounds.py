@@ -4,8 +4,9 @@ Processes of this machine meet over gloo. Measured are
 
 * a round, an exchange of the numbers that a rank announces: where all ranks ask at once, and where one of them is late
   by `--late` seconds, which are taken off;
-* a step of two models whose units all have room on the device: its seconds, its rounds, and the share of the step that
-  the calling thread spends in them, waits for a rank that computes longer included;
+* a step of two models whose units all have room on the device, in turns with series of gathers and reductions, and with
+  a round for each: its seconds, its rounds, and the share of the step that the calling thread spends in them, waits for
+  a rank that computes longer included;
 * a use of a unit that is on every device, where nothing moves: the time of a forward of tiny blocks without a graph,
   for each block, which one process has too. Bar: 50 µs more than that.
 
@@ -15,6 +16,7 @@ With more ranks than cores they take turns on the cores, and a round is as long 
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import os
 import socket
@@ -31,7 +33,9 @@ import torch.distributed as dist
 import offload
 from bench.host_time import Blocks
 from bench.measure import random_ids, report, seconds, settings_for
+from offload.engine.gradients.reduce_scatter import ReduceScatterAccumulator
 from offload.presets import build
+from offload.swapper.ranks.common_uses import CommonUses
 
 _BLOCKS, _WIDTH = 24, 32
 
@@ -165,34 +169,55 @@ def _steps(given: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]
 
     for _ in range(3):
         step()
-    took, rounds, shares = list[float](), list[int](), list[float]()
+    turns = (True, False) if inside is not None else (True,)
+    taken: dict[bool, list[tuple[float, int, float]]] = {series: [] for series in turns}
     for _ in range(given.steps):
-        before, already = engine.communication(), sum(inside)
-        took.append(seconds(step))
-        rounds.append(engine.communication().since(before).agreement.collectives)
-        shares.append((sum(inside) - already) / took[-1])
+        for series in turns:
+            _allow(engine, series)
+            step()  # the update of the last turn runs into it
+            before, already = engine.communication(), sum(inside or ())
+            took = seconds(step)
+            rounds = engine.communication().since(before).agreement.collectives
+            taken[series].append((took, rounds, (sum(inside or ()) - already) / took))
     engine.destroy(remove=True)
+    return {("series" if series else "each use"): _row(steps) for series, steps in taken.items()}
+
+
+def _row(steps: list[tuple[float, int, float]]) -> dict[str, float]:
+    took, rounds, shares = zip(*steps, strict=True)
     return {
         "step_ms": round(statistics.median(took) * 1e3, 3),
+        "step_least_ms": round(min(took) * 1e3, 3),
         "rounds_a_step": statistics.median(rounds),
         "share_in_rounds": round(statistics.median(shares), 4),
     }
 
 
-def _timed_rounds(engine: offload.Engine) -> list[float]:
-    """Returns a list to which each round from now on adds its seconds."""
+def _allow(engine: offload.Engine, series: bool) -> None:
+    """Lets the next steps begin series, or makes a round for each use and each reduction."""
+    components = engine._core.components
+    uses, gradients = components.pager._common_uses, components.gradients
+    if uses is not None and isinstance(gradients, ReduceScatterAccumulator):
+        gradients._order._predicts = series
+        possible = CommonUses._possible_series if series else lambda *_: None
+        setattr(uses, "_possible_series", functools.partial(possible, uses))  # noqa: B010
+
+
+def _timed_rounds(engine: offload.Engine) -> list[float] | None:
+    """Returns a list to which each round from now on adds its seconds; None with one rank."""
     inside, ranks = list[float](), engine._core.components.ranks
-    if ranks is not None:
-        collect = ranks.collect
+    if ranks is None:
+        return None
+    collect = ranks.collect
 
-        def timed(*arguments: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return collect(*arguments)
-            finally:
-                inside.append(time.perf_counter() - began)
+    def timed(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return collect(*arguments)
+        finally:
+            inside.append(time.perf_counter() - began)
 
-        setattr(ranks, "collect", timed)  # noqa: B010
+    setattr(ranks, "collect", timed)  # noqa: B010
     return inside
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ from offload.engine.distributed.communication import Communication
 from tests.support import rounding_bounds
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, trained, weights_of
 from tests.support.rank_jobs import JOBS, rows_loss
-from tests.support.rank_pool import RankPool, rank_and_size, start
+from tests.support.rank_pool import RankPool, rank_and_size, shared_pool, start
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    with shared_pool(4) as ranks:
+        yield ranks
+
 
 ROOM = "64MiB"
 """On the device for all units of each model here."""
@@ -47,7 +55,7 @@ def sent_by_step(job: Job, folder: Path, scatter: bool = False, **options: Any) 
 
 
 @pytest.mark.parametrize("options", [{}, {"scatter": True}])
-def test_a_recorded_pass_has_one_round_for_all_its_gathers(
+def test_a_recorded_step_has_one_round_for_its_gathers_and_one_for_its_reductions(
     options: dict[str, Any], ranks: RankPool, tmp_path: Path
 ) -> None:
     job = JOBS["gpt2"]._replace(steps=3)
@@ -57,8 +65,9 @@ def test_a_recorded_pass_has_one_round_for_all_its_gathers(
         assert sent[0].agreement.collectives > 3 * units
         for step in sent[1:]:
             assert step.weights.collectives == sent[0].weights.collectives, "each unit is gathered once"
-            # One for all gathers, one for each reduction, and one for the step.
-            assert step.agreement.collectives == 1 + step.gradients.collectives + 1
+            assert step.gradients.collectives == units
+            # One for all gathers, one for all reductions, and one for the step.
+            assert step.agreement.collectives == 3
 
 
 def train_in(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> Result:
@@ -81,63 +90,151 @@ def test_bits_are_those_of_a_round_for_each_use(name: str, ranks: RankPool, tmp_
 
 
 class Branching(nn.Module):
-    """Layers of which each rank leaves some out, and passes some in another order, from the fourth forward on."""
+    """Layers of which each rank passes some, in another order, in the steps of `PATHS`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(61, 64)
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
         self.head = nn.Linear(64, 61)
-        self.forwards = 0
+        self.step = 0
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(ids)
-        for layer in PATHS[rank_and_size()[0] if self.forwards in (3, 5) else 2]:
+        for layer in PATHS.get(self.step, (TOGETHER, TOGETHER))[rank_and_size()[0]]:
             hidden = hidden + self.layers[layer](hidden)
-        self.forwards += 1
         return self.head(hidden)
 
 
-PATHS = ((0, 1, 3), (1, 4, 2, 0), (0, 1, 2, 3))
-"""Of rank 0, of rank 1, and of both."""
-BRANCHING = Job(Branching, rows_loss, steps=8)
+TOGETHER = (0, 1, 2, 3)
+PATHS = {3: (TOGETHER, (0, 1, 3)), 5: ((0, 1, 3), (1, 4, 2, 0))}
+"""Of both ranks: one leaves out a layer; later each takes another way, one through a layer that nobody has used."""
 
 
-def train_alone() -> Result:
-    """Returns what both ranks' losses give one process of plain PyTorch."""
-    torch.manual_seed(BRANCHING.seed)
-    model = Branching()
-    adamw = torch.optim.AdamW(model.parameters(), lr=BRANCHING.lr, weight_decay=BRANCHING.weight_decay)
+def branching_loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    """Ranks take the ways of a step in its last micro-batch, the second where there are two."""
+    getattr(model, "module", model).step = step if micro == 1 else -1
+    return rows_loss(model, step, micro)
+
+
+def branching_loss_at_once(model: Any, step: int, micro: int) -> torch.Tensor:
+    getattr(model, "module", model).step = step
+    return rows_loss(model, step, micro)
+
+
+BRANCHING = Job(Branching, branching_loss_at_once, steps=8)
+TWICE = Job(Branching, branching_loss, steps=8, accumulation=2)
+
+
+def train_alone(job: Job, size: int = 2) -> Result:
+    """Returns what the losses of all ranks give one process of plain PyTorch."""
+    torch.manual_seed(job.seed)
+    model = job.model()
+    adamw = torch.optim.AdamW(model.parameters(), lr=job.lr, weight_decay=job.weight_decay)
     losses, norms = [], []
     with pytest.MonkeyPatch.context() as patch:
-        for step in range(BRANCHING.steps):
-            parts = []
-            for rank in range(2):
+        patch.setenv("WORLD_SIZE", str(size))
+        for step in range(job.steps):
+            total = torch.zeros(())
+            for rank, micro in itertools.product(range(size), range(job.accumulation)):
                 patch.setenv("RANK", str(rank))
-                patch.setenv("WORLD_SIZE", "2")
-                model.forwards = step
-                parts.append(BRANCHING.loss(model, step, 0) / 2)
-            total = parts[0] + parts[1]
+                total = total + job.loss(model, step, micro) / size / job.accumulation
             total.backward()
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), BRANCHING.clip)))
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), job.clip)))
             adamw.step()
             adamw.zero_grad()
             losses.append(float(total.detach()))
     return Result(losses, norms, model.state_dict())
 
 
+@pytest.mark.parametrize(
+    "job",
+    [
+        BRANCHING,
+        BRANCHING._replace(overlap=False),
+        TWICE,
+        TWICE._replace(stage=1),
+        TWICE._replace(stage=1, overlap=True, shard_size=1),
+    ],
+)
 @pytest.mark.works("Several ranks", "a step in which a rank leaves the path of the steps before", "right")
 @pytest.mark.numeric
-def test_a_rank_may_leave_the_path_in_any_step(ranks: RankPool, tmp_path: Path) -> None:
-    """A unit that only one rank uses, one that nobody used before, and gathers in another order."""
-    expected = train_alone()
-    (sent, one), (_, other) = ranks.run(sent_by_step, BRANCHING, tmp_path)
+def test_a_rank_may_leave_the_path_in_any_step(job: Job, ranks: RankPool, tmp_path: Path) -> None:
+    """Its gradients are reduced behind the series, in which it sends none, and none counts twice."""
+    expected = train_alone(job)
+    (sent, one), (_, other) = ranks.run(sent_by_step, job, tmp_path)
     assert_same_tensors(one.weights, other.weights)
     means = [sum(pair) / 2 for pair in zip(one.losses, other.losses, strict=True)]
-    both = Result(means, one.norms, one.weights)
-    rounding_bounds.same_training(both, expected, BRANCHING, reordered=True)
-    rounds = [step.agreement.collectives - step.gradients.collectives for step in sent]
-    assert rounds[2] == 2 and rounds[3] > 2, "the third step follows a series, the fourth leaves it"
+    rounding_bounds.same_training(Result(means, one.norms, one.weights), expected, job, reordered=True)
+    backwards = job.accumulation if job.stage == 3 else 1
+    if job.overlap is not False:
+        rounds = [step.agreement.collectives for step in sent]
+        reductions = [step.gradients.collectives for step in sent]
+        assert rounds[2] == 2 + backwards and rounds[3] > rounds[2], "the third step follows two series"
+        assert reductions[3] > reductions[2], "the fourth leaves one of them"
+
+
+# -- random paths -------------------------------------------------------------------------------------
+
+
+class Wandering(Branching):
+    """Layers in the order that `way` draws for the step and the rank."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for layer in way(self.step, rank_and_size()[0]):
+            hidden = hidden + self.layers[layer](hidden)
+        return self.head(hidden)
+
+
+def way(step: int, rank: int) -> list[int]:
+    """Returns the way of all ranks, which changes after six steps, or in each fourth case one of this rank's own."""
+    drawn = random.Random(1000 * step + rank)
+    if step > 1 and drawn.random() < 0.25:
+        return drawn.sample(range(5), drawn.randint(1, 5))
+    return [0, 1, 2, 3] if step < 6 else [3, 1, 4]
+
+
+WANDERING = Job(Wandering, branching_loss_at_once, steps=16)
+
+
+def wander(job: Job, folder: Path, alone: bool) -> Result:
+    """Trains; with `alone` each rank evaluates, reads weights and takes means between steps as it likes."""
+    engine = start(job, RAM, folder, device_memory=ROOM)
+    rank = engine.global_rank
+    engine._core.components.pager.arena.space.scatter = random.Random(rank)
+    drawn = random.Random(7 + rank)
+    losses, norms = [], []
+    for step in range(job.steps):
+        loss = job.loss(engine, step, 0)
+        if alone and drawn.random() < 0.2:
+            engine.module.layers[drawn.randrange(5)].weight.detach().clone()
+        engine.backward(loss)
+        engine.step()
+        if alone and drawn.random() < 0.3:
+            with torch.no_grad():
+                job.loss(engine, 100 + drawn.randrange(50), 0)
+        losses.append(engine.mean(float(loss.detach())))
+        norms.append(engine.get_global_grad_norm() or 0.0)
+    weights = weights_of(engine)
+    engine.destroy(remove=True)
+    return Result(losses, norms, weights)
+
+
+@pytest.mark.parametrize("stage", [3, 1])
+@pytest.mark.numeric
+def test_any_paths_of_four_ranks_come_to_the_end(stage: int, four: RankPool, tmp_path: Path) -> None:
+    """With uses of each rank's own between them, which change who reduces with whom, and so the order of sums."""
+    job = WANDERING._replace(stage=stage)
+    expected = train_alone(job, 4)
+    for alone in (True, False):
+        first, *others = four.run(wander, job, tmp_path / str(alone), alone)
+        for other in others:
+            assert_same(first, other)
+        rounding_bounds.same_training(first, expected, job, reordered=True)
+
+
+# -- what a series must not outrun ----------------------------------------------------------------------
 
 
 def meet_in_between(folder: Path) -> list[float]:
@@ -151,7 +248,6 @@ def meet_in_between(folder: Path) -> list[float]:
             layer.register_full_backward_hook(lambda *_: dist.barrier())
     losses = []
     for step in range(job.steps):
-        engine.module.forwards = 0  # on one path
         loss = job.loss(engine, step, 0)
         total = loss.detach().clone()
         dist.all_reduce(total)

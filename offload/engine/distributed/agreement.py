@@ -9,6 +9,10 @@
 So ranks may take different paths, as models with experts and loops that evaluate on one rank do, as long as all of them
 reach the same `step()`. `next_collective` decides, from the list alone. A round is a message of a few numbers, sent by
 the thread that runs the model or its backward. Background threads take part in no round.
+
+[Note: series] Where all ranks announce the same series, of gathers (see `swapper.ranks.common_uses`) or of reductions,
+each carries it out without a further round. A rank that wants anything else first takes part in all that is left, with
+its shards and with zeros for gradients, and asks then. One series is under way at a time, since a round begins each.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,7 +33,7 @@ from offload.engine.distributed.rounds.intents import Collective, RankIntent, de
 from offload.errors import RankError
 from offload.states import State
 from offload.swapper.memory.device import Event
-from offload.swapper.ranks.peers import Agreed, Having
+from offload.swapper.ranks.peers import Agreed, Having, checksum
 from offload.timeline import OFF, Row, Timeline
 
 
@@ -53,6 +58,12 @@ class Agreement:
         """Units that all ranks gather in this order, each before its first use there."""
         self._begun = self._ahead = 0
         """Number of gathers of the series that have begun, and of those that begin before they are needed."""
+        self._reductions: deque[int] = deque()
+        """Units that all ranks reduce next in this order, without a round."""
+        self._uses_ask = True
+        """False while all ranks know that their next uses need no round."""
+        self._strayed = False
+        """True if this rank has left a series of reductions. It takes part in no other."""
         self._in_question = False
         """True during an exchange with all ranks, and from then on if the exchange was interrupted."""
 
@@ -81,6 +92,7 @@ class Agreement:
         if together and series is not None and all(intent.series == mine.series for intent in intents):
             self._series, self._begun, self._ahead = series.missing, 0, series.ahead
             series.begin()
+            self._uses_ask = False
             return Agreed(gather=False, together=True, series=True)
         gather = any(intent.same(mine) and not intent.ready for intent in intents)
         # A prefetch is agreed on only if all ranks use the same unit and have it: none of them then waits for a gather
@@ -88,6 +100,7 @@ class Agreement:
         following = _common([intent.ahead for intent in intents]) if together and not gather else -1
         answer = Agreed(gather, together, all(intent.has_all for intent in intents), following)
         self._agree_on(unit if gather else following, answer)
+        self._uses_ask = not answer.all
         return answer
 
     def agree_ahead(self, ahead: Callable[[], int]) -> int:
@@ -132,10 +145,47 @@ class Agreement:
             self._agreed_unit = -1
             return gathered
 
-    def reduce(self, unit: int) -> None:
-        """Reduces the gradients of `unit` with those of all ranks that have some."""
+    def reduce(self, unit: int, expected: Sequence[int] = ()) -> None:
+        """Reduces the gradients of `unit` with those of all ranks that have some.
+
+        Args:
+            unit: the unit, of which this rank has gradients.
+            expected: all units that this backward is expected to reduce, in their order, from `unit` on. If all ranks
+                expect the same, and use units without rounds, those after `unit` need none either.
+        """
         with self._timeline.span(Row.RANKS, self._reduce_titles[unit]), self.lock:
-            self._serve(Collective.REDUCE, unit, self._await_all(Collective.REDUCE, unit))
+            if self._reductions and self._reductions[0] == unit:
+                self._check()
+                self._reduce_next()
+                return
+            self._end_series()
+            if self._callbacks.pending_unit() != unit:
+                return  # reduced just now, with what the other ranks have
+            series = 0 if self._uses_ask or self._strayed or not expected else checksum(*expected)
+            intents = self._await_all(Collective.REDUCE, unit, series=series)
+            if series and all(intent.same(intents[0]) and intent.series == series for intent in intents):
+                self._reductions.extend(expected[1:])
+            self._serve(Collective.REDUCE, unit, intents)
+
+    def _reduce_next(self) -> None:
+        """Reduces the next unit of the series, to which every rank contributes: zeros if it has no gradients."""
+        unit = self._agreed_unit = self._reductions.popleft()
+        self._callbacks.serve_reduce(unit, range(self._ranks.size))
+        self._agreed_unit = -1
+
+    def end_reductions(self) -> None:
+        """Takes part in all reductions that are left of a series, at the end of a backward that has made fewer."""
+        with self.lock:
+            if self._reductions:
+                self._end_series()
+
+    def _end_series(self) -> None:
+        """Begins all that is left of a series. Other ranks may follow it, and learn of no round before its end."""
+        self._gather_series(len(self._series))
+        self._check()
+        while self._reductions:
+            self._strayed = True
+            self._reduce_next()
 
     def step(
         self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], GradientStats]
@@ -246,19 +296,26 @@ class Agreement:
         if self._in_question:
             raise self._ranks.fail("it was interrupted while it waited for the other ranks")
 
-    def _await_all(self, kind: Collective, unit: int, what: bool | Callable[[], Having] = False) -> list[RankIntent]:
+    def _await_all(
+        self, kind: Collective, unit: int, what: bool | Callable[[], Having] = False, series: int = 0
+    ) -> list[RankIntent]:
         """Serves other ranks until this rank's announcement is chosen, or is a USE and all uses are ready.
 
-        Returns the last announcements. `what` is this rank's field `ready`; for USE, a function called in each round.
+        Args:
+            kind: the announcement.
+            unit: its unit, or -1.
+            what: this rank's field `ready`; for USE, a function called in each round.
+            series: this rank's field `series`; for USE, that function returns it.
+
+        Returns:
+            The last announcements.
         """
         with self.lock:
-            # Other ranks may follow the series, and learn of no round before its end.
-            self._gather_series(len(self._series))
-            self._check()
+            self._end_series()
             while True:
                 has = Having(what, all=False, ahead=-1) if isinstance(what, bool) else what()
-                series = 0 if has.series is None else has.series.checksum
-                mine = RankIntent(kind, unit, has.unit, self._callbacks.pending_unit(), has.ahead, has.all, series)
+                mark = series if has.series is None else has.series.checksum
+                mine = RankIntent(kind, unit, has.unit, self._callbacks.pending_unit(), has.ahead, has.all, mark)
                 # One small all-gather for each round. A rank that has served others repeats its announcement.
                 numbers = [int(field) for field in mine]
                 with self._question():

@@ -20,13 +20,12 @@ nothing is dropped for it, and the first gather of any other unit ends the serie
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Container
 
 from offload.swapper.device_cache import DeviceCache
 from offload.swapper.policy import Limits
 from offload.swapper.prefetch import Fetcher, Prefetcher
-from offload.swapper.ranks.peers import Having, Peers, Series
+from offload.swapper.ranks.peers import Having, Peers, Series, checksum
 from offload.swapper.residency import Residency
 from offload.swapper.unit_table import UnitEntry, UnitTable
 
@@ -150,8 +149,7 @@ class CommonUses:
                 self._settled = present | set(missing)
 
         ahead = 0 if self._limits.ahead == 0 else 1
-        digest = hashlib.blake2b(repr((missing, ahead, sorted(present))).encode(), digest_size=7).digest()
-        return Series(missing, ahead, checksum=1 + int.from_bytes(digest, "little"), begin=begin)
+        return Series(missing, ahead, checksum(missing, ahead, sorted(present)), begin)
 
     def _end_series(self) -> None:
         """Ends a series, or the announcement of one, since all ranks gather a unit that is not in it."""

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from offload.swapper.device_cache import Gathers
+
+
+def checksum(*facts: object) -> int:
+    """Returns a checksum of plain values that fits into 57 bits and is never 0."""
+    return 1 + int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=7).digest(), "little")
 
 
 class Series(NamedTuple):
