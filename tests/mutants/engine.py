@@ -356,6 +356,27 @@ MUTANTS = (
         "tests/test_safe_get_set_ranks.py",
     ),
     Mutant(
+        "announce a reduction that a series has made already",
+        "offload.engine.distributed.agreement",
+        "            if self._callbacks.pending_unit() != unit:\n",
+        "            if False:\n",
+        "tests/test_ranks_series.py",
+    ),
+    Mutant(
+        "begin a series that ranks expect in other orders",
+        "offload.engine.distributed.agreement",
+        "all(intent.same(intents[0]) and intent.series == series for intent in intents)",
+        "all(intent.same(intents[0]) and intent.series for intent in intents)",
+        "tests/test_ranks_series.py",
+    ),
+    Mutant(
+        "ask before the gathers that are left of a series",
+        "offload.engine.distributed.agreement",
+        "        self._gather_series(len(self._series))\n",
+        "",
+        "tests/test_ranks_series.py",
+    ),
+    Mutant(
         "let gathering decide what is reduced together",
         "offload.engine.distributed.rounds.intents",
         "    if uses:\n",

@@ -161,6 +161,13 @@ MUTANTS = (
         "tests/test_ranks.py",
     ),
     Mutant(
+        "count on units that other ranks lack",
+        "offload.swapper.ranks.common_uses",
+        "checksum(missing, ahead, sorted(present))",
+        "checksum(ahead)",
+        "tests/test_ranks_series.py",
+    ),
+    Mutant(
         "keep host buffers of weights through a load",
         "offload.swapper.pager",
         "                self._host_cache.forget(entry)",
