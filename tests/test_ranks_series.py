@@ -174,6 +174,28 @@ def test_a_rank_may_leave_the_path_in_any_step(job: Job, ranks: RankPool, tmp_pa
         assert reductions[3] > reductions[2], "the fourth leaves one of them"
 
 
+class Crossed(Branching):
+    """All layers on all ranks, and the last two in another order on each."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for layer in ((0, 1, 2, 3, 4), (0, 1, 2, 4, 3))[rank_and_size()[0]]:
+            hidden = hidden + self.layers[layer](hidden).tanh()
+        return self.head(hidden)
+
+
+@pytest.mark.numeric
+def test_ranks_whose_orders_differ_keep_a_round_for_each(ranks: RankPool, tmp_path: Path) -> None:
+    """Of equally large units, which no size tells apart."""
+    job = Job(Crossed, branching_loss_at_once, steps=4)
+    (sent, one), (_, other) = ranks.run(sent_by_step, job, tmp_path)
+    assert_same_tensors(one.weights, other.weights)
+    means = [sum(pair) / 2 for pair in zip(one.losses, other.losses, strict=True)]
+    rounding_bounds.same_training(Result(means, one.norms, one.weights), train_alone(job), job, reordered=True)
+    units = sent[0].weights.collectives
+    assert all(step.agreement.collectives > 2 * units for step in sent)
+
+
 # -- random paths -------------------------------------------------------------------------------------
 
 
