@@ -5,14 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.engine.distributed.agreement import (
-    Collective,
-    NextCollective,
-    RankIntent,
-    _bitmap,
-    _union,
-    next_collective,
-)
+from offload.engine.distributed.payload.step_facts import bitmap, union
+from offload.engine.distributed.rounds.intents import Collective, NextCollective, RankIntent, next_collective
 
 FREE = (Collective.USE, Collective.REDUCE)
 TOGETHER = (Collective.STEP, Collective.EDIT, Collective.END, Collective.MEAN)
@@ -110,5 +104,5 @@ def test_every_rank_sees_the_same_choice(intents: list[RankIntent]) -> None:
 
 @given(st.lists(st.lists(st.sets(st.integers(0, 300)), min_size=3, max_size=3), min_size=1, max_size=4))
 def test_presence_is_what_any_rank_has(ranks: list[list[set[int]]]) -> None:
-    rows = [b"".join(_bitmap(segments) for segments in units) for units in ranks]
-    assert _union(rows) == [set().union(*(units[unit] for units in ranks)) for unit in range(3)]
+    rows = [b"".join(bitmap(segments) for segments in units) for units in ranks]
+    assert union(rows) == [set().union(*(units[unit] for units in ranks)) for unit in range(3)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import checkpoint, codes, host_time, measure, predict, ranks, score, step
+from bench import checkpoint, codes, host_time, measure, predict, ranks, rounds, score, step
 from tests.support.oracle import processes
 
 
@@ -52,6 +52,17 @@ def test_bench_host_time_reports_its_figures(capsys: pytest.CaptureFixture[str])
     finally:
         torch.set_num_threads(threads)
     assert _figures(capsys)["plain_forward_us"] > 0
+
+
+@pytest.mark.slow
+def test_bench_rounds_reports_its_figures(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    context = processes()
+    monkeypatch.setattr(rounds, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
+    rounds.main(["--ranks", "1,2", "--models", "llama", "--steps", "2", "--rounds", "20"])
+    figures: dict[str, Any] = _figures(capsys)
+    two = figures["2 ranks"]
+    assert two["round_us"] > 0 and figures["1 ranks"]["use_us"] > 0
+    assert two["llama"]["series"]["rounds_a_step"] == 3 < two["llama"]["each use"]["rounds_a_step"]
 
 
 @pytest.mark.slow

@@ -21,6 +21,8 @@ from offload.sizes import GIB, MIB, PAGE
 from offload.swapper.memory import torch_allocator
 from offload.swapper.memory.device import DONE, DeviceRoom
 from offload.swapper.memory.device_arena import DeviceArena
+from offload.swapper.prefetch import Fetcher
+from offload.swapper.unit_table import UnitEntry
 from tests.support import models
 from tests.support.late_device import LateDevice, Ticks
 from tests.support.oracle import Job, assert_same_tensors, run, start, train_step, weights_of
@@ -183,12 +185,25 @@ def test_with_several_ranks_a_forward_is_not_repeated(tmp_path: Path, monkeypatc
     engine.destroy(remove=True)
 
 
+class CountedOn:
+    """Uses of a rank that has all units, until weights change."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self.settled, self._fetcher = True, fetcher
+
+    def fetch(self, entry: UnitEntry, ahead: bool) -> None:
+        self._fetcher.fetch(entry)
+
+    def forget(self) -> None:
+        self.settled = False
+
+
 def test_what_other_ranks_count_on_stays_until_weights_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They do not ask any more once all ranks have all units, so they would not gather one that is missing."""
     made = engine, device, _ = small(monkeypatch, tmp_path)
     at_first = engine.device_memory
     grown(made)
-    engine._core.components.pager._all_have_all = True
+    engine._core.components.pager._common_uses = CountedOn(engine._core.components.pager._fetcher)  # type: ignore[assignment]
     assert engine.empty_partition_cache() == 0 and engine.device_memory > at_first
     train_step(engine, JOB, 1)
     assert engine.device_memory == device.arena == at_first

@@ -63,8 +63,9 @@ WITHIN = {
         "prefetch": "device_cache host_cache memory policy residency unit_table",
         "speculative_weights": "host_cache memory policy residency unit_table",
         "weight_updates": "device_cache host_cache memory prefetch residency speculative_weights unit_table",
-        "pager": "access_order device_cache host_cache in_place memory policy prefetch residency store unit_table "
-        "weight_updates",
+        "ranks": "device_cache policy prefetch residency unit_table",
+        "pager": "access_order device_cache host_cache in_place memory policy prefetch ranks residency store "
+        "unit_table weight_updates",
     },
     "engine": {
         "callbacks": "",

@@ -78,8 +78,8 @@ def test_a_step_sends_what_the_formulas_of_zero_say(
         # Statistics of the step: their length, then four numbers and a bitmap of each unit's gradients.
         assert found.sent.messages.collectives == 2
         assert found.sent.parameters == Sent()
-        # One round for the mean, of six numbers; then the value in JSON, behind its length.
-        assert found.mean == Communication(agreement=Sent(1, 6 * 8), messages=Sent(2, 8 + len("1.0")))
+        # One round for the mean, of seven numbers; then the value in JSON, behind its length.
+        assert found.mean == Communication(agreement=Sent(1, 7 * 8), messages=Sent(2, 8 + len("1.0")))
 
 
 # -- communication_data_type --------------------------------------------------------------------------

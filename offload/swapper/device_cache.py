@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -21,49 +21,8 @@ from offload.swapper.unit_table import UnitEntry, UnitTable
 from offload.timeline import Row
 
 
-class Having(NamedTuple):
-    """State of the device of a rank that uses a unit."""
-
-    unit: bool
-    """True if the unit is on this rank's device."""
-    all: bool
-    """True if every unit is on this rank's device, and stays until weights change."""
-    ahead: int
-    """The unit that this rank could gather next; -1 if none is to be gathered, or none has room."""
-
-
-class Agreed(NamedTuple):
-    """Joint decision of all ranks about a unit that one of them uses."""
-
-    gather: bool
-    """True if a rank that uses the unit lacks it: all ranks gather it."""
-    together: bool
-    """True if all ranks announced the same use."""
-    all: bool = False
-    """True if every rank has every unit: no rank needs the others until weights change."""
-    ahead: int = -1
-    """The unit that all ranks gather as well, before its use; -1 for none."""
-
-
-class Peers(Protocol):
-    """The other ranks, which hold the rest of each unit. Called by the thread that runs the model or its backward."""
-
-    def agree(self, unit: int, having: Callable[[], Having]) -> Agreed:
-        """Announces that this rank uses `unit`, and returns the decision of all ranks.
-
-        Serves the gathers of other ranks while it waits. The caller must not hold the table's lock.
-
-        Args:
-            unit: the unit in use.
-            having: returns the state of this rank; called without the table's lock, once for each round.
-        """
-
-    def agree_ahead(self, ahead: Callable[[], int]) -> int:
-        """Returns the unit that every rank could gather next, or -1. Called after a gather that all ranks announced.
-
-        Args:
-            ahead: returns the unit that this rank could gather next, or -1.
-        """
+class Gathers(Protocol):
+    """The gathers of units from all ranks. Called by the thread that runs the model or its backward."""
 
     def gather(self, unit: int, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
         """Starts the gather of the other ranks' shards into `whole`, and returns the event after which it is complete.
@@ -87,7 +46,7 @@ class DeviceCache:
     """
 
     def __init__(
-        self, table: UnitTable, arena: DeviceArena, device: Device, peers: Peers | None, expand: Expand | None = None
+        self, table: UnitTable, arena: DeviceArena, device: Device, peers: Gathers | None, expand: Expand | None = None
     ) -> None:
         """Allocates the permanent device buffers.
 
@@ -106,6 +65,8 @@ class DeviceCache:
         self._floor: tuple[int, int] | None = None
         self._grown: tuple[int, int] = (0, 0)
         """Region of grown memory in which units come and go."""
+        self._reserved: dict[int, DeviceBuffer] = {}
+        """Room of units that are gathered soon."""
         self._kept: list[DeviceBuffer] = []
         """Buffers of grown memory that belong to the caller of `grow`."""
         self._floors: dict[int, Floor] = {}
@@ -121,6 +82,11 @@ class DeviceCache:
                     entry.device_buffer = entry.tier_buffer
 
     # -- allocation and eviction --------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the device arena."""
+        return self._arena.nbytes
 
     def no_room(self, entry: UnitEntry) -> BudgetError:
         """Returns the error for a unit for which the units in use leave no room."""
@@ -140,6 +106,8 @@ class DeviceCache:
             entry: the unit to be placed.
             beyond: only units whose next use is more than `beyond` uses away may be dropped; -1 for a use on demand.
         """
+        if entry.index in self._reserved:
+            return self._reserved.pop(entry.index)
         place = self.find_room(entry, beyond)
         if place is None:
             return None
@@ -152,6 +120,25 @@ class DeviceCache:
         floor = self._floors.get(entry.index) or self._floor_for(entry.index)
         blocks, order = self._droppable(), self._table.access_order
         return find_room(self._arena.space, entry.size.nbytes, blocks, order, floor, beyond)
+
+    def reserve(self, units: Sequence[int]) -> bool:
+        """Reserves room for all of `units`, in which nothing else is placed; without effect if it is not free.
+
+        No unit is dropped for it. `allocate` returns what is reserved, and `free_reserved` frees the rest.
+        """
+        self._first_floor()
+        for unit in units:
+            device_buffer = self._arena.take(self._table.entries[unit].size.nbytes)
+            if device_buffer is None:
+                self.free_reserved()
+                return False
+            self._reserved[unit] = device_buffer
+        return True
+
+    def free_reserved(self) -> None:
+        """Frees all room that is reserved, into which nothing was written."""
+        while self._reserved:
+            self._arena.give(self._reserved.popitem()[1], DONE, DONE)
 
     def _floor_for(self, unit: int) -> Floor:
         """Returns the region in which `unit` and others come and go."""

@@ -5,6 +5,7 @@
       │  ├──► Fetcher         reads and uploads that a thread waits for
       │  ├──► Prefetcher      reads and uploads ahead of use
       │  ├──► WeightUpdates   the update worker's side
+      │  ├──► CommonUses      with several ranks: uses that all agree on
       └──┴──► UnitTable       the entries of all units, their access order, and the lock that all of these share
 
 Threads. The thread that runs the model and autograd's threads call `acquire`, `release`, `wait_upload` and
@@ -23,12 +24,6 @@ buffers of units that are not pinned can be dropped; that of an upload ahead on 
 started, for which its thread waits for nobody. If pinned units fill the arena, waiting cannot help, and the pager
 raises `BudgetError`. A thread waits for other ranks without the lock, and serves what they need meanwhile
 (`Peers.agree` calls `serve_gather`), so no worker and no buffer of any rank waits for another rank.
-
-[Note: every use is a round] Ranks differ in the units that are on their devices, since memory of gradients is freed at
-different times. Suppose a rank asked the others only about units that it lacks. A rank that has all units would then
-run ahead into a collective of the user's own (such as a loss over the batches of all ranks), and both would wait
-forever. So every use asks the other ranks, also for a unit that is on the device, and every rank acts on the same
-answer. The one exception: once every rank has every unit, no rank asks until weights change, on all ranks at once.
 """
 
 from __future__ import annotations
@@ -40,7 +35,7 @@ import torch
 from offload.errors import EngineFailed
 from offload.interrupts import uninterrupted
 from offload.swapper.access_order import PassKind
-from offload.swapper.device_cache import DeviceCache, Expand, Having, Peers
+from offload.swapper.device_cache import DeviceCache, Expand
 from offload.swapper.host_cache import HostCache
 from offload.swapper.in_place.model_files import ModelFiles
 from offload.swapper.memory.device import DONE, Device
@@ -48,9 +43,11 @@ from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.policy import Limits, keeps
 from offload.swapper.prefetch import Fetcher, Prefetcher, PrefetchStats
+from offload.swapper.ranks.common_uses import CommonUses
+from offload.swapper.ranks.peers import Peers
 from offload.swapper.residency import Residency
 from offload.swapper.store import Store
-from offload.swapper.unit_table import MemoryCounters, UnitEntry, UnitSize, UnitTable
+from offload.swapper.unit_table import MemoryCounters, UnitSize, UnitTable
 from offload.swapper.weight_updates import WeightUpdates
 from offload.timeline import OFF, Timeline
 
@@ -89,11 +86,15 @@ class Pager:
         self._prefetcher = Prefetcher(*caches, limits, device, peers is not None)
         self.weight_updates = WeightUpdates(*caches, self._prefetcher, arena, device)
         self._fetcher = Fetcher(*caches, self._prefetcher, self.weight_updates.wait)
-        self._device, self._limits, self._peers = device, limits, peers
+        self._device, self._limits = device, limits
+        self._common_uses: CommonUses | None = None
+        """The uses that several ranks agree on; None with one rank."""
+        if peers is not None:
+            self._common_uses = CommonUses(
+                self.table, self._device_cache, self._prefetcher, self._fetcher, limits, peers
+            )
         self._stays = tuple(peers is None and size.stays for size in sizes)
         self._uses = self._hits = 0
-        self._all_have_all = False
-        """True if every rank is known to have every unit on its device."""
 
     # -- the thread that runs the model -------------------------------------------------------------
 
@@ -123,8 +124,8 @@ class Pager:
                     self.table.access_order.use(unit)
                     self._uses += 1
                     self._hits += entry.residency is Residency.DEVICE
-                if self._peers is not None:
-                    self._fetch_with(self._peers, entry, ahead)
+                if self._common_uses is not None:
+                    self._common_uses.fetch(entry, ahead)
                 else:
                     self._fetcher.fetch(entry)
                     if ahead:
@@ -181,19 +182,14 @@ class Pager:
 
     def waits(self, unit: int) -> bool:
         """Returns True if `wait_upload` of a pinned unit may wait: with several ranks, as each may gather it again."""
-        return self._peers is not None or self._entries[unit].uploaded is not DONE
+        return self._common_uses is not None or self._entries[unit].uploaded is not DONE
 
     @uninterrupted
     def serve_gather(self, unit: int) -> None:
         """Takes part in a gather of `unit` that another rank needs, with this rank's shard of the unit."""
+        assert self._common_uses is not None, "only other ranks ask for a gather"
         with self.lock:
-            self._serve_gather(self._entries[unit])
-
-    def _serve_gather(self, entry: UnitEntry) -> None:
-        if entry.device_buffer is None or entry.updating:
-            self._fetcher.fetch(entry)
-        else:
-            self._device_cache.gather(entry, entry.device_buffer, entry.copied)
+            self._common_uses.serve(self._entries[unit])
 
     def updates(self, unit: int) -> int:
         """Returns the number of updates of a unit; see `UnitEntry.updates`."""
@@ -211,40 +207,6 @@ class Pager:
     def streams(self, unit: int) -> bool:
         """Returns whether `unit` comes from DISK to the device in chunks, since two host buffers of it do not fit."""
         return self._host_cache.streams(self._entries[unit])
-
-    def _fetch_with(self, peers: Peers, entry: UnitEntry, ahead: bool) -> None:
-        """Fetches `entry` together with the other ranks; with `ahead` also the very next unit if all ranks have room.
-
-        See [Note: every use is a round].
-        """
-
-        def having() -> Having:
-            with self.lock:
-                if entry.residency is not Residency.DEVICE:
-                    return Having(unit=False, all=False, ahead=-1)
-                return Having(unit=True, all=self._has_all(), ahead=self._prefetcher.next_with_room() if ahead else -1)
-
-        self.check()
-        if self._all_have_all:
-            return
-        if ahead and entry.residency is Residency.DEVICE:
-            self._prefetcher.read()
-        # Other ranks are waited for, and served, without the lock.
-        agreed = self.changed.without_lock(lambda: peers.agree(entry.index, having))
-        unit, self._all_have_all = agreed.ahead, agreed.all
-        if agreed.gather:
-            self._serve_gather(entry)
-            if ahead:
-                self._prefetcher.read()
-            if agreed.together:
-                unit = self.changed.without_lock(lambda: peers.agree_ahead(lambda: having().ahead))
-        self.check()
-        if unit >= 0:
-            self._serve_gather(self._entries[unit])
-
-    def _has_all(self) -> bool:
-        """Returns whether every unit is on the device and stays there until weights change."""
-        return self._limits.reuse is None and all(entry.residency is Residency.DEVICE for entry in self._entries)
 
     @uninterrupted
     def grow_device(self, nbytes: int, kept: Sequence[int] = ()) -> list[torch.Tensor]:
@@ -271,7 +233,8 @@ class Pager:
             The bytes; 0 if there are none, if a view of weights is alive there, or if other ranks count on the units.
         """
         with self.lock, self._prefetcher.stopped():
-            return 0 if self._all_have_all else self._device_cache.shrink()
+            counted_on = self._common_uses is not None and self._common_uses.settled
+            return 0 if counted_on else self._device_cache.shrink()
 
     @uninterrupted
     def begin(self, kind: PassKind) -> None:
@@ -303,7 +266,7 @@ class Pager:
         be a collective that the other ranks do not expect.
         """
         with self.lock:
-            if self._peers is None:
+            if self._common_uses is None:
                 self._prefetcher.run()
             else:
                 self._prefetcher.read()
@@ -319,8 +282,8 @@ class Pager:
     def begin_updates(self, units: Sequence[int]) -> None:
         """Forbids every read of `units` until their weights are ready. No use of them may be open."""
         with self.lock, self._prefetcher.stopped():  # an upload ahead would bring old weights
-            if units:
-                self._all_have_all = False
+            if units and self._common_uses is not None:
+                self._common_uses.forget()
             self.weight_updates.begin(units)
 
     def mark_rewritten(self, rewritten: bool) -> None:

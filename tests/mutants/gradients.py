@@ -219,8 +219,8 @@ MUTANTS = (
     ),
     Mutant(
         "count the squares of each replica",
-        "offload.engine.distributed.agreement",
-        "for row in facts[: self._ranks.mesh.shards])",
+        "offload.engine.distributed.payload.step_facts",
+        "for row in facts[:shards])",
         "for row in facts)",
         "tests/test_ranks_replicas.py",
     ),

@@ -27,8 +27,8 @@ from offload.engine.checkpoint.load import (
 )
 from offload.engine.checkpoint.restore import CheckpointRestorer
 from offload.engine.checkpoint.save import Moment, SaveRequest, own_or_shared, save
-from offload.engine.distributed.agreement import Collective
 from offload.engine.distributed.all_or_nothing import all_or_nothing
+from offload.engine.distributed.rounds.intents import Collective
 from offload.engine.training.components import EngineComponents
 from offload.engine.training.snapshot import as_bytes, persistent_buffers, scheduler_state
 from offload.engine.training.training_state import TrainingState

@@ -9,105 +9,32 @@
 So ranks may take different paths, as models with experts and loops that evaluate on one rank do, as long as all of them
 reach the same `step()`. `next_collective` decides, from the list alone. A round is a message of a few numbers, sent by
 the thread that runs the model or its backward. Background threads take part in no round.
+
+[Note: series] Where all ranks announce the same series, of gathers (see `swapper.ranks.common_uses`) or of reductions,
+each carries it out without a further round. A rank that wants anything else first takes part in all that is left, with
+its shards and with zeros for gradients, and asks then. One series is under way at a time, since a round begins each.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from offload.engine.callbacks import Edit, EngineCallbacks, GradientStats
+from offload.engine.distributed.payload.step_facts import add_up_step, pack_step
 from offload.engine.distributed.payload.weights import WeightGathers
-from offload.errors import RankError, UsageError
+from offload.engine.distributed.rounds.intents import Collective, RankIntent, describe, next_collective
+from offload.errors import RankError
 from offload.states import State
-from offload.swapper.device_cache import Agreed, Having
 from offload.swapper.memory.device import Event
+from offload.swapper.ranks.peers import Agreed, Having, checksum
 from offload.timeline import OFF, Row, Timeline
-
-
-class Collective(enum.IntEnum):
-    """An operation that a rank may announce."""
-
-    USE = 0
-    """Use of a unit's weights: in a forward, in a backward, or by a read."""
-    REDUCE = 1
-    STEP = 2
-    """Decision on a step."""
-    EDIT = 3
-    END = 4
-    MEAN = 5
-    """Exchange of a number, whose mean every rank receives."""
-    FORGET = 6
-    """Drop of gradients that were reduced."""
-    SAVE = 7
-    """Save of a checkpoint."""
-    LOAD = 8
-    """Load of a checkpoint."""
-    LOOK = 9
-    """Read of a parameter's state, or replacement of its gradient."""
-    SLEEP = 10
-    """Return of the memory to others, between steps."""
-
-
-class RankIntent(NamedTuple):
-    """The announcement of one rank."""
-
-    kind: Collective
-    unit: int = -1
-    ready: bool = False
-    """True if the rank has the weights (USE), has new values (EDIT), or deletes its store (END)."""
-    holds: int = -1
-    """The unit of which the rank has gradients that are not reduced, or -1."""
-    ahead: int = -1
-    """For USE: the unit that the rank could gather next, or -1."""
-    has_all: bool = False
-    """For USE: True if the rank has the weights of all units."""
-
-    def same(self, other: RankIntent) -> bool:
-        """Returns True if both ranks announce the same operation on the same unit."""
-        return (self.kind, self.unit) == (other.kind, other.unit)
-
-
-class NextCollective(NamedTuple):
-    """The next collective of all ranks. If `next` is None, ranks whose use is ready continue; others announce again."""
-
-    next: RankIntent | None
-
-
-def next_collective(intents: Sequence[RankIntent]) -> NextCollective | None:
-    """Returns the next collective for the announcements of all ranks, in rank order; None if there can be none.
-
-    A rank whose announcement was not chosen announces again, unless it announced a USE and all uses are ready. Which
-    gradients are reduced together, and so the order of their sum, depends on the reductions alone, not on gathers.
-    """
-    if all(intent.same(intents[0]) for intent in intents):
-        return NextCollective(intents[0])
-    uses = [intent for intent in intents if intent.kind is Collective.USE]
-    # Gathers come first, so that a rank that still gathers can reach its reduction and join the others'.
-    if uses:
-        return NextCollective(next((intent for intent in uses if not intent.ready), None))
-    reduces = [intent for intent in intents if intent.kind is Collective.REDUCE]
-    return NextCollective(reduces[0]) if reduces else None
-
-
-_FACTS = struct.Struct("<dqqq")  # sum of squares, micro-batches, steps, checksum of the optimizer's settings
-_SAME_BATCHES = "all ranks must train on equally many micro-batches (drop_last, or a sampler that pads)"
-# Name, column of `_FACTS` and advice for each number that all ranks must share at a step.
-_MUST_AGREE = (
-    ("micro-batches since the last boundary", 1, _SAME_BATCHES),
-    ("steps so far", 2, _SAME_BATCHES),
-    (
-        "learning rates or other settings of the optimizer (checksums)",
-        3,
-        "all ranks must use the same settings: take a schedule's metric from engine.mean()",
-    ),
-)
 
 
 class Agreement:
@@ -127,6 +54,16 @@ class Agreement:
         """The unit that all ranks are gathering or reducing now; -1 between collectives."""
         self._retry_answer: Agreed
         """Result of `agree` if this rank calls it again for `_agreed_unit`, as after a lack of memory."""
+        self._series: tuple[int, ...] = ()
+        """Units that all ranks gather in this order, each before its first use there."""
+        self._begun = self._ahead = 0
+        """Number of gathers of the series that have begun, and of those that begin before they are needed."""
+        self._reductions: deque[int] = deque()
+        """Units that all ranks reduce next in this order, without a round."""
+        self._uses_ask = True
+        """False while all ranks know that their next uses need no round."""
+        self._strayed = False
+        """True if this rank has left a series of reductions. It takes part in no other."""
         self._in_question = False
         """True during an exchange with all ranks, and from then on if the exchange was interrupted."""
 
@@ -134,22 +71,36 @@ class Agreement:
 
     def agree(self, unit: int, having: Callable[[], Having]) -> Agreed:
         """Returns the common decision on this rank's use of `unit`; `having` is called in each round."""
-        with self._timeline.span(Row.RANKS, self._agree_titles[unit]):
+        # The lock is held to the end, since a thread that asks after a series has begun must begin its gathers first.
+        with self._timeline.span(Row.RANKS, self._agree_titles[unit]), self.lock:
             return self._agree(unit, having)
 
     def _agree(self, unit: int, having: Callable[[], Having]) -> Agreed:
         """Announces the use of `unit`, and derives the decision from the last round."""
         if self._agreed_unit == unit:  # the gather was agreed on before, when this rank lacked memory
             return self._retry_answer
-        intents = self._await_all(Collective.USE, unit, having)
+        latest: list[Having] = []
+
+        def look() -> Having:
+            latest[:] = [having()]
+            return latest[0]
+
+        intents = self._await_all(Collective.USE, unit, look)
         mine = intents[self._ranks.rank]
         together = all(intent.same(mine) for intent in intents)
+        series = latest[0].series
+        if together and series is not None and all(intent.series == mine.series for intent in intents):
+            self._series, self._begun, self._ahead = series.missing, 0, series.ahead
+            series.begin()
+            self._uses_ask = False
+            return Agreed(gather=False, together=True, series=True)
         gather = any(intent.same(mine) and not intent.ready for intent in intents)
         # A prefetch is agreed on only if all ranks use the same unit and have it: none of them then waits for a gather
         # of the unit itself.
         following = _common([intent.ahead for intent in intents]) if together and not gather else -1
         answer = Agreed(gather, together, all(intent.has_all for intent in intents), following)
         self._agree_on(unit if gather else following, answer)
+        self._uses_ask = not answer.all
         return answer
 
     def agree_ahead(self, ahead: Callable[[], int]) -> int:
@@ -167,6 +118,26 @@ class Agreement:
         """Records that all ranks gather `unit` now (-1: none); `again` is this rank's result if it repeats `agree`."""
         self._agreed_unit, self._retry_answer = unit, again
 
+    @property
+    def behind(self) -> bool:
+        """True if gathers of the series have not begun."""
+        return self._begun < len(self._series)
+
+    def go_on(self, unit: int) -> None:
+        """Begins the gathers of the series up to that of `unit`, and some ahead: as many on all ranks."""
+        with self.lock:
+            if unit in self._series:
+                self._gather_series(self._series.index(unit) + 1 + self._ahead)
+
+    def _gather_series(self, stop: int) -> None:
+        """Begins the gathers of the series before its position `stop`. What was interrupted is begun again."""
+        for unit in self._series[self._begun : stop]:
+            self._check(retried=unit)
+            self._agreed_unit = unit
+            self._callbacks.serve_gather(unit)
+            self._agreed_unit = -1
+            self._begun += 1
+
     def gather(self, unit: int, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
         """Fills in the other ranks' partitions of a unit, as agreed; see `Ranks.gather`."""
         with self._timeline.span(Row.RANKS, "gather"):
@@ -174,10 +145,47 @@ class Agreement:
             self._agreed_unit = -1
             return gathered
 
-    def reduce(self, unit: int) -> None:
-        """Reduces the gradients of `unit` with those of all ranks that have some."""
+    def reduce(self, unit: int, expected: Sequence[int] = ()) -> None:
+        """Reduces the gradients of `unit` with those of all ranks that have some.
+
+        Args:
+            unit: the unit, of which this rank has gradients.
+            expected: all units that this backward is expected to reduce, in their order, from `unit` on. If all ranks
+                expect the same, and use units without rounds, those after `unit` need none either.
+        """
         with self._timeline.span(Row.RANKS, self._reduce_titles[unit]), self.lock:
-            self._serve(Collective.REDUCE, unit, self._await_all(Collective.REDUCE, unit))
+            if self._reductions and self._reductions[0] == unit:
+                self._check()
+                self._reduce_next()
+                return
+            self._end_series()
+            if self._callbacks.pending_unit() != unit:
+                return  # reduced just now, with what the other ranks have
+            series = 0 if self._uses_ask or self._strayed or not expected else checksum(*expected)
+            intents = self._await_all(Collective.REDUCE, unit, series=series)
+            if series and all(intent.same(intents[0]) and intent.series == series for intent in intents):
+                self._reductions.extend(expected[1:])
+            self._serve(Collective.REDUCE, unit, intents)
+
+    def _reduce_next(self) -> None:
+        """Reduces the next unit of the series, to which every rank contributes: zeros if it has no gradients."""
+        unit = self._agreed_unit = self._reductions.popleft()
+        self._callbacks.serve_reduce(unit, range(self._ranks.size))
+        self._agreed_unit = -1
+
+    def end_reductions(self) -> None:
+        """Takes part in all reductions that are left of a series, at the end of a backward that has made fewer."""
+        with self.lock:
+            if self._reductions:
+                self._end_series()
+
+    def _end_series(self) -> None:
+        """Begins all that is left of a series. Other ranks may follow it, and learn of no round before its end."""
+        self._gather_series(len(self._series))
+        self._check()
+        while self._reductions:
+            self._strayed = True
+            self._reduce_next()
 
     def step(
         self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], GradientStats]
@@ -203,18 +211,9 @@ class Agreement:
         self._await_all(Collective.STEP, -1)
         # Called only now: until every rank had arrived, this rank could still receive gradients of others.
         mine = known()
-        flags = b"".join(_bitmap(segments) for segments in mine.present)
-        content = _FACTS.pack(mine.sum_squares, micro_batches, global_steps, settings) + flags
         with self._question():
-            rows = self._ranks.collect_bytes(content, "agree on a step")
-        facts = [_FACTS.unpack_from(row) for row in rows]
-        for what, column, advice in _MUST_AGREE:
-            numbers = [row[column] for row in facts]
-            if len(set(numbers)) > 1:
-                raise UsageError(f"the ranks differ in their {what}: {', '.join(map(str, numbers))}; {advice}")
-        # In rank order on every rank, so that all take the same decision; over one replica, since all have the same.
-        present = _union([row[_FACTS.size :] for row in rows])
-        return GradientStats(sum_squares=sum(row[0] for row in facts[: self._ranks.mesh.shards]), present=present)
+            rows = self._ranks.collect_bytes(pack_step(mine, micro_batches, global_steps, settings), "agree on a step")
+        return add_up_step(rows, self._ranks.mesh.shards)
 
     def add_up(self, numbers: Sequence[float]) -> list[float]:
         """Returns the sums of `numbers` over the shards of a replica, added in their order. Only within a `step`."""
@@ -286,33 +285,48 @@ class Agreement:
 
     # -- the round ----------------------------------------------------------------------------------
 
-    def _check(self) -> None:
-        """Raises `RankError`, and notifies the other ranks, if this rank has left an earlier collective unfinished."""
-        if self._agreed_unit >= 0:
+    def _check(self, retried: int = -1) -> None:
+        """Raises `RankError`, and notifies the other ranks, if this rank has left an earlier collective unfinished.
+
+        Args:
+            retried: a unit whose gather is begun again, which is no reason.
+        """
+        if self._agreed_unit not in (-1, retried):
             raise self._ranks.fail(f"it left an exchange of {self._names[self._agreed_unit]} unfinished")
         if self._in_question:
             raise self._ranks.fail("it was interrupted while it waited for the other ranks")
 
-    def _await_all(self, kind: Collective, unit: int, what: bool | Callable[[], Having] = False) -> list[RankIntent]:
+    def _await_all(
+        self, kind: Collective, unit: int, what: bool | Callable[[], Having] = False, series: int = 0
+    ) -> list[RankIntent]:
         """Serves other ranks until this rank's announcement is chosen, or is a USE and all uses are ready.
 
-        Returns the last announcements. `what` is this rank's field `ready`; for USE, a function called in each round.
+        Args:
+            kind: the announcement.
+            unit: its unit, or -1.
+            what: this rank's field `ready`; for USE, a function called in each round.
+            series: this rank's field `series`; for USE, that function returns it.
+
+        Returns:
+            The last announcements.
         """
         with self.lock:
-            self._check()
+            self._end_series()
             while True:
                 has = Having(what, all=False, ahead=-1) if isinstance(what, bool) else what()
-                mine = RankIntent(kind, unit, has.unit, self._callbacks.pending_unit(), has.ahead, has.all)
+                mark = series if has.series is None else has.series.checksum
+                mine = RankIntent(kind, unit, has.unit, self._callbacks.pending_unit(), has.ahead, has.all, mark)
                 # One small all-gather for each round. A rank that has served others repeats its announcement.
                 numbers = [int(field) for field in mine]
                 with self._question():
-                    rows = self._ranks.collect(numbers, _describe(mine, self._names))
+                    rows = self._ranks.collect(numbers, describe(mine, self._names))
                 intents = [
-                    RankIntent(Collective(row[0]), row[1], bool(row[2]), row[3], row[4], bool(row[5])) for row in rows
+                    RankIntent(Collective(row[0]), row[1], bool(row[2]), row[3], row[4], bool(row[5]), row[6])
+                    for row in rows
                 ]
                 choice = next_collective(intents)
                 if choice is None:
-                    described = [_describe(intent, self._names) for intent in intents]
+                    described = [describe(intent, self._names) for intent in intents]
                     calls = self._ranks.heartbeat.tell(self._ranks.members, described)
                     raise RankError(
                         f"the ranks have reached different calls: {calls}. Every rank must make the same steps, and "
@@ -349,50 +363,6 @@ class Agreement:
         self._agreed_unit = -1
 
 
-_DOES = {
-    Collective.USE: "uses the weights of {}",
-    Collective.REDUCE: "reduces the gradients of {}",
-    Collective.STEP: "is at step()",
-    Collective.EDIT: "changes the weights of {}",
-    Collective.END: "closes its engine",
-    Collective.MEAN: "takes the mean of a number (engine.mean)",
-    Collective.FORGET: "drops its gradients (zero_grad)",
-    Collective.SAVE: "saves a checkpoint",
-    Collective.LOAD: "loads a checkpoint",
-    Collective.LOOK: "accesses a state of a parameter",
-    Collective.SLEEP: "gives its memory back (engine.sleep)",
-}
-
-
-def _describe(intent: RankIntent, names: Sequence[str]) -> str:
-    """Returns an announcement as text for messages."""
-    return _DOES[intent.kind].format(names[intent.unit] if intent.unit >= 0 else "")
-
-
 def _common(units: Sequence[int]) -> int:
     """Returns the unit that all agree on, or -1."""
     return units[0] if len(set(units)) == 1 else -1
-
-
-def _bitmap(segments: set[int]) -> bytes:
-    """Returns a set of segments as a length in bytes (u32, little-endian), followed by one bit for each segment."""
-    number = sum(1 << segment for segment in segments)
-    length = (number.bit_length() + 7) // 8
-    return struct.pack("<I", length) + number.to_bytes(length, "little")
-
-
-def _union(rows: Sequence[bytes]) -> list[set[int]]:
-    """Returns, for each unit, the union of the segments in all rows."""
-    return [set().union(*sets) for sets in zip(*(list(_segments(row)) for row in rows), strict=True)]
-
-
-def _segments(row: bytes) -> Sequence[set[int]]:
-    """Returns, for each unit, the segments of a row of bitmaps."""
-    found, position = [], 0
-    while position < len(row):
-        (length,) = struct.unpack_from("<I", row, position)
-        position += 4
-        number = int.from_bytes(row[position : position + length], "little")
-        found.append({bit for bit in range(number.bit_length()) if number >> bit & 1})
-        position += length
-    return found

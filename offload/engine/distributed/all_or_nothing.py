@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from offload.engine.distributed.agreement import Agreement, Collective
+from offload.engine.distributed.agreement import Agreement
+from offload.engine.distributed.rounds.intents import Collective
 from offload.errors import RankError, StoreError
 
 

@@ -12,9 +12,9 @@ Where there are several replicas of the model, each does so by itself, and they 
                                     the last one is reduced; if the buckets have the dtype of sums
 
 A unit is reduced when the backward has given gradients of all its parameters, when a gradient of another unit arrives,
-or when the backward ends; from a bucket also when a second gradient of the same parameter arrives. What no gradient
-of the last micro-batch has reduced is reduced before the step, or before a gradient is read. Ranks need not reach that
-moment together, nor have gradients of the same parameters (see `agreement`).
+or when the backward ends; from a bucket also when a second gradient of a parameter arrives. The rest is reduced before
+the step, or before a gradient is read. Ranks need not reach that moment together, nor have gradients of the same
+parameters (see `agreement`).
 
     overlap_comm        reduce 1: start 1    reduce 2: start 2, add 1    ...    end: add the last
     otherwise           reduce 1: start 1, add 1    reduce 2: start 2, add 2    ...
@@ -37,10 +37,10 @@ import torch
 
 from offload.engine.callbacks import EngineCallbacks, GradientStats
 from offload.engine.distributed.agreement import Agreement
-from offload.engine.distributed.payload.gradients import ExchangeMemory, values_of
+from offload.engine.distributed.payload.gradients import Exchange, ExchangeMemory, values_of
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.distributed.replica_sums import ReplicaSums
-from offload.engine.distributed.work import Work
+from offload.engine.distributed.rounds.reduction_order import ReductionOrder
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.gradients.places import GradientPlaces
 from offload.engine.gradients.values import flat
@@ -63,17 +63,6 @@ class _Held(NamedTuple):
     """Each segment at its position in the unit; zeros where there is no gradient."""
     segments: set[int]
     """Segments that have a gradient."""
-
-
-class _Exchange(NamedTuple):
-    """A reduction that has begun, and whose values are not added up."""
-
-    unit: int
-    received: torch.Tensor
-    """(contributing ranks, or 1 for a sum over replicas; numel of this rank's partition, or the bytes of its codes)."""
-    sent: torch.Tensor | None
-    """Memory that holds what this rank has sent; None if it is no contributor, or the memory is free already."""
-    work: Work
 
 
 class ReduceScatterAccumulator(GradientAccumulator):
@@ -129,7 +118,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         sums = [keep(max(map(len, parts)), torch.float32) for _ in range(reduction.sums)]
         codes = [device_arena.keep(nbytes) for nbytes in reduction.sum_codes(list(map(len, parts)))]
         self._over_replicas = ReplicaSums(ranks, sums, codes)
-        self._under_way: deque[_Exchange] = deque()
+        self._under_way: deque[Exchange] = deque()
         """Exchanges whose values are not added up, oldest first. `Agreement.lock` guards it."""
         self._adding = False
         """True while values of an exchange are added up, and from then on if that has failed."""
@@ -137,6 +126,8 @@ class ReduceScatterAccumulator(GradientAccumulator):
         """Event of the compute that has added up the last exchange."""
         self._held: dict[int, _Held] = {}
         """Gradients that are not reduced, by unit."""
+        # A rank that leaves a series sends zeros, and needs room for them beside gradients that wait.
+        self._order = ReductionOrder(predicts=reduction.whole or reduction.buckets > 1)
         self._unit = -1
         self._filled: set[int] = set()
         """Segments of `_unit` to which this backward has given a gradient."""
@@ -211,13 +202,16 @@ class ReduceScatterAccumulator(GradientAccumulator):
 
     def _reduce(self) -> None:
         """Reduces the unit under way, and starts the copies of small results that were set aside."""
-        self._rounds.reduce(self._unit)
+        in_turn = not self._adds_up and self._callbacks.turn() is not None
+        self._rounds.reduce(self._unit, self._order.expected(self._unit, in_turn))
         super()._flush()
 
     def _flush(self) -> None:
         """Reduces the unit under way, if there is one, and puts all that was received where it waits for its update."""
         if self._unit >= 0:
             self._reduce()
+        self._order.end_backward()
+        self._rounds.end_reductions()
         self._finish()
         super()._flush()
 
@@ -227,7 +221,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self.end_backward()
         for unit in sorted(self._held):
             self._unit = unit
-            self._reduce()
+            self._rounds.reduce(unit)
         self._finish()
         super()._flush()
 
@@ -249,11 +243,13 @@ class ReduceScatterAccumulator(GradientAccumulator):
         sends = self._ranks.rank in holders
         # NCCL waits for the calling thread's stream, which need not be the one that has added up what came here.
         self._device.wait_event(self._added)
-        assert sends == (unit == self._unit), "the other ranks take what was announced for what is sent"
+        assert sends or unit != self._unit, "the other ranks take what was announced for what is sent"
         rows = sent = None
         if sends:
-            sent = self._held[unit].memory
-            self._unit, self._filled = -1, set()
+            # All ranks send in a series: one that has left it sends zeros.
+            sent = (self._held.get(unit) or self._hold(unit)).memory
+            if unit == self._unit:
+                self._unit, self._filled = -1, set()
             del self._held[unit]
             rows = self._memory.send(sent[: mesh.shards * len(part)].view(mesh.shards, len(part)))
             if self._memory.form is not None:
@@ -267,7 +263,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
             received, work = self._over_replicas.begin(received, len(part))
             self._free(unit, sent)
             sent = None
-        self._under_way.append(_Exchange(unit, received, sent, work))
+        self._under_way.append(Exchange(unit, received, sent, work))
         # The one before is added up beside the new one; without overlap the new one itself.
         self._add_received(self._exchanges - 1)
 
@@ -302,7 +298,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 self._end(exchange)
                 self._adding = False  # not in a `finally`: a sum that is added in part must not be added again
 
-    def _end(self, exchange: _Exchange) -> None:
+    def _end(self, exchange: Exchange) -> None:
         """Gives the memory of the oldest exchange back."""
         self._free(exchange.unit, exchange.sent)
         self._under_way.popleft()

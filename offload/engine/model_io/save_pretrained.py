@@ -20,8 +20,8 @@ from offload.aio.protocols import Future, Pending, wait_for_all
 from offload.engine.checkpoint.directory import naming_errors
 from offload.engine.checkpoint.files import check_folder
 from offload.engine.checkpoint.save import own_or_shared
-from offload.engine.distributed.agreement import Collective
 from offload.engine.distributed.all_or_nothing import AllOrNothing, all_or_nothing
+from offload.engine.distributed.rounds.intents import Collective
 from offload.engine.model_io.output_folder import arriving, check_not_a_file, check_room
 from offload.engine.model_io.weight_plan import check_dtype, make_plan, shard_size
 from offload.engine.model_io.weight_source import Reading

@@ -10,11 +10,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
+from offload.engine.distributed.work import Work
 from offload.kernels.blocks import dequantize, quantize
 from offload.layout.collectives.reduction import CODES, Reduction
+
+
+class Exchange(NamedTuple):
+    """A reduction that has begun, and whose values are not added up."""
+
+    unit: int
+    received: torch.Tensor
+    """(contributing ranks, or 1 for a sum over replicas; numel of this rank's partition, or the bytes of its codes)."""
+    sent: torch.Tensor | None
+    """Memory that holds what this rank has sent; None if it is no contributor, or the memory is free already."""
+    work: Work
 
 
 class ExchangeMemory:

@@ -1,0 +1,1 @@
+"""What ranks announce to each other, and what is decided from it."""

@@ -1,0 +1,1 @@
+"""The pager of one of several ranks."""
