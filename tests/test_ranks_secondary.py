@@ -20,7 +20,10 @@ from offload.engine.distributed.communication import Communication, Sent
 from offload.engine.distributed.payload.secondary import SecondaryShards
 from offload.errors import BudgetError, ConfigError
 from offload.layout.collectives.secondary import Secondary, check_room
-from offload.sizes import align_up
+from offload.layout.flat_layout import layouts_of
+from offload.layout.units import find_units
+from offload.planner.memory import Memory, Room, settle
+from offload.sizes import GIB, align_up
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, train_step, weights_of
 from tests.support.rank_jobs import JOBS, my_rows
 from tests.support.rank_pool import RankPool, pool, rank_and_size, start
@@ -61,6 +64,7 @@ class Trained(NamedTuple):
 
     result: Result
     sent: Communication
+    notices: tuple[str, ...]
 
 
 def train_in_little_room(job: Job, placement: tuple[str, str], folder: Path, room: int) -> Trained:
@@ -70,9 +74,10 @@ def train_in_little_room(job: Job, placement: tuple[str, str], folder: Path, roo
     for step in range(job.steps):
         losses.append(engine.mean(train_step(engine, job, step)))
         norms.append(engine.get_global_grad_norm() or 0.0)
-    result, sent = Result(losses, norms, weights_of(engine)), engine.communication()
+    result = Result(losses, norms, weights_of(engine))
+    found = Trained(result, engine.communication(), tuple(map(str, engine.notices)))
     engine.destroy(remove=True)
-    return Trained(result, sent)
+    return found
 
 
 RUNS = {
@@ -93,7 +98,8 @@ def test_a_secondary_partition_changes_no_bit(name: str, four: RankPool, tmp_pat
     room = 1 << 16
     plain = four.run(train_in_little_room, job, placement, tmp_path / "plain", room)
     kept = four.run(train_in_little_room, job._replace(node=NODE), placement, tmp_path / "kept", room)
-    for (result, sent), (expected, without) in zip(kept, plain, strict=True):
+    assert any("each rank keeps 1/2 of all weights on its device" in notice for notice in kept[0].notices)
+    for (result, sent, _), (expected, without, _) in zip(kept, plain, strict=True):
         assert_same(result, expected)
         assert sent.node_weights.collectives and not without.node_weights.collectives
         assert sent.weights.nbytes < without.weights.nbytes
@@ -165,10 +171,10 @@ def train_on_a_late_device(job: Job, folder: Path) -> Result:
 def test_same_bits_on_a_device_whose_copies_are_late(four: RankPool, tmp_path: Path) -> None:
     job = JOB._replace(accumulation=2)
     expected = four.run(train_in_little_room, job, HOST, tmp_path / "host", 1 << 16)
-    for late, (plain, _) in zip(
+    for late, plain in zip(
         four.run(train_on_a_late_device, job._replace(node=NODE), tmp_path / "late"), expected, strict=True
     ):
-        assert_same(late, plain)
+        assert_same(late, plain.result)
 
 
 class Node:
@@ -294,6 +300,22 @@ def test_the_device_budget_holds_the_secondary_partition(four: RankPool, tmp_pat
         assert "for the secondary partition of all weights" in message and "zero_hpz_partition_size" in message
 
 
+def test_a_plan_counts_it() -> None:
+    """A plan for four GPUs has it on each; one for a single node does not."""
+    model = JOB.model()
+
+    def planned(node: int) -> Memory:
+        content = config(JOB._replace(node=node), HOST, Path("unused"))
+        layouts = layouts_of(model, find_units(model), 4)
+        return settle(layouts, content, Room(host=8 * GIB, device=8 * GIB, disk=None), world_size=4)
+
+    numel = sum(layout.numel for layout in planned(1).layouts)
+    without, kept = planned(1).placement, planned(NODE).placement
+    assert kept.device_nbytes - without.device_nbytes == align_up(numel * 2 // NODE)
+    assert kept.device_need.least - without.device_need.least == align_up(numel * 2 // NODE)
+    assert planned(4).placement == without
+
+
 def test_a_device_without_room_for_it_is_an_error_that_names_the_key() -> None:
     kept = Secondary(8, 16, (1 << 30,))
     check_room(kept, 2 << 30, 2 << 30)
@@ -309,6 +331,7 @@ def test_a_node_of_all_ranks_keeps_nothing(ranks: RankPool, tmp_path: Path) -> N
     for one, other in zip(ranks.run(train_in_little_room, job, HOST, tmp_path / "one", 1 << 16), plain, strict=True):
         assert_same(one.result, other.result)
         assert one.sent == other.sent
+        assert any("zero_hpz_partition_size has no effect" in notice for notice in one.notices)
 
 
 # -- runs ---------------------------------------------------------------------------------------------

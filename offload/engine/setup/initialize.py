@@ -279,6 +279,7 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
     why = "since the config does not say"
     if "gradient_clipping" in config.left_open:
         why = 'which "auto" means where no Trainer sets the number'
+    node, kept = config.zero_optimization.zero_hpz_partition_size, parts.secondary
     lines = (
         (
             "gradient_clipping" not in config.model_fields_set,
@@ -291,10 +292,13 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
             f"partitioned; {reduced}",
         ),
         (
-            parts.secondary is not None,
-            f"each rank keeps 1/{config.zero_optimization.zero_hpz_partition_size} of all weights on its device, "
-            f"{format_size(0 if parts.secondary is None else parts.secondary.nbytes)}, for gathers within a node "
-            "(zero_hpz_partition_size); a step gathers each unit over all ranks once",
+            kept is not None,
+            f"each rank keeps 1/{node} of all weights on its device, {format_size(kept.nbytes if kept else 0)}, "
+            "for gathers within a node (zero_hpz_partition_size); a step gathers each unit over all ranks once",
+        ),
+        (
+            node > 1 and kept is None,
+            f"zero_hpz_partition_size has no effect: a node of {node} has all ranks, and their weights with them",
         ),
         (
             bool(wide),
