@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import checkpoint, codes, host_time, measure, predict, ranks, rounds, score, step
+from bench import checkpoint, codes, host_time, measure, nodes, predict, ranks, rounds, score, step
 from tests.support.oracle import processes
 
 
@@ -110,3 +111,15 @@ def test_bench_ranks_reports_its_figures(tmp_path: Path, capsys: pytest.CaptureF
     assert first["loss"] == pytest.approx(figures["ddp"]["loss"], rel=1e-5)
     reductions, twice = (each["sent_a_step"]["gradients"] for each in (first, third))
     assert {key: 2 * value for key, value in reductions.items()} == twice
+
+
+@pytest.mark.slow
+def test_bench_nodes_reports_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        nodes.main(["--rate", "1gbit", "--rounds", "1", "--steps", "1"])
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"network namespaces need root, `ip netns` and `tc`: {error}")
+    figures: dict[str, Any] = _figures(capsys)
+    without, kept = figures["without"], figures["secondary"]
+    assert kept["loss"] == without["loss"]
+    assert kept["weights"] < without["weights"] and kept["cable_mb"] < 0.8 * without["cable_mb"]

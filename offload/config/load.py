@@ -101,6 +101,17 @@ def _contradictions(config: Config) -> Iterator[ConfigError]:
             "zero_optimization.zero_quantized_gradients has ranks send gradients as int8 codes, and "
             f"communication_data_type in {config.communication_data_type}; leave one of them out"
         )
+    zero = config.zero_optimization
+    if zero.zero_hpz_partition_size > 1 and zero.stage < 3:
+        yield ConfigError(
+            f"zero_optimization.zero_hpz_partition_size is {zero.zero_hpz_partition_size} in stage {zero.stage}, and "
+            'ranks divide weights in stage 3: set "stage" to 3, or leave it out'
+        )
+    if zero.zero_hpz_partition_size > 1 and zero.mics_shard_size > 0:
+        yield ConfigError(
+            "zero_optimization.zero_hpz_partition_size keeps a copy of the weights in each node, and mics_shard_size "
+            "the weights and states themselves; leave one of them out"
+        )
     wanted = config.data_types.param_dtype
     if wanted is not None and wanted != config.dtype:
         mode = "switch bf16 and fp16 off" if wanted == "fp32" else f'set "{wanted}": {{"enabled": true}}'

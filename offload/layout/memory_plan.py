@@ -16,6 +16,7 @@ from offload.config import Config
 from offload.errors import ConfigError
 from offload.layout.budgets.machine import Machine
 from offload.layout.collectives.gathers import coded_gathers
+from offload.layout.collectives.secondary import secondary_of
 from offload.layout.config_request import gradient_dtype, mode_of, placement_request, reduction_of
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import Placement, place
@@ -112,6 +113,7 @@ def place_states(request: MemoryRequest) -> PlacedStates:
         replicas=request.replicas,
         reduction=reduction_of(config, mode, accumulation, request.world_size, request.replicas),
         gathers=None if images else coded_gathers(config, request.layouts, mode.weight_dtype, request.world_size),
+        secondary=secondary_of(config, request.layouts, mode.weight_dtype.itemsize, request.world_size),
     )
     placement = place(parts, mode, placement_request(config, accumulation), request.machine)
     return PlacedStates(request=request, mode=mode, parts=parts, placement=placement)

@@ -18,6 +18,7 @@ import torch
 from offload.errors import BudgetError
 from offload.layout.collectives.gathers import CodedGathers
 from offload.layout.collectives.reduction import Reduction
+from offload.layout.collectives.secondary import Secondary
 from offload.layout.flat_layout import WORD, UnitLayout
 from offload.layout.optimizers.whole import NO_WHOLE, Whole, whole_sizes
 from offload.sizes import PAGE, align_up, count_of, format_size
@@ -60,6 +61,8 @@ class Partitions:
     before they are reduced. Empty if each micro-batch is reduced."""
     gathers: CodedGathers | None = None
     """Weights that ranks gather as codes; None if there are none."""
+    secondary: Secondary | None = None
+    """The secondary partition of the weights; None without one."""
 
     @property
     def reduction_nbytes(self) -> int:
@@ -76,7 +79,8 @@ class Partitions:
     @property
     def collectives_nbytes(self) -> int:
         """Bytes of the device memory through which ranks reduce gradients and gather weights."""
-        return self.reduction_nbytes + (0 if self.gathers is None else self.gathers.nbytes)
+        kept = 0 if self.secondary is None else self.secondary.nbytes
+        return self.reduction_nbytes + (0 if self.gathers is None else self.gathers.nbytes) + kept
 
     @property
     def largest_unit(self) -> int:
@@ -147,6 +151,7 @@ def partitions(
     replicas: int = 1,
     reduction: Reduction | None = None,
     gathers: CodedGathers | None = None,
+    secondary: Secondary | None = None,
 ) -> Partitions:
     """Returns this rank's bytes of every unit and state.
 
@@ -160,12 +165,12 @@ def partitions(
         replicas: number of replicas, each of which is divided into shards.
         reduction: the way in which several ranks reduce their gradients; None if there is one.
         gathers: weights that ranks gather as codes; None if there are none.
+        secondary: the secondary partition of the weights; None without one.
     """
     rows: list[Mapping[State, int]] = []
     trainable = [len(layout.trainable(rank, world_size)) for layout in layouts]
     for layout, numel in zip(layouts, trainable, strict=True):
-        weights = numel + len(layout.frozen(rank, world_size))
-        row = {State.WEIGHT: weights * mode.weight_dtype.itemsize}
+        row = {State.WEIGHT: (numel + len(layout.frozen(rank, world_size))) * mode.weight_dtype.itemsize}
         if numel:
             row |= {
                 state: len(mode.padded_part(state, 0, numel)) * dtype.itemsize
@@ -175,8 +180,7 @@ def partitions(
             # PACKED is sized by its fields; a state may be that of the elements outside of matrices alone.
             if State.PACKED in row:
                 row[State.PACKED] = layout.packed_numel(rank) * WORD
-            rest = len(layout.rest(rank, world_size))
-            row |= {state: rest * mode.states[state].itemsize for state in mode.partial}
+            row |= {state: len(layout.rest(rank, world_size)) * mode.states[state].itemsize for state in mode.partial}
             # States may be empty: an optimizer of torch may keep nothing of a unit's parameters here.
             row = {state: nbytes for state, nbytes in row.items() if nbytes}
             row[State.GRAD] = numel * gradient_dtype.itemsize
@@ -200,6 +204,7 @@ def partitions(
         images=tuple(images),
         reduction=reduction,
         gathers=gathers,
+        secondary=secondary,
         unit_gradients=() if reduction is None else tuple(wholes),
         whole_gradients=tuple(numel * gradient_dtype.itemsize for numel in wholes)
         if reduction is not None and reduction.whole

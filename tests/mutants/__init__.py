@@ -16,6 +16,7 @@ from tests.mutants import (
     moment_codes,
     optimizers,
     quantized,
+    secondary,
     sequence,
     storm,
     swapper,
@@ -35,6 +36,7 @@ MUTANTS = (
     *frozen_blocks.MUTANTS,
     *moment_codes.MUTANTS,
     *quantized.MUTANTS,
+    *secondary.MUTANTS,
     *sequence.MUTANTS,
     *storm.MUTANTS,
 )

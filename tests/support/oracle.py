@@ -70,6 +70,8 @@ class Job(NamedTuple):
     """`communication_data_type`."""
     shard_size: int = -1
     """`mics_shard_size` of ZeRO: ranks of a replica, all by default."""
+    node: int = 1
+    """`zero_hpz_partition_size` of ZeRO: ranks of a node."""
     quantized: str = ""
     """Words after `zero_quantized_` of the keys of ZeRO that are on."""
 
@@ -233,6 +235,7 @@ def config(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -
             "stage": job.stage,
             "overlap_comm": job.overlap,
             "mics_shard_size": job.shard_size,
+            "zero_hpz_partition_size": job.node,
             **{f"zero_quantized_{word}": True for word in job.quantized.split()},
             "offload_param": {"device": weights},
             "offload_optimizer": {"device": states},

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from offload.config.blocks.block import CHANGES_TRAINING, Block, missing, split_names
+from offload.config.blocks.block import CHANGES_TRAINING, Block, split_names
 from offload.config.blocks.values import Count, Elements, Integer, Names, Number, Paths, Size, Tier
 
 
@@ -79,10 +79,6 @@ class ZeroOptimization(Block):
             ("zeropp_loco_param", "zenflow"),
             CHANGES_TRAINING,
         ),
-        "zero_hpz_partition_size": missing(
-            "keeps a second copy of the weights in each node",
-            "leave it out, or set it to 1; mics_shard_size divides all states within a node",
-        ),
     }
 
     OLD_NAMES: ClassVar[dict[str, str]] = {
@@ -112,6 +108,12 @@ class ZeroOptimization(Block):
         -1,
         description="ranks that hold one replica of weights, gradients and states, a divisor of their number; weights "
         "are gathered within a replica, and sums of gradients are added up over the replicas; -1 or 0: all ranks",
+    )
+    zero_hpz_partition_size: Count = Field(
+        1,
+        description="ranks of a node, a divisor of their number: each keeps its part of the node's copy of all weights "
+        "on its device, so that a step gathers each weight over all ranks once, and within the node from then on; "
+        "stage 3 alone; 1: no copy",
     )
     zero_quantized_weights: bool = Field(
         False,

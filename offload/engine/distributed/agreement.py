@@ -337,6 +337,8 @@ class Agreement:
                     if kind is Collective.USE:  # all uses are ready, this one among them
                         return intents
                 elif choice.next.same(mine):
+                    if kind in (Collective.STEP, Collective.EDIT, Collective.LOAD, Collective.SLEEP):
+                        self._gathers.forget()
                     return intents
                 else:
                     self._serve(choice.next.kind, choice.next.unit, intents)

@@ -11,6 +11,8 @@ With r replicas of s shards (`mesh`), s takes the place of n, and an all-reduce 
 
     sum of S bytes             S / r to each of r - 1 ranks, twice:  2 S (r - 1) / r
 
+With a secondary partition over nodes of s ranks, W (s - 1) / s is what a gather within a node sends.
+
 Where codes are sent (`payload`), W and G are their bytes, 130 for 128 elements, and the codes of a sum of S elements go
 to each of r - 1 ranks once.
 
@@ -51,7 +53,10 @@ class Communication(NamedTuple):
     """What this rank has sent to others since its engine was created, by kind. All is 0 with one rank."""
 
     weights: Sent = Sent()
-    """Gathers of weights for forwards, backwards and reads; one for each of a unit's trainable and frozen part."""
+    """Gathers of weights for forwards, backwards and reads; one for each of a unit's trainable and frozen part. Those
+    within a node are counted apart."""
+    node_weights: Sent = Sent()
+    """Gathers of weights within a node, from a secondary partition (`zero_hpz_partition_size`)."""
     gradients: Sent = Sent()
     """Reductions of gradients, one for each unit whose gradients are complete or must make room; with several replicas
     two, or one if a replica has one shard."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.distributed.agreement import Agreement
+from offload.engine.distributed.payload.secondary import SecondaryShards
 from offload.engine.distributed.payload.weights import WeightGathers
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.gradients.accumulator import GradientAccumulator
@@ -154,7 +155,12 @@ def _agreement(plan: Plan, arena: DeviceArena, callbacks: EngineCallbacks, timel
     if plan.ranks is None:
         return None
     coded = plan.parts.gathers
-    gathers = WeightGathers(plan.ranks, plan.device, coded, arena.keep(coded.nbytes) if coded else None)
+    codes, secondary = arena.keep(coded.nbytes) if coded else None, None
+    if plan.node is not None:
+        sizes = plan.parts.secondary
+        assert sizes is not None, "there are nodes for a secondary partition alone"
+        secondary = SecondaryShards(sizes, plan.rank, plan.node, plan.device, arena.keep(sizes.nbytes))
+    gathers = WeightGathers(plan.ranks, plan.device, coded, codes, secondary)
     return Agreement(gathers, shown_names(plan), callbacks, timeline=timeline)
 
 

@@ -191,6 +191,8 @@ def _components(
         # Behind all other hooks on modules and state dicts, as nothing that fails follows here either.
         views = ShardedViews(plan.sites)
         parts = dataclasses.replace(parts, tensor_parallel=plan.grid, sharded_views=views)
+    if plan.node is not None:
+        parts = dataclasses.replace(parts, node=plan.node)
     if plan.sequence is not None:
         forward = SequenceForward(model, plan.sequence)
         parts = dataclasses.replace(parts, sequence=plan.sequence, sequence_forward=forward)

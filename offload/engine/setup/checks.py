@@ -17,6 +17,7 @@ from offload.engine.params.opaque.paged_tensor import PagedTensor, is_under_engi
 from offload.engine.params.paged_parameter import PagedParameter
 from offload.engine.params.sharded.find import FoundShards, is_dtensor
 from offload.errors import ConfigError, UsageError
+from offload.layout.collectives.secondary import check_node
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.frozen.opaque import is_of_bitsandbytes, is_packed, waits_for_quantization
 from offload.sizes import count_of
@@ -90,6 +91,7 @@ def check_same(
         "units": [layout.name for layout in layouts],
         "parameters": [_compared(segment, grid) for layout in layouts for segment in layout.segments],
         "frozen": config.offload.frozen,
+        "zero_hpz_partition_size": config.zero_optimization.zero_hpz_partition_size,
         # Ranks send each other matrices of Muon in this dtype.
         "dtype of Muon's products": ("bf16" if in_bf16(device) else "fp32") if mode.optimizer == MUON else None,
         "quantized weights": [[s.name, s.kind, *s.inner] for layout in layouts for s in layout.segments if s.inner],
@@ -186,6 +188,25 @@ def check_tensor_parallel(
     for holds, what, cure in refused:
         if holds:
             raise ConfigError(f"tensor parallelism does not go together with {what} here: {cure}")
+
+
+def check_nodes(config: Config, ranks: Ranks | None, grid: TensorParallel | None) -> None:
+    """Raises `ConfigError` if the processes cannot be divided into nodes that keep a secondary partition.
+
+    Args:
+        config: The config.
+        ranks: All processes; None if there is only one.
+        grid: The place of this process in a grid of pipeline and tensor parallelism; None without it.
+    """
+    size = config.zero_optimization.zero_hpz_partition_size
+    if size == 1:
+        return
+    if grid is not None:
+        raise ConfigError(
+            "zero_optimization.zero_hpz_partition_size divides all processes into nodes, and with tensor parallelism "
+            "or a pipeline not all of them share weights: leave it out"
+        )
+    check_node(size, 1 if ranks is None else ranks.size)
 
 
 def _brief(value: Any) -> str:

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from offload import kernels
 from offload.checkpointing import with_configured
 from offload.config import Config, effective, load_config, resolve_batch
+from offload.engine.distributed.payload.secondary import form_node
 from offload.engine.distributed.process_group import Ranks, join_ranks
 from offload.engine.distributed.rendezvous import UNABLE, meet_others, stay_away
 from offload.engine.distributed.tensor_parallel import TensorParallel, form_grid
@@ -35,7 +36,7 @@ from offload.engine.sequence.checks import check_model as check_sequences
 from offload.engine.sequence.checks import check_units
 from offload.engine.sequence.group import SequenceParallel, form_groups
 from offload.engine.setup.build import STARTING, build
-from offload.engine.setup.checks import check_groups, check_tensor_parallel
+from offload.engine.setup.checks import check_groups, check_nodes, check_tensor_parallel
 from offload.engine.setup.dtype_choice import warn_if_slow
 from offload.engine.setup.gpu_allocator import let_segments_grow
 from offload.engine.setup.plain_config import PlainKeywords, plain_config
@@ -166,6 +167,7 @@ def _initialize(
     check_pipeline(model, loaded)
     grid = form_grid(everyone, shards.row, shards.sharded, pipeline_place(model))
     check_groups(grid, shards, device.torch)
+    check_nodes(loaded, everyone, grid)
     sequence = form_groups(everyone, loaded.sequence_parallel_size, grid is not None)
     one_at_a_time = bool(shards.dtensors) or sequence is not None or isinstance(model, PipelineStages)
     loaded = _of_a_column(loaded, grid, one_at_a_time)
@@ -226,7 +228,8 @@ def _start(
     codes = loaded.zero_optimization.sends_codes
     check_tensor_parallel(grid, plan.mode, plan.layouts, bool(plan.units.experts), bool(plan.tiled_mlps), codes)
     check_units(sequence, bool(plan.units.experts))
-    plan = dataclasses.replace(plan, grid=grid, sites=tuple(taken.sites), sequence=sequence)
+    node = form_node(ranks, plan.parts.secondary)
+    plan = dataclasses.replace(plan, grid=grid, sites=tuple(taken.sites), sequence=sequence, node=node)
     # From now on the weights leave the model, and no error could bring them back.
     taken.keep()
     schedule, notices = schedule_choice.choose(loaded.scheduler, given.lr_scheduler, chosen)
@@ -276,6 +279,7 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
     why = "since the config does not say"
     if "gradient_clipping" in config.left_open:
         why = 'which "auto" means where no Trainer sets the number'
+    node, kept = config.zero_optimization.zero_hpz_partition_size, parts.secondary
     lines = (
         (
             "gradient_clipping" not in config.model_fields_set,
@@ -286,6 +290,15 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
             ranks > 1 and stage < 3,
             f"ZeRO stage {stage} on {ranks} ranks is trained as stage 3: weights, gradients and states are "
             f"partitioned; {reduced}",
+        ),
+        (
+            kept is not None,
+            f"each rank keeps 1/{node} of all weights on its device, {format_size(kept.nbytes if kept else 0)}, "
+            "for gathers within a node (zero_hpz_partition_size); a step gathers each unit over all ranks once",
+        ),
+        (
+            node > 1 and kept is None,
+            f"zero_hpz_partition_size has no effect: a node of {node} has all ranks, and their weights with them",
         ),
         (
             bool(wide),

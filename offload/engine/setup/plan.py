@@ -89,6 +89,8 @@ class Plan:
     """The modules that compute with DTensors."""
     sequence: SequenceParallel | None = None
     """This process's place in sequence parallelism; None without it."""
+    node: Ranks | None = None
+    """The ranks that keep a secondary partition of the weights together; None without one."""
     images: tuple[UnitImage | None, ...] = ()
     """Each unit as it lies in the model's own files, None for one that is not read there. Empty if none is."""
 
@@ -290,12 +292,8 @@ def _mesh_notices(mesh: Mesh) -> tuple[str, ...]:
     if mesh.replicas == 1:
         return ()
     part = "all" if mesh.shards == 1 else f"1/{mesh.shards}"
-    return (
-        Remark(
-            f"{mesh}: each rank has {part} of the weights, gradients and states; weights are gathered within a "
-            "replica, and the sums of gradients are added up over the replicas"
-        ),
-    )
+    told = "weights are gathered within a replica, and the sums of gradients are added up over the replicas"
+    return (Remark(f"{mesh}: each rank has {part} of the weights, gradients and states; {told}"),)
 
 
 def _frozen_notices(config: Config, layouts: Sequence[UnitLayout], mode: Mode) -> tuple[str, ...]:

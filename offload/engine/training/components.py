@@ -69,6 +69,8 @@ class EngineComponents:
     """The hooks that show DTensors to modules; None if the model has none."""
     sequence: SequenceParallel | None = None
     """This process's place in sequence parallelism; None without it."""
+    node: Ranks | None = None
+    """The ranks that keep a secondary partition of the weights together; None without one."""
     sequence_forward: SequenceForward | None = None
     """The hooks that cut sequences; None without sequence parallelism."""
     untile: Callable[[], None] | None = None
@@ -114,9 +116,11 @@ class EngineComponents:
         """What this process has sent to others."""
         if self.tensor_parallel is not None:
             return self.tensor_parallel.sent
+        sent = Communication() if self.ranks is None else self.ranks.sent
         if self.sequence is not None:
-            return self.sequence.sent
-        return Communication() if self.ranks is None else self.ranks.sent
+            sent = self.sequence.sent
+        # All that the ranks of a node send each other are weights.
+        return sent if self.node is None else sent.plus(Communication(node_weights=self.node.sent.weights))
 
     def refuse_shards(self, call: str) -> None:
         """Raises `UsageError` for a call that would save or load the part of one process as if it were all."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from offload.layout.budgets.device_need import DeviceNeed, device_fixed, largest_moving, least_holds, moving
 from offload.layout.budgets.machine import Machine
+from offload.layout.collectives.secondary import check_room
 from offload.layout.tiers import Partitions, PlacementRequest, TierMap, that_fit, to_add_up, with_tier
 from offload.sizes import MIB, PAGE, align_up
 from offload.states import State, Tier
@@ -60,6 +61,7 @@ def divide_device(
             room = min(room, max(live, weights + beside))
         most = room
     else:
+        check_room(parts.secondary, least, machine.free_host if machine.host_addressable else machine.free_device)
         # By default the arena begins small and grows once the first step has shown the memory of the activations.
         room = most = min(_DEVICE_UNITS * largest, live)
         if machine.host_addressable:  # the host budget, activations and gradients come out of the same memory

@@ -128,6 +128,13 @@ def least_holds(parts: Partitions) -> str:
             '"stage": 2, which reduces each micro-batch'
         )
     reduction = parts.reduction
+    if parts.secondary is not None:
+        return (
+            "it must hold the states stored there, the largest unit, "
+            f"{format_size(parts.secondary.nbytes)} for the secondary partition of all weights, and "
+            f"{format_size(parts.collectives_nbytes - parts.secondary.nbytes)} for what ranks send each "
+            'other: raise it, or leave "zero_hpz_partition_size" out'
+        )
     if parts.gathers is not None or (reduction is not None and reduction.form is not None):
         return (
             "it must hold the states stored there, the largest unit and "

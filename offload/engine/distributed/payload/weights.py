@@ -12,10 +12,12 @@ that reads them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
+from offload.engine.distributed.payload.secondary import SecondaryShards
 from offload.engine.distributed.process_group import Ranks
 from offload.kernels.blocks import dequantize, quantize
 from offload.layout.collectives.gathers import CodedGathers
@@ -26,7 +28,14 @@ from offload.swapper.memory.device import DONE, Device, Event
 class WeightGathers:
     """The gathers of one engine, of codes or of values. One thread at a time may call, that of all collectives."""
 
-    def __init__(self, ranks: Ranks, device: Device, coded: CodedGathers | None, codes: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        device: Device,
+        coded: CodedGathers | None,
+        codes: torch.Tensor | None,
+        secondary: SecondaryShards | None = None,
+    ) -> None:
         """Takes the memory.
 
         Args:
@@ -34,11 +43,25 @@ class WeightGathers:
             device: the device.
             coded: what is gathered as codes; None for nothing.
             codes: (coded.nbytes,) uint8 on the device, for one gather after the other.
+            secondary: the secondary partition, for gathers within a node; None without one.
         """
         self.ranks, self._device, self._coded, self._codes = ranks, device, coded, codes
+        self._secondary = secondary
 
     def gather(self, unit: int, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
         """Fills `whole` with the partition of every rank of this replica; see `Ranks.gather`."""
+        if self._secondary is None:
+            return self._gather(unit, whole, shard_ranges, uploaded)
+        over_all = functools.partial(self._gather, unit, whole, shard_ranges, uploaded)
+        return self._secondary.gather(unit, whole, shard_ranges, uploaded, over_all)
+
+    def forget(self) -> None:
+        """Drops what gathers have kept of weights, which may change now. Called on every rank between two gathers."""
+        if self._secondary is not None:
+            self._secondary.forget()
+
+    def _gather(self, unit: int, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
+        """Gathers the unit over all ranks."""
         coded = self._in_codes(unit, shard_ranges)
         if not coded:
             return self.ranks.gather(whole, shard_ranges, uploaded)

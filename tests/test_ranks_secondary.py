@@ -1,0 +1,387 @@
+"""Ranks of a node keep a secondary partition of the weights (`zero_hpz_partition_size`), from which they gather again.
+
+A run has the bits of one without it: each test of bits compares the two.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.config import load_config
+from offload.engine.distributed.communication import Communication, Sent
+from offload.engine.distributed.payload.secondary import SecondaryShards
+from offload.errors import BudgetError, ConfigError
+from offload.layout.collectives.secondary import Secondary, check_room
+from offload.layout.flat_layout import layouts_of
+from offload.layout.units import find_units
+from offload.planner.memory import Memory, Room, settle
+from offload.sizes import GIB, align_up
+from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, train_step, weights_of
+from tests.support.rank_jobs import JOBS, my_rows
+from tests.support.rank_pool import RankPool, pool, rank_and_size, start
+from tests.test_ranks_quantized import Streamed
+
+MEMORY, HOST, DISK = ("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")
+JOB = JOBS["gpt2"]._replace(steps=2, lr=3e-4, dtype="bf16")
+NODE = 2
+"""Ranks of a node, of which four ranks are two."""
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    """Two nodes of two ranks, if the config says so."""
+    with pool(4) as ranks:
+        yield ranks
+
+
+def no_room(job: Job, placement: tuple[str, str], folder: Path) -> str:
+    """Returns the error of a start with no room on the device."""
+    with pytest.raises(BudgetError) as caught:
+        start(job, placement, folder, device_memory=4096)
+    return str(caught.value)
+
+
+def least(job: Job, placement: tuple[str, str], folder: Path) -> int:
+    """Returns the bytes of the smallest device memory that works."""
+    found = re.search(r"least that works is .*?\((\d+) bytes\)", no_room(job, placement, folder))
+    assert found is not None
+    return int(found[1])
+
+
+# -- bits ---------------------------------------------------------------------------------------------
+
+
+class Trained(NamedTuple):
+    """What a rank has in the end."""
+
+    result: Result
+    sent: Communication
+    notices: tuple[str, ...]
+
+
+def train_in_little_room(job: Job, placement: tuple[str, str], folder: Path, room: int) -> Trained:
+    """Trains with `room` bytes above the least, so that units leave the device between their uses."""
+    engine = start(job, placement, folder, device_memory=least(job, placement, folder) + room)
+    losses, norms = [], []
+    for step in range(job.steps):
+        losses.append(engine.mean(train_step(engine, job, step)))
+        norms.append(engine.get_global_grad_norm() or 0.0)
+    result = Result(losses, norms, weights_of(engine))
+    found = Trained(result, engine.communication(), tuple(map(str, engine.notices)))
+    engine.destroy(remove=True)
+    return found
+
+
+RUNS = {
+    "accumulation": (JOB._replace(accumulation=2), HOST),
+    "in memory": (JOB._replace(dtype="fp32"), MEMORY),
+    "frozen weights": (JOBS["adapters"]._replace(steps=2, dtype="bf16"), DISK),
+    "blocks computed again": (JOBS["recomputed"]._replace(steps=2), DISK),
+    "experts": (JOBS["mixture"]._replace(steps=2), HOST),
+    "codes": (JOB._replace(quantized="weights nontrainable_weights gradients"), DISK),
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.works("Several ranks", "a secondary partition in a node (`zero_hpz_partition_size`), in any tier", "right")
+@pytest.mark.parametrize("name", RUNS)
+def test_a_secondary_partition_changes_no_bit(name: str, four: RankPool, tmp_path: Path) -> None:
+    job, placement = RUNS[name]
+    room = 1 << 16
+    plain = four.run(train_in_little_room, job, placement, tmp_path / "plain", room)
+    kept = four.run(train_in_little_room, job._replace(node=NODE), placement, tmp_path / "kept", room)
+    assert any("each rank keeps 1/2 of all weights on its device" in notice for notice in kept[0].notices)
+    for (result, sent, _), (expected, without, _) in zip(kept, plain, strict=True):
+        assert_same(result, expected)
+        assert sent.node_weights.collectives and not without.node_weights.collectives
+        assert sent.weights.nbytes < without.weights.nbytes
+
+
+def change_all(job: Job, folder: Path) -> tuple[Result, Sent]:
+    """Evaluates, edits, loads and sleeps between the uses of one and the same weights."""
+    engine = start(job, DISK, folder, device_memory=least(job, DISK, folder) + (1 << 16))
+    name = "transformer.h.1.mlp.c_fc.weight"
+    losses: list[float] = []
+
+    def look() -> None:
+        engine.eval()
+        with torch.no_grad():
+            losses.append(engine.mean(float(job.loss(engine, 9, 0))))
+        engine.train()
+
+    def edit(value: float) -> None:
+        parameter = engine.module.get_parameter(name)
+        with offload.gathered(parameter, modify=True):
+            if rank_and_size()[0] == 3:
+                parameter.data.view(-1)[7] = value
+        look()
+
+    look()
+    train_step(engine, job, 0)
+    look()
+    edit(3.0)
+    engine.save_checkpoint(str(folder / "saved"))
+    engine.backward(job.loss(engine, 1, 0))
+    edit(-2.0)  # between the micro-batches of a step
+    engine.zero_grad()
+    offload.safe_set_full_fp32_param(engine.module.get_parameter(name), torch.full((32, 128), 0.125))
+    look()
+    engine.load_checkpoint(str(folder / "saved"))
+    look()
+    engine.sleep(host=True)
+    look()
+    train_step(engine, job, 1)
+    look()
+    engine.module.load_state_dict({key: value * 0.5 for key, value in engine.module.state_dict().items()})
+    look()
+    found = Result(losses, [], weights_of(engine)), engine.communication().node_weights
+    engine.destroy(remove=True)
+    return found
+
+
+def test_weights_that_change_between_two_uses_are_gathered_over_all_ranks(four: RankPool, tmp_path: Path) -> None:
+    plain = four.run(change_all, JOB, tmp_path / "plain")
+    kept = four.run(change_all, JOB._replace(node=NODE), tmp_path / "kept")
+    for (result, within), (expected, _) in zip(kept, plain, strict=True):
+        assert_same(result, expected)
+        assert within.collectives
+    losses = plain[0][0].losses
+    assert len(set(losses)) == len(losses) - 2, "only the load, and what follows the sleep, bring known weights"
+
+
+def train_on_a_late_device(job: Job, folder: Path) -> Result:
+    from tests.support.late_device import LateDevice, use_device
+
+    device = LateDevice(rank_and_size()[0], 0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        use_device(patch, device)
+        result = train_in_little_room(job, HOST, folder, 1 << 16).result
+    assert device.broken == []
+    return result
+
+
+def test_same_bits_on_a_device_whose_copies_are_late(four: RankPool, tmp_path: Path) -> None:
+    job = JOB._replace(accumulation=2)
+    expected = four.run(train_in_little_room, job, HOST, tmp_path / "host", 1 << 16)
+    for late, plain in zip(
+        four.run(train_on_a_late_device, job._replace(node=NODE), tmp_path / "late"), expected, strict=True
+    ):
+        assert_same(late, plain.result)
+
+
+class Node:
+    """The ranks of a node on GPUs, as a test of streams sees them: the gather notes what it was given."""
+
+    def __init__(self, device: Streamed) -> None:
+        self.device = device
+
+    def gather(self, whole: torch.Tensor, ranges: list[range], after: Any) -> Any:
+        assert after is self.device.end and [whole[each.start : each.stop].tolist() for each in ranges] == [[7, 7]]
+        return "gathered"
+
+
+class Ordered(Streamed):
+    """A device that notes for which events its upload stream waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited: list[Any] = []
+
+    def wait_event(self, event: Any) -> None:
+        assert self.uploads
+        self.waited.append(event)
+
+
+def test_on_a_gpu_copies_are_submitted_to_the_upload_stream() -> None:
+    """Behind the gather that fills them, or ahead of the one that reads them; the host waits for nothing."""
+    device = Ordered()
+    shards = SecondaryShards(Secondary(2, 4, (2,)), 2, Node(device), device, torch.zeros(4096, dtype=torch.uint8))  # type: ignore[arg-type]
+    whole, mine = torch.zeros(4, dtype=torch.uint8), [range(2, 3)]
+
+    def over_all() -> Any:
+        whole[:2] = 7  # rank 2 is the first of its node, and keeps the first half
+        return "over all"
+
+    assert shards.gather(0, whole, mine, "uploaded", over_all) is device.end  # type: ignore[arg-type, comparison-overlap]
+    assert device.waited == ["over all"]
+    whole.zero_()
+    assert shards.gather(0, whole, mine, "uploaded", over_all) == "gathered"  # type: ignore[arg-type, comparison-overlap]
+    assert device.waited == ["over all", "uploaded"]
+
+
+# -- bytes --------------------------------------------------------------------------------------------
+
+LAYERS = 5
+
+
+class Stack(nn.Module):
+    """Layers of one size, each of which a backward needs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(LAYERS))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden.requires_grad_()
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return hidden
+
+
+def stack_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+    torch.manual_seed(step * 10 + micro)
+    return model(my_rows(torch.randn(4, 64))).square().mean()
+
+
+class Step(NamedTuple):
+    sent: Communication
+    nbytes: int
+    """Of all weights, in fp32."""
+    unit_nbytes: int
+
+
+def second_step(job: Job, folder: Path) -> Step:
+    """Trains two steps with room for one unit."""
+    engine = start(job, HOST, folder, device_memory=least(job, HOST, folder))
+    before = engine.communication()
+    for step in range(2):
+        before = engine.communication()
+        train_step(engine, job, step)
+    sizes = [layout.numel * 4 for layout in engine._core.components.layouts]
+    found = Step(engine.communication().since(before), sum(sizes), max(sizes))
+    engine.destroy(remove=True)
+    return found
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_step_gathers_each_weight_over_all_ranks_once(accumulation: int, four: RankPool, tmp_path: Path) -> None:
+    """ZeRO++ (arXiv 2306.10209, section 3.2): 2 W in place of 3 W between nodes; W for each micro-batch more without.
+
+    A gather of W bytes over n ranks makes each send (n - 1) / n of them, and so does the reduction of gradients; one
+    within a node of s ranks makes it send (s - 1) / s. A backward finds the last unit of the forward on the device, and
+    so does each later forward the first.
+    """
+    job = Job(Stack, stack_loss, accumulation=accumulation, clip=0.0)
+    gathers = 2 * LAYERS - 1 + (accumulation - 1) * (2 * LAYERS - 2)
+    for sent, nbytes, unit in four.run(second_step, job, tmp_path):
+        assert sent.weights == Sent(gathers, gathers * unit * 3 // 4) and sent.node_weights == Sent()
+        assert sent.gradients == Sent(LAYERS * accumulation, nbytes * accumulation * 3 // 4)
+    for sent, nbytes, unit in four.run(second_step, job._replace(node=NODE), tmp_path):
+        assert sent.weights == Sent(LAYERS, nbytes * 3 // 4)
+        assert sent.node_weights == Sent(gathers - LAYERS, (gathers - LAYERS) * unit // 2)
+        assert sent.gradients == Sent(LAYERS * accumulation, nbytes * accumulation * 3 // 4)
+
+
+# -- memory -------------------------------------------------------------------------------------------
+
+
+def held_and_least(job: Job, folder: Path) -> tuple[int, int, str]:
+    """Returns the elements of all units, the least device memory, and the error."""
+    engine = start(job, HOST, folder)
+    numel = sum(layout.numel for layout in engine._core.components.layouts)
+    engine.destroy(remove=True)
+    return numel, least(job, HOST, folder), no_room(job, HOST, folder)
+
+
+def test_the_device_budget_holds_the_secondary_partition(four: RankPool, tmp_path: Path) -> None:
+    without = four.run(held_and_least, JOB, tmp_path)
+    for (numel, nbytes, message), (_, less, _) in zip(
+        four.run(held_and_least, JOB._replace(node=NODE), tmp_path), without, strict=True
+    ):
+        assert nbytes - less == align_up(numel * 2 // NODE)
+        assert "for the secondary partition of all weights" in message and "zero_hpz_partition_size" in message
+
+
+def test_a_plan_counts_it() -> None:
+    """A plan for four GPUs has it on each; one for a single node does not."""
+    model = JOB.model()
+
+    def planned(node: int) -> Memory:
+        content = config(JOB._replace(node=node), HOST, Path("unused"))
+        layouts = layouts_of(model, find_units(model), 4)
+        return settle(layouts, content, Room(host=8 * GIB, device=8 * GIB, disk=None), world_size=4)
+
+    numel = sum(layout.numel for layout in planned(1).layouts)
+    without, kept = planned(1).placement, planned(NODE).placement
+    assert kept.device_nbytes - without.device_nbytes == align_up(numel * 2 // NODE)
+    assert kept.device_need.least - without.device_need.least == align_up(numel * 2 // NODE)
+    assert planned(4).placement == without
+
+
+def test_a_device_without_room_for_it_is_an_error_that_names_the_key() -> None:
+    kept = Secondary(8, 16, (1 << 30,))
+    check_room(kept, 2 << 30, 2 << 30)
+    check_room(None, 3 << 30, 2 << 30)
+    with pytest.raises(BudgetError, match=r"zero_hpz_partition_size is 8, so each rank keeps 1/8 .* 2.0 GiB is free"):
+        check_room(kept, 3 << 30, 2 << 30)
+
+
+def test_a_node_of_all_ranks_keeps_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    """The primary partition is within the node already."""
+    job = JOB._replace(node=2)
+    plain = ranks.run(train_in_little_room, JOB, HOST, tmp_path / "plain", 1 << 16)
+    for one, other in zip(ranks.run(train_in_little_room, job, HOST, tmp_path / "one", 1 << 16), plain, strict=True):
+        assert_same(one.result, other.result)
+        assert one.sent == other.sent
+        assert any("zero_hpz_partition_size has no effect" in notice for notice in one.notices)
+
+
+# -- runs ---------------------------------------------------------------------------------------------
+
+
+def go_on(job: Job, folder: Path) -> dict[str, torch.Tensor]:
+    """Trains one step more of a run on disk, and returns the weights."""
+    engine = start(job, DISK, folder, resume="auto", device_memory=least(job, DISK, folder) + (1 << 16))
+    train_step(engine, job, engine.global_steps)
+    weights = weights_of(engine)
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.slow
+@pytest.mark.works("Several ranks", "another `zero_hpz_partition_size` at a resume", "right")
+def test_a_run_resumes_with_nodes_and_without(four: RankPool, tmp_path: Path) -> None:
+    expected = [four.run(go_on, JOB, tmp_path / "plain") for _ in range(3)]
+    for node, weights in zip((NODE, 1, NODE), expected, strict=True):
+        for mine, other in zip(four.run(go_on, JOB._replace(node=node), tmp_path / "nodes"), weights, strict=True):
+            assert_same_tensors(mine, other)
+
+
+# -- errors -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"stage": 2, "zero_hpz_partition_size": 2}, "zero_hpz_partition_size is 2 in stage 2"),
+        ({"stage": 3, "zero_hpz_partition_size": 2, "mics_shard_size": 2}, "leave one of them out"),
+        ({"stage": 3, "zero_hpz_partition_size": 0}, "zero_hpz_partition_size"),
+    ],
+)
+def test_a_config_that_contradicts_itself_is_an_error(block: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({"zero_optimization": block})
+
+
+def refused(folder: Path, nodes: tuple[int, int]) -> str:
+    """Returns this rank's error of a start with its own size."""
+    with pytest.raises(ConfigError) as error:
+        start(JOB._replace(node=nodes[rank_and_size()[0]]), MEMORY, folder)
+    return str(error.value)
+
+
+def test_a_size_that_does_not_fit_is_an_error_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    for message in ranks.run(refused, tmp_path, (3, 3)):
+        assert message.startswith("zero_optimization.zero_hpz_partition_size is 3, ") and "a divisor of 2" in message
+    for message in ranks.run(refused, tmp_path, (1, 2)):
+        assert "zero_hpz_partition_size" in message
+    with pytest.raises(ConfigError, match="1 rank cannot be divided"):
+        offload.initialize(model=JOB.model(), config=config(JOB._replace(node=2), MEMORY, tmp_path))
