@@ -78,6 +78,22 @@ def test_what_the_device_does_itself_is_let_through() -> None:
         assert found == [TWOS]
 
 
+def test_the_host_is_in_order_with_itself_and_compute_is_not() -> None:
+    """What the host has written into a buffer of its own is there for any copy; what compute has written may not be."""
+    device = LateDevice(0, 1.0)
+    memory = device.allocate(4 * TWOS).view(torch.float32)
+    buffer = torch.frombuffer(bytearray(4 * TWOS), dtype=torch.float32)
+    with Ticks(device):
+        buffer.fill_(2.0)
+        device.upload(memory, buffer).wait()
+        buffer.add_(1.0)
+        device.download(buffer, memory).wait()
+        assert buffer.sum() == 2 * TWOS and device.broken == []
+        computed = torch.ones(TWOS)
+        device.upload(memory, computed).wait()
+        assert device.broken == ["copied early"]
+
+
 def _train(folder: str, fault: bool) -> None:
     """Trains a step; with `fault` the host sums the squares of gradients that stay on the device."""
     device = LateDevice(0, 0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from offload.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, Off
 from offload.errors import BudgetError, UsageError
 from tests import device
 from tests.support import models
-from tests.support.oracle import TIERS, assert_same, run, start, train_step, trained
+from tests.support.oracle import TIERS, accumulated_step, assert_same, run, start, train_step, trained
 
 JOB = models.GPT2._replace(steps=4, dtype="bf16", accumulation=2)
 
@@ -84,6 +85,31 @@ def test_an_engine_with_gradients_or_a_graph_of_weights_does_not_sleep(tmp_path:
         engine.sleep()
     engine.zero_grad()
     engine.sleep()
+    engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("schedule", ["micro_batch_major", "layer_major"])
+@pytest.mark.parametrize("kept", [False, True], ids=["dropped", "in a dead cycle"])
+def test_after_a_backward_that_failed_no_graph_keeps_an_engine_awake(schedule: str, kept: bool, tmp_path: Path) -> None:
+    engine = start(JOB, ("cpu", "cpu"), tmp_path, schedule=schedule, activations="cpu")
+
+    def fail(module: Any, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda grad: 1 // 0)
+
+    handle = engine.module.transformer.h[1].register_forward_hook(fail)
+    gc.disable()  # no luck
+    try:
+        try:
+            accumulated_step(engine, JOB, 0)
+        except ZeroDivisionError as error:
+            error.args = (error,) if kept else ()
+        handle.remove()
+        engine.zero_grad()
+        held = any(each["used"] for each in engine._core.components.activations.bytes_by_tier().values())
+        assert held == kept
+        engine.sleep()
+    finally:
+        gc.enable()
     engine.destroy(remove=True)
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from offload.errors import IoError
 from tests.storm import trial
-from tests.storm.life import FAILED
+from tests.storm.life import FAILED, causes_of
 from tests.storm.plan import Fault, Plan, draw, simpler
 from tests.storm.trial import Life, faults
 
@@ -77,6 +78,12 @@ def test_what_a_life_has_left_is_told() -> None:
 def test_an_end_that_no_weather_explains_is_told(fault: str, status: int | None, line: list[Any], words: str) -> None:
     found = verdict([line], CALM[0], (status, 0), PLAN._replace(faults=(Fault(fault, 5),)))
     assert any(words in each for each in found), found
+
+
+def test_causes_of_an_error_are_told_once_though_each_is_the_others() -> None:
+    first, second = RuntimeError("first"), IoError("file", 0, 1, 5, "read")
+    first.__cause__, second.__context__ = second, first
+    assert [each.split(":")[0] for each in causes_of(first)] == ["IoError"]
 
 
 def test_a_seed_is_a_plan_and_simpler_plans_end() -> None:

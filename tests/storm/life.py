@@ -78,7 +78,7 @@ def live(plan: Plan, number: int, folder: Path, rank: int = 0, port: int = 0) ->
             _train(plan, folder, log, weather)
     except (OffloadError, KeyboardInterrupt) as error:
         status = FAILED
-        log("error", -1, type(error).__name__, str(error)[:500], _causes(error))
+        log("error", -1, type(error).__name__, str(error)[:500], causes_of(error))
     except BaseException:
         status = 1
         log("traceback", -1, traceback.format_exc()[-3000:])
@@ -100,16 +100,14 @@ class _Log:
         print(json.dumps([what, step, *values]), file=self._file, flush=True)
 
 
-def _causes(error: BaseException) -> list[str]:
-    """Returns the names of an error's causes."""
-    found: list[str] = []
-    passed, cause = {id(error)}, error.__cause__ or error.__context__
-    # Two errors may each be the other's: a rank that is interrupted while it raises what another rank told it.
-    while cause is not None and id(cause) not in passed:
-        passed.add(id(cause))
-        found.append(f"{type(cause).__name__}: {str(cause)[:200]}")
+def causes_of(error: BaseException) -> list[str]:
+    """Returns the names of an error's causes, each once: two errors may be causes of each other."""
+    found: dict[int, str] = {}
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in found:
+        found[id(cause)] = f"{type(cause).__name__}: {str(cause)[:200]}"
         cause = cause.__cause__ or cause.__context__
-    return found
+    return list(found.values())[1:]
 
 
 def is_of_the_drive(line: list[Any]) -> bool:

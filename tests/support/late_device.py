@@ -233,15 +233,19 @@ class LateDevice(Device):
             while self._kernels:
                 self._kernels.pop(0)()
 
-    def tick(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Records an operation of torch that reads, or writes, `ranges` of memory: (first address, last address)."""
+    def tick(self, ranges: Sequence[tuple[int, int]], *, at_once: bool = False) -> None:
+        """Records an operation of torch that reads, or writes, `ranges` of memory: (first address, last address).
+
+        One of the host is over `at_once`: no copy can come before its end.
+        """
         with self.lock:
             self._clock += 1
             pending = [copy for stream in self._streams.values() for copy in stream if not copy.carried_out]
             for first, last in ranges:
                 if any(copy.start < last and first < copy.start + copy.nbytes for copy in pending):
                     self.broken.append("read early")
-                self._reads.append((self._clock, first, last))
+                if not at_once:
+                    self._reads.append((self._clock, first, last))
             self.drift()
             self._reads = [read for read in self._reads if read[0] > self.progress]
 
@@ -298,10 +302,21 @@ class Ticks(Operations):
         self._device.memory.guard(-1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._device.tick([] if func.is_view else ranges((args, kwargs)))
+        read = [] if func.is_view else ranges((args, kwargs))
+        at_once = self._of_host((args, kwargs))
+        self._device.tick(read, at_once=at_once)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self._device.made([] if func.is_view else ranges(result))
+        self._device.made([] if func.is_view or at_once else ranges(result))
         return result
+
+    def _of_host(self, tree: Any) -> bool:
+        """Returns whether an operation on these tensors is one of the host, which has ended when it returns.
+
+        Memory that is neither torch's own nor the device's, as of a buffer of the queue, is the host's.
+        """
+        tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.nbytes]
+        foreign = all(not (t.is_meta or t.untyped_storage().resizable()) for t in tensors)
+        return bool(tensors) and foreign and not self._device.memory.holds(ranges(tensors))
 
 
 def ranges(tree: Any) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ there, one of the host arena remains where it is, unpinned.
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import NamedTuple
 
@@ -91,8 +92,9 @@ class Sleep:
             )
         # A tensor over memory that is gone would read what others write there, or end the process.
         components.unit_views.settle(stays=True)
-        inputs = components.activations.bytes_by_tier()
-        if any(each["used"] for each in inputs.values()):
+        if self._inputs_held():
+            gc.collect()  # a dead cycle, such as an exception's frames, may hold a graph
+        if self._inputs_held():
             raise UsageError(
                 "sleep was called between a forward and its backward, for which the engine holds inputs of blocks: run "
                 "the backward and step() first, or drop the loss"
@@ -101,6 +103,10 @@ class Sleep:
         self._check_room(
             0 if components.shards.device.host_addressable else need, "what no file contains of the device"
         )
+
+    def _inputs_held(self) -> bool:
+        """Returns whether inputs of blocks are held for a backward."""
+        return any(each["used"] for each in self._components.activations.bytes_by_tier().values())
 
     @staticmethod
     def _check_room(nbytes: int, of: str) -> None:

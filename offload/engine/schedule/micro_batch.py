@@ -114,8 +114,11 @@ class MicroBatch(Generic[_T]):
         if self.ended:
             self._thread.join()
         if self._error is not None:
-            error, self._error = self._error, None  # no cycle between the error's frames and this object
-            raise error
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # a cycle of this frame and the error's would hold the graph until Python looks for cycles
 
     def abandon(self) -> None:
         """Ends the micro-batch where it waits, and joins its thread. Idempotent. Errors of the end are ignored."""
