@@ -164,7 +164,7 @@ def _initialize(
     # Before the first message: each rank comes to the same result by itself.
     check_sequences(model, loaded)
     check_pipeline(model, loaded)
-    grid = form_grid(everyone, shards.row, shards.sharded, pipeline_place(model))
+    grid = form_grid(everyone, shards.row, shards.sharded, pipeline_place(model), shards.dims)
     check_groups(grid, shards, device.torch)
     sequence = form_groups(everyone, loaded.sequence_parallel_size, grid is not None)
     one_at_a_time = bool(shards.dtensors) or sequence is not None or isinstance(model, PipelineStages)
