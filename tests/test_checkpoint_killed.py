@@ -74,7 +74,7 @@ MOMENTS: dict[str, Callable[[], None]] = {
     "nothing has its name": before(checkpoint_folder, "sync_folder"),
     "it has its name": before(checkpoint_folder, "sync_folder", 2),
     "latest follows": before(checkpoint_folder.os, "replace"),
-    "all but the old one": before(checkpoint_folder, "_delete"),
+    "all but the old one": before(checkpoint_folder, "delete"),
     "the old one goes": before(checkpoint_folder.os, "unlink", 3),  # the first is of `.latest.<tag>`
     "the old one is empty": before(checkpoint_folder.os, "rmdir"),
     "between two renames": between_renames,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import offload
@@ -182,6 +183,43 @@ def test_tied_layers_beside_zero_train_as_one(alone: Callable[[Job], Result], tm
     with shared_pool(4) as four:
         found = together(four.run(train, job, tmp_path / "four", 2))
     rounding_bounds.same_training(found, alone(job), job, reordered=True)
+
+
+def started(job: Job, folder: Path) -> Any:
+    return deepspeed.initialize(model=pipeline(job, 2), config=config(job, DISK, folder))[0]
+
+
+def save_and_load(job: Job, folder: Path) -> list[float]:
+    """The weights of this process have the names of the whole model, and a load goes on with the bits of the save."""
+    engine = started(job, folder / "one")
+    data = batches(job, 0, 1)
+    engine.train_batch(data_iter=data)
+    assert engine.save_checkpoint(str(folder / "saved"))
+    engine.save_pretrained(folder / "model")
+    expected = [float(engine.train_batch(data_iter=data)) for _ in range(2)]
+    weights = {name.partition(".")[2]: value.clone() for name, value in engine.module.state_dict().items()}
+    engine.destroy(remove=True)
+    engine = started(job, folder / "two")
+    path, state = engine.load_checkpoint(str(folder / "saved"))
+    assert path.endswith("global_step1") and state == {} and engine.global_steps == 1
+    data = batches(job, 0, 1)
+    for _ in range(job.accumulation):
+        next(data)
+    assert [float(engine.train_batch(data_iter=data)) for _ in range(2)] == expected
+    assert_same_tensors({name.partition(".")[2]: value for name, value in engine.module.state_dict().items()}, weights)
+    engine.destroy(remove=True)
+    return expected
+
+
+@pytest.mark.works("Several ranks", "checkpoints and `save_pretrained` of a `PipelineModule` with tied layers", "right")
+def test_a_pipeline_module_goes_on_from_its_checkpoint_and_is_saved_whole(ranks: RankPool, tmp_path: Path) -> None:
+    job = JOB._replace(model=tied)
+    ranks.run(save_and_load, job, tmp_path)
+    (file,) = (tmp_path / "model").glob("*.safetensors")
+    saved = load_file(file)
+    # The layer that both stages have is there once.
+    assert saved.keys() == tied().state_dict().keys()
+    tied().load_state_dict(saved)
 
 
 # -- the division --------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ BLOCKS = [
     for guide in sorted(GUIDES.glob("*.md"))
     for code in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
 ]
-OPTIONAL = {"bitsandbytes", "diffusers", "lightning", "torchao", "trl"}
+OPTIONAL = {"bitsandbytes", "diffusers", "lightning", "ray", "torchao", "trl"}
 """Packages that a guide may use and that are in none of our extras: its block runs where they are installed."""
 
 

@@ -301,9 +301,6 @@ def use_it_wrongly(folder: Path) -> None:
     # Nothing is left of all that.
     pipelines.run(pipelines.schedule_of(engine, job, Plan()), ids, held, 1)
     engine.step()
-    for refused in (engine.save_checkpoint, engine.load_checkpoint, engine.save_pretrained, engine.save_16bit_model):
-        with pytest.raises(UsageError, match=r"knows nothing of pipelines.*state_dict"):
-            refused(str(folder))
     engine.destroy(remove=True)
 
 
@@ -311,7 +308,6 @@ def engine_free_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-@pytest.mark.works("Several ranks", "checkpoints and `save_pretrained` of a pipeline", "refused")
 def test_each_wrong_use_is_an_error_and_the_engine_goes_on(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(use_it_wrongly, tmp_path)
 

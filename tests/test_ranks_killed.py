@@ -165,6 +165,35 @@ def test_killed_at_any_moment(late: float, unbroken: Any, tmp_path: Path) -> Non
     check(run, unbroken)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.works("Several ranks", "SIGKILL of one rank at 30 random moments of one run", "right")
+def test_killed_at_thirty_random_moments(tmp_path: Path) -> None:
+    """With `-s` it prints the seconds in which the other rank has ended."""
+    job, chance, seconds = JOB._replace(steps=300), random.Random(30), []
+    whole = Run(tmp_path / "whole", job=job)
+    whole.end()
+    expected = whole.steps(), torch.load(whole.log / "weights0", weights_only=True)
+    for _ in range(30):
+        run = Run(tmp_path / "killed", job=job)
+        run.wait_for_a_step()
+        time.sleep(chance.uniform(0, 0.15))
+        victim = chance.randrange(2)
+        run.kill(victim)
+        killed = time.monotonic()
+        run.end()
+        seconds.append(time.monotonic() - killed)
+        message = run.output_of(1 - victim)
+        assert re.match(rf"rank {victim} \(process \d+ on .*\) was killed or has crashed\. ", message), message
+        one, other = run.resumed()
+        assert one == other
+    print("seconds:", sorted(round(each, 2) for each in seconds))
+    run = Run(tmp_path / "killed", job=job)
+    run.end()
+    assert run.resumed()[0] == run.resumed()[1] > 30
+    check(run, expected)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["Muon", "torch.optim.Adafactor"])
 def test_killed_while_ranks_step_parameters_together(optimizer: str, tmp_path: Path) -> None:

@@ -156,9 +156,6 @@ def load_whole_and_divided(folder: Path) -> None:
     with torch.no_grad():
         engine(torch.zeros(1, 2, dtype=torch.long))
     call_a_layer(engine, given)  # which has lost the engine's own hooks
-    for refused in (engine.save_checkpoint, engine.load_checkpoint, engine.save_pretrained, engine.save_16bit_model):
-        with pytest.raises(UsageError, match=r"knows nothing of tensor parallelism.*state_dict"):
-            refused(str(folder))
     engine.destroy(remove=True)
 
 

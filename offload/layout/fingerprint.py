@@ -105,25 +105,27 @@ def _fields(fields: Sequence[StateField]) -> list[list[Any]]:
     return [[each.name, each.kind, list(each.shape)] for each in fields]
 
 
-def described_layouts(description: Mapping[str, Any]) -> tuple[UnitLayout, ...]:
+def described_layouts(description: Mapping[str, Any], part: bool = False) -> tuple[UnitLayout, ...]:
     """Returns the layouts from which `describe` made `description`.
+
+    Args:
+        description: made by `describe`.
+        part: True if the caller knows that they may be of one part of a grid alone.
 
     Raises:
         StoreError: if the layouts are of one process's shards of tensor parallelism, or stages of a pipeline.
     """
-    grid = description.get("tensor_parallel")
+    grid = None if part else description.get("tensor_parallel")
     if grid is not None:
         raise StoreError(
-            f"these swap files have part {grid['coordinate'] + 1} of {grid['size']} of each weight that tensor "
-            "parallelism divides, and nothing puts the parts together here: resume the run, and save "
-            "engine.module.state_dict() by torch.distributed.checkpoint"
+            f"these files have part {grid['coordinate'] + 1} of {grid['size']} of each weight that tensor "
+            f"parallelism divides, and nothing puts the parts together here: {_WHOLE}"
         )
-    pipeline = description.get("pipeline")
+    pipeline = None if part else description.get("pipeline")
     if pipeline is not None:
         raise StoreError(
-            f"these swap files have the layers of place {pipeline['position'] + 1} of {pipeline['size']} in a "
-            "pipeline, and nothing puts the stages together here: resume the run, and save "
-            "engine.module.state_dict() of each stage"
+            f"these files have the layers of place {pipeline['position'] + 1} of {pipeline['size']} in a "
+            f"pipeline, and nothing puts the stages together here: {_WHOLE}"
         )
     ranks = description["world_size"]
     return tuple(
@@ -132,6 +134,13 @@ def described_layouts(description: Mapping[str, Any]) -> tuple[UnitLayout, ...]:
         )
         for unit in description["units"]
     )
+
+
+_WHOLE = (
+    "give the folder of the whole checkpoint, which has a folder for each part; of swap files resume the run, and call "
+    "engine.save_pretrained or save_checkpoint"
+)
+"""What to do with a part of a grid."""
 
 
 def _read(fields: Iterable[Any]) -> tuple[StateField, ...]:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offload.aio.protocols import Queue
-from offload.engine.checkpoint.files import find
+from offload.engine.checkpoint.files import find, read_manifest
 from offload.engine.model_io.checkpoint_source import CheckpointSource
+from offload.engine.model_io.grid.of_checkpoint import whole_of_checkpoint
+from offload.engine.model_io.grid.source import WholeSource
 from offload.engine.model_io.output_folder import arriving, check_room, copy_tokenizer, tokenizer_files
 from offload.engine.model_io.weight_plan import Plan, make_plan, shard_size
 from offload.engine.model_io.weight_source import Source, StoreSource
@@ -21,7 +23,7 @@ from offload.engine.model_io.weight_writer import Files, notices
 from offload.errors import StoreError
 from offload.swapper.modes import dtype_name
 
-__all__ = ["Exported", "check_target", "export", "make_plan", "open_source", "read_nbytes", "shard_size"]
+__all__ = ["Exported", "check_target", "export", "make_plan", "open_source", "read_nbytes", "shard_size", "with_states"]
 
 
 class Exported(NamedTuple):
@@ -37,7 +39,7 @@ class Exported(NamedTuple):
     notices: tuple[str, ...]
 
 
-def open_source(path: Path, queue: Queue) -> StoreSource | CheckpointSource:
+def open_source(path: Path, queue: Queue) -> StoreSource | CheckpointSource | WholeSource:
     """Opens the weights in `path`.
 
     Args:
@@ -48,7 +50,21 @@ def open_source(path: Path, queue: Queue) -> StoreSource | CheckpointSource:
         StoreError: If the folder is none of these, or cannot be read.
     """
     checkpoint = find(path, None)
-    return StoreSource(path, queue) if checkpoint is None else CheckpointSource(Path(checkpoint), queue)
+    if checkpoint is None:
+        return StoreSource(path, queue)
+    if read_manifest(Path(checkpoint)).parts:
+        return whole_of_checkpoint(Path(checkpoint), queue)
+    return CheckpointSource(Path(checkpoint), queue)
+
+
+def with_states(source: StoreSource | CheckpointSource | WholeSource, path: Path) -> StoreSource | CheckpointSource:
+    """Returns a source that has optimizer states too; raises `StoreError` for one of parts, which has weights alone."""
+    if isinstance(source, WholeSource):
+        raise StoreError(
+            f"{path} was saved in parts by a pipeline or tensor parallelism, of which weights alone are put together: "
+            "export without --format; optimizer states are loaded by engine.load_checkpoint in the same grid"
+        )
+    return source
 
 
 def export(

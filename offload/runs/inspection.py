@@ -134,7 +134,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "world_size": None,
         "frozen_weights": None,
         "made_by": None,
-        "bytes": sum(map(_size_of, path.iterdir())),
+        "bytes": sum(map(_size_of, path.rglob("*"))),
         "damaged": [],
     }
     try:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from offload.aio import StripedFile
 from offload.aio.protocols import Queue
-from offload.engine.checkpoint.files import find, progress_file, read_manifest, wrong_files
+from offload.engine.checkpoint.files import find, is_checkpoint, progress_file, read_manifest, wrong_files
 from offload.engine.model_io.weight_source import lock_and_look, ranks_of
 from offload.errors import IoError, StoreError
 from offload.sizes import count_of, format_size
@@ -181,17 +181,18 @@ class CheckpointChecking:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files of the checkpoint."""
-        return sum(file.nbytes for file in self._manifest.files.values())
+        """Bytes of all files of the checkpoint; those of a part whose manifest is lost are not known."""
+        parts = filter(is_checkpoint, (self._path / part for part in self._manifest.parts))
+        own = sum(file.nbytes for file in self._manifest.files.values())
+        return own + sum(CheckpointChecking(part).nbytes for part in parts)
 
     def run(self, queue: Queue, progress: Callable[[int], None] = lambda _: None) -> CheckpointReport:
         """Reads and compares everything. Failures to load a rank are damage in the report and raise nothing."""
         # Imported late: the module imports torch, which the verification of a run does not need.
         from offload.engine.checkpoint.load import compare_bytes, look
 
-        path, manifest = self._path, self._manifest
+        path, manifest, nbytes = self._path, self._manifest, 0
         wrong = [Wrong(str(path / name), reason) for name, reason in wrong_files(path, manifest).items()]
-        nbytes = 0
 
         def compared(count: int) -> None:
             nonlocal nbytes
@@ -201,8 +202,12 @@ class CheckpointChecking:
         def damaged(file: Path, name: str) -> None:
             wrong.append(Wrong(str(file), f"the checksum of {name} is not the one written"))
 
+        for part in () if wrong else manifest.parts:
+            report = CheckpointChecking(path / part).run(queue, progress)
+            wrong.extend(report.wrong)
+            nbytes += report.nbytes
         # If a file is missing or has another size, offsets are not valid, so no tensor is compared.
-        for rank in range(0 if wrong else manifest.ranks):
+        for rank in range(0 if wrong or manifest.parts else manifest.ranks):
             try:
                 found = look(path, rank, manifest.ranks, {})
                 # Ranks of other replicas than the first have saved their progress alone.

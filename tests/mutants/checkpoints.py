@@ -6,6 +6,20 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "load a part of another save beside the parts of this one",
+        "offload.engine.checkpoint.files",
+        'if crc32c(data) != manifest.files[name].sums[""]:',
+        "if False:",
+        "tests/test_checkpoint_grid.py",
+    ),
+    Mutant(
+        "read each strip of a shard from its begin",
+        "offload.engine.model_io.grid.source",
+        "piece.segment.start + strip.start,",
+        "piece.segment.start,",
+        "tests/test_export_grid.py",
+    ),
+    Mutant(
         "import what a pickle of another program names",
         "offload.fileio.torch_file",
         'return type("Record", (Record,), {"name": f"{module}.{name}"})',
@@ -101,15 +115,15 @@ MUTANTS = (
         "replace a checkpoint by deleting it first",
         "offload.engine.checkpoint.directory",
         "            if exchange(partial, checkpoint):",
-        "            if _delete(checkpoint) or sync_folder(folder) or os.rename(partial, checkpoint) or True:\n"
+        "            if delete(checkpoint) or sync_folder(folder) or os.rename(partial, checkpoint) or True:\n"
         "                going = None\n            elif exchange(partial, checkpoint):",
         "tests/test_checkpoint_killed.py",
     ),
     Mutant(
         "delete all that is in a folder of a checkpoint",
-        "offload.engine.checkpoint.directory",
-        "if not _FILES.fullmatch(e.name) or not e.is_file(follow_symlinks=False)",
-        "if False",
+        "offload.engine.checkpoint.parts",
+        "elif not _FILES.fullmatch(entry.name) or not entry.is_file(follow_symlinks=False):",
+        "elif False:",
         "tests/test_checkpoint_folder.py",
     ),
     Mutant(

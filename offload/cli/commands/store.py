@@ -168,7 +168,7 @@ def export(
     from rich.console import Console
 
     from offload.aio import IoQueue
-    from offload.runs.export import check_target, make_plan, open_source, read_nbytes, shard_size
+    from offload.runs.export import check_target, make_plan, open_source, read_nbytes, shard_size, with_states
     from offload.runs.export import export as write
     from offload.runs.states_by_parameter import plan_states
 
@@ -186,7 +186,7 @@ def export(
         with IoQueue() as queue, closing(open_source(path, queue)) as source:
             if format != "safetensors":
                 kind, write_all = _resumable(format)
-                states = plan_states(source, path, kind)
+                states = plan_states(with_states(source, path), path, kind)
                 with _bar(console, states.nbytes) as progress:
                     done = write_all(source, out, states, progress)
             else:

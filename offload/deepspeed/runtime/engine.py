@@ -94,12 +94,13 @@ class DeepSpeedEngine(Engine):
 
         Raises:
             BudgetError: if the weights of a pickle do not fit into the RAM.
+            UsageError: for a pickle of a model that a pipeline or tensor parallelism divides.
         """
-        self._core.components.refuse_shards("save_16bit_model")
         # The parent warns where nothing is written, and streams what has a name of its own.
         gathers = self.zero_gather_16bit_weights_on_model_save() or self.zero_optimization_stage() != 3
         if save_filename.endswith(".safetensors") or not gathers:
             return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+        self._core.components.refuse_shards("a pickle of save_16bit_model")
         # One rank may read weights alone.
         if self.global_rank == 0:
             folder = Path(save_dir)

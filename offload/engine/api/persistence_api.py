@@ -11,7 +11,7 @@ import torch
 
 from offload.engine.api.deepspeed_api import DeepSpeedApi
 from offload.engine.checkpoint.load import LoadOptions
-from offload.engine.checkpoint.save import SaveRequest
+from offload.engine.checkpoint.save_request import SaveRequest
 from offload.engine.core import EngineCore
 from offload.engine.keywords import refuse
 from offload.engine.model_io.save_pretrained import SaveOptions

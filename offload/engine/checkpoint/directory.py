@@ -37,13 +37,13 @@ from offload.engine.checkpoint.files import (
     read_manifest,
     wrong_files,
 )
+from offload.engine.checkpoint.parts import delete, strangers
 from offload.errors import IoError, StoreError
 from offload.fileio import DirLock, LockHeldError, holder_of, replace_durably, sync_folder
 
 logger = logging.getLogger("offload")
 
 LOCK = ".offload.lock"
-_FILES = re.compile(r"manifest\.json|(states|progress)\.rank\d+\.safetensors")
 _NAMES = re.compile(r"\.(?P<tag>[^.].*)\.(?P<what>partial|old|removed)", re.DOTALL)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _TRIES = 20
@@ -95,12 +95,6 @@ def saver(folder: Path) -> str | None:
 
 
 # -- our files ----------------------------------------------------------------------------------------
-
-
-def strangers(folder: Path) -> list[str]:
-    """Returns the names in a folder that are not files of a checkpoint."""
-    with os.scandir(folder) as entries:
-        return sorted(e.name for e in entries if not _FILES.fullmatch(e.name) or not e.is_file(follow_symlinks=False))
 
 
 def _is_left(path: Path) -> bool:
@@ -254,7 +248,7 @@ def begin_folder(checkpoint: Path, latest: bool = True) -> Path:
                     # A save was killed between two renames: the old checkpoint is the only one.
                     os.rename(path, path.with_name(named["tag"]))
                 elif path.is_dir():
-                    _delete(path)
+                    delete(path)
                 else:
                     path.unlink(missing_ok=True)
             except OSError as error:
@@ -299,13 +293,13 @@ def end_folder(checkpoint: Path, latest: bool) -> None:
     for left in (going, old):  # the save is complete by now; the next save removes what cannot be deleted here
         with contextlib.suppress(OSError):
             if left is not None and left.exists():
-                _delete(left)
+                delete(left)
 
 
 def drop_partial(checkpoint: Path) -> None:
     """Removes the files of a failed save."""
     with contextlib.suppress(OSError):
-        _delete(aside(checkpoint, "partial"))
+        delete(aside(checkpoint, "partial"))
     with contextlib.suppress(OSError):
         _new_latest(checkpoint).unlink(missing_ok=True)
 
@@ -354,10 +348,10 @@ def remove(checkpoint: Path) -> None:
         if os.path.lexists(going):
             if not _is_left(going):
                 raise StoreError(f"{going} is in the way, and was not left by a save")
-            _delete(going)
+            delete(going)
         os.rename(checkpoint, going)
         sync_folder(checkpoint.parent)
-        _delete(going)
+        delete(going)
 
 
 def exchange(one: Path, other: Path) -> bool:
@@ -381,18 +375,3 @@ def exchange(one: Path, other: Path) -> bool:
 def _new_latest(checkpoint: Path) -> Path:
     """Returns the path at which the next `latest` is written."""
     return checkpoint.with_name(f".{LATEST}.{checkpoint.name}")
-
-
-def _delete(folder: Path) -> None:
-    """Deletes a folder of ours, file by file. The manifest is deleted last: it identifies the folder as ours.
-
-    A file that another process has deleted meanwhile is no error. A file that was added meanwhile is kept, and so is
-    the folder; this raises `OSError`.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        names = sorted(os.listdir(folder), key=lambda name: name == MANIFEST)
-        for name in names:
-            if _FILES.fullmatch(name):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(folder / name)
-        os.rmdir(folder)

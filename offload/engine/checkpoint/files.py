@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from offload.swapper.modes import Mode
 
 FORMAT = 1
+FORMAT_OF_PARTS = 2
+"""Format of a manifest whose checkpoint has parts; earlier versions do not know them."""
 MANIFEST, LATEST = "manifest.json", "latest"
 LATEST_UNIVERSAL = "latest_universal"
 """What DeepSpeed names `latest` for universal checkpoints."""
@@ -70,21 +72,27 @@ class Manifest(NamedTuple):
     files: Mapping[str, Saved]
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of its parts, each a folder with a manifest of its own; none for a checkpoint that is whole."""
+        return tuple(self.layout.get("parts", ()))
+
+    @property
     def world_size(self) -> int:
-        """Number of ranks that saved states: those of one replica."""
+        """Number of ranks that saved states: those of one replica, in each part."""
         return int(self.layout["world_size"])
 
     @property
     def ranks(self) -> int:
         """Number of ranks that saved their progress."""
-        return self.world_size * int(self.layout.get("replicas", 1))
+        return self.world_size * int(self.layout.get("replicas", 1)) * max(1, len(self.parts))
 
     def pack(self) -> bytes:
         """Returns the content of the file."""
         files = {name: {"nbytes": each.nbytes, "crc32c": dict(each.sums)} for name, each in self.files.items()}
         written = {_KEYS.get(name, name): value for name, value in self._asdict().items()}
         # The kind comes first in the file: `_KIND_IN` still finds it if the end of the file is lost.
-        content = {"kind": _KIND, "format": FORMAT, **written, "files": files}
+        form = FORMAT_OF_PARTS if self.parts else FORMAT
+        content = {"kind": _KIND, "format": form, **written, "files": files}
         return json.dumps({**content, "crc32c": _sum_of(content)}, indent=1).encode()
 
     @classmethod
@@ -99,9 +107,10 @@ class Manifest(NamedTuple):
             content = json.loads(data)
             if not isinstance(content, dict) or content.get("kind") != _KIND:
                 raise ValueError(f"the file is not the manifest of an {_KIND}")
-            if content["format"] != FORMAT:
+            expected = FORMAT_OF_PARTS if content.get("layout", {}).get("parts") else FORMAT
+            if content["format"] != expected:
                 raise ValueError(
-                    f"the format is {content['format']}; this version of offload reads format {FORMAT}; load the "
+                    f"the format is {content['format']}; this version of offload reads format {expected}; load the "
                     f"checkpoint with the version that saved it ({content.get('about', {}).get('offload', 'unknown')})"
                 )
             # Only after the format has been checked: another format may have another checksum.
@@ -345,4 +354,20 @@ def wrong_files(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
         else:
             if size != saved.nbytes:
                 found[name] = f"contains {size} bytes, expected {saved.nbytes}"
+    for part in manifest.parts:
+        found |= _wrong_in_part(checkpoint, manifest, part)
     return found
+
+
+def _wrong_in_part(checkpoint: Path, manifest: Manifest, part: str) -> dict[str, str]:
+    """Returns the reason for each wrong file of one part, by its name in the checkpoint."""
+    name = f"{part}/{MANIFEST}"
+    try:
+        data = (checkpoint / name).read_bytes()
+        # A part of another save would fit, and hold other values.
+        if crc32c(data) != manifest.files[name].sums[""]:
+            return {name: "is not the manifest that was saved with this checkpoint"}
+        wrong = wrong_files(checkpoint / part, Manifest.unpack(data, name))
+    except (OSError, StoreError) as error:
+        return {name: str(error)}
+    return {f"{part}/{each}": reason for each, reason in wrong.items()}

@@ -158,7 +158,7 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
     """
     manifest = read_manifest(folder)
     try:
-        layouts, mode = described_layouts(manifest.layout), MODES[manifest.layout["mode"]]
+        layouts, mode = described_layouts(manifest.layout, part=True), MODES[manifest.layout["mode"]]
         tied = manifest.about["tied"]
         found: list[Mapping[str, TensorLocation]] = []
         # Files that are missing or have another size come first: their names are the most useful message.

@@ -25,11 +25,12 @@ from offload.engine.checkpoint.load import (
     fitting,
     look,
 )
+from offload.engine.checkpoint.parts import CheckpointPlace
 from offload.engine.checkpoint.restore import CheckpointRestorer
-from offload.engine.checkpoint.save import Moment, SaveRequest, own_or_shared, save
-from offload.engine.distributed.all_or_nothing import all_or_nothing
+from offload.engine.checkpoint.save import own_or_shared, save
+from offload.engine.checkpoint.save_request import Moment, SaveRequest
 from offload.engine.distributed.rounds.intents import Collective
-from offload.engine.training.components import EngineComponents
+from offload.engine.training.components import EngineComponents, together
 from offload.engine.training.snapshot import as_bytes, persistent_buffers, scheduler_state
 from offload.engine.training.training_state import TrainingState
 from offload.errors import UsageError
@@ -64,13 +65,12 @@ class Checkpoints:
             client_state: The user's own state; None or a dict of plain values.
         """
         components = self._components
-        components.refuse_shards("save_checkpoint")
-        with all_or_nothing(components.agreement, Collective.SAVE, "save a checkpoint") as ranks:
+        with together(components, Collective.SAVE, "save a checkpoint") as ranks:
             orders: list[SaveRequest] = []
             ranks.settle(lambda: orders.append(ordered()))
             with own_or_shared(components.queue) as queue:
                 moment = functools.partial(self._moment, pending, client_state)
-                save(components.shards, orders[0], moment, queue, ranks, components.mesh)
+                save(components.shards, orders[0], moment, queue, ranks, self._place)
 
     def load(self, load_dir: str | os.PathLike[str], tag: Any, options: LoadOptions) -> Loaded | None:
         """Loads a checkpoint; see `Engine.load_checkpoint`. Collective.
@@ -86,8 +86,7 @@ class Checkpoints:
             The result, or None if no tag is given and `load_dir` contains no `latest` and is no checkpoint itself.
         """
         components = self._components
-        components.refuse_shards("load_checkpoint")
-        with all_or_nothing(components.agreement, Collective.LOAD, "load a checkpoint") as ranks:
+        with together(components, Collective.LOAD, "load a checkpoint") as ranks:
             ranks.settle(lambda: str(check_folder(load_dir, "load_dir")))
             ranks.same({"folder": str(load_dir), "tag": str(tag), "options": list(options)})
             folder = ranks.by_first(lambda: find(load_dir, tag, is_foreign))
@@ -109,6 +108,12 @@ class Checkpoints:
                     components.pager.fail(error)
                     raise
         return Loaded(folder, from_plain(found[0].client_state), tuple(notices))
+
+    @property
+    def _place(self) -> CheckpointPlace:
+        """This process's files in a checkpoint."""
+        components = self._components
+        return CheckpointPlace(rank=components.rank, mesh=components.mesh, grid=components.tensor_parallel)
 
     def _moment(self, pending: int, client_state: Any) -> Moment:
         """Returns the state of this rank that is saved beside its partitions."""
@@ -132,9 +137,10 @@ class Checkpoints:
         self._components.unit_views.settle()
         tied = about(self._module)["tied"]
         if is_foreign(folder):
+            self._components.refuse_shards("load_checkpoint of another program's checkpoint")
             found: FoundCheckpoint = look_foreign(folder, options.states, tied)
         else:
-            found = look(folder, self._components.rank, self._components.world_size, tied)
+            found = look(self._place.own(folder), self._components.rank, self._components.world_size, tied)
         names = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
         check_fits(found, self._components.shards, options, names, persistent_buffers(self._module))
         if not options.module_only:

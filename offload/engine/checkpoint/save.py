@@ -1,5 +1,7 @@
 """Saving a checkpoint: each rank of one replica streams its partitions into files of its own.
 
+With tensor parallelism or a pipeline the ranks with the same part of the model write into the folder of their part.
+
 Each tensor is the rank's partition of one state of one unit, with its elements in the order of the store. A partition
 that the store keeps comes from its newest slot. The file system shares the bytes (reflink) if it can. Otherwise they
 are copied, and compared with the checksums that were computed as the store wrote them. Any other partition comes from
@@ -9,14 +11,12 @@ its tier in memory.
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import safetensors.torch
-import torch
 
 from offload.aio import DirectFile, IoQueue, aligned_empty, crc32c, crc32c_joined
 from offload.aio.protocols import Future, Queue
@@ -33,17 +33,18 @@ from offload.engine.checkpoint.files import (
     MANIFEST,
     Manifest,
     Saved,
-    check_folder,
-    check_tag,
     progress_file,
     states_file,
     tensor_name,
     tensors_of,
 )
+from offload.engine.checkpoint.parts import CheckpointPlace, counted_units
+from offload.engine.checkpoint.save_request import Moment, SaveRequest
 from offload.engine.distributed.all_or_nothing import AllOrNothing
 from offload.engine.distributed.mesh import Mesh
 from offload.engine.params.local_shards import LocalShards
-from offload.errors import StoreError, UsageError
+from offload.errors import StoreError
+from offload.fileio import sync_folder
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.fileio.safetensors_stream import Tensor, Writer
 from offload.sizes import MIB, format_size
@@ -52,68 +53,6 @@ from offload.swapper.store import find_shortage
 
 _SLACK = 4 * MIB
 """Bytes reserved for the manifest, headers and folders."""
-
-
-class SaveRequest(NamedTuple):
-    """Content and destination of a save."""
-
-    folder: Path
-    tag: str
-    latest: bool
-    """True to write the tag into `latest`."""
-    frozen: bool
-    """True to save frozen weights."""
-    keep_last: int | None
-    """Number of checkpoints to keep in the folder; None for all."""
-
-    @property
-    def checkpoint(self) -> Path:
-        """Folder of the checkpoint."""
-        return self.folder / self.tag
-
-    @classmethod
-    def checked(cls, folder: Any, tag: Any, latest: bool, frozen: bool, keep_last: Any) -> SaveRequest:
-        """Returns the request for a user's arguments.
-
-        Args:
-            folder: Folder of checkpoints.
-            tag: Name of the checkpoint in the folder.
-            latest: True to write the tag into `latest`.
-            frozen: True to save frozen weights.
-            keep_last: Number of checkpoints to keep; None for all.
-
-        Raises:
-            UsageError: If an argument is not valid.
-        """
-        if keep_last is not None:
-            keep_last = _count(keep_last)
-        return cls(check_folder(folder, "save_dir"), check_tag(tag), bool(latest), bool(frozen), keep_last)
-
-
-def _count(keep_last: Any) -> int:
-    """Returns `keep_last` as an integer of at least 1; raises `UsageError`."""
-    try:
-        # `operator.index` accepts integers of numpy, which are valid, and True, which is a mistake.
-        if not isinstance(keep_last, bool):
-            keep_last = operator.index(keep_last)
-            if keep_last >= 1:
-                return int(keep_last)
-    except TypeError:
-        pass
-    raise UsageError(
-        f"keep_last must be a whole number of at least 1, got {keep_last!r}: the new checkpoint is always kept; give "
-        "None to keep all"
-    )
-
-
-class Moment(NamedTuple):
-    """State of a rank at the time of the save, beside its partitions."""
-
-    step: int
-    contents: Mapping[str, torch.Tensor]
-    """This rank's progress and client state."""
-    layout: Mapping[str, Any]
-    about: Mapping[str, Any]
 
 
 class _Chunk(NamedTuple):
@@ -139,7 +78,12 @@ def own_or_shared(queue: Queue | None) -> Iterator[Queue]:
 
 
 def save(
-    held: LocalShards, order: SaveRequest, take: Callable[[], Moment], queue: Queue, ranks: AllOrNothing, mesh: Mesh
+    held: LocalShards,
+    order: SaveRequest,
+    take: Callable[[], Moment],
+    queue: Queue,
+    ranks: AllOrNothing,
+    place: CheckpointPlace,
 ) -> None:
     """Writes a checkpoint, completely or not at all. Collective.
 
@@ -148,8 +92,8 @@ def save(
         order: Content and destination, equal on all ranks.
         take: Returns all that this rank saves beside its partitions.
         queue: Queue for the writes.
-        ranks: All ranks.
-        mesh: Their arrangement. The first replica saves the states.
+        ranks: All processes that train together.
+        place: This one among them. The first replica of each part saves the states.
 
     Raises:
         StoreError: If there is not enough room, a name is taken, or another process saves into the folder.
@@ -159,7 +103,7 @@ def save(
     # Ranks with different arguments would write files that do not belong together.
     ranks.same({"folder": str(order.folder), "tag": order.tag, "frozen": order.frozen, "keep_last": order.keep_last})
     taken: list[tuple[Moment, bytes]] = []
-    tensors = _tensors(held, order, ranks.rank, mesh)
+    tensors = _tensors(held, order, place.rank, place.mesh)
 
     def prepare() -> int:
         moment = take()
@@ -171,11 +115,16 @@ def save(
     moment, progress = taken[0]
     # Only rank 0 puts a lock on this stack.
     with contextlib.ExitStack() as locks:
-        partial = Path(ranks.by_first(lambda: str(_begin(order, need, locks))))
+        partial = Path(ranks.by_first(lambda: str(_begin(order, need, locks, place.parts))))
         try:
             # `settle` returns after all ranks have written and synced their files, so the manifest comes last.
-            rows = ranks.settle(lambda: _write(held, tensors, partial, progress, queue, ranks.rank))
-            ranks.by_first(lambda: _end(order, moment, partial, rows, locks))
+            mine = partial / place.part
+            rows = ranks.settle(lambda: [place.part, _write(held, tensors, mine, progress, queue, place.rank)])
+            written = {name: each for part, row in rows if part == place.part for name, each in row.items()}
+            if place.parts:
+                heads = ranks.settle(lambda: _end_part(order, moment, mine, written, place, held))
+                moment, written = _of_all(moment, heads, place)
+            ranks.by_first(lambda: _end(order, moment, partial, written, locks))
         except BaseException:
             # The folder is shared, so one rank deletes it.
             if ranks.rank == 0:
@@ -188,13 +137,14 @@ def _tensors(held: LocalShards, order: SaveRequest, rank: int, mesh: Mesh) -> di
     return tensors_of(held.layouts, held.mode, rank, mesh.shards, order.frozen) if rank < mesh.shards else None
 
 
-def _begin(order: SaveRequest, need: int, locks: contextlib.ExitStack) -> Path:
+def _begin(order: SaveRequest, need: int, locks: contextlib.ExitStack, parts: Sequence[str]) -> Path:
     """Locks the folder, creates the checkpoint's own folder in it, and checks that there is room. Runs on rank 0.
 
     Args:
         order: Content and destination.
         need: Bytes of all ranks' files.
         locks: Receives the lock; other saves are kept out until it is closed.
+        parts: Names of the folders for parts.
     """
     make_folder(order.folder)
     locks.enter_context(only_save(order.folder, order.tag))
@@ -207,14 +157,56 @@ def _begin(order: SaveRequest, need: int, locks: contextlib.ExitStack) -> Path:
             "free (the existing checkpoints stay until the new one is written); free some room, save elsewhere, or "
             "keep fewer of them (keep_last of save_checkpoint, save_total_limit of a Trainer)"
         )
+    # By one process, as others may see a shared folder of theirs later than this one.
+    for part in parts:
+        make_folder(partial / part)
     return partial
+
+
+def _end_part(
+    order: SaveRequest,
+    moment: Moment,
+    folder: Path,
+    written: Mapping[str, Sequence[Any]],
+    place: CheckpointPlace,
+    held: LocalShards,
+) -> dict[str, Any] | None:
+    """Writes the manifest of a part, on its first process; returns what that of the whole says about it.
+
+    Args:
+        order: Content and destination.
+        moment: State of this process at the time of the save.
+        folder: Folder of the part.
+        written: Size and checksums of each file of the part.
+        place: This process.
+        held: Its partitions.
+    """
+    if place.rank:
+        return None
+    layout, about = place.described(moment.layout, moment.about)
+    data = _manifest(order, moment._replace(layout=layout, about=about), written).pack()
+    write_new(folder / MANIFEST, data)
+    sync_folder(folder)
+    units = counted_units(moment.layout, held.layouts, place)
+    return {"file": f"{place.part}/{MANIFEST}", "size": [len(data), {"": crc32c(data)}], "units": units}
+
+
+def _of_all(
+    moment: Moment, heads: Sequence[Mapping[str, Any] | None], place: CheckpointPlace
+) -> tuple[Moment, dict[str, Sequence[Any]]]:
+    """Returns the description of a checkpoint with parts, and size and checksum of the manifest of each."""
+    found = [head for head in heads if head is not None]
+    layout = {name: value for name, value in moment.layout.items() if name != "units"}
+    units = [unit for head in found for unit in head["units"]]
+    whole = {**layout, "parts": list(place.parts), "units": units}
+    return moment._replace(layout=whole), {head["file"]: head["size"] for head in found}
 
 
 def _end(
     order: SaveRequest,
     moment: Moment,
     partial: Path,
-    rows: Sequence[Mapping[str, Any]],
+    written: Mapping[str, Sequence[Any]],
     locks: contextlib.ExitStack,
 ) -> None:
     """Writes the manifest and publishes the checkpoint. Runs on rank 0.
@@ -223,18 +215,22 @@ def _end(
         order: Content and destination.
         moment: State of rank 0 at the time of the save.
         partial: Folder of the files.
-        rows: For each rank, the size and the checksums of each of its files.
+        written: Size and checksums of each file that the manifest lists.
         locks: Contains the lock; closed at the end.
     """
-    files = {name: Saved(*each) for row in rows for name, each in row.items()}
-    now = datetime.now(timezone.utc).isoformat()
-    manifest = Manifest(moment.step, now, order.frozen, moment.layout, moment.about, files)
-    write_new(partial / MANIFEST, manifest.pack())
+    write_new(partial / MANIFEST, _manifest(order, moment, written).pack())
     end_folder(order.checkpoint, order.latest)
     if order.keep_last is not None:
         prune(order.folder, order.keep_last, order.tag)
     # Before the other ranks resume: the next save of any of them must find the folder unlocked.
     locks.close()
+
+
+def _manifest(order: SaveRequest, moment: Moment, written: Mapping[str, Sequence[Any]]) -> Manifest:
+    """Returns the manifest of files that were written."""
+    now = datetime.now(timezone.utc).isoformat()
+    files = {name: Saved(*each) for name, each in written.items()}
+    return Manifest(moment.step, now, order.frozen, moment.layout, moment.about, files)
 
 
 def _write(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from offload.engine.distributed.agreement import Agreement
+from offload.engine.distributed.process_group import Ranks
 from offload.engine.distributed.rounds.intents import Collective
 from offload.errors import RankError, StoreError
 
@@ -85,3 +86,13 @@ def all_or_nothing(rounds: Agreement | None, kind: Collective, what: str) -> Ite
         return
     with rounds.meeting(kind) as share:
         yield AllOrNothing(rounds.rank, rounds.size, lambda value: share(value, what), what)
+
+
+def among_all(everyone: Ranks, what: str) -> AllOrNothing:
+    """Returns this process's side of work of a whole grid of processes, of which each column has met.
+
+    Args:
+        everyone: all processes.
+        what: the work in words, for messages.
+    """
+    return AllOrNothing(everyone.rank, everyone.size, lambda value: everyone.share(value, what), what)

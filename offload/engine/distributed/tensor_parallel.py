@@ -19,8 +19,8 @@ meet in a collective has left behind the same collectives: none waits for one th
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from offload.engine.callbacks import GradientStats
@@ -45,6 +45,8 @@ class TensorParallel:
     stage by stage of a pipeline."""
     sharded: frozenset[str]
     """Names of the parameters of which each process of a stage has another part."""
+    dims: Mapping[str, int] = field(default_factory=dict)
+    """The dimension along which each of them is divided; those of Megatron are not known."""
     stages: int = 1
     """Number of processes of a pipeline, one behind the other; 1 without one."""
     positions: tuple[int, ...] = ()
@@ -78,8 +80,23 @@ class TensorParallel:
     @property
     def suffix(self) -> str:
         """The end of the name of a column's run: each column has swap files of its own."""
-        pipeline = f"-pp{self.position}of{self.stages}" if self.stages > 1 else ""
-        return f"{pipeline}-tp{self.coordinate}of{self.size}" if self.size > 1 else pipeline
+        return f"-{self.part}" if self.part else ""
+
+    @property
+    def part(self) -> str:
+        """The name of a column: its stages, and its part of each divided parameter."""
+        return self._part(self.position, self.coordinate)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of all columns, stage by stage, in each by coordinate."""
+        return tuple(self._part(position, each) for position in range(self.stages) for each in range(self.size))
+
+    def _part(self, position: int, coordinate: int) -> str:
+        """Returns the name of a column."""
+        pipeline = f"pp{position}of{self.stages}" if self.stages > 1 else ""
+        tensor = f"tp{coordinate}of{self.size}" if self.size > 1 else ""
+        return "-".join(filter(None, (pipeline, tensor)))
 
     @property
     def description(self) -> dict[str, dict[str, int]]:
@@ -181,7 +198,11 @@ class PipelinePlace(NamedTuple):
 
 
 def form_grid(
-    everyone: Ranks | None, row: Sequence[int], sharded: frozenset[str], pipeline: PipelinePlace
+    everyone: Ranks | None,
+    row: Sequence[int],
+    sharded: frozenset[str],
+    pipeline: PipelinePlace,
+    dims: Mapping[str, int] = {},
 ) -> TensorParallel | None:
     """Divides all processes into rows and columns. Collective.
 
@@ -190,6 +211,7 @@ def form_grid(
         row: the processes among which tensor parallelism divides this one's parameters, by their rank; empty without.
         sharded: names of the parameters of which this process has a part.
         pipeline: the stages of this process.
+        dims: the dimension along which each of `sharded` is divided, where that is known.
 
     Returns:
         The grid; None without either, and for a single process, whose part is all there is.
@@ -225,6 +247,7 @@ def form_grid(
         zero=everyone.divided([[each[coordinate] for each in distinct] for coordinate in range(len(mine))]),
         row=mine,
         sharded=sharded,
+        dims=dims,
         stages=stages,
         positions=tuple(positions) if stages > 1 else (),
         tied=frozenset(pipeline.counted_elsewhere),

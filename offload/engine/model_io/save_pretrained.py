@@ -20,14 +20,15 @@ from offload.aio.protocols import Future, Pending, wait_for_all
 from offload.engine.checkpoint.directory import naming_errors
 from offload.engine.checkpoint.files import check_folder
 from offload.engine.checkpoint.save import own_or_shared
-from offload.engine.distributed.all_or_nothing import AllOrNothing, all_or_nothing
+from offload.engine.distributed.all_or_nothing import AllOrNothing
 from offload.engine.distributed.rounds.intents import Collective
+from offload.engine.model_io.grid.of_engine import whole_of_engine
 from offload.engine.model_io.output_folder import arriving, check_not_a_file, check_room
 from offload.engine.model_io.weight_plan import check_dtype, make_plan, shard_size
 from offload.engine.model_io.weight_source import Reading
 from offload.engine.model_io.weight_stream import Sink, stream
 from offload.engine.model_io.weight_writer import Files, notices
-from offload.engine.training.components import EngineComponents
+from offload.engine.training.components import EngineComponents, together
 from offload.engine.training.snapshot import persistent_buffers
 from offload.errors import UsageError
 from offload.layout.fingerprint import about, describe
@@ -135,8 +136,8 @@ class EngineSource:
             self._over = True
             raise
         # The broadcast is reached only if no rank has failed, so all ranks take part in it.
-        if self._components.ranks is not None:
-            self._components.ranks.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), rank)
+        if self._components.everyone is not None:
+            self._components.everyone.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), rank)
 
     def close(self) -> None:
         """Does nothing: no file is open."""
@@ -233,11 +234,12 @@ class PretrainedWriter:
             wanted: Arguments of the user.
             step: Number of the step.
         """
-        self._components.refuse_shards("save_pretrained")
         adapter = wanted.file_name is None and hasattr(self._module, "peft_config")
+        if adapter:
+            self._components.refuse_shards("save_pretrained of adapters")
         # Gathered before the meeting below begins: a rank that is in the meeting cannot serve another rank's gather.
         gathered = adapter_state(self._module, self._components) if adapter else {}
-        with all_or_nothing(self._components.agreement, Collective.SAVE, "save the model") as ranks:
+        with together(self._components, Collective.SAVE, "save the model") as ranks:
             ranks.settle(wanted.check)
             ranks.settle(lambda: self._components.unit_views.check_not_gathered("saved"))
             names = {"folder": str(wanted.folder), "file": wanted.file_name}
@@ -259,7 +261,9 @@ class PretrainedWriter:
         """
         failure = _FirstFailure()
         # A failed write on rank 0 is raised on all ranks at the next read, by `check`.
-        source = EngineSource(self._module, self._components, step, ranks, failure.check)
+        own = EngineSource(self._module, self._components, step, ranks, failure.check)
+        grid = self._components.tensor_parallel
+        source = own if grid is None else whole_of_engine(self._module, self._components, grid, own)
         shard_nbytes = _ONE_FILE if wanted.file_name else shard_size(wanted.max_shard_size)
         plan = make_plan(source, wanted.dtype, shard_nbytes, wanted.frozen, wanted.file_name)
         # Two stacks, because the files must be durable and closed before the folder is renamed.
@@ -286,7 +290,7 @@ class PretrainedWriter:
             ranks.by_first(begin)
             beyond = stream(source, plan, _Forgiving(made[0][1] if made else None, failure))
             ranks.by_first(end)
-        for notice in notices(source, plan, beyond) if self._components.rank == 0 else ():
+        for notice in notices(source, plan, beyond) if ranks.rank == 0 else ():
             logger.warning("%s: %s", out, notice)
 
     def _write_adapter(self, wanted: SaveOptions, out: Path, state: dict[str, torch.Tensor]) -> None:

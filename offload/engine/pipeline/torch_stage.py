@@ -2,10 +2,10 @@
 
     schedule ─► forward_one_chunk ─► the module, whose hooks fetch weights
              ─► backward_one_chunk ─► autograd, whose gradients the engine takes; the loss is divided and scaled before
+             ─► backward_weight_one_chunk ─► the second half, where a zero-bubble schedule asked for the first alone
              ─► scale_grads ─► nothing to divide: no parameter has a `.grad`
 
-The backward of a micro-batch is one backward, in zero-bubble schedules too: what they call the backward of the inputs
-computes the gradients of weights as well, and that of the weights does nothing. So their bubble is that of 1F1B.
+A graph that cannot be split (`split_backward`) runs as one where the first half is due, and its second half is empty.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
+from offload.engine.pipeline.split_backward import split
 from offload.engine.pipeline.stage_run import StageRun
 from offload.errors import OffloadError
 
@@ -59,7 +60,7 @@ class EngineStage(PipelineStage):
             calls: The engine.
             run: Counts micro-batches.
         """
-        super().__init__(module, index, num_stages, device, group=group, dw_builder=_nothing_left)
+        super().__init__(module, index, num_stages, device, group=group)
         self._calls, self._run = calls, run
 
     def clear_runtime_states(self) -> None:
@@ -96,14 +97,16 @@ class EngineStage(PipelineStage):
         with _own_errors():
             return super().forward_one_chunk(*args, **kwargs)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Runs the backward of a micro-batch, and counts it.
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Runs the backward of a micro-batch, or its first half, and counts it when all of it has run.
 
         Args:
             bwd_chunk_id: Number of the micro-batch.
             loss: Its loss, on the last stage.
-            *args: Those of torch.
-            **kwargs: Those of torch.
+            full_backward: False for the first half.
+            last_backward: True for the last one of the schedule.
         """
         if not self.has_backward:
             return
@@ -111,12 +114,59 @@ class EngineStage(PipelineStage):
         begins = loss if loss is None else self._calls.divided(loss)
 
         def run() -> None:
-            super(EngineStage, self).backward_one_chunk(bwd_chunk_id, begins, *args, **kwargs)
+            super(EngineStage, self).backward_one_chunk(bwd_chunk_id, begins, full_backward, last_backward)
 
         # The schedule's own thread runs all nodes, so that the engine's collectives keep their order.
         with _own_errors():
             self._calls.run_backward(run)
+        if full_backward:
+            self._run.end_backward(self.stage_index, bwd_chunk_id, divides=self.chunks != 1)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Runs the second half of the backward of a micro-batch, and counts it.
+
+        Args:
+            bwd_chunk_id: Number of the micro-batch.
+            last_backward: True for the last one of the schedule.
+        """
+        if not self.has_backward:
+            return
+
+        def run() -> None:
+            super(EngineStage, self).backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+        with _own_errors():
+            self._calls.run_backward(run)
         self._run.end_backward(self.stage_index, bwd_chunk_id, divides=self.chunks != 1)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[torch.Tensor | None, ...], Any]:
+        """Runs a backward, or one half of it.
+
+        Args:
+            backward_type: "full", "input" or "weight".
+            bwd_kwargs: Inputs, outputs and gradients of the stage; for "weight" what "input" has returned.
+            last_backward: True for the last one of the schedule.
+
+        Returns:
+            The gradients of the inputs, and for "input" the second half; None if nothing is left to do.
+        """
+        if backward_type == "weight":
+            if bwd_kwargs["param_groups"] is not None:
+                bwd_kwargs["param_groups"].weights()
+            return (), None
+        if backward_type == "input":
+            outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
+            given = gradients or (None,) * len(outputs)
+            pairs = [(output, each) for output, each in zip(outputs, given, strict=True) if output.requires_grad]
+            needed = [output for output, _ in pairs]
+            halves = split(needed, bwd_kwargs["input_values"], self.submod.parameters())
+            if halves is not None:
+                return halves.inputs(needed, [each for _, each in pairs], bwd_kwargs["input_values"]), halves
+            # As one, of the loss itself: torch has put it into a tuple.
+            bwd_kwargs = {**bwd_kwargs, "stage_output": outputs if gradients else outputs[0]}
+        return super().backward_maybe_with_nosync("full", bwd_kwargs, last_backward)
 
     def _check(self) -> None:
         self._run.check(self.chunks if self.has_backward else None, self._calls.accumulation())
@@ -128,11 +178,6 @@ class EngineStage(PipelineStage):
             grad_scale_factor: Number of micro-batches.
         """
         self._run.divided(self.stage_index)
-
-
-def _nothing_left() -> Callable[[], None]:
-    """Returns what is left to do for weights after the backward of a micro-batch: nothing."""
-    return lambda: None
 
 
 @contextlib.contextmanager

@@ -165,7 +165,7 @@ def _initialize(
     # Before the first message: each rank comes to the same result by itself.
     check_sequences(model, loaded)
     check_pipeline(model, loaded)
-    grid = form_grid(everyone, shards.row, shards.sharded, pipeline_place(model))
+    grid = form_grid(everyone, shards.row, shards.sharded, pipeline_place(model), shards.dims)
     check_groups(grid, shards, device.torch)
     check_nodes(loaded, everyone, grid)
     sequence = form_groups(everyone, loaded.sequence_parallel_size, grid is not None)

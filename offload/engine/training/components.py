@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from offload.aio.shared_queue import SharedQueue
 from offload.engine.activations.activations import Activations
 from offload.engine.distributed.agreement import Agreement
+from offload.engine.distributed.all_or_nothing import AllOrNothing, all_or_nothing, among_all
 from offload.engine.distributed.communication import Communication
 from offload.engine.distributed.mesh import Mesh
 from offload.engine.distributed.process_group import Ranks
+from offload.engine.distributed.rounds.intents import Collective
 from offload.engine.distributed.tensor_parallel import TensorParallel
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.metrics.step_meter import StepMeter
@@ -124,19 +127,12 @@ class EngineComponents:
 
     def refuse_shards(self, call: str) -> None:
         """Raises `UsageError` for a call that would save or load the part of one process as if it were all."""
-        if self.tensor_parallel is None:
-            return
-        if self.tensor_parallel.stages > 1:
+        if self.tensor_parallel is not None:
             raise UsageError(
-                f"{call} knows nothing of pipelines, and each process has the layers of its stages: save "
-                "engine.module.state_dict() on one process of each stage, by torch.save; a run in swap files resumes "
-                'by "resume": "auto"'
-            )
-        if self.tensor_parallel.size > 1:
-            raise UsageError(
-                f"{call} knows nothing of tensor parallelism, and each process has a part of the weights: save "
-                "engine.module.state_dict(), whose DTensors torch.distributed.checkpoint writes and full_tensor() "
-                'gathers; a run in swap files resumes by "resume": "auto"'
+                f"{call} knows nothing of {self.tensor_parallel.kind}, and each process has a part of the weights: "
+                "call save_checkpoint, which saves all parts, or save_pretrained or save_16bit_model(folder, "
+                '"model.safetensors"), which put the weights together; other weights are loaded before '
+                "offload.initialize"
             )
 
     def closing(self) -> list[Callable[[], object]]:
@@ -175,3 +171,17 @@ def close_all(*closing: Callable[[], object]) -> None:
             first = first or error
     if first is not None:
         raise first
+
+
+@contextlib.contextmanager
+def together(components: EngineComponents, kind: Collective, what: str) -> Iterator[AllOrNothing]:
+    """Yields this process's side of work that all do that train together; see `all_or_nothing`.
+
+    Args:
+        components: Those of this process's engine.
+        kind: The collective to announce.
+        what: The work in words, for messages.
+    """
+    grid = components.tensor_parallel
+    with all_or_nothing(components.agreement, kind, what) as ranks:
+        yield ranks if grid is None else among_all(grid.everyone, what)

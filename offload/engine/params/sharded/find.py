@@ -65,6 +65,8 @@ class FoundShards:
     """The parameters that are DTensors, sharded or replicated, by name."""
     sharded: frozenset[str] = frozenset()
     """Names of the parameters of which each process of the row has another part."""
+    dims: Mapping[str, int] = field(default_factory=dict)
+    """The dimension along which each DTensor among them is divided. Megatron's marks do not say it."""
     data_ranks: tuple[int, ...] | None = None
     """The data-parallel group of `mpu`; None without one."""
 
@@ -106,6 +108,7 @@ def find_shards(model: nn.Module, mpu: Any = None) -> FoundShards:
         row=given.row,
         dtensors=found.dtensors,
         sharded=found.sharded | given.sharded,
+        dims=found.dims,
         data_ranks=given.data_ranks,
     )
 
@@ -155,8 +158,13 @@ def _of_dtensors(model: nn.Module, dtensors: Mapping[str, Any]) -> FoundShards:
         name: DTensorForm(each.device_mesh, tuple(each.placements), each.shape, tuple(each.stride()))
         for name, each in dtensors.items()
     }
-    sharded = {name for name, each in dtensors.items() if any(isinstance(p, tensor.Shard) for p in each.placements)}
-    return FoundShards(row=row if len(row) > 1 else (), dtensors=forms, sharded=frozenset(sharded))
+    dims = {
+        name: placement.dim % each.ndim
+        for name, each in dtensors.items()
+        for placement in each.placements
+        if isinstance(placement, tensor.Shard)
+    }
+    return FoundShards(row=row if len(row) > 1 else (), dtensors=forms, sharded=frozenset(dims), dims=dims)
 
 
 def _check_buffers(model: nn.Module) -> None:
