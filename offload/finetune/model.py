@@ -78,7 +78,8 @@ def read_tokenizer(folder: Path) -> Any:
         # Without any file of one, transformers lists the packages by which it would convert others.
         reason = str(error).split("\n", 1)[0].strip().removesuffix(" from one of:")
         raise ConfigError(
-            f"cannot read a tokenizer in {folder} ({reason}): put the files of a tokenizer there, such as tokenizer.json"
+            f"cannot read a tokenizer in {folder} ({reason}): put the files of a tokenizer there, such as "
+            "tokenizer.json"
         ) from error
     # Some classes build an empty tokenizer if the folder contains no file of one.
     if not found.tokenize("what a tokenizer makes of words"):
