@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from offload.errors import BudgetError
 from offload.planner import memory
@@ -33,3 +36,24 @@ def test_the_peak_of_a_plan_that_fits_is_within_the_ram(name: str, in_chunks: bo
         fitting.append(ram)
         assert planned.host_peak <= ram
     assert fitting and fitting[0] > 512 * MIB, "the sizes are on both sides of the least that fits"
+
+
+@settings(max_examples=4)
+@given(sizes=st.tuples(st.integers(9, 16), st.integers(9, 16)), sequence=st.sampled_from([256, 512]))
+@example(sizes=(16, 18), sequence=256)
+def test_a_plan_that_fits_a_machine_fits_one_with_more_memory(sizes: tuple[int, int], sequence: int) -> None:
+    """Default budgets take whole units, so those of 4.5 GiB left less to the activations than those of 4 GiB."""
+    less, more = sorted(sizes)
+    assert fits(256 * MIB * less, sequence) <= fits(256 * MIB * more, sequence)
+
+
+@cache
+def fits(ram: int, sequence: int) -> bool:
+    on = replace(described("RTX 4090", 0, [parse_drive("7GB/s,5GB/s,4TB")]), gpu_memory=0, ram=ram)
+    shape, load = from_name("llama-1b", sequence, torch.bfloat16), Load(1, chunked_loss=True)
+    try:
+        planned = choice.choose(shape, on, load, recompute=False, paths=("/swap",))
+    except BudgetError:
+        return False
+    assert planned.host_peak <= ram, "the plan's own budgets keep it within the RAM"
+    return True

@@ -24,6 +24,7 @@ from offload.engine.setup.gpu_allocator import let_segments_grow
 from offload.engine.setup.initialize import initialize
 from offload.errors import ConfigError, OffloadError, StoreError
 from offload.fileio.jsonl import check_log, cut_log
+from offload.finetune.corpus.byte_tokenizer import byte_tokenizer
 from offload.finetune.corpus.data import Data, Share, find_files, read_files, steps_of
 from offload.finetune.finished import Finished, find_finished
 from offload.finetune.identity import Identity, differences, other_model, weights_of
@@ -82,7 +83,7 @@ class Job:
     eval_every: int = 0
     """Steps between evaluations; 0 for none."""
     tokenizer: Any = None
-    """Tokenizer of the model's folder; None for a preset."""
+    """Tokenizer that is saved with the model: of its folder, or of bytes for a preset."""
     always: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of each forward, beside the batch."""
     predicted: Mapping[str, Any] = field(default_factory=dict)
@@ -178,7 +179,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
         output=options.output,
         save_every=options.save_every,
         eval_every=0 if data.held_out is None else options.eval_every or max(1, steps // _EVALUATIONS),
-        tokenizer=tokenizer,
+        tokenizer=byte_tokenizer() if tokenizer is None else tokenizer,
         always=always,
         predicted=predicted,
     )

@@ -115,8 +115,7 @@ class OffloadMixin(_Base):
         """
         if offload_config is None:
             raise ConfigError(
-                f"{type(self).__name__} needs offload_config=, the path of a DeepSpeed-style JSON or its content, as "
-                '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/mnt/nvme"}}}'
+                f"{type(self).__name__} needs offload_config=, the path of a DeepSpeed-style JSON or its content"
             )
         self._content = content_of(offload_config)
         self._schedule: Any = None

@@ -303,20 +303,24 @@ def _check_device(shape: Shape, hardware: Hardware, load: Load, content: Mapping
 
 
 def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, Any], tiers: tuple[str, str]) -> Planned:
-    """Returns the plan with the default device budget, or with a smaller one if the activations need the room.
+    """Returns the plan with the default budgets, or with smaller ones if the activations need the room.
 
     Args:
         shape: the model.
         hardware: the machine.
         load: work of a step.
-        content: the candidate's config; a smaller device budget is written into it.
+        content: the candidate's config; smaller budgets are written into it.
         tiers: devices of weights and of optimizer states in `content`.
     """
     try:
         planned = plan(shape, hardware, load, content)
-    except BudgetError:
-        if hardware.on_cpu or "nvme" not in tiers:
+    except BudgetError as refusal:
+        if "nvme" not in tiers:
             raise
+        if hardware.on_cpu:
+            planned = _with_least_budgets(shape, hardware, load, content, refusal)
+            _check_moved(planned, tiers)
+            return with_host_budget(planned)
         memory = settle(shape.layouts, content, _room(hardware), matrices=shape.matrices)
         wish = wish_of(memory.config)
         # With no room on the device all inputs leave it that can.
@@ -328,6 +332,34 @@ def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, An
         planned = plan(shape, hardware, load, content)
     _check_moved(planned, tiers)
     return with_host_budget(planned) if "nvme" in tiers else planned
+
+
+def _with_least_budgets(
+    shape: Shape, hardware: Hardware, load: Load, content: dict[str, Any], refusal: BudgetError
+) -> Planned:
+    """Returns the plan of a machine whose CPU computes with the least host budget, if need be with both least ones.
+
+    The default budgets take a share of the RAM in whole units. They may thus leave less to the activations than those
+    of a smaller machine, so a plan that fits there must not end with them.
+
+    Args:
+        shape: the model.
+        hardware: the machine.
+        load: work of a step.
+        content: the candidate's config, without budgets; those of the plan are written into it.
+        refusal: the error with the default budgets, which is raised if no budgets fit.
+    """
+    memory = settled(shape, hardware, load, content)
+    block = content["offload"]
+    block["host_memory"] = memory.least_host
+    for device in (None, memory.placement.device_need.least):
+        if device is not None:
+            block["device_memory"] = device
+        try:
+            return plan(shape, hardware, load, content)
+        except BudgetError:
+            continue
+    raise refusal
 
 
 def _check_moved(planned: Planned, tiers: tuple[str, str]) -> None:

@@ -74,6 +74,7 @@ def export(
     queue: Queue,
     progress: Callable[[int], None] = lambda _: None,
     tokenizer: Path | None = None,
+    write_tokenizer: Callable[[Path], None] | None = None,
 ) -> Exported:
     """Writes the planned weights to the folder `out`.
 
@@ -86,6 +87,7 @@ def export(
         queue: Queue for the writes, best that of the source's reads; owned by the caller.
         progress: Called with the number of bytes after each read.
         tokenizer: Folder whose tokenizer files are copied too; None to copy none.
+        write_tokenizer: Writes a tokenizer into the folder that it receives, if `tokenizer` is None.
 
     Raises:
         StoreError: If `out` cannot be used, there is not enough room, or the source is damaged.
@@ -105,6 +107,8 @@ def export(
             beyond = stream(source, plan, files, progress)
         if tokenizer is not None:
             copy_tokenizer(tokenizer, folder)
+        elif write_tokenizer is not None:
+            write_tokenizer(folder)
     return Exported(
         out,
         source.step,

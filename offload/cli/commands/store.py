@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -155,7 +156,11 @@ def export(
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Bytes of a file at most.")] = "5GB",
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Folder from which a tokenizer's files are copied along.", metavar="FOLDER")
+        Path | None,
+        typer.Option(
+            help="Folder from which a tokenizer's files are copied along. A preset gets that of bytes.",
+            metavar="FOLDER",
+        ),
     ] = None,
     json_output: Json = False,
 ) -> None:
@@ -192,7 +197,7 @@ def export(
             else:
                 plan = make_plan(source, None if dtype is None else dtype.value, shard_nbytes)
                 with _bar(console, read_nbytes(plan)) as progress:
-                    done = write(source, out, plan, queue, progress, tokenizer)
+                    done = write(source, out, plan, queue, progress, tokenizer, _tokenizer_writer(source.client_state))
     for notice in done.notices:
         typer.echo(notice, err=True)
     if json_output:
@@ -203,6 +208,20 @@ def export(
             f"{done.dtype}, in {done.path}",
             markup=False,
         )
+
+
+def _tokenizer_writer(client_state: Mapping[str, Any]) -> Callable[[Path], None] | None:
+    """Returns the function that writes the tokenizer of a run that has learned bytes; None for any other run."""
+    from offload.finetune.corpus.byte_tokenizer import byte_tokenizer, learned_bytes
+
+    # A machine without transformers exports too, and needs no tokenizer for that.
+    if not learned_bytes(client_state) or importlib.util.find_spec("transformers") is None:
+        return None
+
+    def save(folder: Path) -> None:
+        byte_tokenizer().save_pretrained(str(folder))
+
+    return save
 
 
 def _resumable(format: str) -> tuple[str, Callable[..., Exported]]:
