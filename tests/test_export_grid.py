@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import offload
 from offload.cli.main import app
 from offload.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from offload.engine.model_io import weight_stream
 from offload.engine.model_io.grid.strips import strips
 from offload.errors import UsageError
 from tests.support import pipelines
@@ -98,6 +99,10 @@ def check(kind: str, found: list[dict[str, torch.Tensor]], folder: Path) -> None
     # Files made without an engine, from the parts of the checkpoint.
     command("export", folder / "saved", folder / "exported")
     assert_same_tensors(read(folder / "exported"), weights)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_stream, "_CHUNK_NUMEL", 1000)  # chunks begin and end within rows
+        command("export", folder / "saved", folder / "in chunks")
+    assert_same_tensors(read(folder / "in chunks"), weights)
     assert_same_tensors(get_fp32_state_dict_from_zero_checkpoint(folder / "saved"), masters)
     if kind == "transformers":
         from transformers import AutoModelForCausalLM
