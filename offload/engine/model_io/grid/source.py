@@ -51,6 +51,8 @@ class WholeSource:
         # One rank and no padding between states of ranks: `read` finds bytes by their elements alone.
         self.description: Mapping[str, Any] = describe(whole.layouts, self._mode, 1)
         self.about, self.step = whole.about, step
+        self.client_state: Mapping[str, Any] = {}
+        """Each part has its own, of which none is that of the whole."""
         self.frozen = all(part.frozen for part in parts)
         self.buffers: Mapping[str, torch.Tensor] = {
             whole.names[part.layout.position, name]: value
