@@ -176,13 +176,14 @@ class _Heard(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def lines_on_rank(stage: int, tier: str = "none") -> list[str]:
+def lines_on_rank(stage: int, tier: str = "none", shard_size: int = -1) -> list[str]:
     """The warnings of this rank where it makes an engine of that stage, with weights in that tier."""
     listener = _Heard()
     logger = logging.getLogger("offload")
     logger.addHandler(listener)
     try:
-        config = {**BASE, "zero_optimization": {"stage": stage, "offload_param": {"device": tier}}}
+        zero = {"stage": stage, "offload_param": {"device": tier}, "mics_shard_size": shard_size}
+        config = {**BASE, "zero_optimization": zero}
         offload.initialize(model=torch.nn.Linear(4, 4), config=config)[0].destroy()
     finally:
         logger.removeHandler(listener)
@@ -200,3 +201,11 @@ def test_stages_1_and_2_on_several_ranks_are_reported_once_as_stage_3() -> None:
         assert "offload: offload_param is honoured at ZeRO stage 2 too, as at stage 3" in first
         assert not any("one process" in line for line in first)
     assert not any("ZeRO stage" in line for line in lines_on_rank(2)), "one rank has nothing to part"
+
+
+def test_stage_0_tells_how_each_rank_keeps_whole_states_and_claims_no_division_then() -> None:
+    with shared_pool(2) as ranks:
+        divided, _ = ranks.run(lines_on_rank, 0)
+        assert "are partitioned" in divided[0] and '"mics_shard_size": 1 keeps all of them on each rank' in divided[0]
+        whole, _ = ranks.run(lines_on_rank, 0, "none", 1)
+        assert not any("partitioned" in line for line in whole), whole

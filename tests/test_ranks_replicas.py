@@ -188,6 +188,14 @@ def test_weights_cross_no_replica_and_gradients_do_as_sums_of_a_shard(four: Rank
         assert found.reduction_nbytes == 3 * align_up(largest * bf16) + 2 * align_up(largest // 2 * fp32)
 
 
+def test_whole_states_send_no_weights_and_twice_their_gradients(ranks: RankPool, tmp_path: Path) -> None:
+    """With one shard, as DDP does: an all-reduce makes each of n ranks send 2 (n - 1) / n of all gradients, in fp32."""
+    for found in ranks.run(second_step, JOB._replace(shard_size=1), tmp_path):
+        assert found.held == found.units, "each rank updates all"
+        assert found.sent.weights == Sent(0, 0)
+        assert found.sent.gradients == Sent(len(found.units), sum(found.units) * 4)
+
+
 # -- files --------------------------------------------------------------------------------------------
 
 

@@ -276,6 +276,7 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
             f"but micro-batches are added up on each rank, in {format_size(parts.reduction_nbytes)} of the device's "
             "memory, and each step is reduced once"
         )
+    whole = '; "mics_shard_size": 1 keeps all of them on each rank, as stage 0 of DeepSpeed does' if stage == 0 else ""
     why = "since the config does not say"
     if "gradient_clipping" in config.left_open:
         why = 'which "auto" means where no Trainer sets the number'
@@ -287,9 +288,9 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
             "in older DeepSpeed",
         ),
         (
-            ranks > 1 and stage < 3,
+            plan.mesh.shards > 1 and stage < 3,  # with one shard each rank has all, and the line on replicas says so
             f"ZeRO stage {stage} on {ranks} ranks is trained as stage 3: weights, gradients and states are "
-            f"partitioned; {reduced}",
+            f"partitioned; {reduced}{whole}",
         ),
         (
             kept is not None,
