@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offload.losses import chunk_loss_of
 from tests.support import models
 from tests.support.matrix_models import Words
 from tests.support.oracle import PLACEMENTS, Job
@@ -39,6 +40,7 @@ MODELS = {
 }
 _RATES = {"Lion": 1e-4, "Lamb": 1e-2, "Adagrad": 1e-2, "SGD": 0.05, "Muon": 2e-2}
 _PARAMS: dict[str, tuple[tuple[str, Any], ...]] = {"SGD": (("momentum", 0.9),), "Muon": (("adam_lr", 3e-3),)}
+_ALL_CODES = "weights nontrainable_weights gradients"
 _KERNELS = ("AdamW", "Adam", "Lion", "Lamb", "Adagrad", "SGD")
 """Optimizers whose moments have narrow forms."""
 
@@ -47,6 +49,12 @@ def seeded(plan: Plan, model: Any, step: int, micro: int) -> torch.Tensor:
     """Returns a loss that depends on weights, step and micro-batch alone, however often the step is begun."""
     torch.manual_seed(1_000 * step + micro)
     return MODELS[plan.model].loss(model, step, micro)
+
+
+def chunked(model: nn.Module) -> nn.Module:
+    """Returns a language model of transformers whose loss comes in chunks."""
+    chunk_loss_of(model, chunk_tokens=7)
+    return model
 
 
 # -- the plan -----------------------------------------------------------------------------------------
@@ -97,6 +105,12 @@ class Plan(NamedTuple):
     ranks: int = 1
     stage: int = 3
     """Of ZeRO."""
+    shard_size: int = -1
+    """Ranks of a replica."""
+    quantized: str = ""
+    """What ranks send as codes."""
+    chunked: bool = False
+    """Whether the loss is computed in chunks of tokens."""
     pieces: bool = False
     """Whether gradients, tiles and what streams come in tiny pieces."""
     late_io: float = 0.0
@@ -109,8 +123,9 @@ class Plan(NamedTuple):
 
     def job(self) -> Job:
         """Returns what is trained."""
+        make = MODELS[self.model].make
         return Job(
-            MODELS[self.model].make,
+            (lambda: chunked(make())) if self.chunked else make,
             lambda model, step, micro: seeded(self, model, step, micro),
             steps=self.steps,
             accumulation=self.accumulation,
@@ -120,6 +135,8 @@ class Plan(NamedTuple):
             optimizer=self.optimizer,
             params=_PARAMS.get(self.optimizer, ()),
             stage=self.stage,
+            shard_size=self.shard_size,
+            quantized=self.quantized,
         )
 
     def calm(self) -> Plan:
@@ -162,6 +179,7 @@ def draw(seed: int) -> Plan:
     one_thread = not model.layer_major or (options["schedule"] == "micro_batch_major" and "activations" not in options)
     if not one_thread or optimizer not in _KERNELS:
         late_device = None
+    later = random.Random(f"later {seed}")  # what came later leaves plans of earlier seeds as they were
     return Plan(
         seed=seed,
         model=name,
@@ -181,6 +199,8 @@ def draw(seed: int) -> Plan:
         pieces=chance.random() < 0.5,
         late_io=chance.choice([0.0, 0.001, 0.005]),
         late_device=late_device,
+        quantized=later.choice(["", "", "weights", "gradients", _ALL_CODES]) if ranks > 1 else "",
+        chunked=model.layer_major and later.random() < 0.3,
         deeds=tuple(sorted(_deed(chance, steps, ranks) for _ in range(chance.randint(0, 5)))),
         faults=faults,
     )
@@ -219,6 +239,9 @@ def simpler(plan: Plan) -> Iterator[Plan]:
     for index in range(len(plan.deeds)):
         yield plan._replace(deeds=plan.deeds[:index] + plan.deeds[index + 1 :])
     plain: dict[str, Any] = {
+        "shard_size": -1,
+        "quantized": "",
+        "chunked": False,
         "ranks": 1,
         "late_device": None,
         "late_io": 0.0,
