@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from offload.errors import ConfigError
 from offload.runs.inspection import inspect
 from offload.runs.verify import CheckpointReport, open_checking
 from offload.sizes import align_up
+from offload.swapper.weight_updates import WeightUpdates
 from tests.support import models, rounding_bounds
 from tests.support.matrix_models import MUON
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, trained
@@ -64,6 +66,7 @@ class Trained(NamedTuple):
 def train_and_look(job: Job, placement: tuple[str, str], folder: Path) -> Trained:
     engine = start(job, placement, folder)
     result = trained(engine, job)
+    engine.synchronize()  # the last update, whose states are read here
     held, checksums = engine._core.components.shards, dict[str, int]()
     for unit in range(len(held.layouts)):
         for state, nbytes in held.states(unit).items():
@@ -186,6 +189,27 @@ def test_weights_cross_no_replica_and_gradients_do_as_sums_of_a_shard(four: Rank
         assert found.sent.weights == Sent(len(found.units), numel // 2 * fp32)
         assert found.sent.gradients == Sent(2 * len(found.units), numel // 2 * bf16 + numel // 2 * fp32)
         assert found.reduction_nbytes == 3 * align_up(largest * bf16) + 2 * align_up(largest // 2 * fp32)
+
+
+def trained_with_late_updates(job: Job, folder: Path) -> Result:
+    """Trains in memory; each unit is updated some time after its step has returned."""
+    at_once = WeightUpdates.device_tier
+
+    def late(self: WeightUpdates, unit: int) -> torch.Tensor:
+        time.sleep(0.03)
+        return at_once(self, unit)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(WeightUpdates, "device_tier", late)
+        return train(job, MEMORY, folder)
+
+
+def test_whole_weights_are_used_after_their_update(ranks: RankPool, tmp_path: Path) -> None:
+    """Their units never leave the device, so that no gather makes a use wait for the update."""
+    job = JOB._replace(shard_size=1)
+    in_time = ranks.run(train, job, MEMORY, tmp_path / "in time")
+    for found, expected in zip(ranks.run(trained_with_late_updates, job, tmp_path / "late"), in_time, strict=True):
+        assert_same(found, expected)
 
 
 def test_whole_states_send_no_weights_and_twice_their_gradients(ranks: RankPool, tmp_path: Path) -> None:

@@ -175,6 +175,8 @@ def _pager(
     """Returns the pager."""
     # The pager receives sizes and limits only; it knows neither modules nor parameters.
     sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode, plan.images)
+    # Where each rank has whole weights, a use needs no other rank: they meet when they reduce gradients, and at step().
+    divided = plan.ranks is not None and plan.ranks.mesh.shards > 1
     return Pager(
         sizes,
         host,
@@ -182,7 +184,7 @@ def _pager(
         plan.device,
         files.store or files.model_files,
         limits(plan.config, plan.mode),
-        rounds,
+        rounds if divided else None,
         expand=expander(plan.layouts, plan.mode.weight_dtype),
         timeline=timeline,
     )

@@ -43,6 +43,8 @@ class CommonUses:
         peers: Peers,
     ) -> None:
         self._table, self._device_cache, self._prefetcher, self._fetcher = table, device_cache, prefetcher, fetcher
+        # A use of a unit that stays would have to wait for its update here: none is fetched again after one.
+        assert not any(entry.size.stays for entry in table.entries), "each of these ranks has a part of a unit"
         self._limits, self._peers = limits, peers
         self._nbytes = sum(entry.size.nbytes for entry in table.entries)
         self._settled: Container[int] = ()
