@@ -1,7 +1,8 @@
 """A step on several ranks, stage by stage, against DDP, FSDP2 and DeepSpeed: `python -m bench.ranks FOLDER`.
 
 Each contender has a process for each rank, and all processes meet over gloo on this machine. Contenders take turns:
-the engine in ZeRO stages 0 to 3 in memory and in stage 3 on disk; DistributedDataParallel; `fully_shard`; DeepSpeed in
+the engine in ZeRO stages 0 to 3 in memory, in stage 0 with whole states on each rank (`mics_shard_size` 1, reductions
+beside the backward) and in stage 3 on disk; DistributedDataParallel; `fully_shard`; DeepSpeed in
 ZeRO stages 1 to 3, where it is installed. All have the same weights, tokens and number of steps, in fp32 with AdamW,
 no clip and no dropout; a micro-batch that does not end a step is not reduced where a library can leave that out. Losses
 differ by roundings. Bar: 1.1 times the fastest of the others, in memory. A contender that fails is reported with its
@@ -224,14 +225,16 @@ def _model(name: str) -> Any:
     return model
 
 
-def _engine(stage: int, tier: str) -> Callable[..., Contestant]:
-    """Returns a function that makes an engine of ours."""
+def _engine(stage: int, tier: str, whole: bool = False) -> Callable[..., Contestant]:
+    """Returns a function that makes an engine of ours, whose ranks each hold all states if `whole`, as DDP's do."""
 
     def make(given: argparse.Namespace, micro_batches: list[dict[str, torch.Tensor]]) -> Contestant:
-        settings = settings_for(given.folder, f"bench-ranks-{stage}-{tier}", tier)
+        settings = settings_for(given.folder, f"bench-ranks-{stage}-{tier}" + "-whole" * whole, tier)
         settings |= {"bf16": {"enabled": False}, "gradient_clipping": 0}
         settings["optimizer"]["params"] = _ADAMW
         settings["zero_optimization"]["stage"] = stage
+        if whole:
+            settings["zero_optimization"] |= {"mics_shard_size": 1, "overlap_comm": True}
         settings["gradient_accumulation_steps"] = given.micro_batches
         settings["train_micro_batch_size_per_gpu"] = given.batch_size
         model = _model(given.model)
@@ -328,6 +331,7 @@ def _deepspeed(stage: int) -> Callable[..., Contestant]:
 
 CONTENDERS: dict[str, Callable[..., Contestant]] = {
     **{f"stage {stage}": _engine(stage, "none") for stage in range(4)},
+    "stage 0 whole": _engine(0, "none", whole=True),
     "stage 3 nvme": _engine(3, "nvme"),
     "ddp": _ddp,
     "fsdp2": _fsdp2,

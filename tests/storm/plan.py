@@ -180,6 +180,7 @@ def draw(seed: int) -> Plan:
     if not one_thread or optimizer not in _KERNELS:
         late_device = None
     later = random.Random(f"later {seed}")  # what came later leaves plans of earlier seeds as they were
+    quantized = later.choice(["", "", "weights", "gradients", _ALL_CODES]) if ranks > 1 else ""
     return Plan(
         seed=seed,
         model=name,
@@ -199,8 +200,9 @@ def draw(seed: int) -> Plan:
         pieces=chance.random() < 0.5,
         late_io=chance.choice([0.0, 0.001, 0.005]),
         late_device=late_device,
-        quantized=later.choice(["", "", "weights", "gradients", _ALL_CODES]) if ranks > 1 else "",
+        quantized=quantized,
         chunked=model.layer_major and later.random() < 0.3,
+        shard_size=later.choice([-1, 1]) if ranks > 1 and not quantized else -1,
         deeds=tuple(sorted(_deed(chance, steps, ranks) for _ in range(chance.randint(0, 5)))),
         faults=faults,
     )
