@@ -6,7 +6,7 @@ Building the model may take minutes, so `prepare` first checks everything that c
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,8 +135,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     content, lines = _content(options, file, folder, world_size)
     config = load_config(schedule(content, options, _steps_before_data(options))[0])
     batch = resolve_batch(config, world_size)
-    for line in lines:
-        say(line)
+    _say_all(lines, say)
     _check_logs(options, config, rank, world_size)
     # Cheap checks come first: reading the data may take minutes, and building the model longer.
     files = find_files(options)
@@ -146,8 +145,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     data = read_files(options, files, tokenizer, share, keeps_documents_apart(folder))
     steps = steps_of(options, DEFAULT_STEPS, data.batches)  # with --epochs known only after the data are packed
     content, lines = schedule(content, options, steps)
-    for line in lines:
-        say(line)
+    _say_all(lines, say)
     mine = _identity(options, folder, data, steps, content)
     if (done := find_finished(config, mine)) is not None:
         return done
@@ -166,9 +164,8 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     engine = _engine(options, model, content, config, rank, say)
     resumed, mine = _resumed(engine, mine, loss)
     # A resumed run has the weights of its swap files, wherever they came from.
-    weights = () if engine.global_steps else (source,)
-    for line in _warnings_last(engine.notices, (*where, *data.lines, *weights, *resumed, *notices)):
-        say(line)
+    begun = resumed if engine.global_steps else (source, *resumed)
+    _say_all(_warnings_last(engine.notices, (*where, *data.lines, *begun, *notices)), say)
     return Job(
         engine=engine,
         data=data,
@@ -183,6 +180,11 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
         always=always,
         predicted=predicted,
     )
+
+
+def _say_all(lines: Iterable[str], say: Callable[[str], None]) -> None:
+    for line in lines:
+        say(line)
 
 
 def _new_folders(config: Config) -> list[str]:

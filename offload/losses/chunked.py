@@ -252,6 +252,7 @@ def _weight_and_bias(head: nn.Module | torch.Tensor) -> tuple[torch.Tensor, torc
 def _brought(parameter: torch.Tensor) -> torch.Tensor:
     """Returns the parameter with its weights: fetched in a running module, else a copy, whose gradient reaches it."""
     handle = handle_of(parameter)
+    # Held until its module ends, and no longer: a head that is the embedding may be most of the device's memory.
     if handle is None or (parameter is handle.parameter and handle.fetch(stays=True)):
         return parameter
     return parameter.clone()

@@ -31,6 +31,7 @@ from offload.engine.checkpoint.files import (
     Saved,
     check_tag,
     find,
+    is_checkpoint,
     progress_file,
     states_file,
     tensor_name,
@@ -74,6 +75,11 @@ def open_foreign(path: Path, tag: str | None) -> ForeignCheckpoint:
         UsageError: If `tag` cannot name a folder.
     """
     folder = find(path, tag, is_foreign)
+    if folder is not None and is_checkpoint(Path(folder)):
+        raise StoreError(
+            f"{folder} is a checkpoint of offload itself: engine.load_checkpoint reads it, and offload export writes a "
+            "model from it"
+        )
     if folder is None or not is_foreign(Path(folder)):
         raise StoreError(
             f"{folder or path} contains no checkpoint of DeepSpeed (files such as mp_rank_00_model_states.pt, or a "

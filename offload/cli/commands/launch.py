@@ -155,11 +155,19 @@ def launch(typed: _Typed) -> None:
     if not any(command.ends_with_input for command in commands):
         sys.stdout.flush()
         only = commands[0]
+        with errors(BAD_INPUT):
+            _check_script(typed)
         # In the place of this process: signals, exit code and tracebacks are then those of torchrun alone.
         os.execvpe(only.arguments[0], only.arguments, {**os.environ, **only.environment})
     with errors(FAILED), signals():
         status = run_together(commands, lambda message: typer.echo(message, err=True))
     raise typer.Exit(status)
+
+
+def _check_script(typed: _Typed) -> None:
+    """Raises `UsageError` if this machine, the only one, lacks the script: torchrun would say so for each rank."""
+    if not (typed.module or typed.no_python or Path(typed.script).is_file()):
+        raise UsageError(f"there is no script {typed.script} in {Path.cwd()}; for a module of Python add --module")
 
 
 def _commands(typed: _Typed, environ: Mapping[str, str]) -> list[Command]:

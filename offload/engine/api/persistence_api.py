@@ -219,9 +219,8 @@ class PersistenceApi(DeepSpeedApi):
             self._core.optimizer_step.forget_norm()
         self.notices += loaded.notices
         if self.global_rank == 0:
-            told = (
-                "weights alone, as asked" if options.module_only else f"training goes on after step {self.global_steps}"
-            )
+            told = f"training goes on after step {self.global_steps}{self._core.state.where_data_goes_on()}"
+            told = "weights alone, as asked" if options.module_only else told
             announce(Headline(f"loaded {loaded.folder}: {told}"))
         return loaded.folder, loaded.client_state
 

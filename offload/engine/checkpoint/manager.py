@@ -91,7 +91,14 @@ class Checkpoints:
             ranks.same({"folder": str(load_dir), "tag": str(tag), "options": list(options)})
             folder = ranks.by_first(lambda: find(load_dir, tag, is_foreign))
             if folder is None:
-                logger.warning("no checkpoint was loaded: %s is not in %s", LATEST, load_dir)
+                there = (
+                    f"{LATEST} is not in {load_dir}" if os.path.isdir(load_dir) else f"there is no folder {load_dir}"
+                )
+                logger.warning(
+                    "offload: no checkpoint was loaded: %s; training goes on after step %d",
+                    there,
+                    self._state.global_steps,
+                )
                 return None
             with own_or_shared(components.queue) as queue:
                 found: list[FoundCheckpoint] = []

@@ -209,7 +209,7 @@ class JsonLines:
         # The facts may differ between the processes of a run, so each process writes them again.
         more: dict[str, Any] = {} if self._last is not None else {"about": self._about}
         if self._last is None or record.step <= self._last:
-            self.close()
+            self.close()  # a log that is cut is a new file, whose lock is another one
             if (earlier := cut_log(self._path, record.step - 1)) is not None:
                 announce(Headline(f"the log of an earlier run is now {earlier}"))
             self._held = hold_log(self._path)

@@ -220,7 +220,8 @@ def _begin(plan: Plan, core: EngineCore, progress: Snapshot | None) -> tuple[str
     if progress is not None:
         notices = tuple(core.state.restore(progress))
         folder = os.path.join(plan.config.drives[0], plan.config.offload.run)
-        notices = (Headline(f"resuming after step {core.state.global_steps} of the run in {folder}"), *notices)
+        data = core.state.where_data_goes_on()
+        notices = (Headline(f"resuming after step {core.state.global_steps} of the run in {folder}{data}"), *notices)
     elif store is not None and plan.commit_every:
         # Step 0: a kill during the first step then resumes from the initial weights.
         store.commit(0, core.state.take().pack())

@@ -151,6 +151,14 @@ class TrainingState:
             "schedule engine.global_steps times after initialize"
         ]
 
+    def where_data_goes_on(self) -> str:
+        """Returns words on the loader's position in a resumed run, to follow those on its step; none without one."""
+        where = None if self.loader is None else self.loader.where()
+        if where is None or not (where["epoch"] or where["batch"]):
+            return ""
+        sample = where["batch"] * where["samples_of_a_batch"]
+        return f", and training_data after sample {sample} of pass {where['epoch']}: skip no batches in the loop"
+
     def restore(self, progress: Snapshot, schedule: bool = True) -> list[str]:
         """Continues from `progress`; returns notices for the user.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,6 +21,7 @@ _KINDS = {
     "ignored": "ignored: not supported, or of another tool",
 }
 """The lists of `--json`, each with its heading."""
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def check_config(
@@ -28,8 +30,8 @@ def check_config(
 ) -> None:
     """Say what becomes of each key of a DeepSpeed JSON file, without a run: honoured, ignored, refused or wrong.
 
-    Exit code 0, or 2 if a key is wrong or refused; all such keys are listed. Batch sizes are compared when the number
-    of ranks is known, by the run. Example: offload check-config ds_config.json
+    Exit code 0, or 2 if a key is wrong or refused; all such keys are listed. That the batch fits the number of
+    ranks is checked by the run. Example: offload check-config ds_config.json
     """
     with errors(BAD_INPUT):
         found = keys_of(config)
@@ -52,11 +54,12 @@ def keys_of(file: Path) -> dict[str, Sequence[str]]:
     """
     from offload.config import examine, read_json
 
-    _, findings = examine(read_json(file))
+    content = read_json(file)
+    _, findings = examine(content)
     # Params of torch's optimizers and of schedules are kept as a whole; the file's name of the block is "params".
     honoured = sorted({name.replace("torch_params", "params") for name in findings.honoured})
     blocks = {name.rpartition(".")[0] for name in honoured}
-    messages = [str(error) for error in findings.errors]
+    messages = [str(error) for error in findings.errors] + batch_errors(content)
     return {
         "errors": messages,
         "honoured": [name for name in honoured if name not in blocks and not _is_wrong(name, messages)],
@@ -64,6 +67,17 @@ def keys_of(file: Path) -> dict[str, Sequence[str]]:
         "without_effect": sorted(findings.tuning),
         "ignored": sorted(findings.unsupported),
     }
+
+
+def batch_errors(content: Mapping[str, Any]) -> list[str]:
+    """Returns a message if no number of ranks makes the batch of a config from its micro-batches."""
+    total, *parts = [content.get(key) for key in _BATCH]
+    sizes = {key: each for key, each in zip(_BATCH[1:], parts, strict=True) if isinstance(each, int) and each > 0}
+    # Ranks multiply the batch, so whatever their number is, it is a multiple of what is known.
+    made = math.prod(sizes.values())
+    if not isinstance(total, int) or total % made == 0:
+        return []
+    return [f"train_batch_size is {total}, no multiple of {' * '.join(sizes)}, {made}: no number of ranks makes it"]
 
 
 def _is_wrong(name: str, messages: Sequence[str]) -> bool:
