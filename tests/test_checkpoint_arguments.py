@@ -10,6 +10,7 @@ import pytest
 
 import offload
 from offload.errors import StoreError, UsageError
+from offload.runs.import_checkpoint import open_foreign
 from tests.support.checkpoint_runs import engine, folder, inspect, names, saved_checkpoint
 
 __all__ = ["engine", "folder", "saved_checkpoint"]  # fixtures
@@ -94,3 +95,8 @@ def test_weights_that_are_gathered_are_not_saved(modify: bool, engine: offload.E
             break
     assert not names(folder)
     engine.save_checkpoint(folder)
+
+
+def test_an_import_of_a_checkpoint_of_ours_says_who_reads_it(saved_checkpoint: Path) -> None:
+    with pytest.raises(StoreError, match="is a checkpoint of offload itself: engine"):
+        open_foreign(saved_checkpoint, None)

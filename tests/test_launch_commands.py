@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from offload.cli.main import app
 from offload.errors import UsageError
 from offload.launch.commands import Command, decide
 from offload.launch.hosts import Host
@@ -148,3 +151,9 @@ def test_nodes_of_a_job_of_slurm_are_reached_by_srun(restarts: int) -> None:
 def test_what_cannot_be_is_an_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         commands(**{"hosts": HOSTS, **options})
+
+
+def test_a_script_that_is_not_there_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["launch", "--num-gpus", "2", "trian.py"])
+    assert done.exit_code == 2 and done.stderr.startswith(f"error: there is no script trian.py in {tmp_path}")

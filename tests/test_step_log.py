@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -134,3 +135,27 @@ def test_a_start_and_a_resume_are_told_without_any_configuration_of_logging(
     logging.getLogger("offload").setLevel(logging.ERROR)
     begin(tmp_path).destroy(remove=True)
     assert capsys.readouterr().err == ""
+
+
+def test_a_load_says_where_the_loader_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So that nobody skips in a loop what the loader has skipped already."""
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "offload": {"nvme_path": str(tmp_path), "run": "loader"},
+    }
+    for load in (False, True):
+        model = torch.nn.Linear(3, 1)
+        started = offload.initialize(model=model, config=settings, training_data=list(torch.ones(10, 3)))
+        engine = started.engine
+        if load:
+            engine.load_checkpoint(tmp_path / "saved")
+        else:
+            for rows in itertools.islice(iter(started.loader), 2):
+                engine.backward(engine(rows).sum())
+                engine.step()
+            engine.save_checkpoint(tmp_path / "saved")
+        engine.destroy(remove=True)
+    assert (
+        "goes on after step 2, and training_data after sample 4 of pass 0: skip no" in capsys.readouterr().err
+    )
