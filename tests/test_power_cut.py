@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import random
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +20,7 @@ from offload.errors import OffloadError
 from offload.states import State
 from offload.swapper.store import drives as drives_module
 from offload.swapper.store import run_status
+from offload.swapper.store.rank_folder import sync_names
 from tests.support.power_cut import Disk, Event, Image, all_but, everything, nothing, only, put, some, some_events
 from tests.support.store_runs import PAGE, TRAINABLE, Contents, Run, _memory, everything_that_runs_do
 from tests.support.write_recorder import PlainQueue, Recorder, RecordingQueue
@@ -60,12 +64,18 @@ def recorded(
     seed: int = 1,
     commits: dict[str, Contents] | None = None,
     begins: Allowed = (None,),
+    just_made: bool = False,
 ) -> Log:
-    """What was done under `root`, where at first one of the commits `begins` is, and what the commits hold."""
+    """What was done under `root`, where at first one of the commits `begins` is, and what the commits hold.
+
+    With `just_made` the user has made the folders of the drives a moment before, and has not synced them.
+    """
     root.mkdir(exist_ok=True)
     recorder, commits = Recorder(root), {} if commits is None else commits
     recorder.note(*begins)
     with recorder.recording():
+        for drive in range(drives if just_made else 0):
+            (root / "drives" / str(drive)).mkdir(parents=True)
         run = Run(root, drives, RecordingQueue(queue, recorder), commits, seed, recorder.note)
         work(run)
         run.store.close()
@@ -101,12 +111,19 @@ def cases(
         cuts = [everything, nothing, only(disk.events), all_but(disk.events)]
         cuts += [some(chance, chance.choice([0.1, 0.5, 0.9])) for _ in range(random_cuts)]
         cuts += [some_events(chance, chance.choice([0.3, 0.7])) for _ in range(random_cuts)]
-        for cut in cuts:
-            image = disk.image(cut)
+        for image in itertools.chain(map(disk.image, cuts), one_drive_behind(disk)):
             key = hash((allowed, tuple(sorted(image.items()))))
             if key not in seen:
                 seen.add(key)
                 yield Case(at, image, allowed)
+
+
+def one_drive_behind(disk: Disk) -> Iterator[Image]:
+    """Images of a cut after which one drive has what was synced, and all others everything."""
+    behind, ahead = disk.image(nothing), disk.image(everything)
+    for drive in sorted(path for path in ahead if re.fullmatch(r"drives/\d+", path)):
+        others = {path: data for path, data in ahead.items() if not f"{path}/".startswith(f"{drive}/")}
+        yield others | {path: data for path, data in behind.items() if f"{path}/".startswith(f"{drive}/")}
 
 
 def verdict(case: Case, commits: Mapping[str, Contents], drives: int, room: Path, goes_on: bool = False) -> str | None:
@@ -177,6 +194,36 @@ def test_a_power_cut_while_a_first_commit_is_given_up(tmp_path: Path, room: Path
         run.commit()
 
     expect_none(recorded(tmp_path, 2, queue, work), 2, room, 2)
+
+
+@pytest.mark.parametrize("just_made", [False, True])
+def test_a_power_cut_while_a_run_begins(just_made: bool, tmp_path: Path, room: Path, queue: IoQueue) -> None:
+    """Without a commit the next start begins anew: no drive looks like one of a run whose first drive is missing."""
+
+    def work(run: Run) -> None:
+        run.create()
+        run.commit()
+
+    expect_none(recorded(tmp_path, 2, queue, work, just_made=just_made), 2, room, 2)
+
+
+def test_names_are_synced_behind_a_link_and_above_a_folder_that_may_not_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "closed" / "swap" / "run").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "closed" / "swap")
+    synced, real = [], os.open
+
+    def open_(path: Any, *arguments: Any) -> int:
+        if Path(path).name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *arguments)
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").resolve()))
+    sync_names(tmp_path / "link" / "run")
+    assert synced[:2] == [tmp_path / "closed" / "swap", tmp_path]
+    assert synced[-1].is_mount()
 
 
 @pytest.mark.slow

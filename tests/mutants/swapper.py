@@ -205,8 +205,15 @@ MUTANTS = (
     Mutant(
         "forget to make new folders durable",
         "offload.swapper.store.rank_folder",
-        "            for each in new:",
-        "            for each in ():",
+        "            sync_folder(here)",
+        "            pass",
+        "tests/test_power_cut.py",
+    ),
+    Mutant(
+        "write manifests before the names of their folders are durable",
+        "offload.swapper.store.swap_files",
+        "        for folder in self.folders:\n            sync_names(folder)\n        self._write_manifests()\n",
+        "        self._write_manifests()\n        for folder in self.folders:\n            sync_names(folder)\n",
         "tests/test_power_cut.py",
     ),
     Mutant(

@@ -134,24 +134,17 @@ def make_folders(folders: Sequence[Path]) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """Creates one rank's folder and its missing parents.
-
-    The names of the parents that were missing are durable afterwards. `SwapFiles.create` makes the name of the folder
-    itself durable.
+    """Creates one rank's folder and its missing parents. `sync_names` makes their names durable.
 
     Raises:
         StoreError: if a file, or a link that names no folder, is in the way.
         OSError: if a folder cannot be created.
     """
     while True:
-        new = [each for each in folder.parents if not each.exists()]
         folder.parent.parent.mkdir(parents=True, exist_ok=True)
         try:
             folder.parent.mkdir(mode=0o700, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
-            # An entry is durable once its parent is synced: a power cut must not lose the folders of a durable commit.
-            for each in new:
-                sync_folder(each.parent)
             return
         except (FileNotFoundError, FileExistsError):
             # Nothing in the way: another rank has just removed the empty folder of an earlier run, so try again.
@@ -170,6 +163,24 @@ def _is_obstacle(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return not path.is_dir() if stat.S_ISLNK(mode) else not stat.S_ISDIR(mode)
+
+
+def sync_names(folder: Path) -> None:
+    """Makes the name of a folder durable, and those of all folders above it on its file system, whoever has made them.
+
+    A power cut must not lose the folders of a durable commit, and a name is durable once its parent is synced. Another
+    rank, or the user, may have made some of them a moment ago.
+
+    Raises:
+        OSError: if a folder above cannot be synced.
+    """
+    here = folder.resolve()
+    while not here.is_mount():
+        here = here.parent
+        # A folder that this process may not read cannot be synced. It may be used all the same: most file systems
+        # write names no later than the files below them.
+        with contextlib.suppress(PermissionError):
+            sync_folder(here)
 
 
 def remove_files(folder: Path) -> None:

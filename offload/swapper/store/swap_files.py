@@ -23,6 +23,7 @@ from offload.swapper.store.rank_folder import (
     close_in_children,
     lock_folders,
     remove_files,
+    sync_names,
     write_durably,
     write_in_place,
 )
@@ -98,11 +99,10 @@ class SwapFiles:
         self._check_room(find_drive_shortage(drives, self._drive_nbytes()))
         self._states.reserve(self._spec.nbytes)
         write_in_place(self.folders[0] / "commit", bytes(2 * PAGE))
+        # Before any manifest: a power cut that left only a later drive's would make the first drive look missing.
+        for folder in self.folders:
+            sync_names(folder)
         self._write_manifests()
-        for folder in self.folders:  # even if another rank has made the parents, which may not be durable yet
-            sync_folder(folder)
-            sync_folder(folder.parent)
-            sync_folder(folder.parent.parent)
 
     def _forget(self) -> None:
         """Deletes the files of an earlier start, records before the files they name. Notes of the run's end stay.
@@ -158,6 +158,7 @@ class SwapFiles:
         return self.states.layout.file_nbytes(self._spec.nbytes)
 
     def _write_manifests(self) -> None:
+        """Writes the manifest of each drive, the first drive's first. All names in these folders are then durable."""
         for drive, folder in enumerate(self.folders):
             write_durably(folder / "manifest.json", self.manifest.pack(drive))
 
