@@ -21,6 +21,7 @@ from offload.engine.checkpoint import save as checkpoint_save
 from offload.engine.checkpoint.directory import begin_folder, end_folder, only_save, prune, saver, write_new
 from offload.engine.checkpoint.files import Manifest, checkpoints, read_manifest
 from offload.errors import StoreError
+from offload.swapper.store import rank_folder
 from tests.support import models, warm_process
 from tests.support.checkpoint_runs import CPU, DISK, engine, everything, folder, inspect, names, saved_checkpoint
 from tests.support.oracle import start, train_step
@@ -354,9 +355,11 @@ def test_one_that_was_set_aside_outlives_what_is_damaged(
 def test_a_folder_that_is_made_outlives_a_power_cut(
     engine: offload.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whoever has made it: a script makes the folder of its checkpoints a moment before the first save."""
     synced: list[Path] = []
-    real = checkpoint_folder.sync_folder
-    monkeypatch.setattr(checkpoint_folder, "sync_folder", lambda path: (synced.append(path), real(path)))
+    real = rank_folder.sync_folder
+    monkeypatch.setattr(rank_folder, "sync_folder", lambda path: (synced.append(path), real(path)))
+    (tmp_path / "a").mkdir()
     engine.save_checkpoint(tmp_path / "a" / "b" / "saved", tag="tag")
     assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= set(synced)
 

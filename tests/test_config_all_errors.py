@@ -98,8 +98,6 @@ def test_a_file_that_is_no_json_is_one_line(tmp_path: Path) -> None:
 def test_a_batch_that_no_number_of_ranks_makes_is_found(tmp_path: Path) -> None:
     sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
     done = check({"train_batch_size": 9, **sizes}, tmp_path)
-    assert (
-        done.exit_code == 2 and "train_batch_size is 9, no multiple of train_micro" in done.stdout
-    )
+    assert done.exit_code == 2 and "train_batch_size is 9, no multiple of train_micro" in done.stdout
     assert check({"train_batch_size": 8, **sizes}, tmp_path).exit_code == 0
     assert check({"train_batch_size": 9, "train_micro_batch_size_per_gpu": "auto"}, tmp_path).exit_code == 0

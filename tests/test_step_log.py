@@ -156,6 +156,4 @@ def test_a_load_says_where_the_loader_goes_on(tmp_path: Path, capsys: pytest.Cap
                 engine.step()
             engine.save_checkpoint(tmp_path / "saved")
         engine.destroy(remove=True)
-    assert (
-        "goes on after step 2, and training_data after sample 4 of pass 0: skip no" in capsys.readouterr().err
-    )
+    assert "goes on after step 2, and training_data after sample 4 of pass 0: skip no" in capsys.readouterr().err

@@ -40,6 +40,7 @@ from offload.engine.checkpoint.files import (
 from offload.engine.checkpoint.parts import delete, strangers
 from offload.errors import IoError, StoreError
 from offload.fileio import DirLock, LockHeldError, holder_of, replace_durably, sync_folder
+from offload.swapper.store.rank_folder import sync_names
 
 logger = logging.getLogger("offload")
 
@@ -216,11 +217,9 @@ def write_new(path: Path, data: bytes) -> None:
 def make_folder(folder: Path) -> None:
     """Creates a folder and its missing parents durably: a power cut after the return does not lose them."""
     with naming_errors(folder, "make"):
-        # The folders that `mkdir` will make: each new name is durable only after a sync of the folder above.
-        new = [each for each in (folder, *folder.parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        for each in new:
-            sync_folder(each.parent)
+        # Also those that the caller has made a moment ago: a save that has returned must not vanish with one of them.
+        sync_names(folder)
 
 
 def begin_folder(checkpoint: Path, latest: bool = True) -> Path:

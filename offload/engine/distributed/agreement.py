@@ -60,8 +60,8 @@ class Agreement:
         """Number of gathers of the series that have begun, and of those that begin before they are needed."""
         self._reductions: deque[int] = deque()
         """Units that all ranks reduce next in this order, without a round."""
-        self._uses_ask = True
-        """False while all ranks know that their next uses need no round."""
+        self._uses_ask = ranks.mesh.shards > 1
+        """False while all ranks know that their next uses need no round, as where each has whole weights."""
         self._strayed = False
         """True if this rank has left a series of reductions. It takes part in no other."""
         self._in_question = False

@@ -59,11 +59,14 @@ class ReplicaSums:
         """
         total = self._memory[0][:numel]
         self._memory.rotate(-1)
-        total.zero_()
+        if not len(received):
+            total.zero_()
         # In chunks, so that the values of codes need little memory.
         for first in range(0, numel, CHUNK):
             part = total[first : first + CHUNK]
-            for row in received:
+            for row in received[:1]:
+                part.copy_(values_of(row, first, first + len(part)))
+            for row in received[1:]:
                 part += values_of(row, first, first + len(part))
         if not self._codes:
             return ReplicaSum(total.view(1, -1), self._ranks.all_reduce(total))

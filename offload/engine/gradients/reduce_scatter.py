@@ -37,7 +37,7 @@ import torch
 
 from offload.engine.callbacks import EngineCallbacks, GradientStats
 from offload.engine.distributed.agreement import Agreement
-from offload.engine.distributed.payload.gradients import Exchange, ExchangeMemory, values_of
+from offload.engine.distributed.payload.gradients import Exchange, ExchangeMemory, mean_of
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.distributed.replica_sums import ReplicaSums
 from offload.engine.distributed.rounds.reduction_order import ReductionOrder
@@ -321,16 +321,11 @@ class ReduceScatterAccumulator(GradientAccumulator):
         part = self._parts[unit]
         for position, segment in enumerate(self._layouts[unit].segments):
             first, last = max(segment.start, part.start), min(segment.stop, part.stop)
-            # In chunks, so that the fp32 sum needs little memory.
+            # In chunks, so that the mean, in fp32, needs little memory.
             for start in range(first, last, CHUNK):
                 stop = min(start + CHUNK, last)
-                column = start - part.start, stop - part.start
-                # Added in rank order, so that every run of the same ranks gives the same bits.
-                total = values_of(received[0], *column).to(torch.float32, copy=True)
-                for other in received[1:]:
-                    total += values_of(other, *column)
-                total /= self._ranks.size
-                self.put(unit, position, start - segment.start, total)
+                mean = mean_of(received, start - part.start, stop - part.start, self._ranks.size)
+                self.put(unit, position, start - segment.start, mean)
 
     # -- what needs all that was received ------------------------------------------------------------
 

@@ -87,3 +87,19 @@ def values_of(row: torch.Tensor, first: int, stop: int) -> torch.Tensor:
     at = start // CODES.values * CODES.nbytes
     dequantize(CODES, row[at : at + CODES.stored_nbytes(numel)], values)
     return values[first - start : stop - start]
+
+
+def mean_of(received: torch.Tensor, first: int, stop: int, ranks: int) -> torch.Tensor:
+    """Returns the mean over `ranks` of elements [first, stop) of what some of them sent, in fp32, as new memory.
+
+    The rows are added up in the order of the ranks, so that every run of the same ranks gives the same bits.
+    """
+    row, *others = [values_of(row, first, stop) for row in received]
+    # Each operation is a pass over memory, so nothing is copied before it is added or divided.
+    if not others:
+        return row.to(torch.float32) / ranks
+    total = torch.add(row.to(torch.float32), others[0])
+    for other in others[1:]:
+        total += other
+    total /= ranks
+    return total
