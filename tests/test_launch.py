@@ -92,6 +92,7 @@ def test_a_signal_ends_all_hosts(folder: Path, number: signal.Signals) -> None:
 
 
 def test_one_machine_is_torchrun_in_the_place_of_the_command(folder: Path) -> None:
+    (folder / "train.py").touch()  # where this machine alone runs it, a script that is missing is an error
     command = begin(folder, "--num_gpus", "2", "--master_port", "7", FAILS="no")
     wait_for(folder / "began0")
     begun = "-m torch.distributed.run --nproc-per-node 2 --nnodes 1 --master-addr localhost --master-port 7"

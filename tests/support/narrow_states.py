@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,12 +44,13 @@ def bytes_of_a_parameter(folder: Path, job: Job = JOB, **options: Any) -> Bytes:
     store, queue = engine._core.components.store, engine._core.components.queue
     assert store is not None and queue is not None
     numel = sum(len(part) for part in engine._core.components.trainable)
-    moved = before = 0
-    for step in range(3):  # the last one counts: the first records the order, the second has no update beside it yet
+    totals = [0]
+    for step in range(5):  # three count: the first records the order, the second has no update beside it yet
         train_step(engine, job, step)
         finish_step_before(engine)
-        now = queue.read_bytes + queue.written_bytes
-        moved, before = now - before, now
+        totals.append(queue.read_bytes + queue.written_bytes)
+    # On a busy machine a step may read a unit again that was read ahead of it too early.
+    moved = statistics.median(after - before for before, after in pairwise(totals[2:]))
     found = Bytes(moved / numel, store.spec.nbytes / numel)
     engine.destroy(remove=True)
     return found
