@@ -299,6 +299,11 @@ WRONG: dict[str, Any] = {
     "buffers": lambda job: job._replace(model=with_a_buffer),
     "buffer_dtype": lambda job: job._replace(buffers="same"),
     "fp16": lambda job: job._replace(dtype="fp16", loss_scale=2 * job.loss_scale),
+    "stage": lambda job: job._replace(stage=1),
+    "overlap_comm": lambda job: job._replace(overlap=False),
+    "zero_quantized_weights": lambda job: job._replace(quantized="weights"),
+    "zero_quantized_gradients": lambda job: job._replace(quantized="gradients"),
+    "communication_data_type": lambda job: job._replace(sent="bf16"),
 }
 """Changes of a job on one rank alone."""
 
