@@ -47,6 +47,18 @@ class ReplicaSums:
         self._memory, self._codes = deque(memory), deque(codes)
         """That of the oldest sum first."""
 
+    def takes(self, rows: torch.Tensor) -> bool:
+        """Returns True if `rows`, what a rank sends, are a sum over its replica already, which all add up as it is."""
+        mesh = self._ranks.mesh
+        return mesh.replicas > 1 and mesh.shards == 1 and not self._codes and rows.dtype is torch.float32
+
+    def begin_in_place(self, rows: torch.Tensor) -> ReplicaSum:
+        """Starts the sum over the replicas of `rows`, (1, numel), in their own memory, as `begin` does in another.
+
+        A replica that has no gradient calls `begin` at the same time: the ranks add up as many elements.
+        """
+        return ReplicaSum(rows, self._ranks.all_reduce(rows[0]))
+
     def begin(self, received: torch.Tensor, numel: int) -> ReplicaSum:
         """Adds up the rows of `received` in their order, and starts the sum over the replicas.
 

@@ -89,13 +89,27 @@ def values_of(row: torch.Tensor, first: int, stop: int) -> torch.Tensor:
     return values[first - start : stop - start]
 
 
-def mean_of(received: torch.Tensor, first: int, stop: int, ranks: int) -> torch.Tensor:
-    """Returns the mean over `ranks` of elements [first, stop) of what some of them sent, in fp32, as new memory.
+def mean_of(received: torch.Tensor, first: int, stop: int, ranks: int, in_place: bool) -> torch.Tensor:
+    """Returns the mean over `ranks` of elements [first, stop) of what some of them sent, in fp32.
 
     The rows are added up in the order of the ranks, so that every run of the same ranks gives the same bits.
+
+    Args:
+        received: (contributing ranks, ...), values or codes.
+        first: first element.
+        stop: end of the elements.
+        ranks: number of all ranks.
+        in_place: True if the mean may take the place of the first row's values, where these are fp32: new memory costs
+            more than the arithmetic on it. Otherwise it is new memory.
     """
-    row, *others = [values_of(row, first, stop) for row in received]
     # Each operation is a pass over memory, so nothing is copied before it is added or divided.
+    row, *others = [values_of(row, first, stop) for row in received]
+    if in_place and row.dtype is torch.float32:
+        total = row
+        for other in others:
+            total += other
+        total /= ranks
+        return total
     if not others:
         return row.to(torch.float32) / ranks
     total = torch.add(row.to(torch.float32), others[0])
