@@ -227,8 +227,8 @@ MUTANTS = (
     Mutant(
         "lose the gradient of the second rank",
         "offload.engine.distributed.payload.gradients",
-        "        for other in others:\n            total += other\n",
-        "",
+        "total = torch.add(row.to(torch.float32), others[0], out=out)",
+        "total = row.to(torch.float32)",
         "tests/test_ranks.py",
     ),
     Mutant(
@@ -247,9 +247,9 @@ MUTANTS = (
     ),
     Mutant(
         "send what was in a bucket before for a parameter without a gradient",
-        "offload.engine.gradients.reduce_scatter",
-        "            held.memory[stop:start].zero_()",
-        "            pass",
+        "offload.engine.distributed.payload.gradients",
+        "        memory[stop:start].zero_()\n",
+        "",
         "tests/test_ranks_paths.py",
     ),
     Mutant(

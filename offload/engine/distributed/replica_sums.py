@@ -4,7 +4,8 @@
 
 The first part, within a replica, is complete when the second begins. The second is under way beside the backward of
 the next unit, if `overlap_comm` is on: it is the part that leaves a machine. With codes (`payload.gradients`) each rank
-receives the codes of all sums of its shard instead, and adds their values up in the order of the replicas.
+receives the codes of all sums of its shard instead, and adds their values up in the order of the replicas. A rank that
+is a replica by itself has nothing to add up first: its fp32 gradients are all-reduced where they are.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ import torch
 
 from offload.engine.callbacks import EngineCallbacks, GradientStats
 from offload.engine.distributed.agreement import Agreement
-from offload.engine.distributed.payload.gradients import Exchange, ExchangeMemory, mean_of
+from offload.engine.distributed.payload.gradients import Exchange, ExchangeMemory, mean_of, zero_between
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.distributed.replica_sums import ReplicaSums
 from offload.engine.distributed.rounds.reduction_order import ReductionOrder
@@ -189,21 +189,14 @@ class ReduceScatterAccumulator(GradientAccumulator):
         # The exchange before has read this memory on a stream of the backend. The additions are ordered behind it, but
         # they may have been submitted to another stream than that of this gradient, if the model uses several.
         self._device.wait_event(self._added)
-        return self._held.setdefault(unit, _Held(memory, set()))
-
-    def _complete(self, unit: int, held: _Held) -> torch.Tensor:
-        """Returns the gradients of a whole unit. Parameters without one on this rank contribute zeros to the mean."""
-        layout, stop = self._layouts[unit], 0
-        for start, end in sorted((s.start, s.stop) for p, s in enumerate(layout.segments) if p in held.segments):
-            held.memory[stop:start].zero_()  # padding too, which may share a block of codes with values
-            stop = end
-        held.memory[stop : layout.trainable_stop].zero_()
-        return held.memory
+        held = self._held[unit] = _Held(memory, set())
+        return held
 
     def _release(self, unit: int) -> None:
         """Drops gradients of `unit` that are not reduced."""
-        if unit in self._held:
-            self._room[unit].append(self._held.pop(unit).memory)
+        held = self._held.pop(unit, None)
+        if held is not None:
+            self._room[unit].append(held.memory)
 
     def _reduce(self) -> None:
         """Reduces the unit under way, and starts the copies of small results that were set aside."""
@@ -252,7 +245,11 @@ class ReduceScatterAccumulator(GradientAccumulator):
         rows = sent = None
         if sends:
             # All ranks send in a series: one that has left it sends zeros.
-            sent = self._complete(unit, self._held.get(unit) or self._hold(unit))
+            held = self._held.get(unit) or self._hold(unit)
+            segments, sent = self._layouts[unit].segments, held.memory
+            # Parameters without a gradient here add nothing to the mean, and padding may share a block of codes.
+            present = ((segments[each].start, segments[each].stop) for each in held.segments)
+            zero_between(sent[: self._layouts[unit].trainable_stop], present)
             if unit == self._unit:
                 self._unit, self._filled = -1, set()
             del self._held[unit]
@@ -338,6 +335,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 self.put(unit, position, start - segment.start, mean)
 
     # -- what needs all that was received ------------------------------------------------------------
+
     def known(self, elsewhere: Container[tuple[int, int]] = ()) -> GradientStats:
         """Returns the statistics on which a step is decided, with all that other ranks have reduced until now."""
         self._finish()

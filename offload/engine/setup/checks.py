@@ -112,6 +112,7 @@ _OF_COLLECTIVES = (
     *("stage", "overlap_comm", "zero_hpz_partition_size"),
     *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
 )
+"""Keys of ZeRO that decide what ranks send each other, and when."""
 _OF_LAYERS = (
     *("blocks computed again", "units", "parameters", "quantized weights", "buffers"),
     *("weights given", "weights to be read"),
