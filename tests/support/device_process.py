@@ -37,8 +37,13 @@ def add_options(parser: pytest.Parser) -> None:
 def configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "test_device: runs in a process that has the device of tests/device")
     config.addinivalue_line("markers", "cpu_only(reason): presumes that the device is the CPU; not run on another")
+    compute_on(config.getoption("--device"))
+
+
+def compute_on(chosen: str) -> None:
+    """Makes `chosen` the device of this process's engines: "cpu", "test" or "cuda"."""
     global _chosen
-    _chosen = config.getoption("--device")
+    _chosen = chosen
     if _chosen == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)  # placements are compared bit for bit

@@ -48,6 +48,11 @@ def meet(rank: int, size: int, port: int) -> None:
 def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
     meet(rank, size, port)
     dist.init_process_group("gloo")
+    serve(pipe)
+
+
+def serve(pipe: Any) -> None:
+    """Calls what comes through `pipe`, on a rank that has met the others, until None comes."""
     while (work := pipe.recv()) is not None:
         function, arguments = work
         try:
@@ -64,6 +69,9 @@ PATIENCE = 200
 class RankPool:
     """`size` ranks; `run` calls a module-level function on each and returns what each returned."""
 
+    target: Callable[..., None] = staticmethod(_serve)
+    """The life of a rank: called with its number, their number, the port where they meet, and its end of a pipe."""
+
     def __init__(self, size: int) -> None:
         self.size = size
         self._start()
@@ -73,7 +81,7 @@ class RankPool:
         self.pipes, self.processes = [], []
         for rank in range(self.size):
             mine, theirs = processes().Pipe()
-            process = processes().Process(target=_serve, args=(rank, self.size, port, theirs), daemon=True)
+            process = processes().Process(target=self.target, args=(rank, self.size, port, theirs), daemon=True)
             process.start()
             self.pipes.append(mine)
             self.processes.append(process)

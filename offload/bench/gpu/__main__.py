@@ -15,7 +15,7 @@ of its own:
     … in 24 GiB  three of the placements again, in 24 GiB of GPU memory
     DeepSpeed    the step of cpu/cpu by DeepSpeed, if DeepSpeed is installed
     7B, 13B      steps in 24 GiB of GPU memory, with states in RAM as far as they fit and otherwise on the drive; with
-                 fewer layers if not all fit
+                 fewer layers if not all fit; `13B in few bytes` has int8 moments and bf24 masters
 
 If no sizes are given, a step has as many tokens as fit beside the model on the GPU, at most 8 x 4096: smaller steps of
 a fast GPU wait for the host. `--only NAME` runs only parts whose names begin with NAME, and may repeat. `--part NAME`

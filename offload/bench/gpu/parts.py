@@ -30,6 +30,7 @@ BASE = "none/none"
 _SAME_WORK = ("model", "layers", "parameters", "tokens_per_step", "recompute")
 _USUAL = {"none/none": 60.0, "nvme/nvme": 110.0, "cpu/cpu": 60.0}
 _13B = {"model": "llama-13b", "batch_size": 4, "seq_len": 2048, "accumulation": 4, "recompute": True, "limit": LIMIT}
+_FEW_BYTES = {"moments": "int8", "master": "bf24"}
 _LAYERS = {"layers": 4, "accumulation": 1}
 
 
@@ -52,6 +53,7 @@ PARTS = (
     *map(_placed, PLACEMENTS[3:]),
     Part("DeepSpeed", 120),
     Part("7B", 240, PLANNED, _13B | {"model": "llama-7b"}),
+    Part("13B in few bytes", 300, PLANNED, _13B | _FEW_BYTES),
     Part("13B", 420, PLANNED, _13B),
 )
 """All parts, the most important first. `--only` restricts the choice; of the others, those that fit the budget run."""

@@ -121,6 +121,8 @@ def _config_of(work: Work, tiers: tuple[str, str], room: Room) -> dict[str, Any]
         batch=work.batch_size,
         accumulation=work.accumulation,
         paths=[str(work.folder)],
+        moments=work.moments,
+        master=work.master,
     )
 
 

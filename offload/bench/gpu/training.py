@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -17,6 +19,9 @@ from offload.kernels import cuda
 
 _WARM_UP = 2
 """Steps that do not count: the first records the access order, and the second is the first beside an update."""
+
+_DRAWN = 1 << 20
+"""Values of a tensor that are drawn; the others repeat them."""
 
 
 class Waits(NamedTuple):
@@ -46,12 +51,34 @@ def measure_steps(work: Work, settings: dict[str, Any], save: Save) -> None:
         model = work.build()
     shape: Any = model.config
     ids = random_ids((work.batch_size, work.seq_len), shape.vocab_size)
-    engine = offload.initialize(model=model, config=settings)[0]
+    with values_repeated():
+        engine = offload.initialize(model=model, config=settings)[0]
     torch.manual_seed(0)  # for dropout: losses can be compared between placements
     try:
         _time_steps(work, engine, ids, end, save)
     finally:
         engine.destroy(remove=True)
+
+
+@contextmanager
+def values_repeated() -> Iterator[None]:
+    """Draws a million normal values of a tensor, and repeats them.
+
+    A step takes as long, and a model is there much sooner: torch draws with one thread, minutes for 13B parameters.
+    """
+    drawn = torch.Tensor.normal_
+
+    def normal_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not self.is_contiguous():
+            return drawn(self, *args, **kwargs)
+        values = self.view(-1)
+        drawn(values[:_DRAWN], *args, **kwargs)
+        for part in values[_DRAWN:].split(_DRAWN):
+            part.copy_(values[: len(part)])
+        return self
+
+    with patch.object(torch.Tensor, "normal_", normal_):
+        yield
 
 
 def _time_steps(work: Work, engine: offload.Engine, ids: torch.Tensor, end: float, save: Save) -> None:

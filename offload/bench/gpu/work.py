@@ -58,6 +58,9 @@ class Work(NamedTuple):
     """True if activations are computed again in the backward."""
     limit: int | None = None
     """Bytes of GPU memory that may be taken; None for all of it."""
+    moments: str | None = None
+    """Form of the optimizer's moments, and below of the masters, where the planner writes the config; None for fp32."""
+    master: str | None = None
     steps: int = 8
     """Timed steps; fewer if they would take longer than `seconds`."""
     seconds: float = 60.0
