@@ -42,6 +42,13 @@ from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.swapper.memory.interruptible_lock import InterruptibleLock
 from offload.timeline import Row, Timeline
 
+_IN_MEMORY = 1 << 26
+"""Elements of a tile all of whose memory is elsewhere, and of which nothing is written.
+
+Its size saves nothing, and each call of the kernel costs what sixteen cores need for half a million elements. It is the
+time after which an error of another thread, or the end of the engine, is seen.
+"""
+
 
 class UpdateWorker:
     """Owner of the update thread.
@@ -329,17 +336,17 @@ class UpdateWorker:
             steps = EditSteps(update.edits, self._shards.mode)
         else:
             steps = self._strategy.begin(update, self._tile_numel)
-        return Job(
+        job = Job(
             update=update,
             steps=steps,
             host_buffer=host_buffer,
             delivered=delivered,
-            # An update without copies and writes needs no buffer, so the unit is one tile.
-            tile_numel=update.numel
-            if steps.in_place and not self._results.is_stored(update.unit)
-            else self._tile_numel,
+            tile_numel=self._tile_numel,
             fate=fate,
         )
+        if not self._results.is_stored(update.unit) and not self._pipeline.needs_buffer(job):
+            job.widen(_IN_MEMORY)
+        return job
 
     def _must_not_wait(self) -> bool:
         """Returns True if a thread waits for this worker, which must then not wait for a host buffer itself."""

@@ -38,7 +38,7 @@ class TilePipeline:
             timeline: records waits, copies and kernels.
         """
         self._shards, self._reader, self._timeline = shards, reader, timeline
-        self._free, self._most_ahead = list(buffers), len(buffers)
+        self._free = list(buffers)
         self._reading, self._writing = deque[Tile](), deque[Tile]()
         self._begun: tuple[Job | None, bool] = None, False
         """The job of the last tile, and whether its tiles need a buffer."""
@@ -68,19 +68,20 @@ class TilePipeline:
 
     def has_room(self, job: Job) -> bool:
         """Returns True if the next tile of `job` can begin now."""
-        # Without a limit all tiles of many units would stand before the one for which a thread waits.
-        return bool(self._free) if self._needs_buffer(job) else len(self._reading) < self._most_ahead
+        # One that needs no buffer gains nothing by an early start: it would only stand before the unit for which a
+        # thread waits. The second keeps the reads of the next unit early.
+        return bool(self._free) if self.needs_buffer(job) else len(self._reading) < 2
 
-    def begin(self, job: Job) -> None:
-        """Starts the reads of the next tile of `job`, for which there is room."""
-        buffer = self._free.pop() if self._needs_buffer(job) else None
-        self._reading.append(self._reader.begin(job, job.cut(), buffer))
-
-    def _needs_buffer(self, job: Job) -> bool:
+    def needs_buffer(self, job: Job) -> bool:
         """Returns True if a tile of `job` needs a buffer; asked once for each job, for tiny models have tiny tiles."""
         if self._begun[0] is not job:
             self._begun = job, self._reader.needs_buffer(job)
         return self._begun[1]
+
+    def begin(self, job: Job) -> None:
+        """Starts the reads of the next tile of `job`, for which there is room."""
+        buffer = self._free.pop() if self.needs_buffer(job) else None
+        self._reading.append(self._reader.begin(job, job.cut(), buffer))
 
     def compute(self) -> Job | None:
         """Waits for the reads of the oldest tile, runs the arithmetic and starts the writes.

@@ -108,6 +108,10 @@ class Job:
         self._cuts = steps.cuts or even_cuts(update.numel, tile_numel)
         self._next = self._passed = self._unwritten = 0
 
+    def widen(self, tile_numel: int) -> None:
+        """Cuts the unit into larger tiles, before the first, where the arithmetic asks for no other tiles."""
+        self._cuts = self.steps.cuts or even_cuts(self.update.numel, tile_numel)
+
     @property
     def unit(self) -> int:
         """Index of the unit."""
