@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROWS = (
     # label, file, part
     ("offload, all in GPU memory", "2026-11-h200.json", "none/none"),
-    ("offload, all in host memory", "2026-11-h200-cpu.json", "cpu/cpu"),
+    ("offload, all in host memory", "2026-11-h200-tiles.json", "cpu/cpu"),
     ("DeepSpeed ZeRO-3, all in host memory", "2026-11-h200-deepspeed.json", "DeepSpeed"),
 )
 INKS = {"light": ("#24292f", "#4051b5", "#9aa0a6"), "dark": ("#e6edf3", "#8c9eff", "#7d8590")}

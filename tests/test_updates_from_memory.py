@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from offload import kernels
 from offload.aio import IoQueue
 from offload.engine.setup import build
 from tests.support import models
@@ -82,3 +83,22 @@ def test_the_next_forward_ends_while_every_write_is_in_flight(tmp_path: Path, mo
     engine.destroy(remove=True)
     alone = run(JOB, ("none", "none"), tmp_path)
     assert [*losses, float(loss.detach())] == [*alone.losses[:2], alone.losses[3]]
+
+
+@pytest.mark.parametrize(("placement", "pieces"), [(("cpu", "cpu"), 1), (("nvme", "nvme"), 4)], ids=["memory", "disk"])
+def test_a_unit_of_which_nothing_is_read_or_written_is_one_tile(
+    placement: tuple[str, str], pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call of the kernel costs many cores as much as half a million elements."""
+    small_pieces(monkeypatch)
+    engine = start(JOB, placement, tmp_path)
+    calls, update = list[int](), kernels.update
+    monkeypatch.setattr(
+        kernels, "update", lambda part, segments: (calls.append(len(part.weight)), update(part, segments))
+    )
+    train_step(engine, JOB, 0)
+    engine.synchronize()
+    units = [len(trainable) for trainable in engine._core.components.trainable]
+    assert (sorted(calls) == sorted(units)) == (pieces == 1)
+    assert len(calls) >= pieces * len(units) - 3
+    engine.destroy(remove=True)

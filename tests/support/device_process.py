@@ -38,6 +38,8 @@ def configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "test_device: runs in a process that has the device of tests/device")
     config.addinivalue_line("markers", "cpu_only(reason): presumes that the device is the CPU; not run on another")
     compute_on(config.getoption("--device"))
+    if _chosen == "cuda":
+        config.addinivalue_line("filterwarnings", "ignore:.*attention defaults to a non-deterministic algorithm")
 
 
 def compute_on(chosen: str) -> None:
