@@ -319,7 +319,7 @@ class Agreement:
                 # One small all-gather for each round. A rank that has served others repeats its announcement.
                 numbers = [int(field) for field in mine]
                 with self._question():
-                    rows = self._ranks.collect(numbers, describe(mine, self._names))
+                    rows = self._ranks.collect(numbers, f"agree what is next: it {describe(mine, self._names)}")
                 intents = [
                     RankIntent(Collective(row[0]), row[1], bool(row[2]), row[3], row[4], bool(row[5]), row[6])
                     for row in rows
