@@ -1,7 +1,7 @@
 """A step on several ranks, stage by stage, against DDP, FSDP2 and DeepSpeed: `python -m bench.ranks FOLDER`.
 
 Each contender has a process for each rank, and all processes meet over gloo on this machine. Contenders take turns:
-the engine in ZeRO stages 0 to 3 in memory, in stage 0 with whole states on each rank (`mics_shard_size` 1, reductions
+the engine in ZeRO stages 0 to 3 in memory with divided states, in stage 0 with whole states on each rank (reductions
 beside the backward) and in stage 3 on disk; DistributedDataParallel; `fully_shard`; DeepSpeed in
 ZeRO stages 1 to 3, where it is installed. All have the same weights, tokens and number of steps, in fp32 with AdamW,
 no clip and no dropout; a micro-batch that does not end a step is not reduced where a library can leave that out. Losses
@@ -226,15 +226,17 @@ def _model(name: str) -> Any:
 
 
 def _engine(stage: int, tier: str, whole: bool = False) -> Callable[..., Contestant]:
-    """Returns a function that makes an engine of ours, whose ranks each hold all states if `whole`, as DDP's do."""
+    """Returns a function that makes an engine of ours, whose ranks each hold all states if `whole`, as DDP's do.
+
+    Otherwise states are divided, in stage 0 too.
+    """
 
     def make(given: argparse.Namespace, micro_batches: list[dict[str, torch.Tensor]]) -> Contestant:
         settings = settings_for(given.folder, f"bench-ranks-{stage}-{tier}" + "-whole" * whole, tier)
         settings |= {"bf16": {"enabled": False}, "gradient_clipping": 0}
         settings["optimizer"]["params"] = _ADAMW
         settings["zero_optimization"]["stage"] = stage
-        if whole:
-            settings["zero_optimization"] |= {"mics_shard_size": 1, "overlap_comm": True}
+        settings["zero_optimization"] |= {"overlap_comm": True} if whole else {"mics_shard_size": -1}
         settings["gradient_accumulation_steps"] = given.micro_batches
         settings["train_micro_batch_size_per_gpu"] = given.batch_size
         model = _model(given.model)

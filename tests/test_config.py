@@ -421,3 +421,24 @@ def test_keys_that_are_notes_mean_nothing() -> None:
     found = load_config(content)
     assert found.optimizer is not None and found.optimizer.params.lr == 1e-3
     assert not any("comment" in notice or "wiki" in notice for notice in found.notices)
+
+
+@pytest.mark.parametrize(
+    ("zero", "size"),
+    [
+        ({"stage": 0}, 1),
+        ({"stage": 0, "mics_shard_size": "auto"}, 1),
+        (False, 1),
+        ({"stage": 0, "mics_shard_size": -1}, -1),
+        ({"stage": 0, "mics_shard_size": 2}, 2),
+        ({"stage": "auto"}, -1),
+        ({}, -1),
+        ({"stage": 1}, -1),
+        (True, -1),
+    ],
+)
+def test_a_written_stage_0_is_whole_on_each_rank(zero: object, size: int) -> None:
+    config = load_config({"train_batch_size": 4, "zero_optimization": zero})
+    assert config.zero_optimization.mics_shard_size == size
+    again = load_config(config.model_dump(include={"zero_optimization": {"stage", "mics_shard_size"}}))
+    assert again.zero_optimization.mics_shard_size == size, "a config that is written out means what it meant"

@@ -176,14 +176,13 @@ class _Heard(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def lines_on_rank(stage: int, tier: str = "none", shard_size: int = -1) -> list[str]:
-    """The warnings of this rank where it makes an engine of that stage, with weights in that tier."""
+def lines_on_rank(zero: dict[str, object], tier: str = "none") -> list[str]:
+    """The warnings of this rank where it makes an engine of that block of ZeRO, with weights in that tier."""
     listener = _Heard()
     logger = logging.getLogger("offload")
     logger.addHandler(listener)
     try:
-        zero = {"stage": stage, "offload_param": {"device": tier}, "mics_shard_size": shard_size}
-        config = {**BASE, "zero_optimization": zero}
+        config = {**BASE, "zero_optimization": {**zero, "offload_param": {"device": tier}}}
         offload.initialize(model=torch.nn.Linear(4, 4), config=config)[0].destroy()
     finally:
         logger.removeHandler(listener)
@@ -193,19 +192,22 @@ def lines_on_rank(stage: int, tier: str = "none", shard_size: int = -1) -> list[
 def test_stages_1_and_2_on_several_ranks_are_reported_once_as_stage_3() -> None:
     with shared_pool(2) as ranks:
         for stage in (1, 2):
-            first, second = ranks.run(lines_on_rank, stage)
+            first, second = ranks.run(lines_on_rank, {"stage": stage})
             assert second == [] and len(first) == 1, (first, second)
             assert first[0].startswith(f"offload: ZeRO stage {stage} on 2 ranks is trained as stage 3: ")
-        assert ranks.run(lines_on_rank, 3) == [[], []]
-        first, _ = ranks.run(lines_on_rank, 2, "cpu")
+        assert ranks.run(lines_on_rank, {"stage": 3}) == [[], []]
+        first, _ = ranks.run(lines_on_rank, {"stage": 2}, "cpu")
         assert "offload: offload_param is honoured at ZeRO stage 2 too, as at stage 3" in first
         assert not any("one process" in line for line in first)
-    assert not any("ZeRO stage" in line for line in lines_on_rank(2)), "one rank has nothing to part"
+    assert not any("ZeRO stage" in line for line in lines_on_rank({"stage": 2})), "one rank has nothing to part"
 
 
-def test_stage_0_tells_how_each_rank_keeps_whole_states_and_claims_no_division_then() -> None:
+def test_a_config_without_a_stage_tells_how_each_rank_keeps_whole_states() -> None:
     with shared_pool(2) as ranks:
-        divided, _ = ranks.run(lines_on_rank, 0)
-        assert "are partitioned" in divided[0] and '"mics_shard_size": 1 keeps all of them on each rank' in divided[0]
-        whole, _ = ranks.run(lines_on_rank, 0, "none", 1)
-        assert not any("partitioned" in line for line in whole), whole
+        for zero in ({}, {"stage": 0, "mics_shard_size": -1}):
+            divided, _ = ranks.run(lines_on_rank, zero)
+            advice = '"stage": 0 without "mics_shard_size" keeps all of them on each rank, as in DeepSpeed'
+            assert "are partitioned" in divided[0] and advice in divided[0]
+        for zero in ({"stage": 0}, {"stage": 0, "mics_shard_size": "auto"}, {"stage": 1, "mics_shard_size": 1}):
+            whole, _ = ranks.run(lines_on_rank, zero)
+            assert not any("partitioned" in line for line in whole), whole

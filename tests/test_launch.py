@@ -127,6 +127,7 @@ def test_a_dry_run_prints_commands_that_a_shell_takes(folder: Path) -> None:
         (("--bind_cores_to_rank",), "offload launch has no option --bind-cores-to-rank: start the ranks under"),
         (("--hostfile", "hosts", "--launcher", "pdsh"), "there is no launcher pdsh here: ssh reaches each host"),
         (("--num_gpus", "0"), "invalid value for '--num-gpus'"),
+        (("--master_port", "70000"), "invalid value for '--master-port': Input should be less than or equal to 65535"),
     ],
 )
 def test_wrong_input_is_one_line(folder: Path, options: tuple[str, ...], message: str) -> None:

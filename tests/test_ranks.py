@@ -295,7 +295,14 @@ def with_a_buffer() -> nn.Module:
     return model
 
 
+def with_a_frozen_norm() -> nn.Module:
+    model = gpt2()
+    model.get_parameter("transformer.ln_f.bias").requires_grad_(False)
+    return model
+
+
 WRONG: dict[str, Any] = {
+    "parameters": lambda job: job._replace(model=with_a_frozen_norm),
     "buffers": lambda job: job._replace(model=with_a_buffer),
     "buffer_dtype": lambda job: job._replace(buffers="same"),
     "fp16": lambda job: job._replace(dtype="fp16", loss_scale=2 * job.loss_scale),
@@ -369,6 +376,7 @@ def wrong(folder: Path, what: str) -> str:
         ("model", ("the units of rank 1 and of rank 0 differ",) * 2),
         ("accumulation", ("the batch of rank 1 and of rank 0 differ",) * 2),
         *((what, (f"the {what} of rank 1 and of rank 0 differ",) * 2) for what in (*WRONG, "schedule")),
+        ("parameters", (r"differ: \['transformer.ln_f.bias', \[\d+\], False\], not \[.*, True\]; give",) * 2),
         ("step", (r"rank 0 closes its engine; rank 1 is at step\(\)",) * 2),
         ("end", ("rank 0 keeps its store; rank 1 deletes its store: all ranks must do the same",) * 2),
         ("lr", (r"differ in their learning rates or other settings of the optimizer \(checksums\): \d+, \d+",) * 2),

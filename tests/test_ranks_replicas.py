@@ -158,6 +158,23 @@ def test_a_replica_without_gradients_of_a_unit_takes_those_of_the_other(four: Ra
     rounding_bounds.same_training(results[0], one, job, reordered=True)
 
 
+def experts_of_one_rank() -> nn.Module:
+    """Ranks use experts in other orders: expert 0 by rank 0 alone, 3 by rank 1 alone."""
+    return Experts(((0, 1, 2), (2, 3, 1)))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_without_gradients_of_a_unit_takes_those_of_the_other(
+    stage: int, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Whole gradients are summed in the memory of those that a rank has, be it for a step or for each micro-batch."""
+    job = Job(experts_of_one_rank, rows_loss, steps=3, accumulation=2, stage=stage, overlap=True)
+    one = ranks.run(train, job, DISK, tmp_path / "one replica")[0]
+    results = ranks.run(train, job._replace(shard_size=1), DISK, tmp_path / "two")
+    assert_same(*results)
+    rounding_bounds.same_training(results[0], one, job, reordered=True)
+
+
 # -- bytes --------------------------------------------------------------------------------------------
 
 
@@ -229,11 +246,15 @@ def test_whole_weights_are_used_after_their_update(ranks: RankPool, tmp_path: Pa
 
 
 def test_whole_states_send_no_weights_and_twice_their_gradients(ranks: RankPool, tmp_path: Path) -> None:
-    """With one shard, as DDP does: an all-reduce makes each of n ranks send 2 (n - 1) / n of all gradients, in fp32."""
+    """With one shard, as DDP does: an all-reduce makes each of n ranks send 2 (n - 1) / n of all gradients, in fp32.
+
+    They are summed where they are, in two buckets; a third piece of memory is for a rank without a gradient.
+    """
     for found in ranks.run(second_step, JOB._replace(shard_size=1), tmp_path):
         assert found.held == found.units, "each rank updates all"
         assert found.sent.weights == Sent(0, 0)
         assert found.sent.gradients == Sent(len(found.units), sum(found.units) * 4)
+        assert found.reduction_nbytes == 3 * align_up(max(found.units) * 4)
 
 
 # -- files --------------------------------------------------------------------------------------------

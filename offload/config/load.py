@@ -107,7 +107,7 @@ def _contradictions(config: Config) -> Iterator[ConfigError]:
             f"zero_optimization.zero_hpz_partition_size is {zero.zero_hpz_partition_size} in stage {zero.stage}, and "
             'ranks divide weights in stage 3: set "stage" to 3, or leave it out'
         )
-    if zero.zero_hpz_partition_size > 1 and zero.mics_shard_size > 0:
+    elif zero.zero_hpz_partition_size > 1 and zero.mics_shard_size > 0:
         yield ConfigError(
             "zero_optimization.zero_hpz_partition_size keeps a copy of the weights in each node, and mics_shard_size "
             "the weights and states themselves; leave one of them out"

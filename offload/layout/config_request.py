@@ -167,6 +167,7 @@ def reduction_of(config: Config, mode: Mode, accumulation: int, world_size: int,
         replicas=replicas,
         form=form,
         coded_sums=coded_sums,
+        in_place=world_size == 1 and dtype is torch.float32 and not coded_sums,
     )
 
 

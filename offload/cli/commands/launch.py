@@ -63,7 +63,9 @@ class _Typed:
         ),
     ] = None
     launcher_args: Annotated[str, option(_HOSTS, "--launcher-args", "More options of ssh or srun, in quotes.")] = ""
-    ssh_port: Annotated[int | None, option(_HOSTS, "--ssh-port", "Port of ssh. [default: ssh's own]")] = None
+    ssh_port: Annotated[
+        int | None, option(_HOSTS, "--ssh-port", "Port of ssh. [default: ssh's own]", min=1, max=65535)
+    ] = None
     num_gpus: Annotated[
         int | None,
         option(
@@ -92,7 +94,9 @@ class _Typed:
     ] = None
     master_port: Annotated[
         int | None,
-        option(_MEETING, "--master-port", "A port there that is free. [default: 29500; on one host any]"),
+        option(
+            _MEETING, "--master-port", "A port there that is free. [default: 29500; on one host any]", min=1, max=65535
+        ),
     ] = None
     no_ssh: Annotated[
         bool,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from offload.config.blocks.block import CHANGES_TRAINING, Block, split_names
 from offload.config.blocks.values import Count, Elements, Integer, Names, Number, Paths, Size, Tier
@@ -94,7 +94,8 @@ class ZeroOptimization(Block):
     stage: Annotated[Integer, Field(ge=0, le=3)] = Field(
         0,
         description="0 to 3; on several ranks 0 and 1 reduce the gradients of a step's micro-batches once, 2 and 3 "
-        "each, or once where the micro-batches take turns (schedule); all else is the same in all stages",
+        "each, or once where the micro-batches take turns (schedule); 0 in a file without mics_shard_size keeps all "
+        "states on each rank, as that key does with 1; all else is the same in all stages",
     )
     offload_param: OffloadParam = Field(OffloadParam(), description="see below")
     offload_optimizer: OffloadOptimizer = Field(OffloadOptimizer(), description="see below")
@@ -107,7 +108,8 @@ class ZeroOptimization(Block):
     mics_shard_size: Annotated[Integer, Field(ge=-1)] = Field(
         -1,
         description="ranks that hold one replica of weights, gradients and states, a divisor of their number; weights "
-        "are gathered within a replica, and sums of gradients are added up over the replicas; -1 or 0: all ranks",
+        "are gathered within a replica, and sums of gradients are added up over the replicas; -1 or 0: all ranks; "
+        "default: 1 where a file says stage 0, and -1 elsewhere",
     )
     zero_hpz_partition_size: Count = Field(
         1,
@@ -145,6 +147,17 @@ class ZeroOptimization(Block):
         None,
         description="false: save_16bit_model writes nothing in stage 3, as in DeepSpeed; default: the model is written",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_in_stage_0(cls, content: Any) -> Any:
+        """Returns the content with a replica on each rank if it says stage 0, as in DeepSpeed.
+
+        The default is stage 0 too, but a user who names no stage has not asked for all states on each rank.
+        """
+        if isinstance(content, Mapping) and content.get("stage") == 0 and "mics_shard_size" not in content:
+            return {**content, "mics_shard_size": 1}
+        return content
 
     @property
     def sends_codes(self) -> bool:

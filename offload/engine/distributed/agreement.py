@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from offload.engine.callbacks import Edit, EngineCallbacks, GradientStats
+from offload.engine.distributed.heartbeat import DIFFERENT
 from offload.engine.distributed.payload.step_facts import add_up_step, pack_step
 from offload.engine.distributed.payload.weights import WeightGathers
 from offload.engine.distributed.rounds.intents import Collective, RankIntent, describe, next_collective
@@ -319,7 +320,7 @@ class Agreement:
                 # One small all-gather for each round. A rank that has served others repeats its announcement.
                 numbers = [int(field) for field in mine]
                 with self._question():
-                    rows = self._ranks.collect(numbers, describe(mine, self._names))
+                    rows = self._ranks.collect(numbers, f"agree what is next: it {describe(mine, self._names)}")
                 intents = [
                     RankIntent(Collective(row[0]), row[1], bool(row[2]), row[3], row[4], bool(row[5]), row[6])
                     for row in rows
@@ -329,7 +330,7 @@ class Agreement:
                     described = [describe(intent, self._names) for intent in intents]
                     calls = self._ranks.heartbeat.tell(self._ranks.members, described)
                     raise RankError(
-                        f"the ranks have reached different calls: {calls}. Every rank must make the same steps, and "
+                        f"{DIFFERENT}: {calls}. Every rank must make the same steps, and "
                         "the same edits between them; `with offload.gathered(..., modify=True)` applies one rank's "
                         "edits on all"
                     )

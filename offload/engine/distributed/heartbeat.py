@@ -23,6 +23,8 @@ from offload.errors import RankError
 
 logger = logging.getLogger("offload")
 
+DIFFERENT = "the ranks have reached different calls"
+"""Beginning of the error of ranks none of which can go on."""
 PULSE = 1.0
 """Seconds between two counts."""
 SILENT = 120.0
@@ -81,7 +83,8 @@ class Heartbeat:
             now = time.monotonic()
             if now - noticed > NOTICE:
                 noticed = now
-                logger.warning("rank %d has waited %.0f s for rank %s to initialize", self.rank, now - began, waiting)
+                late = f"rank{'s' * (len(waiting) > 1)} {', '.join(map(str, waiting))}"
+                logger.warning("rank %d has waited %.0f s for %s to initialize", self.rank, now - began, late)
             time.sleep(0.01 if now - began < 1 else 0.2)
         places = [self.location(rank) for rank in range(len(self._seen))]
         self.places = [(place[0], int(place[1])) for place in places if place is not None]
@@ -152,8 +155,10 @@ class Heartbeat:
             calls: words for what each of them does.
         """
         told = [(rank, call, self._get(f"error/{rank}")) for rank, call in zip(ranks, calls, strict=True)]
+        # A rank may have the error of these very calls already, which would stand in itself.
         return "; ".join(
-            f"rank {rank} {call}{'' if error is None else f', after {error}'}" for rank, call, error in told
+            f"rank {rank} {call}{'' if error is None or DIFFERENT in error else f', after {error}'}"
+            for rank, call, error in told
         )
 
     def _get(self, key: str) -> str | None:

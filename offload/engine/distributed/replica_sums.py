@@ -41,23 +41,22 @@ class ReplicaSums:
         Args:
             ranks: all ranks.
             memory: for each sum that may be under way, (numel of the largest shard of a unit,) fp32 on the device; with
-                codes one for all.
+                codes or in place one for all.
             codes: for each sum that may be under way the memory of the codes of all replicas; none without codes.
         """
         self._ranks = ranks
         self._memory, self._codes = deque(memory), deque(codes)
         """That of the oldest sum first."""
 
-    def takes(self, rows: torch.Tensor) -> bool:
-        """Returns True if `rows`, what a rank sends, are a sum over its replica already, which all add up as it is."""
-        mesh = self._ranks.mesh
-        return mesh.replicas > 1 and mesh.shards == 1 and not self._codes and rows.dtype is torch.float32
+    def begin_in_place(self, rows: torch.Tensor | None, numel: int) -> ReplicaSum:
+        """Starts the sum over the replicas of the gradients of ranks each of which is one, in their own memory.
 
-    def begin_in_place(self, rows: torch.Tensor) -> ReplicaSum:
-        """Starts the sum over the replicas of `rows`, (1, numel), in their own memory, as `begin` does in another.
-
-        A replica that has no gradient calls `begin` at the same time: the ranks add up as many elements.
+        Args:
+            rows: (1, numel), in fp32; None for a rank without a gradient, no earlier sum of which may be under way.
+            numel: elements of the unit.
         """
+        if rows is None:
+            rows = self._memory[0][:numel].zero_().view(1, -1)
         return ReplicaSum(rows, self._ranks.all_reduce(rows[0]))
 
     def begin(self, received: torch.Tensor, numel: int) -> ReplicaSum:

@@ -100,7 +100,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         """
         super().__init__(layouts, parts, arena, dtype, waiting, callbacks, timeline=timeline, compute=compute)
         self._ranks, self._rounds, self._device = ranks, rounds, device
-        self._adds_up, self._exchanges = reduction.whole, reduction.exchanges
+        self._adds_up, self._exchanges, self._in_place = reduction.whole, reduction.exchanges, reduction.in_place
         self._adds_up_turns = not reduction.whole and reduction.dtype == dtype
         """True if buckets have the dtype of sums."""
         # Trainable segments come first in a unit and end at `trainable_stop`.
@@ -258,8 +258,10 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 self._free(unit, sent)
                 sent = None
         senders = mesh.shards_among(holders, self._ranks.rank)
-        if rows is not None and self._over_replicas.takes(rows):
-            received, work = self._over_replicas.begin_in_place(rows)
+        if self._in_place:
+            if rows is None:
+                self._add_received()  # of the zeros that this rank may have sent before from the same memory
+            received, work = self._over_replicas.begin_in_place(rows, len(part))
         else:
             received = self._memory.receive(len(senders), len(part))
             work = self._ranks.exchange(received, rows, senders)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,6 +114,8 @@ _OF_COLLECTIVES = (
     *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
 )
 """Keys of ZeRO that decide what ranks send each other, and when."""
+_SHORT = 4
+"""Items of a list up to which a message has all of them."""
 _OF_LAYERS = (
     *("blocks computed again", "units", "parameters", "quantized weights", "buffers"),
     *("weights given", "weights to be read"),
@@ -127,10 +130,19 @@ def _compare(everyone: Sequence[dict[str, Any]], grid: TensorParallel | None) ->
             first = 0 if grid is None or name not in _OF_LAYERS else grid.first_of_stage(rank)
             mine = everyone[first][name]
             if others[name] != mine:
+                theirs, own = _first_difference(others[name], mine)
                 raise ConfigError(
-                    f"the {name} of rank {rank} and of rank {first} differ: {_brief(others[name])}, not "
-                    f"{_brief(mine)}; give every rank the same model and config"
+                    f"the {name} of rank {rank} and of rank {first} differ: {theirs}, not {own}; "
+                    "give every rank the same model and config"
                 )
+
+
+def _first_difference(theirs: Any, own: Any) -> tuple[str, str]:
+    """Returns two values that differ as short texts: of lists, which may have thousands of items, the first such."""
+    if isinstance(theirs, list) and isinstance(own, list) and max(len(theirs), len(own)) > _SHORT:
+        pairs = itertools.zip_longest(theirs, own, fillvalue="none more")
+        theirs, own = next((one, other) for one, other in pairs if one != other)
+    return _brief(theirs), _brief(own)
 
 
 def _compared(segment: Segment, grid: TensorParallel | None) -> list[Any]:

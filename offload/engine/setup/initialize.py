@@ -276,7 +276,9 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
             f"but micro-batches are added up on each rank, in {format_size(parts.reduction_nbytes)} of the device's "
             "memory, and each step is reduced once"
         )
-    whole = '; "mics_shard_size": 1 keeps all of them on each rank, as stage 0 of DeepSpeed does' if stage == 0 else ""
+    whole = (
+        '; "stage": 0 without "mics_shard_size" keeps all of them on each rank, as in DeepSpeed' if stage == 0 else ""
+    )
     why = "since the config does not say"
     if "gradient_clipping" in config.left_open:
         why = 'which "auto" means where no Trainer sets the number'

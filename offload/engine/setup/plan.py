@@ -293,6 +293,8 @@ def _mesh_notices(mesh: Mesh) -> tuple[str, ...]:
         return ()
     part = "all" if mesh.shards == 1 else f"1/{mesh.shards}"
     told = "weights are gathered within a replica, and the sums of gradients are added up over the replicas"
+    if mesh.shards == 1:
+        told = "gradients are added up over all ranks; ZeRO stages 1 to 3 without mics_shard_size divide all of them"
     return (Remark(f"{mesh}: each rank has {part} of the weights, gradients and states; {told}"),)
 
 

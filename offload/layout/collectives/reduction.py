@@ -35,10 +35,14 @@ class Reduction:
     """Format of the codes that ranks of a replica send; None for values of `dtype`."""
     coded_sums: bool = False
     """True if replicas send codes of their sums."""
+    in_place: bool = False
+    """True if each rank is a replica by itself, whose gradients are summed over the replicas in their own memory."""
 
     @property
     def received(self) -> int:
         """Buffers for the gradients that a rank receives. Replicas have added them up before the next exchange."""
+        if self.in_place:
+            return 0
         return self.exchanges if self.replicas == 1 else 1
 
     @property
@@ -48,8 +52,13 @@ class Reduction:
 
     @property
     def sums(self) -> int:
-        """Buffers for sums over replicas. One that has become codes is free again."""
-        return 0 if self.replicas == 1 else 1 if self.coded_sums else self.exchanges
+        """Buffers for sums over replicas.
+
+        One that has become codes is free again. Sums in place need one for the zeros of a rank without a gradient.
+        """
+        if self.replicas == 1:
+            return 0
+        return 1 if self.coded_sums or self.in_place else self.exchanges
 
     def sum_codes(self, shard_numels: Sequence[int]) -> list[int]:
         """Returns the bytes of each buffer for the codes of all replicas' sums of a shard.

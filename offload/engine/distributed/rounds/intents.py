@@ -82,7 +82,7 @@ _DOES = {
     Collective.END: "closes its engine",
     Collective.MEAN: "takes the mean of a number (engine.mean)",
     Collective.FORGET: "drops its gradients (zero_grad)",
-    Collective.SAVE: "saves a checkpoint",
+    Collective.SAVE: "saves a checkpoint or a model",
     Collective.LOAD: "loads a checkpoint",
     Collective.LOOK: "accesses a state of a parameter",
     Collective.SLEEP: "gives its memory back (engine.sleep)",
