@@ -27,7 +27,6 @@ from typing import Any
 import torch
 
 from offload.engine.callbacks import Edit, EngineCallbacks, GradientStats
-from offload.engine.distributed.heartbeat import DIFFERENT
 from offload.engine.distributed.payload.step_facts import add_up_step, pack_step
 from offload.engine.distributed.payload.weights import WeightGathers
 from offload.engine.distributed.rounds.intents import Collective, RankIntent, describe, next_collective
@@ -330,7 +329,7 @@ class Agreement:
                     described = [describe(intent, self._names) for intent in intents]
                     calls = self._ranks.heartbeat.tell(self._ranks.members, described)
                     raise RankError(
-                        f"{DIFFERENT}: {calls}. Every rank must make the same steps, and "
+                        f"the ranks have reached different calls: {calls}. Every rank must make the same steps, and "
                         "the same edits between them; `with offload.gathered(..., modify=True)` applies one rank's "
                         "edits on all"
                     )

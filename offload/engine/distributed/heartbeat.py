@@ -23,8 +23,8 @@ from offload.errors import RankError
 
 logger = logging.getLogger("offload")
 
-DIFFERENT = "the ranks have reached different calls"
-"""Beginning of the error of ranks none of which can go on."""
+_DIFFERENT = "have reached different calls"
+"""Words of `Agreement`'s error of ranks none of which can go on."""
 PULSE = 1.0
 """Seconds between two counts."""
 SILENT = 120.0
@@ -157,7 +157,7 @@ class Heartbeat:
         told = [(rank, call, self._get(f"error/{rank}")) for rank, call in zip(ranks, calls, strict=True)]
         # A rank may have the error of these very calls already, which would stand in itself.
         return "; ".join(
-            f"rank {rank} {call}{'' if error is None or DIFFERENT in error else f', after {error}'}"
+            f"rank {rank} {call}{'' if error is None or _DIFFERENT in error else f', after {error}'}"
             for rank, call, error in told
         )
 
