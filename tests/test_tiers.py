@@ -110,6 +110,17 @@ def test_room_that_is_left_is_for_the_cache_of_weights_first_then_for_states() -
     assert moved == [True] * 5 + [False] * 5, "a fixed share, unit by unit"
 
 
+def test_one_unit_at_most_is_in_memory_in_part() -> None:
+    """A unit all of whose states are on disk can be updated under the backward, so small states do not go before."""
+    ample = placed(BLOCKS, DISK)
+    base = sum(ample.classes) + 2 * sum(BLOCKS) - ample.classes.weights
+    for room in range(0, 400, 10):
+        found = placed(BLOCKS, replace(DISK, host_memory=base + room * MIB))
+        counts = [sum(row[state] is Tier.HOST for state in STATES) for row in found.tiers]
+        assert counts == sorted(counts, reverse=True), "in the model's order"
+        assert counts.count(1) + counts.count(2) <= 1, f"{room} MiB"
+
+
 def test_without_a_disk_nothing_moves_and_the_error_names_the_least() -> None:
     need = sum(placed(BLOCKS, HOST, drives=False).classes)
     with pytest.raises(BudgetError, match="with an nvme_path") as caught:

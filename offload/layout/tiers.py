@@ -313,16 +313,28 @@ def demotions(tiers: TierMap) -> Iterator[TierMap]:
 
 
 def to_promote(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int, State], ...]:
-    """Returns states whose tier is DISK and for which `room` bytes of HOST suffice, taken greedily unit by unit."""
+    """Returns states whose tier is DISK and for which `room` bytes of HOST suffice: of whole units, then of one more.
+
+    Greedily, unit by unit. A unit none of whose states is promoted can be updated under the backward
+    (`optim.speculation`), so the small states of the others stay with the large ones.
+    """
     found: list[tuple[int, State]] = []
+    divided = False
     for unit, (row, nbytes) in enumerate(zip(tiers, parts.nbytes, strict=True)):
-        for state in nbytes:
-            # The pager's cache serves weights, and gradients do not outlive a step: only optimizer states are promoted.
-            if state in (State.WEIGHT, State.GRAD):
-                continue
-            if row[state] is Tier.DISK and align_up(nbytes[state]) <= room:
+        # The pager's cache serves weights, and gradients do not outlive a step: only optimizer states are promoted.
+        moved = {
+            state: align_up(nbytes[state])
+            for state in nbytes
+            if state not in (State.WEIGHT, State.GRAD) and row[state] is Tier.DISK
+        }
+        whole = sum(moved.values()) <= room
+        if not whole and divided:
+            continue
+        divided = divided or not whole
+        for state, size in moved.items():
+            if size <= room:
                 found.append((unit, state))
-                room -= align_up(nbytes[state])
+                room -= size
     return tuple(found)
 
 
