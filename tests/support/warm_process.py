@@ -240,25 +240,33 @@ def _server() -> str:
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
         if run is None:
             _started = os.path.join(tempfile.mkdtemp(prefix="offload-warm-", dir=_TEMPORARY), "socket")
-            atexit.register(_stop, _start(_started, os.getpid()))
+            atexit.register(_stop, start(__file__, _started, os.getpid()))
         else:
-            folder = os.path.join(_TEMPORARY, f"offload-warm-{run}")
+            path = socket_of_run(run)
+            folder = os.path.dirname(path)
             os.makedirs(folder, exist_ok=True)
-            path = os.path.join(folder, "socket")
             with open(f"{folder}.lock", "w") as lock:  # one of them starts it, the others wait for that
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not os.path.exists(path):
                     # As if it had ended: no worker waits for that, and Popen warns of a process that is not waited for.
-                    _start(path, os.getppid()).returncode = 0
+                    start(__file__, path, os.getppid()).returncode = 0
             _started = path
     return _started
 
 
-def _start(path: str, owner: int) -> subprocess.Popen[bytes]:
-    """Starts a server that ends with the process `owner`, and waits until it listens."""
+def socket_of_run(run: str) -> str:
+    """Returns the socket of the server that the workers of a run of pytest share."""
+    return os.path.join(_TEMPORARY, f"offload-warm-{run}", "socket")
+
+
+def start(script: str, path: str, owner: int, *arguments: str) -> subprocess.Popen[bytes]:
+    """Starts a server, by this script or by that of workers, that ends with the process `owner`.
+
+    Waits until it listens.
+    """
     listening, ready = os.pipe()
     server = subprocess.Popen(
-        [sys.executable, __file__, path, str(ready), str(owner)],
+        [sys.executable, script, path, str(ready), str(owner), *arguments],
         pass_fds=[ready],
         stdin=subprocess.DEVNULL,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
@@ -299,17 +307,39 @@ def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
 # -- the server ---------------------------------------------------------------------------------------
 
 
-def _serve(path: str, ready: int, owner: int) -> dict[str, Any]:
-    """Forks a child for each request, for ever; returns in the child, with what it shall run."""
+def preload() -> None:
+    """Imports what the processes need."""
     for name in ("tests", *_PRELOADED):  # the first puts a mutant in, as in every process of a test
         __import__(name)
+
+
+def listen(path: str) -> socket.socket:
+    """Makes the socket of a server."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(64)
+    return listener
+
+
+def serve(listener: socket.socket, ready: int | None, owner: int) -> None:
+    """Forks a child for each request, for ever; the child runs what it shall, and ends.
+
+    Args:
+        listener: The socket to which the requests come.
+        ready: A pipe that is told when the first may come, and closed.
+        owner: The number of the process with which the server ends.
+    """
+    _run_to_its_end(_fork_for_each_request(listener, ready, owner))
+
+
+def _fork_for_each_request(listener: socket.socket, ready: int | None, owner: int) -> dict[str, Any]:
+    """Returns in the child alone, with what it shall run."""
     gc.collect()
     gc.freeze()  # so that children neither collect nor copy what they share
-    os.write(ready, b"ready")
-    os.close(ready)
+    if ready is not None:
+        os.write(ready, b"ready")
+        os.close(ready)
+    path = listener.getsockname()
     signal.signal(signal.SIGTERM, lambda *_: _end(path))
     threading.Thread(target=_end_with, args=(owner, path), daemon=True).start()
     while True:
@@ -368,6 +398,8 @@ def _become(request: Mapping[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     kind, *rest = request["arguments"]
+    if kind == "-u":  # streams of workers, whose tests' output pytest captures
+        kind, *rest = rest
     sys.path[0] = "" if kind in ("-c", "-m") else os.path.dirname(os.path.abspath(kind))
     if kind == "-m":
         sys.argv = rest
@@ -407,4 +439,5 @@ def _run_to_its_end(request: Mapping[str, Any]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "run":
         sys.exit(_run_at(sys.argv[2], sys.argv[3:]))
-    _run_to_its_end(_serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    preload()
+    serve(listen(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
