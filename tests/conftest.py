@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -22,6 +23,7 @@ signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 import pytest
 import torch
+import typer.testing
 
 import offload
 from offload.aio import BACKENDS, IoQueue
@@ -32,6 +34,9 @@ from tests.support import device_process, sampling, what_works_page, workers
 
 if TYPE_CHECKING:
     from tests.support.rank_pool import RankPool
+
+# One tree of commands for a process: typer's runner makes that of all commands again for each call.
+typer.testing._get_command = functools.cache(typer.main.get_command)
 
 dtype_choice.warned.update(("bf16", "fp16"))  # else one test has a warning more, on some machines
 
