@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 # One tree of commands for a process: typer's runner makes that of all commands again for each call.
 typer.testing._get_command = functools.cache(typer.main.get_command)
 
+_refusals = functools.cache(refusals)
+"""Why each way to the kernel is refused: rings to try them out take longer than most tests of queues."""
+
 dtype_choice.warned.update(("bf16", "fp16"))  # else one test has a warning more, on some machines
 
 
@@ -136,7 +139,7 @@ def queue() -> Iterator[IoQueue]:
 def backend(request: pytest.FixtureRequest) -> str:
     """Each way to the kernel in turn: all of them keep the same promises."""
     name: str = request.param
-    refused = refusals()[name]
+    refused = _refusals()[name]
     if refused:
         pytest.skip(refused)
     return name

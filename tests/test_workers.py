@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support import warm_process
+from tests.support.oracle import processes
 from tests.support.workers import fork_from_one, order
 
 
@@ -28,13 +29,26 @@ def test_the_order_of_the_tests_does_not_depend_on_that_of_the_files() -> None:
     assert [tests[file] for file, number in orders[0] if number == 0] == sorted(tests.values())
 
 
-def test_a_worker_is_forked_from_the_process_that_has_imported_the_tests(request: pytest.FixtureRequest) -> None:
-    if (
-        not hasattr(request.config, "workerinput")
-        or request.config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-    ):
+def _tell_parent(told: Any) -> None:
+    told.send(_command_of(os.getppid()))
+
+
+def _command_of(process: int) -> str:
+    return Path(f"/proc/{process}/cmdline").read_text()
+
+
+def test_a_worker_and_its_server_of_ranks_are_forked_from_the_process_that_has_imported_the_tests(
+    request: pytest.FixtureRequest,
+) -> None:
+    config = request.config
+    if not hasattr(config, "workerinput") or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         pytest.skip("this is no worker of a run of all tests")
-    assert b"warm_workers.py" in Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    assert "warm_workers.py" in _command_of(os.getppid())
+    mine, theirs = processes().Pipe()
+    rank = processes().Process(target=_tell_parent, args=(theirs,))
+    rank.start()
+    assert "warm_workers.py" in mine.recv()
+    rank.join()
 
 
 @pytest.mark.parametrize("source", [pytest.Config.ArgsSource.ARGS, pytest.Config.ArgsSource.TESTPATHS])

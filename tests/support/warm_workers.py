@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,7 @@ def begin(run: str, arguments: list[str]) -> list[str]:
     os.makedirs(os.path.dirname(path))
     # As if it had ended: Popen warns of a process that is not waited for, and it ends with this one.
     warm_process.start(__file__, path, os.getpid(), *arguments).returncode = 0
+    warm_process.commands(Path(path).parent / "bin", path)
     return [sys.executable, "-IS", warm_process.__file__, "run", f"{path}-workers"]
 
 
