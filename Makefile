@@ -45,12 +45,12 @@ ON_DEVICE := $(foreach name,activation_graphs activation_inputs autograd param_a
 # Without those whose plain optimizer computes on a CPU, and has its bits.
 ON_GPU := $(filter-out tests/test_muon.py tests/test_sinkgd.py,$(ON_DEVICE))
 
-device: $(VENV)/.dev ## Build the test device, which takes a minute and is done once for each state of its sources
-	$(BIN)/python -c 'from tests.device import build; print(build.library())'
+device: $(VENV)/.torch ## Build the test device, which takes half a minute and is done once for each state of its sources
+	$(BIN)/python -W ignore tests/device/build.py # torch alone misses NumPy
 
-# Two at a time: most of their time is the start of a process.
-test-device: device ## Run some of the engine's tests on a device with addresses and late streams of its own
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --device test $(ON_DEVICE)
+# In one process: the start of a second takes as much CPU as half of the tests.
+test-device: $(VENV)/.dev device ## Run some of the engine's tests on a device with addresses and late streams of its own
+	$(BIN)/python -m pytest --device test $(ON_DEVICE)
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a GPU, and some of the engine's tests on it
 	$(BIN)/python -m pytest -m gpu
@@ -93,10 +93,15 @@ sanitize: ## Run the native tests of I/O under sanitizers: addresses, undefined 
 
 # A stamp for each extra, so that nothing is installed twice. Python sources need no second install, but for a module that
 # has become a package: the editable install knows where each module was.
-$(VENV)/.hf $(VENV)/.dev: $(VENV)/.%: pyproject.toml CMakeLists.txt constraints.txt scripts/install.py $(NATIVE) $(PACKAGES)
+$(VENV)/.hf $(VENV)/.dev: $(VENV)/.%: $(VENV)/.torch pyproject.toml CMakeLists.txt $(NATIVE) $(PACKAGES)
+	$(BIN)/python scripts/install.py $*
+	touch $@
+
+# By itself, so that the test device can be compiled while one core installs the rest.
+$(VENV)/.torch: constraints.txt scripts/install.py
 	$(PYTHON) scripts/preflight.py
 	$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python scripts/install.py $*
+	$(BIN)/python scripts/install.py torch
 	touch $@
 
 # Into what is installed already, so that nothing of the package is compiled again.

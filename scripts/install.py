@@ -1,4 +1,4 @@
-"""Install the project into the virtual environment that runs this: `python scripts/install.py EXTRA`.
+"""Install the project into the virtual environment that runs this: `python scripts/install.py EXTRA`, or `torch` alone.
 
 torch comes first: PyTorch's CPU build where there is no NVIDIA driver, because the default one is gigabytes of CUDA
 libraries. uv installs where it is on the PATH, pip otherwise. Settings of pip (PIP_* and pip.conf) stay in force: uv
@@ -7,6 +7,7 @@ reads none of them, so pip installs where they name a source of packages, unless
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -92,10 +93,12 @@ def main() -> None:
     extra = sys.argv[1]
     pinned = ("-c", "constraints.txt")
     uv, own_source = choose_installer()
-    if subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, check=False).returncode != 0:
+    if importlib.util.find_spec("torch") is None:
         words, arguments = torch_source(own_source)
         print("installing torch", words, flush=True)
         install(uv, *pinned, *arguments, "torch")
+    if extra == "torch":
+        return
     # Built without isolation, so that the pinned build tools are used and an edited source rebuilds in seconds.
     install(uv, *pinned, "scikit-build-core", "nanobind", "hatch-fancy-pypi-readme", "ninja", "cmake")
     install(uv, *pinned, "--no-build-isolation", "-e", f".[{extra}]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -22,6 +23,7 @@ signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 import pytest
 import torch
+import typer.testing
 
 import offload
 from offload.aio import BACKENDS, IoQueue
@@ -32,6 +34,12 @@ from tests.support import device_process, sampling, what_works_page, workers
 
 if TYPE_CHECKING:
     from tests.support.rank_pool import RankPool
+
+# One tree of commands for a process: typer's runner makes that of all commands again for each call.
+typer.testing._get_command = functools.cache(typer.main.get_command)
+
+_refusals = functools.cache(refusals)
+"""Why each way to the kernel is refused: rings to try them out take longer than most tests of queues."""
 
 dtype_choice.warned.update(("bf16", "fp16"))  # else one test has a warning more, on some machines
 
@@ -44,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     sampling.configure(config)
     device_process.configure(config)
-    workers.begin_with_a_part(config)
+    workers.fork_from_one(config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -131,7 +139,7 @@ def queue() -> Iterator[IoQueue]:
 def backend(request: pytest.FixtureRequest) -> str:
     """Each way to the kernel in turn: all of them keep the same promises."""
     name: str = request.param
-    refused = refusals()[name]
+    refused = _refusals()[name]
     if refused:
         pytest.skip(refused)
     return name

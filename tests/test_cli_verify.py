@@ -44,7 +44,7 @@ def swap(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("swap")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drives_module, "_STRIPE_BYTES", 64 << 10)
-        patch.setattr(drives_module, "_measured", lambda folders: [Bandwidth(2e9, 2e9)] * len(folders))
+        patch.setattr(drives_module, "_measured", lambda folders, nbytes: [Bandwidth(2e9, 2e9)] * len(folders))
         trained(folder, 3).destroy()
     return folder
 

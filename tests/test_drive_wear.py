@@ -51,7 +51,7 @@ def test_what_goes_to_each_drive_is_what_was_asked_for_and_commits(
     drives: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Else a row of stripes may be so long, by what was measured, that all of so small a store lies on the first.
-    monkeypatch.setattr(drives_module, "_measured", lambda folders: [Bandwidth(1e9, 1e9)] * len(folders))
+    monkeypatch.setattr(drives_module, "_measured", lambda folders, nbytes: [Bandwidth(1e9, 1e9)] * len(folders))
     engine = begin(tmp_path, drives)
     before = engine.io_bytes().written, sum(each.run_bytes for each in engine.drive_writes())
     for step in range(3):

@@ -44,7 +44,7 @@ def room() -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def _small_drives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drives_module, "_STRIPE_BYTES", PAGE)
-    monkeypatch.setattr(drives_module, "_measured", lambda folders: [Bandwidth(1e9, 1e9)] * len(folders))
+    monkeypatch.setattr(drives_module, "_measured", lambda folders, nbytes: [Bandwidth(1e9, 1e9)] * len(folders))
 
 
 # -- what a run does ----------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def on_two_drives(case: Case, folder: Path, function: Callable[..., Any]) -> Any
     """Calls `function` with swap files on two drives, whose speeds are not measured."""
     paths = [str(folder / "swap"), str(folder / "swap2")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drives, "_measured", lambda folders: [Bandwidth(1e9, 1e9) for _ in folders])
+        patch.setattr(drives, "_measured", lambda folders, nbytes: [Bandwidth(1e9, 1e9) for _ in folders])
         return function(dataclasses.replace(case, options={"nvme_path": paths}), folder)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from offload.aio import IoQueue
+from offload.aio import Bandwidth, IoQueue
 from offload.errors import StoreError
-from offload.sizes import GIB
+from offload.sizes import GIB, MIB
 from offload.swapper.store import Store, drives
 from offload.swapper.store.drives import shares
 from tests.test_store import SPEC, blob, text_of, update, weight
@@ -34,6 +35,21 @@ def test_a_store_over_three_drives_comes_back(tmp_path: Path, queue: IoQueue, mo
         store.open()
     with pytest.raises(StoreError, match="is stored on 3 drives"):
         Store(paths[:2], "run", 0, SPEC, queue).open()
+
+
+@pytest.mark.parametrize(("nbytes", "moved"), [(3 * MIB, 8 * MIB), (50 * MIB + 1, 50 * MIB), (GIB, 128 * MIB)])
+def test_a_small_store_moves_few_bytes_to_measure_its_drives(
+    nbytes: int, moved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[int] = []
+
+    def measured(folders: Sequence[Path], nbytes: int, rounds: int) -> list[Bandwidth]:
+        passes.append(nbytes)
+        return [Bandwidth(1e9, 1e9) for _ in folders]
+
+    monkeypatch.setattr(drives, "bandwidths", measured)
+    assert len(drives._measured([tmp_path, tmp_path], nbytes)) == 2
+    assert passes == [moved]
 
 
 def test_drives_share_by_speed_as_far_as_their_room_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

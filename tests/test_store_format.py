@@ -218,7 +218,7 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
 def of_the_engine(dtype: str, folder: Path) -> tuple[dict[str, torch.Tensor], dict[tuple[str, str], torch.Tensor]]:
     """Train two steps on two drives with states in RAM; weights and states of the end, the latter of this rank."""
     drives_module._STRIPE_BYTES = 16 << 10
-    drives_module._measured = lambda folders: [Bandwidth(2e9, 2e9), Bandwidth(1e9, 1e9)]
+    drives_module._measured = lambda folders, nbytes: [Bandwidth(2e9, 2e9), Bandwidth(1e9, 1e9)]
     drives = [str(folder / "a"), str(folder / "b")]
     job = models.MIXTURE._replace(dtype=dtype)
     engine = rank_pool.start(job, ("nvme", "cpu"), folder, nvme_path=drives, durability="step")

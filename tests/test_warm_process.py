@@ -63,6 +63,19 @@ def test_a_script_that_cannot_write_its_last_words_ends_as_python_does(whole_end
     assert process.returncode == 120 and err is not None and "No space left on device" in err
 
 
+def test_a_command_has_the_descriptors_that_its_parent_left_open(tmp_path: Path) -> None:
+    python = warm_process.commands(tmp_path / "bin") / "python"
+    # So many that the server's own have some of their numbers.
+    pipes = [os.pipe() for _ in range(12)]
+    write = "import os, sys\nfor end in sys.argv[1:]: os.write(int(end), end.encode())"
+    ends = [writing for _, writing in pipes]
+    subprocess.run([python, "-Wignore", "-c", write, *map(str, ends)], pass_fds=ends, check=True)
+    for reading, writing in pipes:
+        os.close(writing)
+        with os.fdopen(reading) as pipe:
+            assert pipe.read() == str(writing)
+
+
 def test_torch_is_there_already_and_globals_of_one_are_not_seen_by_the_next() -> None:
     code = "import sys, torch, offload; print('torch' in sys.modules, hasattr(offload, 'mark')); offload.mark = 1"
     assert [warm_process.python(code).stdout for _ in range(2)] == ["True False\n"] * 2

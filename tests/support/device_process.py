@@ -106,9 +106,7 @@ def _run(tests: list[str], root: Path, most_failures: int) -> dict[str, str | No
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        # The server has imported what pytest would like to import itself, to rewrite its assertions.
-        warning = "ignore::pytest.PytestAssertRewriteWarning"
-        options = ["--device", "test", "-q", "-p", "no:cacheprovider", "-W", warning, "--whole", f"--junitxml={report}"]
+        options = ["--device", "test", "-q", "-p", "no:cacheprovider", "--whole", f"--junitxml={report}"]
         arguments = ["-m", "pytest", *options, f"--maxfail={most_failures}", "-m", "slow or not slow", *tests]
         done = warm_process.run(arguments, cwd=root, env=environment, timeout=7200)
         if not report.exists():

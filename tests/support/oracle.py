@@ -9,6 +9,7 @@ A `Job` is made of module-level functions, so that another process can run it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -19,6 +20,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker, spawn
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ import offload
 from offload.engine.training.model_inputs import to_device
 from offload.layout.flat_layout import lay_out
 from offload.layout.units import find_units
+from tests.support import warm_process
 from tests.support.device_process import engine_device, plain_device
 from tests.support.fault_injection import LateQueue, use_queue
 from tests.support.sampling import drawn
@@ -389,7 +392,22 @@ def processes() -> Any:
         "tests.support.frozen_heap",
     ]
     context.set_forkserver_preload(modules)
+    _fork_the_server()
     return context
+
+
+@functools.cache
+def _fork_the_server() -> None:
+    """Starts the server from the one that the workers of a run share, which has imported all of that already."""
+    python = warm_process.python_of_run()
+    if python is not None:
+        resource_tracker.ensure_running()  # a small process, by Python itself
+        usual = spawn.get_executable()
+        spawn.set_executable(python)
+        try:
+            forkserver.ensure_running()
+        finally:
+            spawn.set_executable(usual)
 
 
 def dies(function: Callable[..., Any], *arguments: Any) -> None:

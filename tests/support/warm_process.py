@@ -48,6 +48,7 @@ _PRELOADED = (
     "offload.cli.commands.train_run",
 )
 _LENGTH = 8
+_MOST_DESCRIPTORS = 64
 
 
 # -- the client ---------------------------------------------------------------------------------------
@@ -65,7 +66,9 @@ class Process:
         stdout: int | IO[Any] | None = None,
         stderr: int | IO[Any] | None = None,
         whole_end: bool = False,
+        more: Sequence[int] = (),
     ) -> None:
+        """Starts the process; `more` are descriptors that it has beside its streams, by the same numbers."""
         self.args = [os.fspath(argument) for argument in arguments]
         self.returncode: int | None = None
         self._out: list[str | None] = [None, None]
@@ -74,12 +77,13 @@ class Process:
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(_server())
         request = {
+            "descriptors": [0, 1, 2, *more],
             "arguments": self.args,
             "cwd": os.fspath(cwd or os.getcwd()),
             "env": dict(os.environ if env is None else env),
             "whole_end": whole_end or self.args[0] == "-c",
         }
-        _send(self._connection, request, streams.theirs)
+        _send(self._connection, request, [*streams.theirs, *more])
         streams.close()
         self.pid = int(_receive(self._connection)[0]["pid"])
 
@@ -201,15 +205,16 @@ def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return run(["-c", code], **options)
 
 
-def commands(folder: Path) -> Path:
+def commands(folder: Path, server: str | None = None) -> Path:
     """Makes `offload` and `python` in a folder to put on a shell's PATH: what they run is forked, in their own streams.
 
     SIGTERM to them is one to what they run; who kills a command in a script otherwise needs the real one.
     """
     folder.mkdir()
+    server = server or _server()
     for name, arguments in (("offload", "-m offload "), ("python", "")):
         command = folder / name
-        command.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {__file__} run {_server()} {arguments}"$@"\n')
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {__file__} run {server} {arguments}"$@"\n')
         command.chmod(0o755)
     return folder
 
@@ -218,10 +223,19 @@ def _run_at(server: str, arguments: Sequence[str]) -> int:
     """Runs Python with these arguments, forked from a server of another process; returns what a shell would say."""
     global _started
     _started = server
-    process = begin(arguments)
+    # Those that a parent left open for it, as multiprocessing does.
+    inherited = [int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2]
+    process = begin(arguments, more=[each for each in inherited if os.path.exists(f"/proc/self/fd/{each}")])
     signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
     status = process.wait()
     return 128 - status if status < 0 else status
+
+
+def python_of_run() -> Path | None:
+    """Returns a program that stands for `python` and is forked, where the workers of this run share a server."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", "")
+    program = Path(socket_of_run(run)).parent / "bin" / "python"
+    return program if program.exists() else None
 
 
 _started: str | None = None
@@ -240,25 +254,33 @@ def _server() -> str:
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
         if run is None:
             _started = os.path.join(tempfile.mkdtemp(prefix="offload-warm-", dir=_TEMPORARY), "socket")
-            atexit.register(_stop, _start(_started, os.getpid()))
+            atexit.register(_stop, start(__file__, _started, os.getpid()))
         else:
-            folder = os.path.join(_TEMPORARY, f"offload-warm-{run}")
+            path = socket_of_run(run)
+            folder = os.path.dirname(path)
             os.makedirs(folder, exist_ok=True)
-            path = os.path.join(folder, "socket")
             with open(f"{folder}.lock", "w") as lock:  # one of them starts it, the others wait for that
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not os.path.exists(path):
                     # As if it had ended: no worker waits for that, and Popen warns of a process that is not waited for.
-                    _start(path, os.getppid()).returncode = 0
+                    start(__file__, path, os.getppid()).returncode = 0
             _started = path
     return _started
 
 
-def _start(path: str, owner: int) -> subprocess.Popen[bytes]:
-    """Starts a server that ends with the process `owner`, and waits until it listens."""
+def socket_of_run(run: str) -> str:
+    """Returns the socket of the server that the workers of a run of pytest share."""
+    return os.path.join(_TEMPORARY, f"offload-warm-{run}", "socket")
+
+
+def start(script: str, path: str, owner: int, *arguments: str) -> subprocess.Popen[bytes]:
+    """Starts a server, by this script or by that of workers, that ends with the process `owner`.
+
+    Waits until it listens.
+    """
     listening, ready = os.pipe()
     server = subprocess.Popen(
-        [sys.executable, __file__, path, str(ready), str(owner)],
+        [sys.executable, script, path, str(ready), str(owner), *arguments],
         pass_fds=[ready],
         stdin=subprocess.DEVNULL,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
@@ -286,7 +308,7 @@ def _send(connection: socket.socket, message: Mapping[str, Any], descriptors: Se
 
 
 def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
-    head, ancillary, _, _ = connection.recvmsg(_LENGTH, socket.CMSG_SPACE(3 * 4))
+    head, ancillary, _, _ = connection.recvmsg(_LENGTH, socket.CMSG_SPACE(_MOST_DESCRIPTORS * 4))
     descriptors = array.array("i")
     for _, _, data in ancillary:
         descriptors.frombytes(data)
@@ -299,17 +321,39 @@ def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
 # -- the server ---------------------------------------------------------------------------------------
 
 
-def _serve(path: str, ready: int, owner: int) -> dict[str, Any]:
-    """Forks a child for each request, for ever; returns in the child, with what it shall run."""
+def preload() -> None:
+    """Imports what the processes need."""
     for name in ("tests", *_PRELOADED):  # the first puts a mutant in, as in every process of a test
         __import__(name)
+
+
+def listen(path: str) -> socket.socket:
+    """Makes the socket of a server."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(64)
+    return listener
+
+
+def serve(listener: socket.socket, ready: int | None, owner: int) -> None:
+    """Forks a child for each request, for ever; the child runs what it shall, and ends.
+
+    Args:
+        listener: The socket to which the requests come.
+        ready: A pipe that is told when the first may come, and closed.
+        owner: The number of the process with which the server ends.
+    """
+    _run_to_its_end(_fork_for_each_request(listener, ready, owner))
+
+
+def _fork_for_each_request(listener: socket.socket, ready: int | None, owner: int) -> dict[str, Any]:
+    """Returns in the child alone, with what it shall run."""
     gc.collect()
     gc.freeze()  # so that children neither collect nor copy what they share
-    os.write(ready, b"ready")
-    os.close(ready)
+    if ready is not None:
+        os.write(ready, b"ready")
+        os.close(ready)
+    path = listener.getsockname()
     signal.signal(signal.SIGTERM, lambda *_: _end(path))
     threading.Thread(target=_end_with, args=(owner, path), daemon=True).start()
     while True:
@@ -321,15 +365,23 @@ def _serve(path: str, ready: int, owner: int) -> dict[str, Any]:
         if child == 0:
             listener.close()
             connection.close()
-            for number, descriptor in enumerate(streams):
-                os.dup2(descriptor, number)
-            for descriptor in set(streams) - {0, 1, 2}:
-                os.close(descriptor)
+            _place(streams, request["descriptors"])
             return dict(request)
         for descriptor in streams:
             os.close(descriptor)
         _send(connection, {"pid": child})
         threading.Thread(target=_reap, args=(child, connection), daemon=True).start()
+
+
+def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
+    """Gives descriptors the numbers that they shall have here."""
+    # Out of the way first: one may have the number of another.
+    away = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, number in zip(away, numbers, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
 
 
 def _reap(child: int, connection: socket.socket) -> None:
@@ -368,6 +420,8 @@ def _become(request: Mapping[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     kind, *rest = request["arguments"]
+    while kind.startswith("-") and kind not in ("-c", "-m"):  # of streams and warnings: the server has its own
+        kind, *rest = rest
     sys.path[0] = "" if kind in ("-c", "-m") else os.path.dirname(os.path.abspath(kind))
     if kind == "-m":
         sys.argv = rest
@@ -407,4 +461,5 @@ def _run_to_its_end(request: Mapping[str, Any]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "run":
         sys.exit(_run_at(sys.argv[2], sys.argv[3:]))
-    _run_to_its_end(_serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    preload()
+    serve(listen(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,36 +1,27 @@
-"""The workers of one run of pytest: with which files each begins to collect, and the order in which all run them."""
+"""The workers of one run of pytest: how they start, and the order in which all run the tests."""
 
 from __future__ import annotations
 
+import shlex
+import uuid
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
-_T = TypeVar("_T")
+from tests.support import warm_workers
 
 
-def begin_with_a_part(config: pytest.Config) -> None:
-    """Lets each worker of a run of all tests collect another part of the files first.
+def fork_from_one(config: pytest.Config) -> None:
+    """Lets the workers of a run of all tests be forked from a process that has imported the tests.
 
-    A module whose assertions pytest has not rewritten and compiled before takes three times as long to collect. Workers
-    that all begin with the same file each compile every file. So each begins with a part of its own, and finds what the
-    others have compiled when it comes to theirs.
+    Who names a few files has workers that import those alone.
     """
-    if not hasattr(config, "workerinput") or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+    given = config.getoption("tx", None)
+    if hasattr(config, "workerinput") or not given or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return
-    number, count = int(config.workerinput["workerid"].removeprefix("gw")), config.workerinput["workercount"]
-    files = sorted(str(file) for folder in config.args for file in Path(folder).rglob("test_*.py"))
-    config.args[:] = rotated(files, number, count)
-
-
-def rotated(files: Sequence[_T], number: int, count: int) -> list[_T]:
-    """Returns all files, beginning with the part of worker `number` of `count`."""
-    # xdist numbers on where it replaces a worker that has crashed.
-    first = len(files) * (number % count) // count
-    return [*files[first:], *files[:first]]
+    config.option.testrunuid = uuid.uuid4().hex
+    python = warm_workers.begin(config.option.testrunuid, list(config.invocation_params.args))
+    config.option.tx = [f"popen//python={shlex.join(python)}"] * len(given)
 
 
 def order(items: list[pytest.Item]) -> None:

@@ -14,12 +14,14 @@ from typing import NamedTuple
 from offload.aio import Bandwidth, bandwidths
 from offload.aio.stripes import whole_weights
 from offload.errors import StoreError
-from offload.sizes import MIB, format_size
+from offload.sizes import MIB, PAGE, format_size
 from offload.swapper.store.format.manifest import Manifest, StoreSpec
 
 logger = logging.getLogger("offload")
 
 _STRIPE_BYTES = 2 * MIB
+_LEAST_MEASURED, _MOST_MEASURED = 8 * MIB, 128 * MIB
+"""Limits of the bytes that a start moves to and from each drive in one pass of its measurement."""
 
 
 class Shortage(NamedTuple):
@@ -128,7 +130,7 @@ def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec) 
     drives = [folder.parent.parent for folder in folders]
     weights: Sequence[float] = [1.0]
     if len(folders) > 1:
-        speeds = [each.swap for each in _measured(folders)]
+        speeds = [each.swap for each in _measured(folders, spec.nbytes)]
         weights = [max(share, 1.0) for share in shares(drives, speeds, spec.nbytes)]
     return Manifest(
         id=uuid.uuid4().hex,
@@ -142,9 +144,15 @@ def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec) 
     )
 
 
-def _measured(folders: Sequence[Path]) -> list[Bandwidth]:
-    """Returns the bandwidth of each drive, measured with a queue of default settings; logs each."""
-    found = bandwidths(folders, nbytes=128 * MIB, rounds=3)
+def _measured(folders: Sequence[Path], nbytes: int) -> list[Bandwidth]:
+    """Returns the bandwidth of each drive, measured with a queue of default settings; logs each.
+
+    Args:
+        folders: A folder on each drive.
+        nbytes: The bytes of the store. A small one is not measured for longer than it trains.
+    """
+    most = min(max(nbytes, _LEAST_MEASURED), _MOST_MEASURED) // PAGE * PAGE
+    found = bandwidths(folders, nbytes=most, rounds=3)
     for folder, each in zip(folders, found, strict=True):
         logger.info("%s reads %s/s, writes %s/s", folder, format_size(each.read), format_size(each.write))
     return found
