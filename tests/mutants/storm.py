@@ -59,9 +59,9 @@ MUTANTS = (
         "",
     ),
     _mutant(
-        "begin an update under the backward before the step before is committed",
+        "begin an update under the backward before that of the step before is written",
         _WORKER,
         "if self._busy or self._closing or self._commit_step is not None:",
-        "if self._busy or self._closing:",
+        "if self._closing:",
     ),
 )

@@ -2,7 +2,8 @@
 
 nothing is lost      losses, norms, evaluations, looks and final weights have the bits of the calm run, however often a
                      step was done; a life begins at most one commit before the last step that had ended
-nothing is leaked    a life that ends by itself gives back its threads, files and memory
+nothing is leaked    a life that ends by itself gives back its threads, files and memory; a step that has ended keeps
+                     no input of a block
 nothing is silent    a life that ends otherwise was killed, or raises an error that names the request that failed
 nothing waits        a life ends within `PATIENCE` seconds
 """
@@ -166,6 +167,8 @@ def _wrong_end(plan: Plan, number: int, life: Life) -> Iterator[str]:
                 yield f"rank {rank} left {values[0]}"
             if name == "broken" and values[0]:
                 yield f"the device: {values[0]}"
+            if name == "kept":
+                yield f"rank {rank} keeps inputs of blocks after a step: {values[0]}"
             if name == "traceback":
                 yield values[0]
         errors = [line for line in lines if line[0] == "error"]

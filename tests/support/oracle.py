@@ -74,6 +74,8 @@ class Job(NamedTuple):
     """`zero_hpz_partition_size` of ZeRO: ranks of a node."""
     quantized: str = ""
     """Words after `zero_quantized_` of the keys of ZeRO that are on."""
+    sequence: int = 1
+    """`sequence_parallel_size`: ranks that share each sequence."""
 
 
 class Result(NamedTuple):
@@ -224,6 +226,7 @@ def config(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -
         "gradient_accumulation_steps": job.accumulation,
         "gradient_clipping": job.clip,
         "communication_data_type": job.sent,
+        **({"sequence_parallel_size": job.sequence} if job.sequence > 1 else {}),
         "bf16": {"enabled": job.dtype == "bf16"},
         "fp16": {"enabled": job.dtype == "fp16", "loss_scale": job.loss_scale},
         "data_types": {"buffer_dtype": job.dtype if job.buffers else None},
