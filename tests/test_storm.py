@@ -85,7 +85,7 @@ def test_what_a_step_keeps_is_told() -> None:
         ("error", FAILED, ["error", -1, "EngineFailed", "stopped", []], "does not name the request that failed"),
         ("error", KILLED, ["begin", 0], "was killed in a life of error"),
         ("kill", 1, ["traceback", -1, "AssertionError"], "AssertionError"),
-        ("kill", None, ["begin", 0], "had not ended after"),
+        ("kill", None, ["begin", 0], "waits, and had not ended"),
     ],
 )
 def test_an_end_that_no_weather_explains_is_told(fault: str, status: int | None, line: list[Any], words: str) -> None:

@@ -214,7 +214,7 @@ class _Loop:
         except _PlannedError:
             self._engine.zero_grad()
         except KeyboardInterrupt:
-            if self._plan.division.of_torch:  # other ranks wait in a collective of the model's own
+            if self._plan.division.what:  # other ranks wait in the middle of a batch, so the user ends the run
                 raise
             self._engine.zero_grad()
 
