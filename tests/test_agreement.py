@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.engine.distributed.agreement import Agreement
 from offload.engine.distributed.payload.step_facts import bitmap, union
 from offload.engine.distributed.rounds.intents import Collective, NextCollective, RankIntent, next_collective
+from offload.errors import BudgetError, RankError
+from offload.swapper.ranks.peers import Having
 
 FREE = (Collective.USE, Collective.REDUCE)
 TOGETHER = (Collective.STEP, Collective.EDIT, Collective.END, Collective.MEAN)
@@ -106,3 +114,24 @@ def test_every_rank_sees_the_same_choice(intents: list[RankIntent]) -> None:
 def test_presence_is_what_any_rank_has(ranks: list[list[set[int]]]) -> None:
     rows = [b"".join(bitmap(segments) for segments in units) for units in ranks]
     assert union(rows) == [set().union(*(units[unit] for units in ranks)) for unit in range(3)]
+
+
+def test_a_gather_for_another_rank_is_tried_again_once_there_is_room() -> None:
+    """The other rank waits for it, whatever this rank needs itself."""
+    served: list[int] = []
+
+    def serve(unit: int) -> None:
+        served.append(unit)
+        if len(served) == 1:
+            raise BudgetError("no room")
+
+    def collect(mine: list[int], _: str) -> list[list[int]]:
+        return [mine, [int(field) for field in RankIntent(Collective.USE, 1, ready=len(served) > 1)]]
+
+    two: Any = SimpleNamespace(rank=0, size=2, mesh=SimpleNamespace(shards=2), collect=collect, fail=RankError)
+    callbacks: Any = SimpleNamespace(pending_unit=lambda: -1, serve_gather=serve)
+    agreement = Agreement(SimpleNamespace(ranks=two), ["a", "b"], callbacks)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(BudgetError) if not served else contextlib.nullcontext():
+            agreement.agree(0, lambda: Having(unit=True, all=False, ahead=-1))
+    assert served == [1, 1] and not agreement.interrupted

@@ -42,16 +42,16 @@ def four() -> Iterator[RankPool]:
         yield ranks
 
 
-def no_room(job: Job, placement: tuple[str, str], folder: Path) -> str:
+def no_room(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> str:
     """Returns the error of a start with no room on the device."""
     with pytest.raises(BudgetError) as caught:
-        start(job, placement, folder, device_memory=4096)
+        start(job, placement, folder, device_memory=4096, **options)
     return str(caught.value)
 
 
-def least(job: Job, placement: tuple[str, str], folder: Path) -> int:
+def least(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> int:
     """Returns the bytes of the smallest device memory that works."""
-    found = re.search(r"least that works is .*?\((\d+) bytes\)", no_room(job, placement, folder))
+    found = re.search(r"least that works is .*?\((\d+) bytes\)", no_room(job, placement, folder, **options))
     assert found is not None
     return int(found[1])
 

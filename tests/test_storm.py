@@ -10,8 +10,9 @@ import pytest
 
 from offload.errors import IoError
 from tests.storm import trial
+from tests.storm.division import is_of_a_lost_rank
 from tests.storm.life import FAILED, causes_of
-from tests.storm.plan import Fault, Plan, draw, simpler
+from tests.storm.plan import KINDS, Fault, Plan, draw, simpler
 from tests.storm.trial import Life, faults
 
 KILLED = -signal.SIGKILL
@@ -41,6 +42,13 @@ def test_a_hundred_storms_lose_nothing(seed: int, tmp_path: Path) -> None:
     assert trial.run(draw(seed), tmp_path / "storm") == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2000, 2010))
+def test_ten_storms_of_each_kind_lose_nothing(seed: int, kind: str, tmp_path: Path) -> None:
+    assert trial.run(draw(seed, kind), tmp_path / "storm") == []
+
+
 def test_a_run_that_was_killed_and_went_on_is_right() -> None:
     assert verdict(CALM[0][:2], CALM[0]) == []
     assert verdict(CALM[0][:2], [["begin", 1], *CALM[0][2:]]) == []
@@ -65,6 +73,11 @@ def test_what_a_life_has_left_is_told() -> None:
     assert "left ['thread x']" in verdict(CALM[0][:2], [*CALM[0][:4], ["left", -1, ["thread x"]]])[0]
 
 
+def test_what_a_step_keeps_is_told() -> None:
+    kept = [*CALM[0][:2], ["kept", 0, {"host": 512}]]
+    assert "keeps inputs of blocks after a step: {'host': 512}" in verdict(kept, CALM[0])[0]
+
+
 @pytest.mark.parametrize(
     ("fault", "status", "line", "words"),
     [
@@ -72,7 +85,7 @@ def test_what_a_life_has_left_is_told() -> None:
         ("error", FAILED, ["error", -1, "EngineFailed", "stopped", []], "does not name the request that failed"),
         ("error", KILLED, ["begin", 0], "was killed in a life of error"),
         ("kill", 1, ["traceback", -1, "AssertionError"], "AssertionError"),
-        ("kill", None, ["begin", 0], "had not ended after"),
+        ("kill", None, ["begin", 0], "waits, and had not ended"),
     ],
 )
 def test_an_end_that_no_weather_explains_is_told(fault: str, status: int | None, line: list[Any], words: str) -> None:
@@ -84,6 +97,24 @@ def test_causes_of_an_error_are_told_once_though_each_is_the_others() -> None:
     first, second = RuntimeError("first"), IoError("file", 0, 1, 5, "read")
     first.__cause__, second.__context__ = second, first
     assert [each.split(":")[0] for each in causes_of(first)] == ["IoError"]
+
+
+def test_an_error_of_a_lost_rank_is_known_by_its_causes() -> None:
+    """Torch's schedules put an error of their own in front."""
+    outer = RuntimeError("failed to run the forward of a stage")
+    assert not is_of_a_lost_rank(outer)
+    outer.__cause__ = IoError("file", 0, 1, 5, "read")
+    assert is_of_a_lost_rank(outer)
+    assert is_of_a_lost_rank(RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_of_storm_is_drawn_for_any_seed(kind: str) -> None:
+    plans = [draw(seed, kind) for seed in range(50)]
+    assert all(plan.ranks > 1 for plan in plans)
+    assert {plan.stage == 0 for plan in plans} >= {kind == "stage"}
+    assert all((plan.node == 2) == (kind == "node") for plan in plans if kind != "sequence")
+    assert all(plan.division.what == (kind if kind in ("sequence", "tensor", "pipeline") else "") for plan in plans)
 
 
 def test_a_seed_is_a_plan_and_simpler_plans_end() -> None:

@@ -91,7 +91,10 @@ class Shutdown:
             if self._state.after_step_is_due:
                 # Raises while the user can still fix the value, and the last step can be committed afterwards.
                 self._state.of_the_user()
-        self._end(bool(remove), meet=True, keep=remove is False, facts=facts)
+        # After an exception of this rank alone the others wait in a collective of the model, or of a shared sequence,
+        # where they answer no rank that ends. They learn of its end instead.
+        alone = self._after and not remove and self._components.shares_batches
+        self._end(bool(remove), meet=not alone, keep=remove is False, facts=facts)
         if stopped and remove and self._components.rank == 0 and self.resumable:
             logger.warning(
                 "an error has stopped the engine, so the run in %s is kept: `%s` deletes it",
@@ -169,23 +172,30 @@ class Shutdown:
             self._close(remove and finished, notes=facts is None)
 
     def _meet_all(self, remove: bool) -> None:
-        """Waits until every process of tensor parallelism is about to close its engine; see `_end`."""
+        """Waits until every process of a grid is about to close its engine, and commits edits then; see `_end`."""
         grid = self._components.tensor_parallel
         if grid is not None and not grid.everyone.lost:
             grid.end(remove)
+            if not remove:
+                self._commit(edits=True)
 
     # -- finishing ----------------------------------------------------------------------------------
 
     def _finish(self) -> None:
         """Completes and commits pending updates and edits."""
-        store, updater, state = self._components.store, self._components.update_worker, self._state
         self._enter()
-        if updater is not None:
-            updater.come_to_rest()
+        if self._components.update_worker is not None:
+            self._components.update_worker.come_to_rest()
+        # Processes of a grid meet in each step, but not at an edit. So one may have ended before its last commit, and
+        # another one, which commits edits now, would be two commits ahead: no resume could go back to the first's.
+        self._commit(edits=self._components.tensor_parallel is None)
+
+    def _commit(self, edits: bool) -> None:
+        """Commits steps that the durability setting left uncommitted and, with `edits`, edits since the last step."""
+        store, state = self._components.store, self._state
         if store is None or store.durable is None:
             return
-        # Edits since the last step, and steps that the durability setting left uncommitted, become a commit now.
-        if state.edited or store.durable.step != state.global_steps:
+        if store.durable.step != state.global_steps or (edits and state.edited):
             store.commit(state.global_steps, state.for_commit().pack())
             state.mark_edited(False)
 

@@ -31,8 +31,10 @@ MUTANTS = (
     _mutant(
         "commit before all updates of a step are written",
         _WORKER,
-        "            if self._queue or self.offers.unsettled or self._commit_step is None or self._blob is None:\n",
-        "            if self._commit_step is None or self._blob is None:\n",
+        "        if self._pipeline.writing:\n            self._retire(wait=True)\n            return True\n"
+        "        if self._job is None and self._commit():\n            return True\n",
+        "        if self._job is None and self._commit():\n            return True\n"
+        "        if self._pipeline.writing:\n            self._retire(wait=True)\n            return True\n",
     ),
     _mutant(
         "call a unit written when its update is computed",
@@ -59,9 +61,11 @@ MUTANTS = (
         "",
     ),
     _mutant(
-        "begin an update under the backward before the step before is committed",
-        _WORKER,
-        "if self._busy or self._closing or self._commit_step is not None:",
-        "if self._busy or self._closing:",
+        "adopt weights of an early update while the old ones are still read",
+        "offload.swapper.speculative_weights",
+        "            while entry.residency is Residency.READING:  # a prefetch from before step()\n"
+        "                self._table.check()\n"
+        "                self._host_cache.finish_read(entry)\n",
+        "",
     ),
 )

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.storm import trial
-from tests.storm.plan import Plan, draw, simpler
+from tests.storm.plan import KINDS, Plan, draw, simpler
 
 
 def main() -> int:
@@ -29,10 +29,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="storms at a time")
     parser.add_argument("--folder", type=Path, help="for swap files; default: in that for temporary files")
     parser.add_argument("--shrink", type=float, default=0.0, help="minutes of looking for a simpler plan that fails")
+    parser.add_argument("--kind", choices=KINDS, default="", help="what ranks do in each storm; default: as drawn")
     parser.add_argument("--stop", action="store_true", help="begin no storm after the first failure")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="offload-storm-", dir=arguments.folder))
-    storms = _Storms(folder)
+    storms = _Storms(folder, arguments.kind)
     seeds = _Shared(_seeds(arguments.seed, arguments.count, arguments.minutes))
     if arguments.stop:
         seeds = _Shared(itertools.takewhile(lambda _: not storms.failed, seeds))
@@ -77,15 +78,16 @@ class _Shared:
 class _Storms:
     """All storms of a run of the command."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kind: str) -> None:
+        """Begins without a storm; those to come are in a folder, and of a kind if one is named."""
         self.failed: list[Plan] = []
-        self._folder, self._counts = folder, Counter[str]()
+        self._folder, self._kind, self._counts = folder, kind, Counter[str]()
         self._lock = threading.Lock()
         self._began = time.monotonic()
 
     def weather(self, seed: int) -> None:
         """Runs the storm of a seed, and tells what was wrong."""
-        plan = draw(seed)
+        plan = draw(seed, self._kind)
         found = trial.run(plan, self._folder / str(seed))
         with self._lock:
             self._counts["storms"] += 1
@@ -98,7 +100,8 @@ class _Storms:
             print(f"seed {seed} FAILED: {plan}")
             for words in found[:8]:
                 print(f"    {words}")
-            print(f"    repeat: python -m tests.storm --seed {seed} --count 1; files: {self._folder / str(seed)}")
+            kind = f" --kind {self._kind}" if self._kind else ""
+            print(f"    repeat: python -m tests.storm --seed {seed} --count 1{kind}; files: {self._folder / str(seed)}")
             sys.stdout.flush()
 
     def summary(self) -> str:

@@ -12,9 +12,11 @@ import gc
 import json
 import logging
 import os
+import random
 import signal
 import sys
 import threading
+import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
@@ -30,6 +32,7 @@ import offload
 from offload.errors import IoError, OffloadError
 from offload.layout.budgets import host as host_budget
 from offload.swapper.memory.host_arena import process_memory
+from tests.storm.division import Pipeline, is_of_a_lost_rank, mine_of
 from tests.storm.plan import Plan
 from tests.storm.weather import Weather
 from tests.support.checkpointed import small_inputs_move
@@ -79,9 +82,13 @@ def live(plan: Plan, number: int, folder: Path, rank: int = 0, port: int = 0) ->
     except (OffloadError, KeyboardInterrupt) as error:
         status = FAILED
         log("error", -1, type(error).__name__, str(error)[:500], causes_of(error))
-    except BaseException:
+    except BaseException as error:
         status = 1
-        log("traceback", -1, traceback.format_exc()[-3000:])
+        if plan.division.of_torch and is_of_a_lost_rank(error):
+            status = FAILED
+            log("error", -1, type(error).__name__, str(error)[:500], causes_of(error))
+        else:
+            log("traceback", -1, traceback.format_exc()[-3000:])
     gc.collect()
     log("left", -1, [] if status else sorted(_held() - before))
     if weather.device is not None:
@@ -147,6 +154,8 @@ def _train(plan: Plan, folder: Path, log: _Log, weather: Weather) -> None:
             log("traceback", -1, f"a host budget of {engine.host_memory} bytes where {asked} were asked for")
         with weather.computing():
             loop = _Loop(plan, folder, log, weather, engine)
+            if plan.late_compute:
+                _compute_late(engine.module, plan.late_compute, random.Random(plan.seed))
             while engine.global_steps < plan.steps:
                 loop.step()
             weights = weights_of(engine)
@@ -157,7 +166,22 @@ def _train(plan: Plan, folder: Path, log: _Log, weather: Weather) -> None:
 
 
 def _sum(value: torch.Tensor) -> int:
-    return zlib.crc32(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return zlib.crc32(mine_of(value).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _compute_late(model: torch.nn.Module, most: float, chance: random.Random) -> None:
+    """Makes some forwards of layers wait up to `most` seconds, as if a larger model computed."""
+
+    def wait(*_: Any) -> None:
+        if chance.random() < 0.2:
+            time.sleep(chance.uniform(0, most))
+
+    for layer in _layers(model):
+        layer.register_forward_pre_hook(wait)
+
+
+def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [each for each in model.modules() if isinstance(each, torch.nn.Linear | torch.nn.LayerNorm)]
 
 
 class _Loop:
@@ -166,6 +190,7 @@ class _Loop:
     def __init__(self, plan: Plan, folder: Path, log: _Log, weather: Weather, engine: offload.Engine) -> None:
         self._plan, self._folder, self._log, self._weather = plan, folder, log, weather
         self._engine, self._job = engine, plan.job()
+        self._pipeline = Pipeline(engine, self._job, plan.division) if plan.division.what == "pipeline" else None
         self._done: set[tuple[int, str]] = set()
         """Deeds that are done once in a life."""
 
@@ -180,12 +205,25 @@ class _Loop:
                 if self._engine.global_steps != step:  # a load: the deeds of that step come first
                     return
             with self._errors(step):
-                by = train_step if self._plan.options.get("schedule") is None else accumulated_step
-                loss = by(self._engine, self._job, step)
+                loss = self._trained(step)
             self._log("step", step, loss, self._engine.get_global_grad_norm())
+            kept = {tier: each["used"] for tier, each in self._engine.memory_report()["activations"].items()}
+            if any(kept.values()):
+                self._log("kept", step, kept)
             self._weather.tick()
-        except (_PlannedError, KeyboardInterrupt):
+        except _PlannedError:
             self._engine.zero_grad()
+        except KeyboardInterrupt:
+            if self._plan.division.what:  # other ranks wait in the middle of a batch, so the user ends the run
+                raise
+            self._engine.zero_grad()
+
+    def _trained(self, step: int) -> float | list[float]:
+        """Trains a step, and returns its loss."""
+        if self._pipeline is not None:
+            return self._pipeline.step(step)
+        by = train_step if self._plan.options.get("schedule") is None else accumulated_step
+        return by(self._engine, self._job, step)
 
     def _once(self, step: int, what: str) -> bool:
         """Returns True the first time that a deed is asked for in this life."""
@@ -198,7 +236,8 @@ class _Loop:
         if what == "evaluate":
             engine.eval()
             with torch.no_grad():
-                loss = float(self._job.loss(engine, 1_000 + step, 0))
+                pipeline, at = self._pipeline, 1_000 + step
+                loss = float(self._job.loss(engine, at, 0)) if pipeline is None else pipeline.evaluate(at)
             engine.train()
             self._log("evaluate", step, loss)
         elif what == "look":
@@ -252,7 +291,7 @@ class _Loop:
         if not wanted:
             yield
             return
-        layers = [m for m in self._engine.module.modules() if isinstance(m, torch.nn.Linear | torch.nn.LayerNorm)]
+        layers = _layers(self._engine.module)
         middle = layers[len(layers) // 2]
         if wanted == ["raise before step"]:
             with _replaced(self._engine, "step", _raise):

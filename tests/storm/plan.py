@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from offload.losses import chunk_loss_of
-from tests.support import models
+from tests.storm.division import PLANS, SCHEDULES, Division
+from tests.support import models, pipelines, tensor_parallel
 from tests.support.matrix_models import Words
 from tests.support.oracle import PLACEMENTS, Job
 from tests.support.rank_jobs import language_rows_loss, rows_loss
@@ -28,6 +29,8 @@ class _Model(NamedTuple):
 
 
 _ELEMENTWISE = ("AdamW", "AdamW", "AdamW", "Adam", "Lion", "Lamb", "Adagrad", "SGD", "torch.optim.RMSprop")
+_KERNELS_BY_ELEMENT = ("AdamW", "AdamW", "Adam", "Lion", "Adagrad", "SGD")
+"""Optimizers that need no whole parameter."""
 MODELS = {
     "gpt2": _Model(models.gpt2, language_rows_loss, _ELEMENTWISE, layer_major=True),
     "dropout": _Model(models.gpt2_dropout, language_rows_loss, _ELEMENTWISE, layer_major=True),
@@ -38,6 +41,15 @@ MODELS = {
     "adapters": _Model(models.lora, language_rows_loss, ("AdamW",)),
     "matrices": _Model(Words, rows_loss, ("Muon", "SinkGD", "AdamW")),
 }
+DIVISIBLE = {
+    "layers": _Model(tensor_parallel.Net, rows_loss, _KERNELS_BY_ELEMENT),
+    "stages": _Model(pipelines.whole, rows_loss, _KERNELS_BY_ELEMENT),
+}
+"""Models that torch divides."""
+_LANGUAGE = ("gpt2", "dropout", "llama", "mixtral", "adapters")
+"""Models whose sequences ranks can share."""
+KINDS = ("stage", "node", "sequence", "tensor", "pipeline")
+"""What ranks do that first divided states in stage 3 alone."""
 _RATES = {"Lion": 1e-4, "Lamb": 1e-2, "Adagrad": 1e-2, "SGD": 0.05, "Muon": 2e-2}
 _PARAMS: dict[str, tuple[tuple[str, Any], ...]] = {"SGD": (("momentum", 0.9),), "Muon": (("adam_lr", 3e-3),)}
 _ALL_CODES = "weights nontrainable_weights gradients"
@@ -48,7 +60,12 @@ _KERNELS = ("AdamW", "Adam", "Lion", "Lamb", "Adagrad", "SGD")
 def seeded(plan: Plan, model: Any, step: int, micro: int) -> torch.Tensor:
     """Returns a loss that depends on weights, step and micro-batch alone, however often the step is begun."""
     torch.manual_seed(1_000 * step + micro)
-    return MODELS[plan.model].loss(model, step, micro)
+    return plan.division.loss(known(plan.model).loss)(model, step, micro)
+
+
+def known(name: str) -> _Model:
+    """Returns the model of a name."""
+    return MODELS[name] if name in MODELS else DIVISIBLE[name]
 
 
 def chunked(model: nn.Module) -> nn.Module:
@@ -107,6 +124,10 @@ class Plan(NamedTuple):
     """Of ZeRO."""
     shard_size: int = -1
     """Ranks of a replica."""
+    node: int = 1
+    """Ranks of a node, which keeps a secondary partition of the weights."""
+    division: Division = Division()
+    """What ranks divide beside states."""
     quantized: str = ""
     """What ranks send as codes."""
     chunked: bool = False
@@ -115,6 +136,8 @@ class Plan(NamedTuple):
     """Whether gradients, tiles and what streams come in tiny pieces."""
     late_io: float = 0.0
     """Seconds by which a request is late at most."""
+    late_compute: float = 0.0
+    """Seconds by which a layer is late at most: meanwhile updates and commits go on."""
     late_device: float | None = None
     """The chance that a copy is not carried out when it could be; None for a device without streams."""
     deeds: tuple[Deed, ...] = ()
@@ -123,9 +146,10 @@ class Plan(NamedTuple):
 
     def job(self) -> Job:
         """Returns what is trained."""
-        make = MODELS[self.model].make
+        make = known(self.model).make
+        whole = (lambda: chunked(make())) if self.chunked else make
         return Job(
-            (lambda: chunked(make())) if self.chunked else make,
+            self.division.model(whole),
             lambda model, step, micro: seeded(self, model, step, micro),
             steps=self.steps,
             accumulation=self.accumulation,
@@ -136,7 +160,9 @@ class Plan(NamedTuple):
             params=_PARAMS.get(self.optimizer, ()),
             stage=self.stage,
             shard_size=self.shard_size,
+            node=self.node,
             quantized=self.quantized,
+            sequence=self.division.parts if self.division.what == "sequence" else 1,
         )
 
     def calm(self) -> Plan:
@@ -144,44 +170,48 @@ class Plan(NamedTuple):
 
         It has the same pieces, since the squares of a norm are added up piece by piece.
         """
-        kept = {key: value for key, value in self.options.items() if key in ("moments", "master")}
+        kept = {key: value for key, value in self.options.items() if key in ("moments", "master", "units")}
         return self._replace(
             placement=("none", "none"),
-            options={**kept, "schedule": "micro_batch_major"},
+            options={**kept, **({"schedule": "micro_batch_major"} if self.division.what != "pipeline" else {})},
             host=None,
             device=None,
             drives=1,
             late_io=0.0,
+            late_compute=0.0,
             late_device=None,
             deeds=tuple(deed for deed in self.deeds if deed.what in ("evaluate", "look", "edit")),
             faults=(),
         )
 
 
-def draw(seed: int) -> Plan:
-    """Returns the plan of a seed."""
+def draw(seed: int, kind: str = "") -> Plan:
+    """Returns the plan of a seed.
+
+    Args:
+        seed: the seed.
+        kind: one of `KINDS`, which the plan is then of; else one plan of several ranks in some is of one of them.
+    """
     chance = random.Random(seed)
     name = chance.choice(list(MODELS))
     model = MODELS[name]
     optimizer = chance.choice(model.optimizers)
     dtype = chance.choice(["fp32", "bf16", "bf16", "fp16"])
-    ranks = chance.choice([1, 1, 1, 1, 2])
+    ranks = max(chance.choice([1, 1, 1, 1, 2]), 2 if kind else 1)
     accumulation = chance.choice([1, 1, 2, 3])
     steps = chance.randint(3, 7)
     faults = tuple(_fault(chance, ranks) for _ in range(chance.choice([0, 1, 1, 2, 3])))
     budgets = [None, None, 0.0, 0.2, 1.0] if ranks == 1 else [None]
     late_device = chance.choice([None, 0.5, 0.9, 1.0]) if ranks == 1 else None
     placement = chance.choice([*PLACEMENTS, ("nvme", "nvme"), ("nvme", "nvme"), ("cpu", "nvme")])
-    options = _options(chance, model, optimizer, dtype)
-    if options["durability"] == {"every": 2} and "nvme" not in placement:
-        options["durability"] = "step"
+    options = _options(chance, model, optimizer, dtype, placement)
     # The late device knows neither threads of micro-batches nor recomputation by hooks, nor products in an update.
     one_thread = not model.layer_major or (options["schedule"] == "micro_batch_major" and "activations" not in options)
     if not one_thread or optimizer not in _KERNELS:
         late_device = None
     later = random.Random(f"later {seed}")  # what came later leaves plans of earlier seeds as they were
     quantized = later.choice(["", "", "weights", "gradients", _ALL_CODES]) if ranks > 1 else ""
-    return Plan(
+    plan = Plan(
         seed=seed,
         model=name,
         dtype=dtype,
@@ -206,6 +236,93 @@ def draw(seed: int) -> Plan:
         deeds=tuple(sorted(_deed(chance, steps, ranks) for _ in range(chance.randint(0, 5)))),
         faults=faults,
     )
+    latest = random.Random(f"latest {seed}")
+    plan = plan._replace(late_compute=latest.choice([0.0, 0.0, 0.002, 0.005]))
+    if ranks > 1:
+        kind = kind or latest.choice(["", "", *KINDS])
+        plan = _OF_KIND[kind](plan, latest) if kind else plan
+    return plan
+
+
+# -- what ranks divide --------------------------------------------------------------------------------
+
+
+def _in_a_stage(plan: Plan, chance: random.Random) -> Plan:
+    """Returns a plan in another stage of ZeRO."""
+    turns = plan.options.get("schedule", "micro_batch_major") != "micro_batch_major"
+    return plan._replace(stage=chance.choice([0, 0, 1] if turns else [0, 0, 1, 2]))
+
+
+def _with_nodes(plan: Plan, chance: random.Random) -> Plan:
+    """Returns a plan of four ranks as two nodes, with room on the device for few units or for many."""
+    options = _in_one_order(plan.options)
+    return _budgeted(plan, chance)._replace(ranks=4, node=2, stage=3, shard_size=-1, options=options)
+
+
+def _of_sequences(plan: Plan, chance: random.Random) -> Plan:
+    """Returns a plan whose ranks share sequences."""
+    name = chance.choice(_LANGUAGE)
+    plan = _of_model(_budgeted(plan, chance), name, MODELS[name], chance)
+    ranks, stage = chance.choice([2, 2, 4]), chance.choice([3, 3, 1])
+    return plan._replace(
+        ranks=ranks,
+        stage=stage,
+        shard_size=-1,
+        node=2 if ranks == 4 and stage == 3 and chance.random() < 0.5 else 1,
+        division=Division("sequence", chance.choice([2, ranks])),
+        options={**_in_one_order(plan.options), **({"units": ["MixtralExperts"]} if name == "mixtral" else {})},
+        chunked=chance.random() < 0.3,
+    )
+
+
+def _of_layers(plan: Plan, chance: random.Random) -> Plan:
+    """Returns a plan whose ranks compute layers together."""
+    plan = _of_model(_budgeted(plan, chance), "layers", DIVISIBLE["layers"], chance)
+    ranks = chance.choice([2, 2, 4])
+    return plan._replace(
+        ranks=ranks,
+        stage=chance.choice([3, 3, 1, 0]),
+        shard_size=chance.choice([-1, -1, 1]),
+        division=Division("tensor", chance.choice([2, ranks]), chance.choice(PLANS)),
+    )
+
+
+def _of_stages(plan: Plan, chance: random.Random) -> Plan:
+    """Returns a plan whose ranks are stages of a pipeline of two, beside another pipeline where there are four."""
+    plan = _of_model(_budgeted(plan, chance), "stages", DIVISIBLE["stages"], chance)
+    ranks, stage, shard_size = chance.choice([2, 2, 4]), chance.choice([3, 3, 1, 0]), chance.choice([-1, -1, 1])
+    schedule = chance.choice(list(SCHEDULES))
+    # An error in the middle of a schedule leaves the other stages in it: their user ends the run. And torch's V of two
+    # stages a rank has no evaluation.
+    possible = {*CALM, "raise before step"} - ({"evaluate"} if schedule == "ZBVZeroBubble" else set())
+    return plan._replace(
+        ranks=ranks,
+        stage=stage,
+        shard_size=shard_size,
+        division=Division("pipeline", 2, schedule),
+        accumulation=chance.choice([2, 4]),
+        deeds=tuple(deed for deed in plan.deeds if deed.what in possible),
+    )
+
+
+_OF_KIND = dict(zip(KINDS, (_in_a_stage, _with_nodes, _of_sequences, _of_layers, _of_stages), strict=True))
+
+
+def _in_one_order(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns options without turns of micro-batches, which add up otherwise in stage 3, and for which parts cannot."""
+    return {**options, "schedule": "micro_batch_major"} if "schedule" in options else options
+
+
+def _budgeted(plan: Plan, chance: random.Random) -> Plan:
+    budgets = [None, 0.0, 0.2, 1.0]
+    return plan._replace(device=chance.choice(budgets), host=chance.choice([None, *budgets]))
+
+
+def _of_model(plan: Plan, name: str, model: _Model, chance: random.Random) -> Plan:
+    """Returns a plan that trains another model."""
+    optimizer = chance.choice(model.optimizers)
+    options = _options(chance, model, optimizer, plan.dtype, plan.placement)
+    return plan._replace(model=name, optimizer=optimizer, options=options, quantized="", chunked=False)
 
 
 def _fault(chance: random.Random, ranks: int) -> Fault:
@@ -218,8 +335,12 @@ def _deed(chance: random.Random, steps: int, ranks: int) -> Deed:
     return Deed(chance.randrange(steps), chance.choice(kinds))
 
 
-def _options(chance: random.Random, model: _Model, optimizer: str, dtype: str) -> dict[str, Any]:
+def _options(
+    chance: random.Random, model: _Model, optimizer: str, dtype: str, placement: tuple[str, str]
+) -> dict[str, Any]:
     options: dict[str, Any] = {"durability": chance.choice(["auto", "step", "step", "none", {"every": 2}])}
+    if options["durability"] == {"every": 2} and "nvme" not in placement:
+        options["durability"] = "step"
     if model.layer_major:
         options["schedule"] = chance.choice(["micro_batch_major", "layer_major", "auto"])
         options["activations"] = chance.choice([None, None, "device", "cpu", "nvme", "auto"])
@@ -244,7 +365,11 @@ def simpler(plan: Plan) -> Iterator[Plan]:
         "shard_size": -1,
         "quantized": "",
         "chunked": False,
+        "node": 1,
+        "division": Division(),
+        "stage": 3,
         "ranks": 1,
+        "late_compute": 0.0,
         "late_device": None,
         "late_io": 0.0,
         "pieces": False,

@@ -11,6 +11,7 @@ import pytest
 import offload
 from offload.sizes import PAGE
 from tests.support.oracle import Job, room_for, start
+from tests.support.rank_pool import rank_and_size
 
 
 def least(job: Job, placement: tuple[str, str], folder: Path, which: str, **options: Any) -> int:
@@ -30,5 +31,5 @@ def budget(
         return {}
     lowest = least(job, placement, folder, which, **options)
     if which == "device_memory":
-        lowest += room_for(job, 1)  # two units are in use at a time
+        lowest += room_for(job, 1, rank_and_size()[1])  # two units are in use at a time
     return {which: int(lowest * (1 + above)) // PAGE * PAGE + PAGE}

@@ -77,6 +77,8 @@ class Job(NamedTuple):
     """`zero_hpz_partition_size` of ZeRO: ranks of a node."""
     quantized: str = ""
     """Words after `zero_quantized_` of the keys of ZeRO that are on."""
+    sequence: int = 1
+    """`sequence_parallel_size`: ranks that share each sequence."""
 
 
 class Result(NamedTuple):
@@ -227,6 +229,7 @@ def config(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -
         "gradient_accumulation_steps": job.accumulation,
         "gradient_clipping": job.clip,
         "communication_data_type": job.sent,
+        **({"sequence_parallel_size": job.sequence} if job.sequence > 1 else {}),
         "bf16": {"enabled": job.dtype == "bf16"},
         "fp16": {"enabled": job.dtype == "fp16", "loss_scale": job.loss_scale},
         "data_types": {"buffer_dtype": job.dtype if job.buffers else None},
@@ -260,14 +263,19 @@ def start(job: Job, placement: tuple[str, str], folder: Path, **options: Any) ->
     return offload.initialize(model=model, config=config(job, placement, folder, **options))[0]
 
 
-def room_for(job: Job, units: int) -> int:
-    """Bytes of the `units` largest units on the device."""
+def room_for(job: Job, units: int, ranks: int = 1) -> int:
+    """Bytes of the `units` largest units on the device, or more where several ranks share them.
+
+    A unit of several ranks ends at a multiple of so many pages; each matrix of Muon and SinkGD begins at a page of its
+    own; with narrow states a page has twice as many elements.
+    """
     model = job.model()
     itemsize = DTYPES[job.dtype].itemsize
-    layouts = [
-        lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], 1)
-        for unit in find_units(model).units
-    ]
+    layouts = []
+    for unit in find_units(model).units:
+        named = [(name, model.get_parameter(name)) for name in unit.parameters]
+        matrices = [name for name, _ in named] if ranks > 1 and job.optimizer in ("Muon", "SinkGD") else None
+        layouts.append(lay_out(unit.name, named, 2 * ranks if ranks > 1 else 1, matrices=matrices))
     return sum(sorted(layout.numel * itemsize for layout in layouts)[-units:])
 
 

@@ -30,7 +30,7 @@ from offload.engine.callbacks import Edit, EngineCallbacks, GradientStats
 from offload.engine.distributed.payload.step_facts import add_up_step, pack_step
 from offload.engine.distributed.payload.weights import WeightGathers
 from offload.engine.distributed.rounds.intents import Collective, RankIntent, describe, next_collective
-from offload.errors import RankError
+from offload.errors import BudgetError, RankError
 from offload.states import State
 from offload.swapper.memory.device import Event
 from offload.swapper.ranks.peers import Agreed, Having, checksum
@@ -54,6 +54,8 @@ class Agreement:
         """The unit that all ranks are gathering or reducing now; -1 between collectives."""
         self._retry_answer: Agreed
         """Result of `agree` if this rank calls it again for `_agreed_unit`, as after a lack of memory."""
+        self._served_short = False
+        """True if this rank had no room for `_agreed_unit`, which another rank needs and for which all others wait."""
         self._series: tuple[int, ...] = ()
         """Units that all ranks gather in this order, each before its first use there."""
         self._begun = self._ahead = 0
@@ -77,6 +79,8 @@ class Agreement:
 
     def _agree(self, unit: int, having: Callable[[], Having]) -> Agreed:
         """Announces the use of `unit`, and derives the decision from the last round."""
+        if self._served_short:  # this rank tries again, since it has made room
+            self._serve(Collective.USE, self._agreed_unit, ())
         if self._agreed_unit == unit:  # the gather was agreed on before, when this rank lacked memory
             return self._retry_answer
         latest: list[Having] = []
@@ -361,7 +365,12 @@ class Agreement:
         if kind is Collective.REDUCE:
             self._callbacks.serve_reduce(unit, [rank for rank, intent in enumerate(intents) if intent.holds == unit])
         else:
-            self._callbacks.serve_gather(unit)
+            try:
+                self._callbacks.serve_gather(unit)
+            except BudgetError:
+                self._served_short = True
+                raise
+            self._served_short = False
         self._agreed_unit = -1
 
 

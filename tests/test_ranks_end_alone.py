@@ -1,0 +1,84 @@
+"""A rank that ends alone, where ranks compute one batch together, leaves a run that goes on and nobody who waits."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.errors import IoError, RankError
+from offload.swapper.store.store import Store
+from tests.support import sequence_parallel as sp
+from tests.support import tensor_parallel as tp
+from tests.support.oracle import Job
+from tests.support.rank_pool import pool, rank_and_size
+
+DISK = ("nvme", "nvme")
+JOB = Job(tp.Net, tp.one_loss, lr=3e-4)
+
+
+def start(kind: str, folder: Path, **options: Any) -> offload.Engine:
+    if kind == "sequence":
+        return sp.start(sp.JOBS["llama"], 2, DISK, folder, **options)
+    return tp.start(JOB, "weights", 2, DISK, folder, **options)
+
+
+def edit_beside_a_lost_rank(folder: Path) -> None:
+    """Rank 0 fails with its first commit; rank 1 edits, and ends."""
+    if rank_and_size()[0] == 0:
+        with pytest.MonkeyPatch.context() as patches, pytest.raises(IoError):
+            patches.setattr(Store, "commit", fail_to_commit)
+            start("tensor", folder)
+    else:
+        engine = start("tensor", folder)
+        weight = engine.module.head.weight
+        offload.safe_set_full_fp32_param(weight, torch.zeros(weight.shape))
+        with contextlib.suppress(RankError):
+            engine.destroy()
+
+
+def fail_to_commit(*_: Any) -> None:
+    raise IoError("commit", 0, 4096, errno.EIO, "write")
+
+
+def begin_again(folder: Path) -> None:
+    engine = start("tensor", folder, resume="auto")
+    assert engine.global_steps == 0 and engine.module.head.weight.any()
+    engine.destroy(remove=True)
+
+
+def test_an_edit_is_committed_by_all_ranks_or_none(tmp_path: Path) -> None:
+    """Another rank may have ended before its last commit, to which a resume then goes back."""
+    for function in (edit_beside_a_lost_rank, begin_again):
+        with pool(2) as ranks:
+            ranks.run(function, tmp_path)
+
+
+def end_in_a_batch(kind: str, folder: Path) -> None:
+    """Rank 0 ends after a Ctrl-C in the middle of a batch, while rank 1 answers nobody."""
+    engine = start(kind, folder)
+    ended = folder / "ended"
+    if rank_and_size()[0] == 0:
+        with contextlib.suppress(KeyboardInterrupt):
+            try:
+                raise KeyboardInterrupt
+            finally:
+                engine.destroy()
+        ended.touch()
+        return
+    while not ended.exists():
+        time.sleep(0.01)
+    with contextlib.suppress(RankError):
+        engine.destroy()
+
+
+@pytest.mark.parametrize("kind", ["tensor", "sequence"])
+def test_an_end_after_an_exception_waits_for_nobody(kind: str, tmp_path: Path) -> None:
+    with pool(2) as ranks:
+        ranks.run(end_in_a_batch, kind, tmp_path)
