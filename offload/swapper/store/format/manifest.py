@@ -311,7 +311,8 @@ def _advice_of_modes(there: str, here: str, folder: Path) -> str:
     if dtype == other_dtype:
         return "resume with the optimizer that the run had (change the config, or optimizer=)"
     both = " and with the optimizer" if optimizer != other_optimizer else ""
-    return f"resume in the dtype{both} that the run had (leave --dtype out, or change the config)"
+    converts = "" if both else "; or call save_checkpoint in the run and load_checkpoint in a new one, which converts"
+    return f"resume in the dtype{both} that the run had (leave --dtype out, or change the config){converts}"
 
 
 def _words(mode: str) -> tuple[str, str, dict[str, str]]:
