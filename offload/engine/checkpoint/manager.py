@@ -217,4 +217,6 @@ class Checkpoints:
             )
             components.pager.mark_rewritten(False)
         self._state.mark_edited(False)
+        if options.strict:  # else some weights may still be the engine's own
+            self._state.mark_saved()
         return notices

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from offload.config import Config
 from offload.engine.optim.optimizer import Optimizer
@@ -100,6 +102,22 @@ def named_settings(
         "schedule": None if lr_scheduler is None else type(lr_scheduler).__name__,
         **{_OF_SCHEDULE + name: value for name, value in parameters.items()},
     }
+
+
+def job_of(model: nn.Module, settings: StepSettings, optimizer: Optimizer, lr_scheduler: Any) -> dict[str, Any]:
+    """Returns what tells the job of a run from others that have the same layout: plain JSON.
+
+    Args:
+        model: the model.
+        settings: the settings of a step, as `initialize` made them.
+        optimizer: the engine's optimizer, before the first step.
+        lr_scheduler: the schedule, or None.
+    """
+    # Of models of transformers that come from folders, the folder: others of the same shape have other weights.
+    source = getattr(getattr(model, "config", None), "_name_or_path", "")
+    named = named_settings(settings, optimizer, optimizer.configured(), lr_scheduler)
+    job = {"model": f"{type(model).__name__} {source}".strip(), **named}
+    return cast(dict[str, Any], json.loads(json.dumps(job, default=str)))
 
 
 class Differences:

@@ -27,7 +27,7 @@ from offload.engine.training.snapshot import (
     scheduler_state,
     write_generators,
 )
-from offload.engine.training.step_settings import Differences, StepSettings, named_settings
+from offload.engine.training.step_settings import Differences, StepSettings, job_of, named_settings
 from offload.errors import UsageError
 from offload.fileio.plain_json import from_plain, to_plain
 from offload.layout.flat_layout import UnitLayout
@@ -92,6 +92,9 @@ class TrainingState:
         self.edited = False
         """True if the user has set weights or states since the last step or commit."""
         self._configured = optimizer.configured()
+        self.job = job_of(module, settings, optimizer, lr_scheduler) if commits else {}
+        """The job of this run, for the note of its end."""
+        self._saved_step: int | None = None
         self._due: Mapping[str, Any] | None = None
         """Facts of the resumed run until `put_values` has given their values to the groups; None afterwards."""
         self._schedule_changed = False
@@ -292,6 +295,17 @@ class TrainingState:
     def mark_edited(self, edited: bool = True) -> None:
         """Records whether the user has set weights or states since the last step or commit."""
         self.edited = edited
+        if edited:
+            self._saved_step = None
+
+    def mark_saved(self) -> None:
+        """Records that the weights are now those in files of the user's: of a checkpoint, or a model."""
+        self._saved_step = self.global_steps
+
+    @property
+    def saved(self) -> bool:
+        """True if a start that replaces the run loses nothing: the user has saved the last step, or none was made."""
+        return not self.global_steps or self._saved_step == self.global_steps
 
     def count_micro_steps(self, passed: int) -> None:
         """Adds the micro-batches of a `step()` to the count."""
