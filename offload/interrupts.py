@@ -1,4 +1,4 @@
-"""Deferral of Ctrl-C: a signal's handler waits until the functions that it must not split have returned.
+"""Ctrl-C: its handler waits until the functions that it must not split have returned; a second one ends the process.
 
 CPython runs a signal's handler on the main thread, between any two instructions. A handler that raises, as the one of
 Ctrl-C does, would leave a change half done: a unit that is pinned for ever, or a residency that no thread completes.
@@ -14,6 +14,8 @@ the drive would.
 from __future__ import annotations
 
 import _thread
+import contextlib
+import os
 import signal
 import sys
 import threading
@@ -125,3 +127,49 @@ def is_on_stack(call: FrameType) -> bool:
     while frame is not None and frame is not call:
         frame = frame.f_back
     return frame is call
+
+
+def exit_on_next_signal(words: str, *numbers: int) -> Callable[[], None]:
+    """Makes the next of these signals end the process at once, without a traceback. Main thread only.
+
+    The process prints one line to stderr and exits with code 128 plus the signal's number, also within native code
+    where Python's handlers do not run. Nothing is cleaned up: a commit survives this as it does a kill.
+
+    Args:
+        words: the line.
+        numbers: the signals.
+
+    Returns:
+        A function that ends this; the handlers of `numbers` stay those of this function until they are set anew.
+    """
+    ending = _thread.allocate_lock()
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+
+    def end(number: int, _: FrameType | None = None) -> None:
+        if ending.acquire(False):  # the watcher and the main thread may both be here
+            with contextlib.suppress(OSError):  # a terminal that was closed takes no words
+                cursor = "\x1b[?25h" if os.isatty(2) else ""  # shows the cursor, which a progress line hides
+                os.write(2, f"{cursor}{words}\n".encode())
+            os._exit(128 + number)
+
+    def watch() -> None:
+        while number := os.read(reading, 1)[0]:
+            if number in numbers:
+                end(number)
+        os.close(reading)
+
+    for number in numbers:
+        signal.signal(number, end)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    # A raw thread: one of `threading` takes locks on its start, which the interrupted code may hold.
+    _thread.start_new_thread(watch, ())
+
+    def undo() -> None:
+        others = signal.set_wakeup_fd(-1)
+        if others != writing:
+            signal.set_wakeup_fd(others)
+        os.write(writing, b"\0")
+        os.close(writing)
+
+    return undo

@@ -207,6 +207,10 @@ def test_masters_of_a_bf16_checkpoint_are_weights_in_fp32_and_back(tmp_path: Pat
     before = safetensors.torch.load_file(tmp_path / "saved" / "global_step2" / "states.rank0.safetensors")
     engine = begin(job._replace(dtype="fp32"), CPU, tmp_path / "second")
     engine.load_checkpoint(tmp_path / "saved")
+    (line,) = [line for line in engine.notices if "another form" in line]
+    assert (
+        "dtype bf16 is now fp32 (masters and moments are taken over, and layers compute in fp32 from here on)" in line
+    )
     loaded = weights_of(engine)
     assert_same_tensors({name: loaded[name] for name in expected}, expected)
     shutil.rmtree(tmp_path / "saved")

@@ -193,7 +193,6 @@ def test_a_held_signal_raises_at_the_end() -> None:
     with pytest.raises(Stopped), Signals() as signals:
         with signals.hold():
             signal.raise_signal(signal.SIGINT)
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL, "a second signal must end the process"
             done = True
         raise AssertionError("the held signal was lost")
     assert done

@@ -125,7 +125,7 @@ WITHIN = {
         "progress": "",
         "signals": "",
         "commands": "console options progress signals",
-        "main": "commands console",
+        "main": "commands console signals",
     },
     "launch": {
         "hosts": "",

@@ -1,11 +1,9 @@
-"""`offload report` shows the figures of the log, however the file ended; the page is self-contained."""
+"""The page of `offload report` shows the figures of the log, however the file ended, and needs no other file."""
 
 from __future__ import annotations
 
-import errno
 import gzip
 import json
-import os
 import re
 import tempfile
 from html import unescape
@@ -16,64 +14,16 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as some
-from typer.testing import CliRunner
 
-from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.report.charts import points, ticks
 from offload.report.figures import figures
 from offload.report.log import read_log
-from offload.report.page import BEGIN, page
-from offload.report.phases import ADVICE, PARTS, bound, parts, verdict
+from offload.report.page import page
+from offload.report.phases import PARTS, bound, parts
 from offload.report.timeline_view import read_window
+from tests.support.report_log import ABOUT, step, trace, written
 from tests.support.sampling import examples
-
-ABOUT = {
-    "run": "mine <b>",
-    "model": "GPT2LMHeadModel",
-    "parameters": 1000,
-    "steps": 20,
-    "samples_a_step": 4,
-    "host_budget_bytes": 2**30,
-    "drive_tbw": 1,
-    "drive_share": 0.1,
-}
-
-
-def step(number: int, **more: Any) -> dict[str, Any]:
-    return {
-        "step": number,
-        "loss": 10 / number,
-        "grad_norm": 1.0,
-        "lr": 1e-3,
-        "tokens": 100,
-        "seconds": 2.0,
-        "read_bytes": 3 * 2**30,
-        "written_bytes": 2**30,
-        "skipped_steps": 0.0,
-        "host_peak_bytes": 2e9,
-        "forward_seconds": 0.5,
-        "backward_seconds": 0.9,
-        "step_seconds": 0.1,
-        "wait_for_reads_seconds": 0.25,
-        "wait_for_updates_seconds": 0.4,
-        "wait_for_commits_seconds": 0.05,
-        "wait_for_memory_seconds": 0.0,
-        "wait_for_uploads_seconds": 0.0,
-        "update_kernels_seconds": 0.3,
-        "update_copies_seconds": 0.0,
-        "update_waits_for_reads_seconds": 0.2,
-        "update_waits_for_writes_seconds": 0.5,
-        "uploaded_bytes": 2**20,
-        "gradients_bytes": 2**20,
-        "drives": {"/mnt/a": number * 10**9},
-        **more,
-    }
-
-
-def written(path: Path, *lines: dict[str, Any] | str) -> Path:
-    path.write_text("".join(line if isinstance(line, str) else f"{json.dumps(line)}\n" for line in lines))
-    return path
 
 
 @pytest.fixture
@@ -328,26 +278,7 @@ def test_what_was_predicted_stands_beside_what_came(tmp_path: Path) -> None:
     assert "Predicted and measured" in page(log, figures(log), None)
 
 
-def test_a_plan_of_the_command_is_shown_beside_what_came(tmp_path: Path, log: Path) -> None:
-    plan = {"step": {"seconds": 1.0, "tokens": 100, "read_bytes": 1, "written_bytes": None}}
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    found = json.loads(call(log, "--plan", tmp_path / "plan.json", "--json").stdout)["predicted"]
-    assert [(each["name"], each["ratio"]) for each in found][:2] == [("seconds", 2.0), ("tokens", 1.0)]
-    assert {each["name"] for each in found} == {"seconds", "tokens", "read_bytes"}
-    assert call(log, "--plan", log).exit_code == 2 and call(log, "--plan", tmp_path / "none").exit_code == 2
-
-
 # -- a timeline ---------------------------------------------------------------------------------------
-
-
-def span(row: str, name: str, start: float, took: float, **more: Any) -> dict[str, Any]:
-    return {"ph": "X", "pid": 1, "tid": 1000, "cat": row, "name": name, "ts": start, "dur": took, **more}
-
-
-def trace() -> dict[str, Any]:
-    events = [span("compute", f"step {n}", n * 100, 5) for n in range(1, 5)]
-    events += [span("reads", "h.0 <weight>", n * 100 + 20, 30, args={"bytes": 4096}) for n in range(1, 5)]
-    return {"traceEvents": [{"ph": "M", "pid": 1, "tid": 0, "name": "process_name"}, *events]}
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
@@ -371,128 +302,3 @@ def test_a_file_that_is_no_time_line_is_an_error(content: str, tmp_path: Path) -
     (tmp_path / "trace").write_text(content)
     with pytest.raises(ConfigError, match=r"is not a timeline|contains no span"):
         read_window(tmp_path / "trace")
-
-
-# -- the command ---------------------------------------------------------------------------------------
-
-
-def call(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, ["report", *map(str, arguments)])
-
-
-def test_the_command_writes_a_page_beside_the_log(log: Path) -> None:
-    done = call(log)
-    assert done.exit_code == 0 and "10 steps, 1 to 10" in done.stdout
-    assert log.with_suffix(".html").read_text().startswith("<!DOCTYPE html>")
-
-
-def test_the_terminal_says_what_a_step_is_bound_by_and_the_first_change(log: Path) -> None:
-    by = verdict(figures(read_log(log)))
-    lines = call(log).stdout.splitlines()
-    assert lines[1:3] == [f"bound by {by.bound_by}, {by.more}", f"change first: {by.first_change}"]
-    assert by.more in log.with_suffix(".html").read_text(), "the same words as on the page"
-    assert by.first_change == by.advice.split(";")[0] and by.advice == ADVICE[by.bound_by]
-
-
-def test_the_terminal_says_how_phases_are_measured(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    log.write_text(json.dumps({"step": 1, "seconds": 1.0, "loss": 2.0}) + "\n")
-    assert call(log).stdout.splitlines()[1] == 'Phases were not measured: set "wall_clock_breakdown" in the config.'
-
-
-def test_json_alone_writes_no_page(log: Path, tmp_path: Path) -> None:
-    done = call(log, "--json")
-    assert done.exit_code == 0 and json.loads(done.stdout) == json.loads(json.dumps(figures(read_log(log))))
-    assert not log.with_suffix(".html").exists()
-    assert call(log, "--json", "-o", tmp_path / "a.html").exit_code == 0 and (tmp_path / "a.html").exists()
-
-
-def test_exit_codes_are_0_1_and_2(log: Path, tmp_path: Path) -> None:
-    before = log.read_text()
-    assert call(tmp_path / "none").exit_code == 2
-    assert call(log, "--trace", log).exit_code == 2
-    assert call(log, "-o", log).exit_code == 2 and log.read_text() == before
-    assert call(log, "-o", tmp_path / "no" / "folder.html").exit_code == 1
-    assert call().exit_code == 2
-
-
-def test_a_time_line_of_another_program_is_an_error(tmp_path: Path, log: Path) -> None:
-    """torch.profiler's has words for processes and threads."""
-    other = tmp_path / "other.json"
-    spans = [
-        {"ph": "X", "pid": "Spans", "tid": "PyTorch Profiler (0)", "ts": 1.0, "dur": 2.0, "name": "PyTorch Profiler"},
-        {"ph": "X", "pid": 7, "tid": 7, "ts": 1.0, "dur": "long", "name": "aten::mm", "cat": "cpu_op"},
-        {"ph": "X", "pid": 7, "tid": 7, "ts": 1.0, "dur": 2.0, "name": "aten::mm", "args": 3},
-    ]
-    other.write_text(json.dumps({"traceEvents": spans}))
-    done = CliRunner().invoke(app, ["report", str(log), "--trace", str(other)])
-    assert done.exit_code == 2 and "contains no span" in done.stderr, done.output
-    zipped = tmp_path / "other.json.gz"
-    packed = bytearray(gzip.compress(json.dumps(list(range(10000))).encode()))
-    packed[40:60] = bytes(20)
-    zipped.write_bytes(packed)
-    done = CliRunner().invoke(app, ["report", str(log), "--trace", str(zipped)])
-    assert done.exit_code == 2 and "is not a timeline" in done.stderr, done.output
-
-
-def test_a_plan_with_numbers_that_are_none_is_an_error(tmp_path: Path, log: Path) -> None:
-    plan = tmp_path / "plan.json"
-    plan.write_text('{"step": {"seconds": NaN, "tokens": 1, "read_bytes": 1, "written_bytes": 1}}')
-    done = CliRunner().invoke(app, ["report", str(log), "--plan", str(plan)])
-    assert done.exit_code == 2 and "is not a plan" in done.stderr
-
-
-def test_a_folder_is_no_log() -> None:
-    done = CliRunner().invoke(app, ["report", "."])
-    assert done.exit_code == 2 and "cannot read the log" in done.stderr, done.output
-
-
-def test_a_file_that_cannot_be_read_is_not_replaced(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, opens = tmp_path / "page.html", Path.open
-    place.write_text("of somebody else")
-
-    # A mode would not do: root may read every file.
-    def refused(path: Path, *arguments: Any, **keywords: Any) -> Any:
-        if path == place:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return opens(path, *arguments, **keywords)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", refused)
-        done = call(log, "-o", place)
-    assert done.exit_code == 2 and f"{place} exists and cannot be read: Permission denied; give" in done.stderr
-    assert place.read_text() == "of somebody else"
-
-
-def test_a_page_is_replaced_and_another_file_is_not(log: Path, tmp_path: Path) -> None:
-    place = tmp_path / "page.html"
-    for _ in range(2):
-        assert call(log, "-o", place).exit_code == 0
-    place.write_text("<!DOCTYPE html>\n<html>of somebody else")
-    done = call(log, "-o", place)
-    assert done.exit_code == 2 and "exists and is not a page of offload report; give another" in done.stderr, (
-        done.output
-    )
-    assert "of somebody else" in place.read_text()
-    place.rename(log.with_suffix(".html"))
-    assert call(log).exit_code == 2 and call(log, "--json").exit_code == 0, "without a page nothing is replaced"
-    log.rename(tmp_path / "log.html")
-    assert call(tmp_path / "log.html").exit_code == 2 and call(tmp_path / "log.html", "--json").exit_code == 0
-    (tmp_path / "log.html").rename(log)
-    place.write_text("")
-    assert call(log, "-o", place).exit_code == 0
-
-
-def test_a_page_that_cannot_be_written_leaves_the_one_before(
-    tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = tmp_path / "page.html"
-    place.write_text(BEGIN + "before")
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    done = CliRunner().invoke(app, ["report", str(log), "-o", str(place)])
-    assert done.exit_code == 1 and "cannot write the page" in done.stderr, done.output
-    assert place.read_text() == BEGIN + "before" and len(list(tmp_path.glob(".page*"))) == 0

@@ -1,4 +1,4 @@
-"""A script that ran once can run again: a closed run is replaced, a killed one is protected."""
+"""A script that ran once can run again: a closed run is replaced, a killed one or one of another job is protected."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ import logging
 import logging.handlers
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+import offload
+from offload.cli.main import app
+from offload.deepspeed.runtime.engine import DeepSpeedEngine
 from offload.errors import StoreError
 from tests.support import rank_pool
 from tests.support.fault_injection import die
-from tests.support.models import GPT2
+from tests.support.models import GPT2, MIXTURE
 from tests.support.oracle import Result, assert_same, dies, start, train_step, weights_of
 
 DISK = ("nvme", "nvme")
@@ -41,7 +48,7 @@ def test_it_is_replaced_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFix
     first, messages = script(tmp_path)
     assert not any("is replaced" in line for line in messages)
     (left,) = [record.getMessage() for record in caplog.records if "the run is kept in" in record.getMessage()]
-    assert '"resume": "auto" goes on from there, a start without it begins anew in its place; `offload rm' in left
+    assert '"resume": "auto" goes on from there, a start without it begins anew in its place if the job is' in left
     again, messages = script(tmp_path)
     (line,) = [line for line in messages if "is replaced" in line]
     assert re.match(r"the run in \S+ \(\S+ \w+\), which was closed at its end, is replaced; ", line)
@@ -60,6 +67,121 @@ def test_one_that_is_to_be_kept_is_refused_and_unharmed(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r'"resume": "auto".*"resume": "restart".*offload rm'):
         script(tmp_path)
     assert_same(Result([], [], first.weights), script(tmp_path, resume="must")[0])
+
+
+OTHERS = {
+    "learning rate": (JOB._replace(lr=3e-4), r"learning rates \[0\.001\] is now \[0\.0003\]"),
+    "batch": (JOB._replace(accumulation=2), "accumulation 1 is now 2"),
+    "seed": (JOB._replace(seed=7), "seed 0 is now 7"),
+    "dtype": (JOB._replace(dtype="bf16"), 'layout/mode is "fp32" in the run and "bf16" here'),
+    "optimizer": (JOB._replace(optimizer="Adagrad"), "optimizer adam is now adagrad"),
+    "model": (MIXTURE._replace(steps=2), "model GPT2LMHeadModel.* is now Mixture.*, .*layout/"),
+}
+"""Jobs other than `JOB`, and how an error tells the difference."""
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_one_of_another_job_is_refused_and_unharmed(other: str, tmp_path: Path) -> None:
+    first, _ = script(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "default").rglob("*") if path.name != "lock"}
+    job, words = OTHERS[other]
+    how = r'"run" in the "offload" block.*"resume": "restart" there.*offload export \S+/default FOLDER'
+    with pytest.raises(StoreError, match=f"holds a run that ended at step 2 and .*{words}.*{how}"):
+        start(job, DISK, tmp_path)
+    assert before == {path: path.stat().st_mtime_ns for path in before}, "nothing was touched"
+    assert_same(Result([], [], first.weights), script(tmp_path, resume="must")[0])
+
+
+def test_a_name_of_its_own_or_a_word_begins_another_job(tmp_path: Path) -> None:
+    first, _ = script(tmp_path)
+    job = OTHERS["learning rate"][0]
+    start(job, DISK, tmp_path, run="other").destroy()
+    assert_same(Result([], [], first.weights), script(tmp_path, resume="must")[0])
+    engine = start(job, DISK, tmp_path, resume="restart")
+    assert any("is replaced" in line for line in engine.notices)
+    engine.destroy(remove=True)
+
+
+SAVES: dict[str, Callable[[Any, Path], object]] = {
+    "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder),
+    "save_pretrained": lambda engine, folder: engine.save_pretrained(folder),
+    "save_16bit_model": lambda engine, folder: engine.save_16bit_model(folder),
+    "accelerate": lambda engine, folder: DeepSpeedEngine(engine)._zero3_consolidated_16bit_state_dict(),
+}
+
+
+@pytest.mark.parametrize("how", SAVES)
+def test_one_whose_last_step_was_saved_is_replaced_by_any_job(how: str, tmp_path: Path) -> None:
+    """As DeepSpeed's scripts end, whose swap folder is shared by all of them."""
+    engine = start(JOB, DISK, tmp_path)
+    train_step(engine, JOB, 0)
+    SAVES[how](engine, tmp_path / "saved")
+    engine.destroy()
+    engine = start(OTHERS["learning rate"][0], DISK, tmp_path)
+    assert any("is replaced" in line for line in engine.notices)
+    engine.destroy(remove=True)
+
+
+def test_so_is_one_that_was_exported_after_its_end(tmp_path: Path) -> None:
+    script(tmp_path)
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "default"), str(tmp_path / "model")])
+    assert done.exit_code == 0, done.output
+    start(OTHERS["learning rate"][0], DISK, tmp_path).destroy(remove=True)
+
+
+def test_an_export_of_one_that_did_not_end_leaves_it_protected(tmp_path: Path) -> None:
+    script(tmp_path, remove=False)
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "default"), str(tmp_path / "model")])
+    assert done.exit_code == 0, done.output
+    with pytest.raises(StoreError, match="holds a run that did not end"):
+        script(tmp_path)
+
+
+def test_so_is_one_that_ended_in_a_checkpoint_that_it_loaded(tmp_path: Path) -> None:
+    """The Trainer loads its best checkpoint at the end."""
+    engine = start(JOB, DISK, tmp_path)
+    train_step(engine, JOB, 0)
+    engine.save_checkpoint(tmp_path / "saved")
+    train_step(engine, JOB, 1)
+    engine.load_checkpoint(tmp_path / "saved")
+    engine.destroy()
+    start(OTHERS["learning rate"][0], DISK, tmp_path).destroy(remove=True)
+
+
+def test_tiers_and_budgets_make_no_other_job(tmp_path: Path) -> None:
+    script(tmp_path)
+    engine = start(JOB, ("cpu", "nvme"), tmp_path, host_memory="64MiB")
+    assert any("is replaced" in line for line in engine.notices)
+    engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("after", ["a step", "an edit"])
+def test_one_that_went_on_after_it_was_saved_is_refused(after: str, tmp_path: Path) -> None:
+    engine = start(JOB, DISK, tmp_path)
+    train_step(engine, JOB, 0)
+    engine.save_checkpoint(tmp_path / "saved")
+    if after == "a step":
+        train_step(engine, JOB, 1)
+    else:
+        parameter = next(engine.module.parameters())
+        with offload.gathered(parameter, modifier_rank=0), torch.no_grad():
+            parameter.add_(1.0)
+    engine.destroy()
+    with pytest.raises(StoreError, match="holds a run that ended at step"):
+        start(OTHERS["learning rate"][0], DISK, tmp_path)
+
+
+def test_one_that_made_no_step_is_replaced_by_any_job(tmp_path: Path) -> None:
+    start(JOB, DISK, tmp_path).destroy()
+    start(OTHERS["model"][0], DISK, tmp_path).destroy(remove=True)
+
+
+@pytest.mark.parametrize("note", ['{"steps": 2}', "{"])
+def test_one_of_which_nothing_is_known_is_refused(note: str, tmp_path: Path) -> None:
+    script(tmp_path)
+    (tmp_path / "default" / "closed.json").write_text(note)
+    with pytest.raises(StoreError, match=r"its note closed\.json does not say what it was"):
+        script(tmp_path)
 
 
 @pytest.mark.sample(1)
@@ -167,3 +289,18 @@ def test_on_several_ranks_the_complete_run_is_replaced(ranks: rank_pool.RankPool
         assert_same(one, other)
     messages = [any("is replaced" in line for line in notices) for _, notices in again]
     assert messages == [True, False], "the first rank says it for all"
+
+
+def _refused_on_ranks(folder: Path) -> str:
+    with pytest.raises(StoreError) as refused:
+        rank_pool.start(OTHERS["learning rate"][0], DISK, folder)
+    return str(refused.value)
+
+
+def test_on_several_ranks_another_job_is_refused_on_each(ranks: rank_pool.RankPool, tmp_path: Path) -> None:
+    ranks.run(_on_ranks, tmp_path)
+    words = ranks.run(_refused_on_ranks, tmp_path)
+    assert words[0].startswith(f"{tmp_path}/default holds a run that ended at step 2 and that nothing has saved")
+    assert words[1].startswith(f"rank 0 could not replace the run, so no rank did: StoreError: {words[0][:40]}")
+    (one, _), _ = ranks.run(_on_ranks, tmp_path)
+    assert len(one.losses) == JOB.steps, "the same job still replaces it"

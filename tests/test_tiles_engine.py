@@ -18,6 +18,7 @@ import offload
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.tiles import known_mlps
 from tests.support import models, rank_jobs, rank_pool, rounding_bounds
+from tests.support.in_pieces import Gated
 from tests.support.oracle import (
     DTYPES,
     Job,
@@ -35,7 +36,6 @@ from tests.support.oracle import (
 )
 from tests.support.rank_pool import RankPool
 from tests.test_causal_lm_loss import Peak
-from tests.test_tiles import Gated
 
 TIERS = [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")]
 DISK = ("nvme", "nvme")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from offload.cli.commands import report as cli_report
 from offload.cli.commands import run as cli_run
 from offload.cli.commands import store as cli_store
 from offload.cli.commands import train as cli_train
+from offload.cli.signals import AT_ONCE, handlers
+from offload.interrupts import exit_on_next_signal
 
 # Some versions of typer vendor click, so UsageError is taken from typer's own class hierarchy.
 _NotUsable: type[Exception] = typer.BadParameter.__mro__[1]
@@ -86,6 +89,11 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     try:
         app()
+    except SystemExit as ended:
+        # A signal has ended the command: a second one, while Python ends, must not raise anywhere in it.
+        if isinstance(ended.code, int) and ended.code > 128:
+            exit_on_next_signal(AT_ONCE, *handlers(signal.SIGINT, signal.SIGTERM))
+        raise
     except OSError as error:  # usually a full disk behind stdout
         print(f"error: {error}", file=sys.stderr)
         sys.exit(cli_console.FAILED)

@@ -20,6 +20,9 @@ from typing import Any
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that ask a command to end: Ctrl-C, a supervisor, a terminal that closes."""
 
+AT_ONCE = "stopped at once by a second signal; steps that were committed are kept"
+"""The line of a command that a second signal ends."""
+
 _GRACE = 1.0
 """Seconds within which Python's own handler should start."""
 _AGAIN = 0.25
@@ -134,7 +137,9 @@ def exit_on_signal(words: str) -> Iterator[None]:
         yield
     finally:
         begun.set()
-        signal.set_wakeup_fd(earlier)
+        # That of a handler which ends the process at a second signal stays.
+        if (now := signal.set_wakeup_fd(earlier)) != writing:
+            signal.set_wakeup_fd(now)
         for number, handler in before.items():
             # A handler that somebody else has installed inside the context stays.
             if signal.getsignal(number) is begin:

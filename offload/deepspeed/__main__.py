@@ -8,17 +8,26 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
+import traceback
 from collections.abc import Sequence
+from types import FrameType
 
 from offload.deepspeed import install
 from offload.deepspeed.accelerate_checks import check_comments
 from offload.engine.distributed.rendezvous import join_launcher
+from offload.interrupts import exit_on_next_signal
+
+_AT_ONCE = "stopped at once by a second Ctrl-C; steps that were committed are kept"
 
 
 def main(arguments: Sequence[str]) -> None:
     """Runs a script, or a module with `-m`, as `__main__`.
+
+    A Ctrl-C raises `KeyboardInterrupt` in the script, as ever. One that the script lets pass ends it with a line and
+    exit code 130; a second one ends the process at once.
 
     Args:
         arguments: [`-m`,] the script, and its own arguments.
@@ -28,6 +37,8 @@ def main(arguments: Sequence[str]) -> None:
     """
     install()
     _set_environment()
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a parent ignores it for background jobs
+        signal.signal(signal.SIGINT, _CtrlC())
     # As Python sets both for a script or a module that it starts itself.
     is_module = arguments[0] == "-m"
     target, *own = arguments[1:] if is_module else arguments
@@ -41,9 +52,53 @@ def main(arguments: Sequence[str]) -> None:
             script = os.path.abspath(target)
             sys.path[0] = os.path.dirname(script)
             runpy.run_path(script, run_name="__main__")
+    except KeyboardInterrupt as error:
+        # As Python does for an exception that nobody catches: by it engines know that the script was cut short.
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+            exit_on_next_signal(_AT_ONCE, signal.SIGINT)
+        print(f"stopped by Ctrl-C{_place_of(error)}; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+        sys.exit(128 + signal.SIGINT)
     except json.JSONDecodeError as error:
         check_comments(error)
         raise
+
+
+class _CtrlC:
+    """The handler of Ctrl-C while a script runs: raises `KeyboardInterrupt`, and ends the process at the second."""
+
+    def __init__(self) -> None:
+        self._raised: KeyboardInterrupt | None = None
+
+    def __call__(self, number: int, _: FrameType | None) -> None:
+        # While the first one is being handled, by the script or on its way out of it. A script that has caught the
+        # first and trains on is interrupted anew.
+        if self._raised is not None and self._raised in _handled():
+            os.write(2, f"{_AT_ONCE}\n".encode())
+            os._exit(128 + number)
+        self._raised = KeyboardInterrupt()
+        raise self._raised
+
+
+def _handled() -> list[BaseException]:
+    """Returns the exception that is being handled, and the chain of its contexts."""
+    found: list[BaseException] = []
+    error = sys.exc_info()[1]
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__context__
+    return found
+
+
+def _place_of(error: BaseException) -> str:
+    """Returns where an exception has left the script, in words; nothing if the script had not begun."""
+    frames = traceback.extract_tb(error.__traceback__)
+    runners = {__file__, runpy.__file__, "<frozen runpy>", "<string>"}
+    script = next((each.filename for each in frames if each.name == "<module>" and each.filename not in runners), None)
+    if script is None:
+        return ""
+    line = [each.lineno for each in frames if each.filename == script][-1]
+    return f" in {os.path.basename(script)}, line {line}"
 
 
 def _set_environment() -> None:

@@ -212,7 +212,8 @@ class Shutdown:
             return
         if not keep:
             try:
-                store.note_closed({"steps": store.durable.step})
+                state = self._state
+                store.note_closed({"steps": store.durable.step, "job": state.job, "saved": state.saved})
             except OSError:  # such as a full disk: without the note, the run is kept
                 keep = True
         self._report_run(keep)
@@ -237,6 +238,8 @@ class Shutdown:
             return
         made = f", the last committed one of {steps}" if store.durable.step != steps else ""
         anew = "is refused while the run is there" if keep else "begins anew in its place"
+        if not keep and not self._state.saved:
+            anew = f"{anew} if the job is the same"
         announce(
             f'the run is kept in {folder}, at step {store.durable.step}{made}: "resume": "auto" goes on from there, '
             f"a start without it {anew}; `{shell_command('rm', folder)}` deletes the run"

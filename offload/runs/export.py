@@ -6,6 +6,7 @@ one, and this folder is renamed at the end, so that the output folder is complet
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +23,20 @@ from offload.engine.model_io.weight_stream import read_nbytes, stream
 from offload.engine.model_io.weight_writer import Files, notices
 from offload.errors import StoreError
 from offload.swapper.modes import dtype_name
+from offload.swapper.store import note_saved as write_note
 
-__all__ = ["Exported", "check_target", "export", "make_plan", "open_source", "read_nbytes", "shard_size", "with_states"]
+__all__ = [
+    "Exported",
+    "Source",
+    "check_target",
+    "export",
+    "make_plan",
+    "note_saved",
+    "open_source",
+    "read_nbytes",
+    "shard_size",
+    "with_states",
+]
 
 
 class Exported(NamedTuple):
@@ -129,3 +142,16 @@ def check_target(out: Path) -> None:
         raise StoreError(f"{out} is a drive's root, which cannot be replaced; give a folder in it")
     if not out.parent.is_dir():
         raise StoreError(f"there is no folder {out.parent}")
+
+
+def note_saved(source: Source, path: Path) -> None:
+    """Notes that the weights of a run that has ended are in other files, so that any start may replace it.
+
+    Args:
+        source: The weights, still open.
+        path: Folder of the run, or of a checkpoint, for which nothing is noted.
+    """
+    if isinstance(source, StoreSource):
+        # Without the note such a start is refused, as before: a copy of a run may be on a drive that is only read.
+        with contextlib.suppress(OSError):
+            write_note(path, source.step)

@@ -203,4 +203,25 @@ MUTANTS = (
         "if False:",
         "tests/test_resume_other_ranks.py::test_commands_name_a_switch_that_was_interrupted",
     ),
+    Mutant(
+        "replace a run of another job that nothing has saved",
+        "offload.engine.setup.resume",
+        "    if not any(differences):",
+        "    if True:",
+        "tests/test_run_restart.py",
+    ),
+    Mutant(
+        "count a run as saved whose saved step was not the last one",
+        "offload.engine.training.training_state",
+        "self._saved_step == self.global_steps",
+        "self._saved_step is not None",
+        "tests/test_run_restart.py",
+    ),
+    Mutant(
+        "count a run as saved although it was edited since",
+        "offload.engine.training.training_state",
+        "            self._saved_step = None",
+        "            pass",
+        "tests/test_run_restart.py",
+    ),
 )

@@ -8,6 +8,7 @@ _FORWARD = "offload.engine.tiles.chunked_forward"
 _STATE = "offload.engine.tiles.forward_state"
 _TILES = "tests/test_tiles.py"
 _ENGINE = "tests/test_tiles_engine.py"
+_REFUSED = "tests/test_tiles_refused.py"
 
 MUTANTS = (
     Mutant(
@@ -64,14 +65,14 @@ MUTANTS = (
         _FORWARD,
         "        if leaf is not None and id(leaf) not in mine:",
         "        if False:",
-        _TILES,
+        _REFUSED,
     ),
     Mutant(
         "call hooks of parameters for each chunk",
         _FORWARD,
         "        if tensor_hooks_of(parameter):",
         "        if False:",
-        _TILES,
+        _REFUSED,
     ),
     Mutant(
         "save the input of a tiled module after its chunks",

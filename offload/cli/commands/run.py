@@ -14,11 +14,16 @@ from offload.cli.console import BAD_INPUT, errors
 from offload.deepspeed.import_hook import STAND_IN
 from offload.errors import UsageError
 
-_START = """import sys
+_START = """import os, signal, sys
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"stopped before the script began\\n"), os._exit(130)))
 sys.path[0] = sys.path[1]
 from offload.deepspeed.__main__ import main
 main(sys.argv[1:])"""
-"""Starts the stand-in without the working folder on the path, whose modules would hide Python's and ours."""
+"""Starts the stand-in without the working folder on the path, whose modules would hide Python's and ours.
+
+The imports take seconds, in which a Ctrl-C has nothing to clean up.
+"""
 
 
 def register(app: typer.Typer) -> None:

@@ -21,7 +21,7 @@ from offload.sizes import count_of, format_size
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from offload.runs.export import Exported
+    from offload.runs.export import Exported, Source
 
 _DAMAGED = 1
 _SHOWN = 20
@@ -198,6 +198,7 @@ def export(
                 plan = make_plan(source, None if dtype is None else dtype.value, shard_nbytes)
                 with _bar(console, read_nbytes(plan)) as progress:
                     done = write(source, out, plan, queue, progress, tokenizer, _tokenizer_writer(source.client_state))
+            _note_saved(source, path)
     for notice in done.notices:
         typer.echo(notice, err=True)
     if json_output:
@@ -208,6 +209,13 @@ def export(
             f"{done.dtype}, in {done.path}",
             markup=False,
         )
+
+
+def _note_saved(source: Source, path: Path) -> None:
+    """Notes in the folder of a run that its weights are in other files; see `note_saved`."""
+    from offload.runs.export import note_saved
+
+    note_saved(source, path)
 
 
 def _tokenizer_writer(client_state: Mapping[str, Any]) -> Callable[[Path], None] | None:

@@ -11,7 +11,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -24,8 +24,9 @@ from rich.table import Table
 from offload.cli.commands import train_summary as cli_summary
 from offload.cli.commands.train_progress import ProgressLine, StepLog
 from offload.cli.console import BAD_INPUT, FAILED
-from offload.cli.signals import ENDING, exit_on_signal, handlers
+from offload.cli.signals import AT_ONCE, ENDING, exit_on_signal, handlers
 from offload.errors import BudgetError, ConfigError, OffloadError, StoreError, UsageError
+from offload.interrupts import exit_on_next_signal
 from offload.notices import shell_command
 from offload.sizes import count_of, format_size
 
@@ -61,13 +62,15 @@ def _quit(error: BaseException, code: int, options: Any) -> NoReturn:
 class Signals:
     """A context in which the first SIGINT, SIGTERM or SIGHUP raises `Stopped`. Main thread only.
 
-    Inside `hold` the exception is delayed until the end of `hold`. A second signal ends the process immediately, except
-    for SIGHUP, which a terminal that closes may send twice. A signal that the process ignores stays ignored.
+    Inside `hold` the exception is delayed until the end of `hold`. A second signal ends the process immediately, with
+    a line, except for SIGHUP, which a terminal that closes may send twice. A signal that the process ignores stays
+    ignored.
     """
 
     def __init__(self) -> None:
         self._holding = False
         self._held: Stopped | None = None
+        self._undo: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Signals:
         self._before = handlers(*ENDING)
@@ -76,15 +79,17 @@ class Signals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._undo()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _stop(self, number: int, _: FrameType | None) -> None:
-        """Handles the first signal, and restores the default action for a second one."""
+        """Handles the first signal, and makes a second one end the process at once."""
         if number == signal.SIGHUP:
             _leave_closed_terminal()
-        for each in self._before:
-            signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL)
+        if signal.SIGHUP in self._before:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self._undo = exit_on_next_signal(AT_ONCE, *(each for each in self._before if each != signal.SIGHUP))
         self._held = Stopped(number)
         if not self._holding:
             raise self._held

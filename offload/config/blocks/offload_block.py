@@ -67,7 +67,7 @@ class OffloadBlock(Block):
         "never",
         description="auto: resume the run in the swap files, if there is one; must: an error if there is none; "
         "restart: replace it by a new run; never: the same, but an error if the earlier run was killed and not closed "
-        "by `destroy()`",
+        "by `destroy()`, or was another job whose last step was not saved",
     )
     seed: Annotated[Integer, Field(ge=0, lt=2**63)] = Field(
         0, description="seed of weights made by offload.init and of the loader"

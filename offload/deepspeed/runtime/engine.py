@@ -70,7 +70,9 @@ class DeepSpeedEngine(Engine):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Returns the result of `module_state_dict` on rank 0, and None on other ranks; for transformers' Trainer."""
         self._core.components.refuse_shards("a state dict on rank 0")
-        return self.module_state_dict(exclude_frozen_parameters) if self.global_rank == 0 else None
+        found = self.module_state_dict(exclude_frozen_parameters) if self.global_rank == 0 else None
+        self._core.state.mark_saved()  # by the caller: the Trainer and accelerate write these
+        return found
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 

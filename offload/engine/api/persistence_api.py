@@ -164,6 +164,7 @@ class PersistenceApi(DeepSpeedApi):
             self.micro_batches,
             client_state,
         )
+        self._core.state.mark_saved()
         return True
 
     def load_checkpoint(
@@ -256,6 +257,7 @@ class PersistenceApi(DeepSpeedApi):
         self._core.pretrained_writer.save(
             SaveOptions(save_directory, max_shard_size, dtype, tokenizer), self.global_steps
         )
+        self._core.state.mark_saved()
 
     def save_16bit_model(
         self,
@@ -295,6 +297,7 @@ class PersistenceApi(DeepSpeedApi):
         self._core.pretrained_writer.save(
             SaveOptions(save_dir, frozen=frozen, file_name=save_filename), self.global_steps
         )
+        self._core.state.mark_saved()
         return True
 
     def destroy(self, remove: bool | None = None) -> None:
@@ -308,7 +311,8 @@ class PersistenceApi(DeepSpeedApi):
 
         Args:
             remove: True deletes the run from the disk. False keeps the run, and a later start under the same name that
-                does not resume it is refused. None keeps the run too, but such a start replaces it, with a notice.
+                does not resume it is refused. None keeps the run too, but such a start replaces it, with a notice, if
+                the job is the same or the last step was saved.
                 `"resume": "auto"` resumes a run that was kept.
 
         Raises:

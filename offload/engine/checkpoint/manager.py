@@ -15,8 +15,9 @@ from torch import nn
 
 from offload.aio.protocols import Queue
 from offload.engine.checkpoint.compatibility import check_fits, check_progress
+from offload.engine.checkpoint.conversion import in_words
 from offload.engine.checkpoint.files import LATEST, check_folder, find
-from offload.engine.checkpoint.foreign.checkpoint import is_foreign, look_foreign
+from offload.engine.checkpoint.foreign.checkpoint import ForeignCheckpoint, is_foreign, look_foreign
 from offload.engine.checkpoint.load import (
     CLIENT_STATE,
     FoundCheckpoint,
@@ -160,6 +161,14 @@ class Checkpoints:
         self._state.of_the_user()
         return found.for_rows(self._components.layouts)
 
+    def _changed_form(self, found: FoundCheckpoint, options: LoadOptions) -> list[str]:
+        """Returns a notice if what trains here has another form than in a checkpoint of this program."""
+        trains = any(layout.trainable_stop for layout in self._components.layouts)
+        if not trains or options.module_only or isinstance(found, ForeignCheckpoint):
+            return []
+        words = in_words(found.mode, self._components.shards.mode, options.states)
+        return [] if words is None else [f"{found.folder} is {words}"]
+
     def _take_over(self, found: FoundCheckpoint, options: LoadOptions, queue: Queue) -> list[str]:
         """Makes the checkpoint the engine's state and, with commits on, commits it. Returns notices for the user."""
         components = self._components
@@ -183,7 +192,7 @@ class Checkpoints:
         if not progress.generators:
             # Another program's checkpoint has none: those of this process go on.
             progress = progress._replace(generators=self._state.take().generators)
-        notices = list(found.notices)
+        notices = [*found.notices, *self._changed_form(found, options)]
         if options.module_only:
             with torch.no_grad():
                 for name, buffer in buffers.items():
@@ -208,4 +217,6 @@ class Checkpoints:
             )
             components.pager.mark_rewritten(False)
         self._state.mark_edited(False)
+        if options.strict:  # else some weights may still be the engine's own
+            self._state.mark_saved()
         return notices

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
@@ -31,14 +32,14 @@ from offload.engine.reshard.switch import finish
 from offload.engine.sequence.forward import SequenceForward
 from offload.engine.setup.assembly import Recorders, assemble, shown_names
 from offload.engine.setup.plan import Plan, summary
-from offload.engine.setup.resume import check_fits
+from offload.engine.setup.resume import check_fits, check_replaced
 from offload.engine.setup.run_files import NewStore, RunFiles
 from offload.engine.tiles.known_mlps import tile as tile_mlps
 from offload.engine.training.components import EngineComponents, close_all
 from offload.engine.training.data_loader import Loader
 from offload.engine.training.loss_scale import LossScaler
 from offload.engine.training.snapshot import Snapshot
-from offload.engine.training.step_settings import StepSettings
+from offload.engine.training.step_settings import StepSettings, job_of
 from offload.errors import StoreError
 from offload.fileio.stamp import Stamp
 from offload.hardware.probe import kept_window
@@ -94,7 +95,7 @@ def build(
         recorders = _recorders(plan, model, timeline, queue, written, listener)
         progress: Snapshot | None = None
         if queue is not None and plan.slots:
-            store = _store(plan, model, optimizer, queue, written, recorders.spans)
+            store = _store(plan, model, optimizer, lr_scheduler, queue, written, recorders.spans)
             files = NewStore(plan, store, False, lr_scheduler)
             progress = _progress(plan, store, model, optimizer)
             files = NewStore(plan, store, progress is not None, lr_scheduler)
@@ -127,13 +128,23 @@ def build(
 
 
 def _store(
-    plan: Plan, model: nn.Module, optimizer: Optimizer, queue: SharedQueue, written: Written, spans: DriveSpans
+    plan: Plan,
+    model: nn.Module,
+    optimizer: Optimizer,
+    lr_scheduler: Any,
+    queue: SharedQueue,
+    written: Written,
+    spans: DriveSpans,
 ) -> Store:
     """Returns this rank's store, locked; a run of another number of ranks becomes one of this number first. Collective.
 
     For the arguments see `build` and `Store`.
     """
     config, spec = plan.config, _store_spec(plan, model)
+    if config.offload.resume == "never":
+        run, job = Path(config.drives[0]) / config.offload.run, job_of(model, _settings(plan), optimizer, lr_scheduler)
+        # The first rank alone has the note of the end, which its store deletes.
+        _everyone(plan.ranks, "replace the run").by_first(lambda: check_replaced(run, spec, job))
     new = NewRanks(
         drives=config.drives,
         run=config.offload.run,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from offload.config import Batch, Config
+from offload.engine.activations.policy import check_tier
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.distributed.tensor_parallel import TensorParallel
 from offload.engine.optim.matrices.directions import in_bf16
@@ -18,6 +19,7 @@ from offload.engine.params.opaque.paged_tensor import PagedTensor, is_under_engi
 from offload.engine.params.paged_parameter import PagedParameter
 from offload.engine.params.sharded.find import FoundShards, is_dtensor
 from offload.errors import ConfigError, UsageError
+from offload.hardware.mounts import check_folders
 from offload.layout.collectives.secondary import check_node
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.frozen.opaque import is_of_bitsandbytes, is_packed, waits_for_quantization
@@ -27,7 +29,25 @@ from offload.swapper.modes import LAMB, MUON, Mode, dtype_name
 from offload.torch_internals import inner_tensors
 
 
-def check_partitioned_activations(config: Config, world_size: int) -> None:
+def check_alone(config: Config, model: nn.Module, world_size: int) -> None:
+    """Checks what a rank can check without the others.
+
+    Args:
+        config: The whole config.
+        model: The model.
+        world_size: Number of ranks among which ZeRO divides.
+
+    Raises:
+        ConfigError: If the model, a tier or a folder for swap files cannot be used.
+    """
+    check_model(model)
+    _check_partitioned_activations(config, world_size)
+    check_tier(config.activation_tier, bool(config.drives))
+    if config.wants_store or config.activation_tier not in (None, "device"):
+        check_folders(config.drives)
+
+
+def _check_partitioned_activations(config: Config, world_size: int) -> None:
     """Raises `ConfigError` if inputs are to be partitioned over data-parallel ranks."""
     if config.activation_checkpointing.partition_activations and world_size > 1:
         raise ConfigError(

@@ -13,19 +13,13 @@ import torch
 from torch import nn
 
 from offload.config import Batch, Config
-from offload.engine.activations.policy import check_tier
 from offload.engine.activations.unit_checkpoints import blocks_of
 from offload.engine.distributed.mesh import Mesh
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.distributed.tensor_parallel import TensorParallel
 from offload.engine.params.sharded.takeover import Site
 from offload.engine.sequence.group import SequenceParallel
-from offload.engine.setup.checks import (
-    check_batch_norm,
-    check_model,
-    check_partitioned_activations,
-    check_same,
-)
+from offload.engine.setup.checks import check_alone, check_batch_norm, check_same
 from offload.engine.setup.resume import FoundRun, about_folders, find_run, no_room
 from offload.engine.tiles.known_mlps import choose as choose_mlps
 from offload.engine.tiles.known_mlps import notices as tile_notices
@@ -174,10 +168,8 @@ def decide(
         StoreError: If the run on the drives does not fit the configured "resume".
     """
     mesh, everyone = Mesh() if ranks is None else ranks.mesh, ranks if grid is None else grid.everyone
-    # Checks that need no other rank come first, so that their error is the one that is reported.
-    check_model(model)
-    check_partitioned_activations(config, mesh.ranks)
-    check_tier(config.activation_tier, bool(config.drives))
+    # What needs no other rank comes first, so that its error is the one that is reported.
+    check_alone(config, model, mesh.ranks)
     tiled_mlps = choose_mlps(model, config.offload.tile_mlp)
     mode, buffers = mode_of(config, optimizer), buffer_dtype(config)
     units, stacks, experts = divide(model, division_of(config, optimizer))

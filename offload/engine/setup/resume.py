@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -14,6 +15,7 @@ from offload.config import Config
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.training.snapshot import Snapshot, persistent_buffers
+from offload.engine.training.step_settings import Differences
 from offload.errors import StoreError
 from offload.hardware.mounts import folder_notices
 from offload.layout.memory_plan import PlacedStates
@@ -21,13 +23,18 @@ from offload.notices import Remark, shell_command
 from offload.sizes import count_of, format_size
 from offload.swapper.store import (
     Shortage,
+    StoreSpec,
     find_removal,
     find_shortage,
     holder,
     other_runs,
     rank_folders,
+    read_closed,
     run_status,
 )
+from offload.swapper.store.format.manifest import layout_difference
+from offload.swapper.store.format.run_notes import CLOSED
+from offload.swapper.store.inspection import look
 
 _COLUMN = re.compile(r"(?:-pp\d+of(\d+))?(?:-tp\d+of(\d+))?")
 """End of the name of a run that is a column of a pipeline and of tensor parallelism."""
@@ -160,6 +167,38 @@ def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
     if not status.exists and offload.resume == "must":
         raise StoreError(f'"resume" is must, but {folder} holds no committed step')
     return status.exists, ()
+
+
+def check_replaced(folder: Path, spec: StoreSpec, job: Mapping[str, Any]) -> None:
+    """Checks that nothing is lost if this start replaces the run in `folder`, which was closed at its end.
+
+    Nothing is if the user has saved the last step, or if this start does the same job: it makes the run again.
+
+    Args:
+        folder: the folder of the run on its first drive.
+        spec: what this start stores.
+        job: made by `job_of`.
+
+    Raises:
+        StoreError: if the run was another job, or if that cannot be told. Nothing was changed.
+    """
+    note = read_closed(folder)
+    if note is None or note.get("saved"):
+        return
+    found = next((each.manifest for each in map(look, rank_folders(folder)) if each.manifest is not None), None)
+    layout = "its manifest cannot be read" if found is None else layout_difference(spec, found.spec)
+    differences = [str(Differences(note.get("job", {}), job)), layout or ""]
+    if "job" not in note:
+        differences = [f"its note {CLOSED} does not say what it was"]
+    if not any(differences):
+        return
+    raise StoreError(
+        f"{folder} holds a run that ended at step {note.get('steps', '?')} and that nothing has saved since, such as "
+        f"save_checkpoint or save_pretrained, and this start is another job: {', '.join(filter(None, differences))}. "
+        'Give this start another run name ("run" in the "offload" block, offload train: --run) or another nvme_path, '
+        'or replace the run with "resume": "restart" there (--resume restart). '
+        f"`{shell_command('export', folder, 'FOLDER')}` writes its weights, and any start may then replace it"
+    )
 
 
 def about_folders(config: Config) -> tuple[str, ...]:

@@ -1,15 +1,28 @@
-"""Settings of an optimizer step, and the change of them that `set_train_batch_size` makes."""
+"""Settings of an optimizer step, their change by `set_train_batch_size`, and how those of two starts differ."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from offload.config import Config
+from offload.engine.optim.optimizer import Optimizer
 from offload.engine.training.loss_scale import LossScaler
+from offload.engine.training.snapshot import DECOUPLED
 from offload.errors import UsageError
 from offload.layout.budgets.device_need import DeviceNeed
+from offload.schedules.base import Schedule
+
+_LABELS = {"lr": "learning rates", "weight_decay": "weight decay"}
+_OF_SCHEDULE = "the schedule's "
+"""Prefix of the names of settings that are parameters of the schedule."""
+_OF_BATCH = ("micro-batch size", "accumulation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,3 +76,95 @@ def resized(settings: StepSettings, total: int, ranks: int, gradients: torch.dty
             "because the config has one micro-batch a step: to add up several, set data_types.grad_accum_dtype to fp32"
         )
     return replace(settings, accumulation=accumulation, total_batch_size=total)
+
+
+def named_settings(
+    settings: StepSettings, optimizer: Optimizer, configured: Sequence[Mapping[str, Any]], lr_scheduler: Any
+) -> dict[str, Any]:
+    """Returns the settings that may differ in a resumed run, each under its name in notices.
+
+    Args:
+        settings: the settings of a step.
+        optimizer: the engine's optimizer.
+        configured: the values of its groups as `initialize` found them; see `Optimizer.configured`.
+        lr_scheduler: the schedule, or None.
+    """
+    parameters = lr_scheduler.parameters if isinstance(lr_scheduler, Schedule) else {}
+    groups = optimizer.param_groups
+    return {
+        "seed": settings.seed,
+        "micro-batch size": settings.micro_batch_size,
+        "accumulation": settings.accumulation,
+        "gradient clipping": settings.clip,
+        "optimizer": optimizer.rule.known_as or optimizer.rule.name,
+        **{_LABELS.get(key, key): [group.get(key) for group in configured] for key in optimizer.rule.scheduled},
+        **({DECOUPLED: [group["decoupled"] for group in groups]} if "decoupled" in groups[0] else {}),
+        "schedule": None if lr_scheduler is None else type(lr_scheduler).__name__,
+        **{_OF_SCHEDULE + name: value for name, value in parameters.items()},
+    }
+
+
+def job_of(model: nn.Module, settings: StepSettings, optimizer: Optimizer, lr_scheduler: Any) -> dict[str, Any]:
+    """Returns what tells the job of a run from others that have the same layout: plain JSON.
+
+    Args:
+        model: the model.
+        settings: the settings of a step, as `initialize` made them.
+        optimizer: the engine's optimizer, before the first step.
+        lr_scheduler: the schedule, or None.
+    """
+    # Of models of transformers that come from folders, the folder: others of the same shape have other weights.
+    source = getattr(getattr(model, "config", None), "_name_or_path", "")
+    named = named_settings(settings, optimizer, optimizer.configured(), lr_scheduler)
+    job = {"model": f"{type(model).__name__} {source}".strip(), **named}
+    return cast(dict[str, Any], json.loads(json.dumps(job, default=str)))
+
+
+class Differences:
+    """Settings in which a resumed run differs from the run that was committed, by name, each with both values."""
+
+    def __init__(self, then: Mapping[str, Any], now: Mapping[str, Any], scheduled: bool = False) -> None:
+        """Compares the settings that both have.
+
+        Args:
+            then: what `named_settings` returned in the run.
+            now: what it returns here.
+            scheduled: True if learning rates go on from those of a restored schedule, whatever the config has.
+        """
+        self.changed = {name: (then[name], now[name]) for name in now if name in then and then[name] != now[name]}
+        self._scheduled = scheduled
+        self._samples = [math.prod(each.get(name, 1) for name in _OF_BATCH) for each in ({**now, **then}, now)]
+
+    def __bool__(self) -> bool:
+        """Returns True if there is any."""
+        return bool(self.changed)
+
+    @property
+    def of_schedule(self) -> bool:
+        """True if a parameter of the schedule has changed."""
+        return any(name.startswith(_OF_SCHEDULE) for name in self.changed)
+
+    def __str__(self) -> str:
+        """Returns all of them in words: from what to what."""
+        return ", ".join(f"{name} {old} is now {new}{self._remark(name)}" for name, (old, new) in self.changed.items())
+
+    def consequences(self) -> str:
+        """Returns what follows for the steps of a resumed run, in words; at least one thing does."""
+        found = []
+        if self._samples[0] != self._samples[1]:
+            found.append(f"a step has {self._samples[1]} samples a rank in place of {self._samples[0]}")
+        if "schedule" in self.changed and self.changed["schedule"][1] is not None:
+            found.append(f"{self.changed['schedule'][1]} begins at its start")
+        if all(self._remark(name) for name in self.changed):
+            found.append("the steps are those that the run would have made")
+        else:
+            found.append(
+                "the steps from here on take the present values, so losses and weights are not those that the run "
+                "would have had; the former values give those"
+            )
+        return "; ".join(found)
+
+    def _remark(self, name: str) -> str:
+        """Returns what keeps a setting from having an effect, in brackets, or nothing."""
+        kept = self._scheduled and name == _LABELS["lr"]
+        return " (a schedule continues from the former)" if kept else ""

@@ -20,7 +20,6 @@ from offload.engine.optim.optimizer import Optimizer
 from offload.engine.training.data_loader import Loader
 from offload.engine.training.registered_objects import RegisteredObjects
 from offload.engine.training.snapshot import (
-    DECOUPLED,
     Snapshot,
     is_held,
     persistent_buffers,
@@ -28,21 +27,18 @@ from offload.engine.training.snapshot import (
     scheduler_state,
     write_generators,
 )
-from offload.engine.training.step_settings import StepSettings
+from offload.engine.training.step_settings import Differences, StepSettings, job_of, named_settings
 from offload.errors import UsageError
 from offload.fileio.plain_json import from_plain, to_plain
 from offload.layout.flat_layout import UnitLayout
 from offload.schedules.base import Schedule
 from offload.sizes import count_of
 
-_LABELS = {"lr": "learning rates", "weight_decay": "weight decay"}
 _BEFORE_NEXT = "before_next."
 """Prefix of a generator's name in a blob, for the state before the next batch was loaded, if that differs.
 
 If user code loads the batches, the state at the end of the step is stored instead.
 """
-_OF_SCHEDULE = "the schedule's "
-"""Prefix of the names of settings that are parameters of the schedule."""
 
 
 class TrainingState:
@@ -96,6 +92,9 @@ class TrainingState:
         self.edited = False
         """True if the user has set weights or states since the last step or commit."""
         self._configured = optimizer.configured()
+        self.job = job_of(module, settings, optimizer, lr_scheduler) if commits else {}
+        """The job of this run, for the note of its end."""
+        self._saved_step: int | None = None
         self._due: Mapping[str, Any] | None = None
         """Facts of the resumed run until `put_values` has given their values to the groups; None afterwards."""
         self._schedule_changed = False
@@ -174,14 +173,12 @@ class TrainingState:
         then = {name: mine[name] for name in ("schedule", "optimizer")}
         then |= {name: value for name, value in facts["settings"].items() if name in mine}
         same_schedule = schedule and then["schedule"] == mine["schedule"]
-        changed = [f"{name} {old} is now {mine[name]}" for name, old in then.items() if old != mine[name]]
-        if (facts["scheduler"] is not None and same_schedule) or facts["registered"]:
-            remark = " (a schedule continues from the former)"
-            changed = [line + remark * line.startswith("learning rates") for line in changed]
+        scheduled = (facts["scheduler"] is not None and same_schedule) or bool(facts["registered"])
+        changed = Differences(then, mine, scheduled)
         # Until the first step a commit contains exactly what was restored; the parameters of a group are this script's.
         self._after_step = progress._replace(facts={**facts, **self._members()})
         if changed:
-            notices.append(f"resumed with other settings than the run had: {', '.join(changed)}")
+            notices.append(f"resumed with other settings than the run had: {changed}; {changed.consequences()}")
         self.global_steps, self.skipped_steps = facts["global_steps"], facts["skipped_steps"]
         self.micro_steps = self._micro_steps = facts["micro_steps"]
         self.parameter_steps = facts["parameter_steps"]
@@ -191,7 +188,7 @@ class TrainingState:
         self.global_samples = facts["global_samples"]
         self.client_state = from_plain(facts["client_state"])
         # Parameters of the same schedule have changed: its state is restored, then the new parameters apply to it.
-        self._schedule_changed = same_schedule and any(line.startswith(_OF_SCHEDULE) for line in changed)
+        self._schedule_changed = same_schedule and changed.of_schedule
         if facts["scheduler"] is not None and same_schedule and is_held(self.lr_scheduler):
             self.lr_scheduler.load_state_dict(from_plain(facts["scheduler"]))
         elif same_schedule and self.lr_scheduler is not None and self.global_steps:
@@ -298,6 +295,17 @@ class TrainingState:
     def mark_edited(self, edited: bool = True) -> None:
         """Records whether the user has set weights or states since the last step or commit."""
         self.edited = edited
+        if edited:
+            self._saved_step = None
+
+    def mark_saved(self) -> None:
+        """Records that the weights are now those in files of the user's: of a checkpoint, or a model."""
+        self._saved_step = self.global_steps
+
+    @property
+    def saved(self) -> bool:
+        """True if a start that replaces the run loses nothing: the user has saved the last step, or none was made."""
+        return not self.global_steps or self._saved_step == self.global_steps
 
     def count_micro_steps(self, passed: int) -> None:
         """Adds the micro-batches of a `step()` to the count."""
@@ -377,20 +385,5 @@ class TrainingState:
         return {"members": [[name for name in names if name] for names in found]}
 
     def _settings(self) -> dict[str, Any]:
-        """Returns settings that may differ in a resumed run, each under its name in notices."""
-        settings, groups = self.settings, self.optimizer.param_groups
-        parameters = self.lr_scheduler.parameters if isinstance(self.lr_scheduler, Schedule) else {}
-        return {
-            "seed": settings.seed,
-            "micro-batch size": settings.micro_batch_size,
-            "accumulation": settings.accumulation,
-            "gradient clipping": settings.clip,
-            "optimizer": self.optimizer.rule.known_as or self.optimizer.rule.name,
-            **{
-                _LABELS.get(key, key): [group.get(key) for group in self._configured]
-                for key in self.optimizer.rule.scheduled
-            },
-            **({DECOUPLED: [group["decoupled"] for group in groups]} if "decoupled" in groups[0] else {}),
-            "schedule": None if self.lr_scheduler is None else type(self.lr_scheduler).__name__,
-            **{_OF_SCHEDULE + name: value for name, value in parameters.items()},
-        }
+        """Returns settings that may differ in a resumed run; see `named_settings`."""
+        return named_settings(self.settings, self.optimizer, self._configured, self.lr_scheduler)

@@ -44,7 +44,15 @@ from offload.swapper.store.drives import Shortage, find_shortage
 from offload.swapper.store.format.manifest import StoreSpec
 from offload.swapper.store.rank_folder import close_in_children, holder
 from offload.swapper.store.requests import Compared, bytes_of
-from offload.swapper.store.runs import find_removal, other_runs, rank_folders, remove_run, run_status
+from offload.swapper.store.runs import (
+    find_removal,
+    note_saved,
+    other_runs,
+    rank_folders,
+    read_closed,
+    remove_run,
+    run_status,
+)
 from offload.swapper.store.store import Store
 from offload.swapper.store.write_counts import DriveWrites, Rating, Written
 
@@ -61,8 +69,10 @@ __all__ = [
     "find_removal",
     "find_shortage",
     "holder",
+    "note_saved",
     "other_runs",
     "rank_folders",
+    "read_closed",
     "remove_run",
     "run_status",
 ]

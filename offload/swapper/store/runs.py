@@ -13,7 +13,15 @@ from offload.swapper.store.format.commit_record import was_committed
 from offload.swapper.store.format.manifest import read_manifest
 from offload.swapper.store.format.run_notes import CLOSED, FINISHED, RESHARDED
 from offload.swapper.store.inspection import Found, allocated_nbytes, is_rank, look, store_id
-from offload.swapper.store.rank_folder import FILES, Lock, folders_aside, holder, read_whole, remove_files
+from offload.swapper.store.rank_folder import (
+    FILES,
+    Lock,
+    folders_aside,
+    holder,
+    read_whole,
+    remove_files,
+    write_durably,
+)
 
 
 class RunStatus(NamedTuple):
@@ -48,6 +56,31 @@ def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
         return RunStatus(False, note if isinstance(note, dict) else {})
     except (OSError, ValueError):
         return RunStatus(False, {})  # the run ended; the details cannot be read
+
+
+def read_closed(run: Path) -> dict[str, Any] | None:
+    """Returns the contents of `closed.json` in a run's folder: {} if they cannot be read, None without such a file."""
+    try:
+        note = json.loads(read_whole(run / CLOSED))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return {}
+    return note if isinstance(note, dict) else {}
+
+
+def note_saved(run: Path, step: int) -> None:
+    """Adds to `closed.json` that the weights of the run's last step are in other files. The ranks must be locked.
+
+    Does nothing if the run was not closed at this step.
+
+    Args:
+        run: the run's folder on its first drive.
+        step: the step whose weights these are.
+    """
+    note = read_closed(run)
+    if note and note.get("steps") == step:
+        write_durably(run / CLOSED, json.dumps({**note, "saved": True}).encode())
 
 
 def rank_folders(run: Path) -> list[Path]:

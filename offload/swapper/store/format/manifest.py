@@ -296,6 +296,12 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
         raise StoreError(f"{folder} belongs to a run of another model, layout or setting: {difference}; {advice}")
 
 
+def layout_difference(mine: StoreSpec, found: StoreSpec) -> str | None:
+    """Returns the first difference between the model, the layout and the mode of two specs; None if there is none."""
+    expected, there = (json.loads(json.dumps(_plain(spec.fingerprint))) for spec in (mine, found))
+    return _difference(expected, there, "layout")
+
+
 def _advice_of_modes(there: str, here: str, folder: Path) -> str:
     """Returns advice for a resume in another mode; see `Mode.name`."""
     (dtype, optimizer, forms), (other_dtype, other_optimizer, other_forms) = _words(there), _words(here)
@@ -311,7 +317,8 @@ def _advice_of_modes(there: str, here: str, folder: Path) -> str:
     if dtype == other_dtype:
         return "resume with the optimizer that the run had (change the config, or optimizer=)"
     both = " and with the optimizer" if optimizer != other_optimizer else ""
-    return f"resume in the dtype{both} that the run had (leave --dtype out, or change the config)"
+    converts = "" if both else "; or call save_checkpoint in the run and load_checkpoint in a new one, which converts"
+    return f"resume in the dtype{both} that the run had (leave --dtype out, or change the config){converts}"
 
 
 def _words(mode: str) -> tuple[str, str, dict[str, str]]:

@@ -19,7 +19,10 @@ from offload.swapper.store.rank_folder import reserve, write_durably
 FINISHED = "finished.json"
 """Name of the note that the run ended. The files beside the note are remainders, from which no run resumes."""
 CLOSED = "closed.json"
-"""Name of the note that the run was closed without being kept. It can be resumed, and a new start may replace it."""
+"""Name of the note that the run was closed without being kept. It can be resumed, or replaced by a start of its job.
+
+Its contents are the steps, the job, and `saved`: true if the user has the weights of the last step in other files.
+"""
 RESHARDED = "resharded.json"
 """Name of the note that swap files for another number of ranks are complete, and replace those of the run."""
 
