@@ -139,3 +139,17 @@ def test_a_killed_rank_restarts_the_ranks_of_both_hosts(hosts: Hosts, whole: Pat
     os.kill(int((tmp_path / "pid1").read_text()), 9)
     finish(run)
     assert_same_run(tmp_path, whole)
+
+
+@pytest.mark.works("Several ranks", "two hosts, and a cable that is out for 45 s: the run goes on", "right")
+def test_a_cable_that_is_put_back_ends_no_rank(hosts: Hosts, whole: Path, tmp_path: Path) -> None:
+    run = begin(tmp_path, hosts)
+    wait_for_steps(tmp_path, run)
+    hosts.connect("down")
+    try:
+        time.sleep(45)  # as a switch that starts anew
+    finally:
+        hosts.connect("up")
+    finish(run)
+    assert len(steps_of(tmp_path, 0)) == STEPS
+    assert_same_run(tmp_path, whole)
