@@ -278,7 +278,8 @@ def outside_of_compiled_code(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     # With `skip` the compiler does not compile `call` itself, but it does compile functions that `call` calls: hence
     # `disabled`.
-    return skip(call)
+    skipped: Callable[..., Any] = skip(call)
+    return skipped
 
 
 # -- modes of dispatch -------------------------------------------------------------------------------

@@ -18,16 +18,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import is_hypothesis_test
 
 from tests.support import warm_process
 
 
-class _NoItems:
-    """A plugin with which modules are imported, and nothing in them becomes a test."""
+class _FewItems:
+    """A plugin with which modules are imported, and little in them becomes a test.
+
+    Those of hypothesis do: where there is one, its plugin looks for constants in all sources that are imported.
+    """
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_pycollect_makeitem(self) -> list[pytest.Item]:
-        return []
+    def pytest_pycollect_makeitem(self, obj: object) -> list[pytest.Item] | None:
+        return None if is_hypothesis_test(obj) else []
 
 
 def begin(run: str, arguments: list[str]) -> list[str]:
@@ -50,7 +54,7 @@ def _import_tests(arguments: list[str]) -> None:
     # No worker of its own; its words would be a second report.
     only = [*arguments, "--collect-only", "-n0", "-s", "-p", "no:cacheprovider"]
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        pytest.main(only, plugins=[_NoItems()])
+        pytest.main(only, plugins=[_FewItems()])
 
 
 def _serve(path: str, ready: int, owner: int, arguments: list[str]) -> None:
