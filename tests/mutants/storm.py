@@ -61,11 +61,9 @@ MUTANTS = (
         "",
     ),
     _mutant(
-        "adopt weights of an early update while the old ones are still read",
-        "offload.swapper.speculative_weights",
-        "            while entry.residency is Residency.READING:  # a prefetch from before step()\n"
-        "                self._table.check()\n"
-        "                self._host_cache.finish_read(entry)\n",
-        "",
+        "give weights to a use while their update, which has no host buffer, is written",
+        _WORKER,
+        "        delivered = host_buffer is not None or self._shards.sizes[update.unit].tier is Tier.DEVICE\n",
+        "        delivered = True\n",
     ),
 )
