@@ -23,6 +23,7 @@ BLOCKED = "(lock(mutex), lock(mutex))"
 
 TRAINING = """\
 import sys
+import time
 import deepspeed
 import torch
 
@@ -40,6 +41,7 @@ for step in range(engine.global_steps, int(sys.argv[1])):
     engine.backward(loss)
     engine.step()
     print(step, loss.item(), flush=True)
+    time.sleep(float(sys.argv[2]))
 engine.destroy()
 """
 
@@ -84,11 +86,13 @@ def interrupted(process: warm_process.Process | subprocess.Popen[str]) -> str:
 # -- offload run --------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(900)  # three processes, one after the other, import everything
 def test_the_first_ends_after_the_last_complete_step_and_the_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
-    process = begin(parts, TRAINING, "1000000")
+    # With a pause behind each step, so that a slow machine does not make thousands before the signal comes.
+    process = begin(parts, TRAINING, "1000000", "0.2")
     seen = wait_for(process, "7 ")
     errors = interrupted(process)
     first, kept = errors.strip().splitlines()[-2:]
@@ -96,7 +100,7 @@ def test_the_first_ends_after_the_last_complete_step_and_the_run_resumes_bit_for
     step = re.search(r"the run is kept in \S+/swap/default, at step (\d+): ", kept)
     assert step is not None and '"resume": "auto" goes on' in kept
     steps = int(step[1]) + 4
-    unbroken, resumed = (completed(begin(folder, TRAINING, str(steps))) for folder in (whole, parts))
+    unbroken, resumed = (completed(begin(folder, TRAINING, str(steps), "0")) for folder in (whole, parts))
     assert len(unbroken) == steps and unbroken[:8] == seen
     assert resumed == unbroken[-4:]
 
