@@ -22,6 +22,7 @@ from offload.bench.swap_figures import Row, Turn, find_limit, in_words, make_row
 from offload.bench.swap_plan import Plan, make_plan
 from offload.cli.main import app
 from offload.errors import ConfigError
+from offload.swapper.store import Shortage
 from tests.support import warm_process
 
 MIB = 1 << 20
@@ -63,6 +64,27 @@ def test_bytes_are_those_of_training(tmp_path: Path) -> None:
     assert row["read_bytes"] + row["written_bytes"] == pytest.approx(row["bytes_per_parameter"] * NUMEL, rel=0.01)
     assert row["step_seconds"] > 0 and row["limit"] in ("compute", "drive", "order", "budgets")
     assert not list(tmp_path.iterdir())
+
+
+def test_it_says_nothing_of_a_config_that_nobody_wrote(tmp_path: Path) -> None:
+    """Neither the start of its engines nor the speed of bf16 is the user's; what the drive refuses is in the result."""
+    process = warm_process.begin(
+        ["-m", "offload", "bench", "swap", str(tmp_path), *SMALL, "--backend", "threads"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    output, errors = process.communicate()
+    assert process.returncode == 0 and errors == "", errors
+    assert output is not None and output.startswith(f"{UNITS} units of 256.0 KiB, "), output
+
+
+def test_a_drive_without_room_for_two_slots_is_told_in_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.engine.setup.resume.find_shortage", lambda *_: Shortage(str(tmp_path), 1 << 30, 1))
+    answer = _json(str(tmp_path), *SMALL, "--no-in-memory")
+    assert answer["durability"] == "none"
+    assert [line[:39] for line in answer["notices"]] == ["durability none: two slots need 1.0 GiB"]
 
 
 @pytest.mark.skipif(kernel_bytes() is None, reason="the kernel does not tell")

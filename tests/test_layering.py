@@ -141,6 +141,7 @@ WITHIN = {
         "documentation": "blocks schema",
         "explain": "blocks schema",
         "load": "blocks explain schema",
+        "edit": "load",
         "batch": "blocks load schema",
         "script_values": "blocks load",
         "__main__": "documentation",

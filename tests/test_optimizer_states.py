@@ -228,16 +228,6 @@ def test_groups_stay_the_same_objects_when_a_state_is_loaded(tmp_path: Path) -> 
     engine.destroy(remove=True)
 
 
-def test_a_state_that_is_loaded_into_the_given_optimizer_is_refused(tmp_path: Path) -> None:
-    model = _model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine = _start(tmp_path, optimizer, model)
-    optimizer.load_state_dict(optimizer.state_dict())
-    with pytest.raises(UsageError, match=r"load into engine\.optimizer"):
-        _train(engine, 0)
-    engine.destroy()
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, "1e-3", None])
 def test_a_learning_rate_that_is_none_never_reaches_the_weights(value: Any, tmp_path: Path) -> None:
     engine = _start(tmp_path)

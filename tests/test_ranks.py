@@ -299,6 +299,12 @@ WRONG: dict[str, Any] = {
     "buffers": lambda job: job._replace(model=with_a_buffer),
     "buffer_dtype": lambda job: job._replace(buffers="same"),
     "fp16": lambda job: job._replace(dtype="fp16", loss_scale=2 * job.loss_scale),
+    "stage": lambda job: job._replace(stage=1),
+    "overlap_comm": lambda job: job._replace(overlap=False),
+    "zero_quantized_weights": lambda job: job._replace(quantized="weights"),
+    "zero_quantized_nontrainable_weights": lambda job: job._replace(quantized="nontrainable_weights"),
+    "zero_quantized_gradients": lambda job: job._replace(quantized="gradients"),
+    "communication_data_type": lambda job: job._replace(sent="bf16"),
 }
 """Changes of a job on one rank alone."""
 
@@ -314,7 +320,8 @@ def wrong(folder: Path, what: str) -> str:
             job = WRONG[what](job)
         elif what == "fp16":
             job = job._replace(dtype="fp16")
-        options = {"no such key": 1} if what == "config" and rank else {}
+        others = {"config": {"no such key": 1}, "schedule": {"schedule": "micro_batch_major"}}
+        options = others.get(what, {}) if rank else {}
         early = mock.patch.object(initialize, "load_config", side_effect=KeyboardInterrupt)
         with early if what == "ctrl-c" and rank else contextlib.nullcontext():
             engine = start(job, DISK, folder, **options)
@@ -361,7 +368,7 @@ def wrong(folder: Path, what: str) -> str:
     [
         ("model", ("the units of rank 1 and of rank 0 differ",) * 2),
         ("accumulation", ("the batch of rank 1 and of rank 0 differ",) * 2),
-        *((what, (f"the {what} of rank 1 and of rank 0 differ",) * 2) for what in WRONG),
+        *((what, (f"the {what} of rank 1 and of rank 0 differ",) * 2) for what in (*WRONG, "schedule")),
         ("step", (r"rank 0 closes its engine; rank 1 is at step\(\)",) * 2),
         ("end", ("rank 0 keeps its store; rank 1 deletes its store: all ranks must do the same",) * 2),
         ("lr", (r"differ in their learning rates or other settings of the optimizer \(checksums\): \d+, \d+",) * 2),

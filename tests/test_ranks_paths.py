@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -57,6 +58,25 @@ def other_order() -> nn.Module:
     return Experts(((0, 1, 2), (2, 0, 3)))
 
 
+class Parts(nn.Module):
+    """A block, which is one unit; each rank goes through other parts of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Names of their own: the modules of a list would be units.
+        self.part_0, self.part_1, self.part_2, self.part_3 = (nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for number in ((0, 2, 3), (1, 3))[rank_and_size()[0]]:
+            hidden = hidden + self.get_submodule(f"part_{number}")(hidden)
+        return hidden
+
+
+def other_parts() -> nn.Module:
+    """A rank has no gradients of parts at the start of a unit, in it, and at its end: others have used the memory."""
+    return nn.Sequential(nn.Embedding(61, 64), Parts(), Parts(), Parts(), nn.Linear(64, 61))
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("model", [one_path, other_experts, other_order])
 @pytest.mark.works("Several ranks", "experts that only some ranks use, in any order", "right")
@@ -68,6 +88,15 @@ def test_ranks_may_use_different_modules(model: Any, ranks: RankPool, tmp_path: 
     rounding_bounds.same_training(one, plain, Job(model, rows_loss, steps=4), reordered=True)
 
 
+@pytest.mark.parametrize("stage", [3, 1])
+@pytest.mark.numeric
+def test_ranks_may_use_different_parts_of_a_unit(stage: int, ranks: RankPool, tmp_path: Path) -> None:
+    job = Job(other_parts, rows_loss, steps=3, accumulation=1 + (stage == 1), stage=stage)
+    one, other = ranks.run(train, job, DISK, tmp_path)
+    assert_same(one, other)
+    rounding_bounds.same_training(one, train_plainly(job), job, reordered=True)
+
+
 def train_plainly(job: Job) -> Result:
     """Both ranks' losses in one process, of ordinary PyTorch."""
     torch.manual_seed(job.seed)
@@ -77,9 +106,9 @@ def train_plainly(job: Job) -> Result:
     try:
         for step in range(job.steps):
             total = torch.zeros(())
-            for rank in range(2):
+            for rank, micro in itertools.product(range(2), range(job.accumulation)):
                 os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
-                total = total + job.loss(model, step, 0) / 2
+                total = total + job.loss(model, step, micro) / (2 * job.accumulation)
             total.backward()
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), job.clip)))
             decayed.step()

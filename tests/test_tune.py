@@ -15,6 +15,7 @@ from offload.aio import Bandwidth
 from offload.aio.backend import refusals
 from offload.bench.tune_io import Trial, choose, write_config
 from offload.cli.main import app
+from offload.config import read_json
 from offload.errors import ConfigError
 
 MIB = 1 << 20
@@ -65,7 +66,6 @@ def test_the_backend_of_the_config_is_tuned(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('{"aio": {"depth": 1}}', "queue_depth"),
-        ('{"train_batch_size": 8, // mine\n "bf16": {"enabled": true}}', "comments"),
         ("[1]", "object"),
     ],
 )
@@ -77,13 +77,14 @@ def test_a_config_that_cannot_be_written_is_named_first(tmp_path: Path, text: st
     assert config.read_text() == text
 
 
-def test_comments_are_kept_where_they_are(tmp_path: Path) -> None:
+def test_a_copy_has_the_comments_too_and_the_config_is_untouched(tmp_path: Path) -> None:
     config, output = tmp_path / "ds.json", tmp_path / "tuned.json"
     config.write_text('{"train_batch_size": 8} // mine')
     arguments = ["tune", str(tmp_path), "--config", str(config), "--output", str(output), "--size", "1MiB"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    assert json.loads(output.read_text())["train_batch_size"] == 8 and config.read_text().endswith("// mine")
+    assert read_json(output)["train_batch_size"] == 8 and output.read_text().endswith("} // mine")
+    assert config.read_text() == '{"train_batch_size": 8} // mine'
 
 
 def test_a_file_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
@@ -127,9 +128,10 @@ def test_the_engine_takes_the_block(tmp_path: Path) -> None:
 
 def test_a_link_stays_one_and_a_file_keeps_its_mode(tmp_path: Path) -> None:
     real, link = tmp_path / "real.json", tmp_path / "link.json"
-    real.write_text('{"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "wandb": {"team": "Zoë"}}')
+    before = '{"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "wandb": {"team": "Zoë"}}'
+    real.write_text(before)
     real.chmod(0o600)
     link.symlink_to("real.json")
     write_config(link, link, {"block_size": 4096})
     assert link.is_symlink() and real.stat().st_mode & 0o777 == 0o600
-    assert json.loads(real.read_text())["aio"] == {"block_size": 4096} and "Zoë" in real.read_text()
+    assert real.read_text() == f'{before[:-1]}, "aio": {{"block_size": 4096}}}}'

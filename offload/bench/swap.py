@@ -24,6 +24,7 @@ from offload.bench.drive import Rates, drive_rates, kernel_bytes, median_rates
 from offload.bench.swap_figures import Result, Turn, make_row
 from offload.bench.swap_plan import BACKWARD, Plan
 from offload.errors import OffloadError
+from offload.notices import Remark
 from offload.sizes import count_of, format_size
 
 UNCOUNTED = 2
@@ -159,6 +160,8 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
             engine.host_memory,
             engine.device_memory,
             engine.resumable is not None,
+            # What the machine or the drive has refused. A `Remark` tells of this module's own config.
+            tuple(line for line in engine.notices if not isinstance(line, Remark)),
             median_rates([each for turns in rates.values() for each in turns]),
             tuple(
                 make_row(plan, each, median_rates(rates[each]), swapped[each], in_memory[each])
@@ -191,6 +194,7 @@ def _engine(plan: Plan, load: Load) -> Iterator[offload.Engine]:
     """Yields an engine on the workload. Removes its files at the end."""
     config = {
         "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,  # as by default: what a config leaves open has a notice
         "gradient_accumulation_steps": plan.accumulation,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
         "zero_optimization": {

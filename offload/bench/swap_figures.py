@@ -72,6 +72,8 @@ class Result(NamedTuple):
     host_memory: int
     device_memory: int
     durable: bool
+    notices: tuple[str, ...]
+    """What the machine or the drive has refused, such as a backend of I/O."""
     rates: Rates
     rows: tuple[Row, ...]
 
@@ -177,6 +179,7 @@ def as_json(machine: dict[str, Any], plan: Plan, result: Result) -> dict[str, An
         "host_memory": result.host_memory,
         "device_memory": result.device_memory,
         "file_bytes": result.file_bytes,
+        "notices": list(result.notices),
         "steps": plan.steps,
         "rounds": plan.rounds,
         "compute_measured": plan.in_memory,
@@ -194,6 +197,7 @@ def heading(plan: Plan, result: Result) -> list[str]:
     if row.kernel_read_bytes is not None and row.kernel_written_bytes is not None:
         counted = f" (the kernel counts {format_size(row.kernel_read_bytes)}, {format_size(row.kernel_written_bytes)})"
     return [
+        *result.notices,
         f"{count_of(plan.units, 'unit')} of {format_size(plan.unit_bytes)}, {plan.parameters / 1e6:.0f} M parameters; "
         f"weights on {plan.weights}, states on {plan.states}",
         f"{format_size(result.file_bytes)} in files, durability {'step' if result.durable else 'none'}; host budget "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from offload.aio import Bandwidth
 from offload.aio.measure import Pass
 from offload.bench.io import Case, Plan, make_plan, passes_of
 from offload.config import load_config, read_json
+from offload.config.edit import set_in_block
 from offload.errors import ConfigError
 from offload.fileio import atomic_write
 from offload.sizes import MIB
@@ -120,13 +120,10 @@ def check_writable(source: Path, target: Path) -> None:
         target: file to write.
 
     Raises:
-        ConfigError: `source` is no config, `target` cannot be written, or is `source` and would lose its comments.
+        ConfigError: `source` is no config, or `target` cannot be written.
     """
     if source.exists():
         load_config(read_json(source))
-        # Comments are lost when JSON is parsed, and the user's file must not lose them silently.
-        if target.resolve() == source.resolve() and not _is_plain(source.read_text(encoding="utf-8-sig")):
-            raise ConfigError(f"{source} contains comments, which writing the file again would lose; give --output")
     folder = target.resolve().parent
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}")
@@ -135,31 +132,22 @@ def check_writable(source: Path, target: Path) -> None:
 
 
 def write_config(source: Path, target: Path, aio: dict[str, int]) -> None:
-    """Writes the config of `source`, or an empty one, with `aio` added to `target`, atomically.
+    """Writes the text of `source`, or an empty config, to `target` with the keys of `aio`, atomically.
+
+    No other character of the text changes.
 
     Args:
         source: config to extend; may be missing.
-        target: file to write.
+        target: file to write, which keeps its mode.
         aio: keys of the `aio` block, which replace those of the same names.
 
     Raises:
         ConfigError: as `check_writable`.
     """
     check_writable(source, target)
-    content = read_json(source) if source.exists() else {}
-    before = content.get("aio") or {}
+    text = source.read_bytes().decode() if source.exists() else "{}\n"  # as bytes: they keep the ends of their lines
     # `thread_count` is the older name of `intra_op_parallelism`; a config must not contain both.
-    content["aio"] = {key: value for key, value in before.items() if key != "thread_count"} | aio
-    atomic_write(target, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-
-def _is_plain(text: str) -> bool:
-    """Returns True if `text` is JSON without comments."""
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
+    atomic_write(target, set_in_block(text, "aio", aio, {"thread_count": "intra_op_parallelism"}))
 
 
 def as_json(found: Found) -> dict[str, Any]:

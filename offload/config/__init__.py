@@ -10,6 +10,7 @@ the block "offload", which DeepSpeed ignores.
     load ─► explain        from a file to the models, or to an error message
     batch                  values that the file leaves open
     script_values          values that a script determines, and two that differ
+    edit                   some keys of a file, and no other character of it
     documentation          docs/reference/configuration.md, from the descriptions and tables of the blocks
 """
 

@@ -221,6 +221,21 @@ _COMMENT = re.compile(_STRING + r"|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
 _LAST_COMMA = re.compile(_STRING + r"|,(?=\s*[}\]])")
 
 
+def without_comments(text: str) -> str:
+    """Returns `text` with each comment replaced by as many spaces and line ends: every place stays the same."""
+    return _COMMENT.sub(_blank, text)
+
+
+def without_last_commas(text: str) -> str:
+    """Returns `text`, which has no comments, with each comma behind a last item replaced by a space."""
+    return _LAST_COMMA.sub(_blank, text)
+
+
+def _blank(match: re.Match[str]) -> str:
+    """Returns the string that was matched, or spaces, which keep lines and columns of error messages right."""
+    return match[1] or re.sub(r"[^\n]", " ", match[0])
+
+
 def _parse(text: str, name: str) -> Any:
     """Parses JSON with comments and trailing commas. Raises `ConfigError` that names the line and column."""
 
@@ -232,11 +247,8 @@ def _parse(text: str, name: str) -> Any:
             seen[key] = value
         return seen
 
-    def blank(match: re.Match[str]) -> str:
-        return match[1] or re.sub(r"[^\n]", " ", match[0])  # keeps line numbers and columns of error messages right
-
     try:
-        return json.loads(_LAST_COMMA.sub(blank, _COMMENT.sub(blank, text)), object_pairs_hook=pairs)
+        return json.loads(without_last_commas(without_comments(text)), object_pairs_hook=pairs)
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}. Comments and a comma after "

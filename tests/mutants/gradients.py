@@ -227,8 +227,8 @@ MUTANTS = (
     Mutant(
         "lose the gradient of the second rank",
         "offload.engine.distributed.payload.gradients",
-        "total = torch.add(row.to(torch.float32), others[0])",
-        "total = row.to(torch.float32).clone()",
+        "total = torch.add(row.to(torch.float32), others[0], out=out)",
+        "total = row.to(torch.float32)",
         "tests/test_ranks.py",
     ),
     Mutant(
@@ -244,6 +244,13 @@ MUTANTS = (
         "                if self._adding:\n",
         "                if False:\n",
         "tests/test_ranks_overlap.py",
+    ),
+    Mutant(
+        "send what was in a bucket before for a parameter without a gradient",
+        "offload.engine.distributed.payload.gradients",
+        "        memory[stop:start].zero_()\n",
+        "",
+        "tests/test_ranks_paths.py",
     ),
     Mutant(
         "give a bucket to the next unit while it is sent",

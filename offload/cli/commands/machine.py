@@ -77,7 +77,7 @@ def tune(
     size: Annotated[str, typer.Option(help="Bytes of the test file.")] = "512MiB",
     json_output: Json = False,
 ) -> None:
-    """Find the best `aio` block for a drive, and write it into a config.
+    """Find the best `aio` block for a drive, and write its keys into a config, which stays as it is otherwise.
 
     Example: offload tune /mnt/nvme --config ds_config.json
     """

@@ -68,7 +68,7 @@ class ZeroOptimization(Block):
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
         "mics_hierarchical_params_gather": "a gather is one all-gather of the replica, whose path the backend chooses",
         "reduce_bucket_size": "gradients are reduced unit by unit, so that a bucket is as large as the largest unit",
-        "reduce_scatter": "a reduction gives each rank its part alone, in every stage; there is no all-reduce",
+        "reduce_scatter": "each rank gets its part of a sum, in every stage; replicas of mics_shard_size all-reduce",
         "contiguous_gradients": "the gradients of a unit that ranks reduce are always one piece of memory",
         "round_robin_gradients": "each rank has an equal part of every unit, so none has more to copy than another",
         "allgather_bucket_size": "weights are gathered unit by unit, where and when they are used",

@@ -4,7 +4,8 @@
 
 The first part, within a replica, is complete when the second begins. The second is under way beside the backward of
 the next unit, if `overlap_comm` is on: it is the part that leaves a machine. With codes (`payload.gradients`) each rank
-receives the codes of all sums of its shard instead, and adds their values up in the order of the replicas.
+receives the codes of all sums of its shard instead, and adds their values up in the order of the replicas. A rank that
+is a replica by itself has nothing to add up first: its fp32 gradients are all-reduced where they are.
 """
 
 from __future__ import annotations
@@ -46,6 +47,18 @@ class ReplicaSums:
         self._ranks = ranks
         self._memory, self._codes = deque(memory), deque(codes)
         """That of the oldest sum first."""
+
+    def takes(self, rows: torch.Tensor) -> bool:
+        """Returns True if `rows`, what a rank sends, are a sum over its replica already, which all add up as it is."""
+        mesh = self._ranks.mesh
+        return mesh.replicas > 1 and mesh.shards == 1 and not self._codes and rows.dtype is torch.float32
+
+    def begin_in_place(self, rows: torch.Tensor) -> ReplicaSum:
+        """Starts the sum over the replicas of `rows`, (1, numel), in their own memory, as `begin` does in another.
+
+        A replica that has no gradient calls `begin` at the same time: the ranks add up as many elements.
+        """
+        return ReplicaSum(rows, self._ranks.all_reduce(rows[0]))
 
     def begin(self, received: torch.Tensor, numel: int) -> ReplicaSum:
         """Adds up the rows of `received` in their order, and starts the sum over the replicas.

@@ -37,7 +37,7 @@ import torch
 
 from offload.engine.callbacks import EngineCallbacks, GradientStats
 from offload.engine.distributed.agreement import Agreement
-from offload.engine.distributed.payload.gradients import Exchange, ExchangeMemory, mean_of
+from offload.engine.distributed.payload.gradients import Exchange, ExchangeMemory, mean_of, zero_between
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.distributed.replica_sums import ReplicaSums
 from offload.engine.distributed.rounds.reduction_order import ReductionOrder
@@ -60,7 +60,7 @@ class _Held(NamedTuple):
     """Gradients of a unit on this rank that are not reduced."""
 
     memory: torch.Tensor
-    """Each segment at its position in the unit; zeros where there is no gradient."""
+    """Each segment that has a gradient at its position in the unit. All else is filled with zeros before it is sent."""
     segments: set[int]
     """Segments that have a gradient."""
 
@@ -176,7 +176,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         return (False, True) if turn is None else (True, turn.last)
 
     def _hold(self, unit: int) -> _Held:
-        """Takes memory for gradients of `unit`, zeros at first."""
+        """Takes memory for gradients of `unit`."""
         if not self._room[unit]:
             self._add_received()  # what is sent from this memory
         if not self._room[unit]:
@@ -189,8 +189,6 @@ class ReduceScatterAccumulator(GradientAccumulator):
         # The exchange before has read this memory on a stream of the backend. The additions are ordered behind it, but
         # they may have been submitted to another stream than that of this gradient, if the model uses several.
         self._device.wait_event(self._added)
-        # Parameters without a gradient on this rank contribute zeros to the mean.
-        memory[: self._layouts[unit].trainable_stop].zero_()
         held = self._held[unit] = _Held(memory, set())
         return held
 
@@ -247,7 +245,11 @@ class ReduceScatterAccumulator(GradientAccumulator):
         rows = sent = None
         if sends:
             # All ranks send in a series: one that has left it sends zeros.
-            sent = (self._held.get(unit) or self._hold(unit)).memory
+            held = self._held.get(unit) or self._hold(unit)
+            segments, sent = self._layouts[unit].segments, held.memory
+            # Parameters without a gradient here add nothing to the mean, and padding may share a block of codes.
+            present = ((segments[each].start, segments[each].stop) for each in held.segments)
+            zero_between(sent[: self._layouts[unit].trainable_stop], present)
             if unit == self._unit:
                 self._unit, self._filled = -1, set()
             del self._held[unit]
@@ -256,13 +258,16 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 self._free(unit, sent)
                 sent = None
         senders = mesh.shards_among(holders, self._ranks.rank)
-        received = self._memory.receive(len(senders), len(part))
-        work = self._ranks.exchange(received, rows, senders)
-        if mesh.replicas > 1:
-            work.order_compute()
-            received, work = self._over_replicas.begin(received, len(part))
-            self._free(unit, sent)
-            sent = None
+        if rows is not None and self._over_replicas.takes(rows):
+            received, work = self._over_replicas.begin_in_place(rows)
+        else:
+            received = self._memory.receive(len(senders), len(part))
+            work = self._ranks.exchange(received, rows, senders)
+            if mesh.replicas > 1:
+                work.order_compute()
+                received, work = self._over_replicas.begin(received, len(part))
+                self._free(unit, sent)
+                sent = None
         self._under_way.append(Exchange(unit, received, sent, work))
         # The one before is added up beside the new one; without overlap the new one itself.
         self._add_received(self._exchanges - 1)
@@ -324,7 +329,9 @@ class ReduceScatterAccumulator(GradientAccumulator):
             # In chunks, so that the mean, in fp32, needs little memory.
             for start in range(first, last, CHUNK):
                 stop = min(start + CHUNK, last)
-                mean = mean_of(received, start - part.start, stop - part.start, self._ranks.size)
+                at = start - part.start
+                # Nothing reads what was received again, and on the host `put` has copied the mean when it returns.
+                mean = mean_of(received, at, at + stop - start, self._ranks.size, self._device.host_addressable)
                 self.put(unit, position, start - segment.start, mean)
 
     # -- what needs all that was received ------------------------------------------------------------

@@ -93,7 +93,7 @@ class Optimizer(torch.optim.Optimizer):
             self._replace(self.replaced)
 
     def _replace(self, replaced: torch.optim.Optimizer) -> None:
-        """Redirects `step` and `zero_grad` of the torch optimizer that the user passed to this optimizer."""
+        """Redirects all that the torch optimizer would do, which the user passed and may still hold, to this one."""
         replaced.state.clear()  # Adagrad's constructor has made its sums
 
         def step(_: torch.optim.Optimizer, closure: Any = None) -> None:
@@ -102,6 +102,9 @@ class Optimizer(torch.optim.Optimizer):
         vars(step)["_wrapped_by_lr_sched"] = True  # else a schedule warns that step() was replaced
         replaced.__dict__["step"] = types.MethodType(step, replaced)
         replaced.__dict__["zero_grad"] = self.zero_grad
+        # Its own would save a dict without states, and replace the list of groups that both share.
+        replaced.__dict__["state_dict"] = self.state_dict
+        replaced.__dict__["load_state_dict"] = self.load_state_dict
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Moves parameters of the engine into a new group, out of the groups that contained them.
@@ -163,11 +166,11 @@ class Optimizer(torch.optim.Optimizer):
             UsageError: parameters were added or removed, a number is not finite, a group has an option that its kernel
                 lacks, or the replaced optimizer has other groups.
         """
-        # torch's `load_state_dict` replaces the list of groups, after which changes would act on one optimizer only.
+        # A schedule that holds the passed optimizer would act on groups that the engine does not read.
         if self.replaced is not None and self.replaced.param_groups is not self.param_groups:
             raise UsageError(
-                "the optimizer that was passed to offload.initialize no longer has the groups of the engine, for "
-                "instance after load_state_dict; load into engine.optimizer instead"
+                "the optimizer that was passed to offload.initialize no longer has the groups of the engine: its list "
+                "param_groups was replaced; change the groups in the list instead"
             )
         if self.settings().keys() != self._taken:
             raise UsageError(_OTHER_GROUPS)

@@ -65,7 +65,8 @@ def likeness(
     # No constructor runs: a user's class may take any arguments, or create states.
     found: torch.optim.Optimizer = object.__new__(type(optimizer))
     found.__dict__.update(optimizer.__dict__)
-    for taken in ("step", "zero_grad"):  # instance attributes that lead to the engine, or that a schedule has set
+    # Instance attributes that lead to the engine, or that a schedule has set.
+    for taken in ("step", "zero_grad", "state_dict", "load_state_dict"):
         found.__dict__.pop(taken, None)
     found.__dict__.update({hooks: collections.OrderedDict() for hooks in _HOOKS})
     found.param_groups = [{**options, "params": list(states)}]

@@ -48,7 +48,7 @@ class TorchUpdates:
             whole: sizes of parameters.
             scratch: (n,) fp32 of the host arena, for a gradient and, if masters have no memory of their own, a master,
                 and for what ranks exchange.
-            ranks: all ranks; None if there is one.
+            ranks: all ranks; None if each has whole units.
         """
         self._optimizer, self.layouts, self._rank = optimizer, layouts, 0 if ranks is None else ranks.shard
         self.scratch_nbytes = scratch.nbytes
@@ -57,7 +57,7 @@ class TorchUpdates:
         sizes = (whole.parameter, whole.parameter if copied else 0, 2 * whole.traded)
         self.gradient, self.master, traded = carve(scratch, *sizes)
         self.exchange: Exchange | None = None
-        """Exchange of divided parameters; None on one rank."""
+        """Exchange of divided parameters; None if there are none."""
         if ranks is not None:
             self.exchange = Exchange(ranks=ranks, layouts=layouts, mode=mode, memory=traded)
 

@@ -361,6 +361,8 @@ def _strategy(
     plan: Plan, optimizer: Optimizer, host: HostArena, held: LocalShards, gradients: GradientAccumulator
 ) -> UpdateStrategy:
     """Returns the strategy by which the mode's optimizer updates units."""
+    # A rank that has whole units steps them as one rank does, and exchanges nothing, however many replicas there are.
+    ranks = None if plan.ranks is None or plan.ranks.mesh.shards == 1 else plan.ranks
     if plan.mode.optimizer == TORCH:
         scratch = host.tiles.take(plan.placement.scratch_nbytes)
         assert scratch is not None and optimizer.replaced is not None
@@ -370,7 +372,7 @@ def _strategy(
             layouts=plan.layouts,
             whole=plan.parts.whole,
             scratch=scratch.tensor(torch.float32),
-            ranks=plan.ranks,
+            ranks=ranks,
         )
     if plan.mode.matrix_rule:
         scratch = host.tiles.take(plan.placement.scratch_nbytes)
@@ -382,7 +384,7 @@ def _strategy(
             whole=plan.parts.whole,
             scratch=scratch.tensor(torch.float32),
             device=held.device,
-            ranks=plan.ranks,
+            ranks=ranks,
         )
     if plan.mode.optimizer == LAMB:
         return LambUpdates(mode=plan.mode)

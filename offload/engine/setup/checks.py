@@ -91,7 +91,10 @@ def check_same(
         "units": [layout.name for layout in layouts],
         "parameters": [_compared(segment, grid) for layout in layouts for segment in layout.segments],
         "frozen": config.offload.frozen,
-        "zero_hpz_partition_size": config.zero_optimization.zero_hpz_partition_size,
+        # What decides the order, the lengths and the dtypes of what ranks send.
+        **{name: getattr(config.zero_optimization, name) for name in _OF_COLLECTIVES},
+        "communication_data_type": config.communication_data_type,
+        "schedule": config.offload.schedule,
         # Ranks send each other matrices of Muon in this dtype.
         "dtype of Muon's products": ("bf16" if in_bf16(device) else "fp32") if mode.optimizer == MUON else None,
         "quantized weights": [[s.name, s.kind, *s.inner] for layout in layouts for s in layout.segments if s.inner],
@@ -105,6 +108,11 @@ def check_same(
     _compare(ranks.share(facts), grid)
 
 
+_OF_COLLECTIVES = (
+    *("stage", "overlap_comm", "zero_hpz_partition_size"),
+    *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
+)
+"""Keys of ZeRO that decide what ranks send each other, and when."""
 _OF_LAYERS = (
     *("blocks computed again", "units", "parameters", "quantized weights", "buffers"),
     *("weights given", "weights to be read"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -200,7 +202,7 @@ def bench_swap(typed: SwapOptions) -> None:
             depth=typed.depth,
             probe_bytes=parse_size(typed.probe_size),
         )
-    with errors(FAILED), signals(), status_line(console) as tell:
+    with errors(FAILED), signals(), status_line(console) as tell, _engines_silent():
         # A benchmark creates swap files: signals raise, so that the files are removed.
         result = swap.measure(plan, tell)
     if typed.json_output:
@@ -211,6 +213,23 @@ def bench_swap(typed: SwapOptions) -> None:
     console.print(_swap_table(result.rows))
     for row in result.rows:
         console.print(swap_figures.in_words(plan, row), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _engines_silent() -> Iterator[None]:
+    """Keeps lines of engines below an error away: they are on a config that the user has not written.
+
+    Those that concern the drive are in the result.
+    """
+    loggers = [logging.getLogger(name) for name in ("offload", "offload.notices")]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ with inf or NaN arrives as NaN, so an overflow on one rank is seen by the rank t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -89,17 +89,35 @@ def values_of(row: torch.Tensor, first: int, stop: int) -> torch.Tensor:
     return values[first - start : stop - start]
 
 
-def mean_of(received: torch.Tensor, first: int, stop: int, ranks: int) -> torch.Tensor:
-    """Returns the mean over `ranks` of elements [first, stop) of what some of them sent, in fp32, as new memory.
+def mean_of(received: torch.Tensor, first: int, stop: int, ranks: int, in_place: bool) -> torch.Tensor:
+    """Returns the mean over `ranks` of elements [first, stop) of what some of them sent, in fp32.
 
     The rows are added up in the order of the ranks, so that every run of the same ranks gives the same bits.
+
+    Args:
+        received: (contributing ranks, ...), values or codes.
+        first: first element.
+        stop: end of the elements.
+        ranks: number of all ranks.
+        in_place: True if the mean may take the place of the first row's values, where these are fp32: new memory costs
+            more than the arithmetic on it. Otherwise it is new memory.
     """
-    row, *others = [values_of(row, first, stop) for row in received]
     # Each operation is a pass over memory, so nothing is copied before it is added or divided.
+    row, *others = [values_of(row, first, stop) for row in received]
+    out = row if in_place and row.dtype is torch.float32 else None
     if not others:
-        return row.to(torch.float32) / ranks
-    total = torch.add(row.to(torch.float32), others[0])
+        return torch.div(row.to(torch.float32), ranks, out=out)
+    total = torch.add(row.to(torch.float32), others[0], out=out)
     for other in others[1:]:
         total += other
     total /= ranks
     return total
+
+
+def zero_between(memory: torch.Tensor, ranges: Iterable[tuple[int, int]]) -> None:
+    """Zeroes the elements of `memory` that are in none of `ranges`, which have a first element and an end."""
+    stop = 0
+    for start, end in sorted(ranges):
+        memory[stop:start].zero_()
+        stop = end
+    memory[stop:].zero_()

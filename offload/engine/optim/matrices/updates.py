@@ -57,7 +57,7 @@ class MatrixUpdates:
             scratch: (n,) fp32 of the host arena: a gradient, a master and a square of the largest matrix, and what
                 ranks exchange.
             device: the compute device.
-            ranks: all ranks; None if there is one.
+            ranks: all ranks; None if each has whole units.
         """
         self.mode, self.layouts, self.parts, self._device = mode, layouts, parts, device
         self.scratch_nbytes = scratch.nbytes
@@ -65,7 +65,7 @@ class MatrixUpdates:
         self._gradient, self._master, self._square, traded = carve(scratch, *sizes)
         self._in_bf16 = in_bf16(device)
         self.exchange: Exchange | None = None
-        """Exchange of divided matrices; None on one rank."""
+        """Exchange of divided matrices; None if there are none."""
         if ranks is not None:
             self.exchange = Exchange(ranks=ranks, layouts=layouts, mode=mode, memory=traded)
 
