@@ -69,7 +69,8 @@ def test_a_terminal_is_told_what_is_computed(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(command, "status_line", recorded)
     assert run(*TINY, *MACHINE).exit_code == 0
-    assert [words.split()[0] for words in shown] == ["counting", "trying", "searching", "trying"]
+    expected = ["loading", "reading", "counting", "trying", "searching", "trying"]
+    assert [words.split()[0] for words in shown] == expected
 
 
 # -- the machine --------------------------------------------------------------------------------------

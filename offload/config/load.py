@@ -61,7 +61,8 @@ def examine(content: Mapping[str, Any]) -> tuple[Config | None, Findings]:
         findings.errors.extend(_contradictions(config))
     if config is None or findings.errors:
         return None, findings
-    config._findings = findings
+    # Keys that ask for nothing change nothing: a config with them equals one without.
+    config._findings = findings._replace(off={})
     return config, findings
 
 

@@ -40,7 +40,7 @@ class Change(NamedTuple):
     gain: float
     """Tokens per second with the change, divided by those without it."""
     option: str = ""
-    """The option of `offload plan` and `offload train` that makes the change; empty for one of the machine."""
+    """The option of `offload plan` that makes the change; empty for a change of the machine."""
 
     @property
     def sentence(self) -> str:
