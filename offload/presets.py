@@ -43,6 +43,20 @@ def _llama(hidden: int, layers: int, heads: int, key_heads: int, inner: int, **m
 
 # Llama 3 has a larger vocabulary than Llama 2, whose 32000 tokens are the default of `_llama`.
 _LLAMA_3 = {"vocab_size": 128256, "tie_word_embeddings": True, "bos_token_id": 128000, "eos_token_id": 128001}
+_LLAMA_3_1 = {
+    **_LLAMA_3,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
 
 PRESETS = {
     "gpt2-tiny": Preset(
@@ -62,6 +76,7 @@ PRESETS = {
     "llama-1b": Preset("LlamaConfig", "1.2B", _llama(2048, 16, 32, 8, 8192, **_LLAMA_3)),
     "llama-3b": Preset("LlamaConfig", "3.2B", _llama(3072, 28, 24, 8, 8192, **_LLAMA_3)),
     "llama-7b": Preset("LlamaConfig", "6.7B", _llama(4096, 32, 32, 32, 11008)),
+    "llama-8b": Preset("LlamaConfig", "8.0B", _llama(4096, 32, 32, 8, 14336, **_LLAMA_3_1)),
     "llama-13b": Preset("LlamaConfig", "13B", _llama(5120, 40, 40, 40, 13824)),
     "llama-70b": Preset("LlamaConfig", "69B", _llama(8192, 80, 64, 8, 28672)),
 }

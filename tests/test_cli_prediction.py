@@ -16,6 +16,7 @@ from offload.engine.model_io.load_pretrained import init
 from offload.finetune import model as language_model
 from offload.finetune.lora import adapt, parse_lora
 from offload.hardware import probe
+from offload.hardware.probe.disturb import Others
 from offload.planner.model_shape import from_name, from_training
 from offload.presets import build
 from tests.support.cli_in_process import isolated_cache, run_folder
@@ -80,6 +81,22 @@ def test_a_person_reads_it_before_the_first_step_and_after_the_last() -> None:
     output = call("--steps", "2").stdout
     assert output.index("\npredicted: ") < output.index("\nstep 1/2") < output.index(" predicted, measured ")
     assert output.count("bytes written a step: ") == output.count("forward and backward: ") == 1
+
+
+def test_a_probe_that_was_disturbed_is_named_beside_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep()
+    found = probe.kept()
+    assert found is not None
+    doubt = (
+        "other processes took 60% of the cores during the probe; run `offload probe` again while the machine is idle"
+    )
+    probe.keep(found._replace(doubts=(doubt,)))
+    monkeypatch.setattr(Others, "share", lambda _: 0.4)
+    done = call("--steps", "2", "--json")
+    told = json.loads(done.stdout)
+    assert told["doubts"] == [doubt] and told["others_share"] == pytest.approx(0.4)
+    text = " ".join(done.stderr.split())
+    assert text.count(doubt) == 2, "with the prediction at the start, and beside what came"
 
 
 def test_a_run_that_goes_on_is_foreseen_again() -> None:

@@ -101,3 +101,50 @@ def test_a_batch_that_no_number_of_ranks_makes_is_found(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "train_batch_size is 9, no multiple of train_micro" in done.stdout
     assert check({"train_batch_size": 8, **sizes}, tmp_path).exit_code == 0
     assert check({"train_batch_size": 9, "train_micro_batch_size_per_gpu": "auto"}, tmp_path).exit_code == 0
+
+
+OFF: dict[str, Any] = {
+    "_comment": "of a colleague",
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False, "loss_scale": 0, "hysteresis": 2},
+    "amp": {"enabled": False},
+    "flops_profiler": {"enabled": False},
+    "gradient_clipping": "auto",
+    "steps_per_print": None,
+    "checkpoint": {},
+    "zero_optimization": {"stage": 3, "cpu_offload": False, "reduce_bucket_size": 5e8, "round_robin_gradients": True},
+}
+
+
+def test_each_key_of_a_file_is_in_one_list(tmp_path: Path) -> None:
+    found = json.loads(check(OFF, tmp_path, "--json").stdout)
+    listed = [name for kind in ("honoured", "auto", "without_effect", "ignored", "off") for name in found[kind]]
+    keys = {
+        f"{block}.{key}"
+        if isinstance(content, dict) and block not in ("amp", "flops_profiler", "checkpoint")
+        else block
+        for block, content in OFF.items()
+        for key in (content if isinstance(content, dict) and content else [""])
+    }
+    assert sorted(listed) == sorted(keys)
+
+
+def test_a_key_that_asks_for_nothing_is_listed_with_the_reason(tmp_path: Path) -> None:
+    text = check(OFF, tmp_path).stdout
+    off = text.partition("\noff: these ask for nothing:\n")[2]
+    assert off.splitlines() == [
+        "  _comment: a note",
+        "  amp: off; on, it would be refused",
+        "  checkpoint: an empty block",
+        "  flops_profiler: off; on, it would be ignored",
+        '  fp16.hysteresis: its block is off, by "enabled"',
+        '  fp16.loss_scale: its block is off, by "enabled"',
+        "  steps_per_print: null, which is the default",
+        "  zero_optimization.cpu_offload: off; on, it would be offload_optimizer on the CPU",
+    ]
+    assert "  zero_optimization.reduce_bucket_size: gradients are reduced unit by unit" in text
+
+
+def test_a_block_whose_switch_a_trainer_fills_in_is_not_off(tmp_path: Path) -> None:
+    found = json.loads(check({"fp16": {"enabled": "auto", "loss_scale": 0}}, tmp_path, "--json").stdout)
+    assert (found["auto"], found["honoured"], found["off"]) == (["fp16.enabled"], ["fp16.loss_scale"], [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 import offload
 from offload.engine.gradients.disk_spill import DiskSpill, windows
-from offload.engine.gradients.values import borders
+from offload.engine.gradients.values import borders, parameter_starts
 from offload.errors import EngineFailed, IoError, StoreError
 from offload.layout.flat_layout import lay_out
 from offload.swapper.memory.device import Device
@@ -270,8 +271,32 @@ def test_windows_cover_a_gradient_and_cut_it_between_chunks(numels: list[int], r
     layout = lay_out("unit", parameters, ranks)
     for rank in range(ranks):
         part = layout.trainable(rank, ranks)
-        at = borders(layout, part)
-        found = windows(at, longest)
+        at, starts = borders(layout, part), parameter_starts(layout, part)
+        found = windows(at, starts, longest)
         assert [n for window in found for n in (window.start, window.stop)][:: 2 * len(found) - 1] == [0, len(part)]
         assert all(before.stop == after.start for before, after in itertools.pairwise(found))
         assert all(len(window) <= longest and window.start in at and window.stop in at for window in found)
+        shared = [window for window in found if any(window.start < each < window.stop for each in starts)]
+        assert all(len(window) <= longest // 16 for window in shared)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_gradient_is_written_once_in_a_step_of_one_micro_batch(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whatever order a backward reaches the parameters of a unit, hardly any window is written twice."""
+    counts: Counter[tuple[int, int]] = Counter()
+    nbytes: dict[tuple[int, int], int] = {}
+    write = DiskSpill._write
+
+    def counted(self: DiskSpill, key: tuple[int, int]) -> None:
+        counts[key] += 1
+        nbytes[key] = self._nbytes(key)
+        write(self, key)
+
+    monkeypatch.setattr(DiskSpill, "_write", counted)
+    job = JOBS[name]._replace(dtype="bf16", accumulation=1, steps=1)
+    engine = start(job, DISK, tmp_path, host_memory=least_host_memory(job, tmp_path))
+    train_step(engine, job, 0)
+    engine.destroy(remove=True)
+    assert nbytes and sum(counts[key] * nbytes[key] for key in counts) <= 1.05 * sum(nbytes.values())

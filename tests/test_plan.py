@@ -24,10 +24,10 @@ from offload.planner.activations import budgets
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, described, find_gpu, parse_drive
 from offload.planner.model_shape import Shape, from_count, from_name
-from offload.planner.report.text import Asked, lines, verdict
+from offload.planner.report.text import Asked, lines
 from offload.planner.step_time import passes, step_order
 from offload.planner.step_time import prediction as timing
-from offload.sizes import GIB, MIB, format_count, format_size, parse_size
+from offload.sizes import GIB, MIB, format_size, parse_size
 from tests.support.plan_command import found, run
 
 MACHINE = ("--gpu", "24GB", "--ram", "64GB", "--drive", "7GB/s,4GB/s")
@@ -72,16 +72,6 @@ def test_a_described_machine_needs_no_measurement() -> None:
     assert report["drive_years"] * 365.25 * 86400 == pytest.approx(steps * step["seconds"], rel=1e-3)
     assert any("RTX 3090" in message for message in report["machine"]["assumed"])
     assert report["changes"] == sorted(report["changes"], key=lambda change: -change["gain"])
-
-
-def test_the_first_line_is_the_verdict(shape: Shape) -> None:
-    planned = plan(shape, described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,4GB/s")]), Load(1))
-    best = advice.Change("more of something", 1.0, 2.0)
-    line = verdict(planned, advice.Advice((best, best._replace(words="another", gain=1.5)), 0))
-    daily = format_count(planned.timing.tokens_per_second * 86400)
-    assert line.startswith(f"it fits; {daily} tokens a day; NVMe limits (")
-    assert line.endswith("; first change: more of something")
-    assert verdict(planned, advice.Advice((), 0)).endswith("; no change that was tried is more than 5 % faster")
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,8 @@ def test_a_terminal_is_told_what_is_computed(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(command, "status_line", recorded)
     assert run(*TINY, *MACHINE).exit_code == 0
-    assert [words.split()[0] for words in shown] == ["counting", "trying", "searching", "trying"]
+    expected = ["loading", "reading", "counting", "trying", "searching", "trying"]
+    assert [words.split()[0] for words in shown] == expected
 
 
 # -- the machine --------------------------------------------------------------------------------------
@@ -93,6 +94,10 @@ def test_a_size_below_24_gb_is_the_slowest_card_that_is_sold_with_it(size: str, 
         ("4060 Ti", "RTX 4060 Ti 16GB"),
         ("4070", "RTX 4070"),
         ("4070 super", "RTX 4070 SUPER"),
+        ("4070 ti", "RTX 4070 Ti"),
+        ("4070 ti super", "RTX 4070 Ti SUPER"),
+        ("4080 super", "RTX 4080 SUPER"),
+        ("5070 ti", "RTX 5070 Ti"),
         ("5060ti", "RTX 5060 Ti 16GB"),
         ("T4", "T4"),
         ("a100", "A100 80GB"),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import transformers
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import offload
 from offload.finetune.model import make_ready
 from offload.losses import chunk_loss_of
 from offload.planner.activations.formulas import need
@@ -78,3 +81,74 @@ def test_a_step_holds_the_planned_bytes(tmp_path: Path, words: int, in_chunks: b
     assert 0.98 * alive.peak <= planned + 0.01 * largest
     # The head's gradient is there twice in the plan of chunks: while it is summed, and while it is scaled.
     assert planned <= 1.02 * alive.peak + 2 * largest * in_chunks
+
+
+class _Waiting(torch.autograd.Function):
+    """Passes a weight on; its backward counts the gradients of the weight that are alive."""
+
+    made: ClassVar[list[StorageWeakRef]] = []
+    most: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (grad,) = grads
+        _Waiting.made.append(StorageWeakRef(grad.untyped_storage()))
+        _Waiting.most.append(sum(not each.expired() for each in _Waiting.made))
+        return grad
+
+
+class _Head(nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden, _Waiting.apply(self.weight))
+
+
+class _Decoder(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(96, 32)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.head = _Head(32, 96, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(ids)
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+        return self.head(hidden).square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["layer_major", "micro_batch_major"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_of_a_tied_head_wait_in_a_layer_major_step(
+    schedule: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """autograd keeps the head's gradient until that of the embedding comes, as the plan says."""
+    count = 4
+    content = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": count,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "gradient_clipping": 0,
+        "offload": {"device": "cpu", "schedule": schedule},
+    }
+    monkeypatch.setattr(_Waiting, "made", [])
+    monkeypatch.setattr(_Waiting, "most", [])
+    torch.manual_seed(0)
+    engine = offload.initialize(model=_Decoder(tied), config=content)[0]
+    ids = torch.arange(8)[None]
+    for _ in range(2):  # the micro-batches take turns from the second step on
+        engine.train_batch(itertools.repeat(ids))
+    assert len(_Waiting.made) == 2 * count
+    alive = max(_Waiting.most[count:])
+    engine.destroy()
+    shape = from_name("gpt2-tiny", 16)
+    untied = shape._replace(uses=(shape.uses[0]._replace(unit=1), *shape.uses[1:]))
+    planned = [need(each, Load(1, count, schedule=schedule)).device for each in (shape, untied)]
+    head = shape.layouts[shape.uses[-1].unit].trainable_stop * shape.itemsize
+    assert planned[0] - planned[1] == (count - 1) * head * (schedule == "layer_major")
+    assert alive == (count if tied and schedule == "layer_major" else 1)

@@ -14,9 +14,11 @@ from offload.planner import config_file, memory
 from offload.planner import recommend as choice
 from offload.planner.activations.budgets import beside_weights
 from offload.planner.activations.load import Load
+from offload.planner.guide_table import PAGE
 from offload.planner.hardware import described, parse_drive
 from offload.planner.model_shape import from_count
-from offload.planner.published.gpus import GPUS, Gpu, find_gpu
+from offload.planner.published.gpu import Gpu
+from offload.planner.published.gpus import GPUS, find_gpu
 from offload.planner.published.rate import ORIGINS, Rate
 from offload.planner.report import text as report
 from offload.sizes import GIB
@@ -65,9 +67,45 @@ def test_drives_have_their_origin_too() -> None:
 
 def test_what_nobody_published_is_assumed_and_named() -> None:
     assert "matrix products in bf16" in of("Radeon PRO W7900", "assumed")
-    assert any("50% of the data sheet's 122.6 Tflop/s" in words for words in described("W7900").assumptions)
+    assert any("76% of the data sheet's 122.6 Tflop/s" in words for words in described("W7900").assumptions)
     assert "matrix products in bf16" in of("RTX 4090", "published")
     assert not any("matrix products" in words for words in described("RTX 4090").assumptions)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "share"),
+    [
+        # The median of five cards of the series is 1.03: more than all is not assumed.
+        ("RTX 4070", "bf16", 1.0),
+        ("RTX 4070 Ti", "bf16", 1.0),
+        ("RTX 4080 SUPER", "bf16", 1.0),
+        ("RTX 4070", "fp32", 54.7 / 82.6),
+        ("MI300A", "bf16", 668.4 / 1307),
+        # No card of the generation has a figure in fp32.
+        ("MI300A", "fp32", 0.5),
+    ],
+)
+def test_a_card_without_a_figure_reaches_what_its_generation_reaches(gpu: str, dtype: str, share: float) -> None:
+    card, machine = find_gpu(gpu)[0], described(gpu, dtype=dtype)
+    assert machine.matmul == pytest.approx(share * (card.flops if dtype == "bf16" else card.flops_fp32))
+    (rate,) = [rate for rate in machine.rates if rate.name.startswith("matrix products")]
+    assert rate.origin == "assumed"
+    assert (f", as other cards of {card.generation} reached" in rate.source) == (share != 0.5)
+
+
+def test_the_ratios_of_the_page_are_those_of_the_table() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    halved = [gpu for gpu in GPUS if gpu.generation.startswith("GeForce")]
+    whole = [gpu for gpu in GPUS if gpu.generation.split()[0] in ("A100", "Hopper", "Ada", "Ampere")]
+
+    def span(cards: list[Gpu], dtype: str) -> str:
+        pairs = [(gpu.matmul, gpu.flops) if dtype == "bf16" else (gpu.matmul_fp32, gpu.flops_fp32) for gpu in cards]
+        reached = [figure.value / peak for figure, peak in pairs if figure is not None]
+        return f"{100 * min(reached):.0f} to {100 * max(reached):.0f} %"
+
+    text = " ".join(page.split())
+    assert f"reached {span(halved, 'bf16')} in bf16" in text
+    assert f"reached {span(whole, 'bf16')} of it" in text and f"reached {span(halved, 'fp32')}" in text
 
 
 def test_the_plan_prints_a_line_for_each_origin() -> None:

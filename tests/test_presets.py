@@ -19,6 +19,7 @@ PUBLISHED = {
     "llama-1b": 1.236e9,
     "llama-3b": 3.213e9,
     "llama-7b": 6.738e9,
+    "llama-8b": 8.030e9,
     "llama-13b": 13.016e9,
     "llama-70b": 68.977e9,
 }
@@ -33,6 +34,18 @@ def test_parameters_as_published(name: str) -> None:
     assert abs(parameters / PUBLISHED[name] - 1) < 0.01
     assert all(parameter.is_meta for parameter in model.parameters())
     assert not any(buffer.is_meta for buffer in model.buffers())
+
+
+def test_llama_8b_is_the_published_model() -> None:
+    """Its head is no copy of the embedding, and its positions reach as far as published."""
+    with offload.init():
+        model = build("llama-8b", layers=1)
+    config: Any = model.config
+    assert (config.hidden_size, config.intermediate_size, config.vocab_size) == (4096, 14336, 128256)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (32, 8)
+    assert config.rope_parameters["rope_theta"] == 500000.0 and config.max_position_embeddings == 131072
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    assert head is not embedding and head.shape == embedding.shape == (128256, 4096)
 
 
 def test_an_unknown_name_is_an_error() -> None:

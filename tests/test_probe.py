@@ -209,7 +209,7 @@ def test_what_ran_beside_is_kept_and_assumed_by_a_plan(tmp_path: Path) -> None:
     probe.keep(kept._replace(doubts=doubts))
     again = probe.kept()
     assert again is not None and again.doubts == doubts
-    assert set(doubts) <= set(probed(again, 1 << 30).assumed)
+    assert set(doubts) <= set(probed(again, 1 << 30).assumptions)
     assert {rate.origin for rate in probed(again, 1 << 30).rates} <= {"measured", "assumed"}
     assert {rate.name: rate.origin for rate in probed(again, 1 << 30).rates}["host memory"] == "measured"
     assert done.stdout.count("warning: ") == len(kept.doubts)

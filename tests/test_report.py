@@ -20,7 +20,7 @@ from offload.report.charts import points, ticks
 from offload.report.figures import figures
 from offload.report.log import read_log
 from offload.report.page import page
-from offload.report.phases import PARTS, bound, parts
+from offload.report.phases import ADVICE, PARTS, advice, bound, parts, verdict
 from offload.report.timeline_view import read_window
 from tests.support.report_log import ABOUT, step, trace, written
 from tests.support.sampling import examples
@@ -63,6 +63,22 @@ def test_a_step_is_bound_by_its_longest_phase() -> None:
     assert by is not None and by.by == "reads" and by.share == pytest.approx((0.33 + 1.03) / 2 / 2)
     assert by.words().startswith("reads: 0.680 of 2.000 s a step (34%) waits for reads, 0.5")
     assert bound([{"seconds": 1.0}]) is None and parts({"seconds": 1.0}) == {}
+
+
+def test_a_machine_that_does_other_work_is_named_before_a_faster_one(log: Path) -> None:
+    assert figures(read_log(log))["advice"] == ADVICE["compute"]
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    log.write_text("".join(json.dumps(line | {"others_share": 0.4}) + "\n" for line in lines), encoding="utf-8")
+    found = figures(read_log(log))
+    assert found["others_share"] == pytest.approx(0.4)
+    assert verdict(found).first_change == "end the other work on this machine, which took 40% of its cores"
+    assert found["advice"].endswith(ADVICE["compute"])
+
+
+def test_other_work_is_named_where_cores_limit_alone() -> None:
+    assert advice("compute", 0.15) == ADVICE["compute"] and advice("compute", 0.16) != ADVICE["compute"]
+    assert advice("optimizer", 0.5).startswith("end the other work")
+    assert advice("reads", 0.5) == ADVICE["reads"]
 
 
 # -- the log -------------------------------------------------------------------------------------------

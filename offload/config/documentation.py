@@ -44,7 +44,8 @@ def document() -> str:
             "## Accepted without effect\n\nThese keys tune sizes that this library chooses itself, or switch on "
             "features that it lacks and that change no result. One warning at the start names those in a file:\n\n"
             + "\n".join(tuning),
-            "\nWhat they ask for, and what is done:\n\n" + "\n".join(_reasons()),
+            "\nWhat they ask for, and what is done:\n\n"
+            + "\n".join(f"* `{key}`: {reason}" for key, reason in reasons()),
             "\n## Refused unless switched off\n\nWithout these features the training would be different:\n\n"
             + "\n".join(refused),
             "\n## Older names\n\nDeepSpeed's older names of keys are accepted in their place:\n\n"
@@ -54,12 +55,12 @@ def document() -> str:
     )
 
 
-def _reasons() -> Iterator[str]:
-    """Yields a line for each key without effect whose reason users ask for."""
+def reasons() -> Iterator[tuple[str, str]]:
+    """Yields each key without effect whose reason users ask for, by its dotted name, and the reason."""
     for path, model in all_blocks(Config, ""):
         prefix = f"{path}." if path else ""
         for key, reason in model.WITHOUT_EFFECT.items():
-            yield f"* `{prefix}{key}`: {reason}"
+            yield f"{prefix}{key}", reason
 
 
 def _older_names() -> Iterator[str]:

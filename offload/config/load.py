@@ -61,7 +61,8 @@ def examine(content: Mapping[str, Any]) -> tuple[Config | None, Findings]:
         findings.errors.extend(_contradictions(config))
     if config is None or findings.errors:
         return None, findings
-    config._findings = findings
+    # Keys that ask for nothing change nothing: a config with them equals one without.
+    config._findings = findings._replace(off={})
     return config, findings
 
 
@@ -271,7 +272,10 @@ def _with_new_names(content: Mapping[str, Any], findings: Findings) -> dict[str,
     elif isinstance(zero, Mapping):
         content["zero_optimization"] = zero = dict(zero)
         for old, new in OLD_SWITCHES.items():
-            if _is_on(zero.pop(old, False)):
+            given = zero.pop(old, None)
+            if given is not None and not _is_on(given):
+                findings.off[f"zero_optimization.{old}"] = f"off; on, it would be {new} on the CPU"
+            if _is_on(given):
                 if zero.get(new) is not None:
                     findings.errors.append(
                         ConfigError(f"zero_optimization contains both {old} and {new}; leave {old} out")
@@ -296,18 +300,22 @@ def _known_content(
         findings.errors.append(error)
         return None
     kept: dict[str, Any] = {}
-    tuned = "enabled" not in model.model_fields or _is_on(content.get("enabled"))  # no notice for a block that is off
+    switch = content.get("enabled")
+    on = "enabled" not in model.model_fields or _is_on(switch) or switch == "auto"  # no notice for a block that is off
     for key, value in content.items():
-        if str(key).startswith(_NOTES):
-            continue
         name, dotted = model.OLD_NAMES.get(key, key), f"{path}{key}"
+        why = _why_off(model, name, value, on)
+        if str(key).startswith(_NOTES):
+            findings.off[dotted] = "a note"
+            continue
+        if why is not None:
+            findings.off[dotted] = why
         if name in model.REFUSED:
-            if _asks_for_refused(name, value):
+            if why is None:
                 findings.errors.append(ConfigError(f'"{dotted}" {model.REFUSED[name]}'))
-        elif name in model.TUNING:
-            findings.tuning.extend([dotted] * tuned)
-        elif name in model.UNSUPPORTED:
-            findings.unsupported.extend([dotted] * _is_on(value))
+        elif name in model.TUNING or name in model.UNSUPPORTED:
+            if why is None:
+                (findings.tuning if name in model.TUNING else findings.unsupported).append(dotted)
         elif name not in model.model_fields:
             _note_unknown(model, key, path, findings)
         elif name in kept or (name != key and name in content):
@@ -317,11 +325,34 @@ def _known_content(
         elif _means_default(value, name, model):
             findings.auto.extend([f"{path}{name}"] * (value is not None))
         elif (inner := inner_block(model, name)) is None or not isinstance(value, Mapping):
-            findings.honoured.append(dotted)
+            findings.honoured.extend([dotted] * (why is None))
             kept[name] = value
         elif (block := _known_content(inner, value, f"{dotted}.", findings)) is not None:
             kept[name] = block
     return kept
+
+
+def _why_off(model: type[Block], name: str, value: Any, on: bool) -> str | None:
+    """Returns the reason why a key that the block knows asks for nothing; None if it asks for something.
+
+    Args:
+        model: the block.
+        name: the key's name of today.
+        value: the key's value.
+        on: True unless the block is off.
+    """
+    if value == {} and name in model.model_fields:
+        return "an empty block"
+    known = name in model.model_fields or name in model.TUNING
+    if name in model.REFUSED:
+        return None if _asks_for_refused(name, value) else "off; on, it would be refused"
+    if name in model.UNSUPPORTED:
+        return None if _is_on(value) else "off; on, it would be ignored"
+    if known and not on and name != "enabled":
+        return 'its block is off, by "enabled"'
+    if known and value is None and _means_default(value, name, model):
+        return "null, which is the default"
+    return None
 
 
 def _asks_for_refused(name: str, value: Any) -> bool:

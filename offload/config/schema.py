@@ -31,11 +31,13 @@ class Findings(NamedTuple):
     """Keys that have an effect and a value of their own."""
     errors: list[ConfigError]
     """What is wrong."""
+    off: dict[str, str]
+    """Keys that ask for nothing, each with the reason."""
 
 
 def no_findings() -> Findings:
-    """Returns an empty `Findings`, whose lists the caller may extend."""
-    return Findings([], [], [], [], [])
+    """Returns an empty `Findings`, which the caller may extend."""
+    return Findings([], [], [], [], [], {})
 
 
 class Config(Block):

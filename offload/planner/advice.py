@@ -39,6 +39,14 @@ class Change(NamedTuple):
     seconds: float
     gain: float
     """Tokens per second with the change, divided by those without it."""
+    option: str = ""
+    """The option of `offload plan` that makes the change; empty for a change of the machine."""
+
+    @property
+    def sentence(self) -> str:
+        """Returns the change, its option and its gain."""
+        option = f" ({self.option})" if self.option else ""
+        return f"{self.words}{option}: {self.gain:.2f} times the tokens a second"
 
 
 class Ordered(NamedTuple):
@@ -54,7 +62,7 @@ class Ordered(NamedTuple):
 def advise(planned: Planned) -> Advice:
     """Returns the changes that are predicted to make the run faster, and the recommended host budget."""
     found: list[Change] = []
-    for words, act in _ideas(planned):
+    for words, option, act in _ideas(planned):
         try:
             other = act()
         except (BudgetError, ConfigError):
@@ -62,48 +70,52 @@ def advise(planned: Planned) -> Advice:
         # Tokens per second, not seconds: some changes alter the number of tokens in a step.
         gain = other.timing.tokens_per_second / planned.timing.tokens_per_second
         if gain >= _GAIN:
-            found.append(Change(words, other.timing.seconds, gain))
+            found.append(Change(words, other.timing.seconds, gain, option))
     return Advice(tuple(sorted(found, key=lambda change: -change.gain)), recommended_host(planned))
 
 
-def _ideas(planned: Planned) -> Iterator[tuple[str, Callable[[], Planned]]]:
-    """Yields candidate changes: a description, and a function that predicts the changed run."""
+def _ideas(planned: Planned) -> Iterator[tuple[str, str, Callable[[], Planned]]]:
+    """Yields candidate changes: a description, the option, and a function that predicts the changed run."""
     shape, hardware, load, content = planned.shape, planned.hardware, planned.given, planned.content
     sequence = shape.sequence
     for times in (2, 4):
         more = load._replace(batch=load.batch * times)
-        yield f"micro-batches of {more.batch} x {sequence} tokens", partial(plan, shape, hardware, more, content)
+        words, option = f"micro-batches of {more.batch} x {sequence} tokens", f"--batch-size {more.batch}"
+        yield words, option, partial(plan, shape, hardware, more, content)
     many = load._replace(accumulation=load.accumulation * 4)
-    yield f"{many.accumulation} micro-batches a step", lambda: plan(shape, hardware, many, content)
+    words, option = f"{many.accumulation} micro-batches a step", f"--accumulation {many.accumulation}"
+    yield words, option, lambda: plan(shape, hardware, many, content)
     if planned.load.recompute:
         kept = {
             **content,
             "offload": {**content.get("offload", {}), "activations": None},
             "activation_checkpointing": {},
         }
-        yield "no recomputation", lambda: plan(shape, hardware, load._replace(recompute=False), kept)
+        words, option = "no recomputation", "--no-gradient-checkpointing"
+        yield words, option, lambda: plan(shape, hardware, load._replace(recompute=False), kept)
     if hardware.drives and planned.memory.slots:
         one = hardware.drives[0]
         # Files are spread evenly over all drives, so one more drive speeds up reads and writes.
         wider = replace(hardware, drives=(*hardware.drives, one._replace(name="one more")))
-        yield "one more drive like the first", lambda: plan(shape, wider, load, content)
+        yield "one more drive like the first", "", lambda: plan(shape, wider, load, content)
     if planned.memory.slots == 2:
         block = {**content.get("offload", {}), "durability": "none"}
         yield (
-            "durability none: no resume after a kill",
+            "no resume after a kill",
+            "--durability none",
             lambda: plan(shape, hardware, load, {**content, "offload": block}),
         )
     mode = planned.memory.mode
     narrower = {torch.float32: ("bf16", "int8"), torch.bfloat16: ("int8",)}.get(mode.moment_dtype, ())
     for form in narrower if planned.memory.slots and mode.moments and State.PACKED not in mode.moments else ():
         fewer = {**content, "offload": {**content.get("offload", {}), "moments": form}}
-        yield f"moments in {form}", partial(plan, shape, hardware, load, fewer)
+        yield f"moments in {form}", f"--moments {form}", partial(plan, shape, hardware, load, fewer)
     if planned.memory.slots and State.MASTER_LOW_BITS in mode.weights and mode.master == "fp32":
         fewer = {**content, "offload": {**content.get("offload", {}), "master": "bf24"}}
-        yield "masters in bf24", partial(plan, shape, hardware, load, fewer)
+        yield "masters in bf24", "--master bf24", partial(plan, shape, hardware, load, fewer)
     double = replace(hardware, ram=2 * hardware.ram)
     if planned.memory.slots:
-        yield f"{format_size(double.ram)} of RAM", lambda: with_host_budget(plan(shape, double, load, content))
+        yield f"{format_size(double.ram)} of free RAM", "", lambda: with_host_budget(plan(shape, double, load, content))
 
 
 def recommended_host(planned: Planned) -> int:

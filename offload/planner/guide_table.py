@@ -18,7 +18,8 @@ from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.memory import settings
 from offload.planner.model_shape import Shape, from_count
-from offload.planner.published.gpus import GPUS, Gpu
+from offload.planner.published.gpu import Gpu
+from offload.planner.published.gpus import GPUS
 from offload.planner.published.rate import Rate
 from offload.planner.recommend import Planned
 from offload.planner.report import text as report
@@ -85,10 +86,11 @@ _HEAD = f"""# Three models on three GPUs
 Predictions of `offload plan`, made by `python -m offload.planner.guide_table`; **no step of this package here was
 measured**. One GPU, {_RAM // GIB} GiB of RAM, drives that read 7 and write 5 GB/s, have 4 TB each and are rated for
 {_RATED} written. bf16, AdamW, every step durable where there are swap files. A step has {_ACCUMULATION} micro-batches,
-each of the power of two of sequences of {_SEQUENCE} tokens that is fastest, up to {_BATCHES[0]}, with all logits
-in memory (`--no-chunked-loss`), in the faster of both [orders](../concepts/cost-model.md#orders-of-micro-batches);
-where activations do not fit otherwise, blocks are recomputed, and their inputs wait in host memory or on drives. No
-step is taken to clip. "drive life" is the time until all drives reach their rated writes, training day and night.
+each of the power of two of sequences of {_SEQUENCE} tokens that is fastest, up to {_BATCHES[0]}, with the loss in
+chunks as `offload train` computes it, in the faster of both
+[orders](../concepts/cost-model.md#orders-of-micro-batches); where activations do not fit otherwise, blocks are
+recomputed, and their inputs wait in host memory or on drives. No step is taken to clip. "drive life" is the time until
+all drives reach their rated writes, training day and night.
 "limit" is the resource that takes most of a step's seconds, and its share.
 
 Matrix products and copies are at [published rates](#rates); host memory is assumed at 60, 150 and 250 GB/s beside the
@@ -111,9 +113,15 @@ Every rate of a plan is one of four:
 | measured | by `offload probe`, on the machine that the plan is for; none of this page |
 | published | reached by a program, of others or of this project: the number in brackets is the source below |
 | given | by an option, such as `--pcie` |
-| assumed | a guess: 50 % of the data sheet for matrix products, 70 % for other work, where nobody published a figure |
+| assumed | where nobody published a figure: 70 % of the data sheet for other work; for products see below |
 
-`offload plan` prints the same marks. Peaks of data sheets are bounds, and no plan computes with one. "one memory" is a
+**Matrix products of a card without a figure** are assumed at the fraction of the data sheet that other cards of its
+generation reached, by the median and at most all of it; 50 % where no card of a generation has a figure. The GeForce
+cards of the series 30, 40 and 50 reached 91 to 113 % in bf16: their tensor cores have half the rate where sums are in
+fp32, as in torch, and the data sheet has that half, at a clock that most cards exceed. NVIDIA's cards for workstations
+and data centers have the whole rate, and reached 74 to 85 % of it. In fp32 GeForce cards reached 54 to 78 %.
+
+`offload plan` prints the same marks. "one memory" is a
 chip whose GPU and CPU share it: copies take no time in a plan, and both budgets come out of it. A run there still makes
 the copies, inside of that memory, and `offload plan --write` gives it both budgets. ROCm cards are planned like others;
 whether a run works on them was not tried. A GPU may be slower than here when it is hot or limited in power.
@@ -142,7 +150,10 @@ as a check of the rates, not as a race. [Steps of this package](../benchmarks/20
 
 CARD_PAGE = PAGE.parents[1] / "guides" / "finetune-13b.md"
 _CARD, _CARD_DRIVE, _CARD_TBW, _CARD_BANDWIDTH = "RTX 4090", "7GB/s,5GB/s,2TB", 1200e12, 60e9
-_CARD_LOADS = ((Load(4, 8), "step"), (Load(4, 16), "step"), (Load(4, 8), "none"))
+_CARD_LOADS = tuple(
+    (Load(4, micro_batches, chunked_loss=True), durability)
+    for micro_batches, durability in ((8, "step"), (16, "step"), (8, "none"))
+)
 """Load and durability of each row."""
 CARD_CASES = tuple((ram, load, durability) for ram in (64, 128) for load, durability in _CARD_LOADS)
 """The rows of the card's table: GB of RAM, load, durability."""
@@ -317,7 +328,7 @@ def _fastest(billions: int, layers: int, hardware: Hardware) -> Planned:
     best: Planned | None = None
     for batch in _BATCHES:
         try:
-            found = choice.choose(shape, hardware, Load(batch, _ACCUMULATION), None)
+            found = choice.choose(shape, hardware, Load(batch, _ACCUMULATION, chunked_loss=True), None)
         except BudgetError:
             # Not even one sequence fits: the error says why.
             if batch == _BATCHES[-1] and best is None:

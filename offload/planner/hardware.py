@@ -111,13 +111,15 @@ class Hardware:
     """The rates above with their origins, for a reader."""
     unified: bool = False
     """True if GPU and CPU have one memory: `ram` and `gpu_memory` are then the same bytes, and copies take no time."""
+    doubts: tuple[str, ...] = ()
+    """Sentences on what disturbed the probe; those on the load of other processes come last."""
     measured: Measured | None = None
     """The timing to which the rates of compute are scaled; None if they are the probe's own."""
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Returns all that was assumed, in sentences: `assumed`, then the rates that were."""
-        return (*self.assumed, *sentences(self.rates, "assumed"))
+        """Returns all that was assumed, in sentences: `assumed`, doubts about a probe, then the rates that were."""
+        return (*self.assumed, *self.doubts, *sentences(self.rates, "assumed"))
 
     @property
     def itemsize(self) -> int:
@@ -305,7 +307,7 @@ def probed(
     measured = dict.fromkeys(_measured(found, each) for each in folders) if folders else found.drives[-1:]
     drives = tuple(map(_drive, measured))
     gpu_memory = int(_USABLE_RAM * found.machine["gpu_memory_bytes"])
-    assumed = ["nothing else runs on the machine", *found.doubts]
+    assumed = ["nothing else runs on the machine"]
     if not gpu:
         assumed.append(f"each use of a unit takes {_HANDED_SECONDS * 1e3:.1f} ms to receive its weights")
     if gpu:
@@ -329,6 +331,7 @@ def probed(
         handed_seconds=_HANDED_TO_GPU_SECONDS if gpu else _HANDED_SECONDS,
         drives=drives,
         assumed=tuple(assumed),
+        doubts=found.doubts,
         rates=(
             *_of_probe(found, "bf16" if autocast else dtype, dtype),
             *drive_rates(drives, "measured", "offload probe"),

@@ -108,4 +108,4 @@ def as_step(planned: Planned, resident: int) -> dict[str, Any]:
     }
     if not planned.hardware.on_cpu:
         step["device_peak_bytes"] = planned.memory.device + planned.activations
-    return {**step, "parts_seconds": timing.parts}
+    return {**step, "parts_seconds": timing.parts, "doubts": list(planned.hardware.doubts)}

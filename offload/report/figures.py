@@ -11,7 +11,7 @@ from typing import Any
 from offload.report.drive_wear import forecast
 from offload.report.links import busy, updates
 from offload.report.log import Log, column, is_number, number
-from offload.report.phases import ADVICE, bound
+from offload.report.phases import advice, bound
 from offload.report.prediction import compare
 from offload.report.timeline_view import Window
 
@@ -29,7 +29,8 @@ def figures(log: Log, plan: Mapping[str, float] | None = None, window: Window | 
     steady = _steady(log)
     by = bound(steady)
     about = {name: value for name, value in log.about.items() if name != "predicted"}
-    seconds = column(steady, "seconds")
+    seconds, shares = column(steady, "seconds"), column(steady, "others_share")
+    others = statistics.fmean(shares) if shares else None
     return {
         "log": str(log.path),
         "about": about,
@@ -53,7 +54,8 @@ def figures(log: Log, plan: Mapping[str, float] | None = None, window: Window | 
         "samples_per_second": _samples_rate(steady, about),
         "bound_by": None if by is None else by.by,
         "bound_words": None if by is None else by.words(),
-        "advice": None if by is None else ADVICE[by.by],
+        "advice": None if by is None else advice(by.by, others),
+        "others_share": others,
         "step_parts_seconds": {} if by is None else dict(by.parts),
         **{f"{name}_bytes": _bytes(log.steps, steady, f"{name}_bytes") for name in ("read", "written")},
         **{f"{name}_bytes": _bytes(log.steps, steady, f"{name}_bytes") for name in ("uploaded", "gradients")},

@@ -32,6 +32,24 @@ ADVICE: Mapping[str, str] = {
 """Advice for faster steps, by the phase that limits a step; the keys are those of `PARTS`."""
 
 
+_OF_CORES = ("compute", "optimizer")
+"""Phases that other work on the cores makes longer."""
+_BUSY = 0.15
+"""Fraction of the cores from which on the work of other processes is named, as by `offload probe`."""
+
+
+def advice(by: str, others: float | None = None) -> str:
+    """Returns what to change for faster steps.
+
+    Args:
+        by: the phase that limits a step.
+        others: fraction of the cores that other processes used meanwhile; None if unknown.
+    """
+    if by not in _OF_CORES or others is None or others <= _BUSY:
+        return ADVICE[by]
+    return f"end the other work on this machine, which took {others:.0%} of its cores; {ADVICE[by]}"
+
+
 class Bound(NamedTuple):
     """The limiting phase of a mean step."""
 

@@ -31,8 +31,8 @@ class TrainOptions:
         option(
             _MODEL,
             "--model",
-            "gpt2-tiny or -small, llama-1b, -3b, -7b, -13b, -70b, from scratch, on bytes; or a folder: config.json, "
-            "tokenizer, and weights if it is to start from them.",
+            "gpt2-tiny or -small, llama-1b, -3b, -7b, -8b, -13b, -70b, from scratch, on bytes; or a folder: "
+            "config.json, tokenizer, and weights if it is to start from them.",
             "--model-name-or-path",
             "--base-model",
         ),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -29,6 +29,9 @@ from offload.errors import BudgetError, ConfigError, OffloadError, StoreError, U
 from offload.interrupts import exit_on_next_signal
 from offload.notices import shell_command
 from offload.sizes import count_of, format_size
+
+if TYPE_CHECKING:
+    from offload.hardware.probe.disturb import Others
 
 _LISTS = {
     "losses": "loss",
@@ -146,6 +149,10 @@ class _Result:
     step_parts_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     drive_written_bytes: dict[str, Any] = dataclasses.field(default_factory=dict)
     predicted: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    doubts: list[str] = dataclasses.field(default_factory=list)
+    """What disturbed the probe, by which the run was predicted."""
+    others_share: float | None = None
+    """Fraction of the cores that other processes used; None if unknown, or with several ranks."""
 
 
 @dataclasses.dataclass
@@ -156,6 +163,8 @@ class Training:
     json_output: bool
     reports: list[Any] = dataclasses.field(default_factory=list)
     evaluations: list[Any] = dataclasses.field(default_factory=list)
+    shares: list[float] = dataclasses.field(default_factory=list)
+    """Of each step the fraction of the cores that other processes used."""
 
     def go(self, options: Any) -> None:
         """Runs the job. Errors and signals end the process with their message and exit code."""
@@ -209,17 +218,20 @@ class Training:
             ProgressLine(self.console, job, options.log_every) as line,
         ):
             from offload.finetune.loop import StepReport, about, steps
+            from offload.hardware.probe.disturb import Others
 
             # Only the first line of each process contains the facts on the run; `offload report` merges them.
             first = {"about": about(job)}
+            # The other ranks of a run are no others, and nobody tells them apart here.
+            others = Others() if engine.world_size == 1 else None
 
             for report in steps(job, signals.hold):
                 if not isinstance(report, StepReport):
                     self._between_steps(report, log, line)
                     continue
                 self.reports.append(report)
-                log.write(report.line() | first)
-                first = {}
+                log.write(report.line() | self._others(others) | first)
+                first, others = {}, Others() if others else None
                 line.show(report)
                 for words in cli_summary.wear(job, self.reports):
                     self.console.print(words, markup=False)
@@ -227,6 +239,14 @@ class Training:
         with signals.hold(), self._ended_on_error(job, options):
             job.save_model()
             self._finish(job, remove=not (options.keep or ended))
+
+    def _others(self, others: Others | None) -> dict[str, float]:
+        """Returns the log's field on the work of other processes during a step, and keeps it; nothing if unknown."""
+        share = None if others is None else others.share()
+        if share is None:
+            return {}
+        self.shares.append(share)
+        return {"others_share": round(share, 3)}
 
     def _between_steps(self, report: Any, log: StepLog, line: ProgressLine) -> None:
         """Reports an evaluation or a save between two steps."""
@@ -290,6 +310,7 @@ class Training:
         return _Result(
             **lists,
             **cli_summary.facts(job, reports),
+            others_share=statistics.fmean(self.shares[1:] or self.shares) if self.shares else None,
             parameters=engine.parameter_count,
             # Linux reports ru_maxrss in KiB.
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

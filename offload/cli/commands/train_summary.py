@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from offload.report.drive_wear import forecast, warning
-from offload.report.phases import ADVICE, Bound, bound
+from offload.report.phases import Bound, advice, bound
 from offload.report.prediction import compare, words
 from offload.sizes import format_decimal
 
@@ -53,6 +53,7 @@ def facts(job: Any, reports: Sequence[Any]) -> dict[str, Any]:
             each.path: {"run": each.run_bytes, "life": each.life_bytes} for each in engine.drive_writes()
         },
         "predicted": compare(job.predicted, _steady(reports)),
+        "doubts": list(job.predicted.get("doubts", ())),
     }
 
 
@@ -61,7 +62,7 @@ def rows(reports: Sequence[Any], result: Mapping[str, Any]) -> Iterator[tuple[st
     by = _bound(reports)
     if by is not None:
         yield "bound by", by.words()
-        yield "to be faster", ADVICE[by.by]
+        yield "to be faster", advice(by.by, result["others_share"])
     for path, each in result["drive_written_bytes"].items():
         so_far = f", {format_decimal(each['life'])} in the life of the run" if each["life"] > each["run"] else ""
         yield "written in all", f"{format_decimal(each['run'])} to {path}{so_far}"
@@ -69,6 +70,9 @@ def rows(reports: Sequence[Any], result: Mapping[str, Any]) -> Iterator[tuple[st
         predicted, measured, difference = words(each)
         told = f"{each['what']}: {predicted}, {measured}" + (f" ({difference})" if difference else "")
         yield "" if index else "predicted, measured", told
+    if result["predicted"]:
+        for doubt in result["doubts"]:
+            yield "", doubt
 
 
 def _bound(reports: Sequence[Any]) -> Bound | None:

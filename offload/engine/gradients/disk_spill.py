@@ -4,8 +4,9 @@
                     ▲                                              │
                     └────────────── added to once more: read ──────┘
 
-A window is a range of one unit's gradient. A backward fills one after the other, so all but the newest are written
-while the backward runs; only a window that is added to again, by another micro-batch, is waited for.
+A window is a range of one unit's gradient, of one parameter if it is large. A backward fills one after the other, so
+all but the newest are written while the backward runs; only a window that is added to again, by another micro-batch, is
+waited for.
 """
 
 from __future__ import annotations
@@ -21,13 +22,26 @@ from offload.aio.protocols import Future, wait_for_all
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.store.spill_file import SpillFile
 
+_TOGETHER = 16
+"""Fraction of the longest window, 1/16, up to which parameters share one."""
 
-def windows(borders: Sequence[int], numel: int) -> tuple[range, ...]:
-    """Returns ranges of at most `numel` elements that begin and end at some of `borders` and cover all between them."""
+
+def windows(borders: Sequence[int], starts: Sequence[int], numel: int) -> tuple[range, ...]:
+    """Returns ranges of at most `numel` elements that begin and end at some of `borders` and cover all between them.
+
+    Parameters share a window only while it is small: their gradients come in an order of their own, so a large window
+    would be written, read back for the next parameter, and written once more.
+
+    Args:
+        borders: positions at which chunks begin, sorted, with the first and the last of all.
+        starts: positions at which parameters begin, sorted.
+        numel: most elements of a window.
+    """
     found: list[range] = []
     start = borders[0]
     for before, border in zip(borders, [*borders[1:], None], strict=True):
-        if border is None or border - start > numel:
+        shared = bisect_right(starts, before) > bisect_right(starts, start)
+        if border is None or border - start > (numel // _TOGETHER if shared else numel):
             if start < before:
                 found.append(range(start, before))
             start = before

@@ -63,3 +63,12 @@ def borders(layout: UnitLayout, part: range) -> list[int]:
         first, last = max(segment.start, part.start), min(segment.stop, part.stop)
         found.update(start - part.start for start in range(first, last, CHUNK))
     return sorted(found)
+
+
+def parameter_starts(layout: UnitLayout, part: range) -> list[int]:
+    """Returns the positions in `part` at which parameters begin, or go on from another rank's, sorted."""
+    return sorted(
+        max(segment.start, part.start) - part.start
+        for segment in layout.segments
+        if max(segment.start, part.start) < min(segment.stop, part.stop)
+    )

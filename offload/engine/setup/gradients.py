@@ -14,7 +14,7 @@ from offload.engine.gradients.device_to_host import DeviceToHost
 from offload.engine.gradients.disk_spill import DiskSpill, windows
 from offload.engine.gradients.places import GradientPlaces
 from offload.engine.gradients.reduce_scatter import ReduceScatterAccumulator
-from offload.engine.gradients.values import borders
+from offload.engine.gradients.values import borders, parameter_starts
 from offload.engine.metrics.compute_spans import ComputeSpans
 from offload.engine.optim.speculation.rules import RunFacts, run_may_speculate
 from offload.engine.setup.plan import Plan
@@ -154,8 +154,8 @@ def _spill(
     itemsize = parts.gradient_dtype.itemsize
     buffers = [host.gradients.take(placement.window_numel * itemsize) for _ in range(WINDOWS)]
     unit_windows = {
-        unit: windows(borders(plan.layouts[unit], trainable[unit]), placement.window_numel)
-        for unit in placement.spilled
+        unit: windows(borders(layout, part), parameter_starts(layout, part), placement.window_numel)
+        for unit, layout, part in ((unit, plan.layouts[unit], trainable[unit]) for unit in placement.spilled)
     }
     nbytes = {unit: parts.nbytes[unit][State.GRAD] for unit in unit_windows}
     # Gradients do not outlive a step, so their file is never committed.

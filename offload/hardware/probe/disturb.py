@@ -37,14 +37,20 @@ class Others:
     def __init__(self) -> None:
         self._busy, self._mine, self._start = _busy(), time.process_time(), time.perf_counter()
 
-    def doubts(self) -> list[str]:
-        """Returns a sentence if others used more than `_SHARE` of the cores; nothing if this cannot be determined."""
+    def share(self) -> float | None:
+        """Returns the fraction of the cores that others used since the construction; None if nobody can tell."""
         busy = _busy()
         if self._busy is None or busy is None:
-            return []
+            return None
         seconds = (time.perf_counter() - self._start) * len(_cores())
-        share = (busy - self._busy - (time.process_time() - self._mine)) / seconds
-        return [f"other processes took {share:.0%} of the cores during the probe; {_CURE}"] if share > _SHARE else []
+        return max(busy - self._busy - (time.process_time() - self._mine), 0.0) / seconds if seconds else None
+
+    def doubts(self) -> list[str]:
+        """Returns a sentence if others used more than `_SHARE` of the cores; nothing if this cannot be determined."""
+        share = self.share()
+        if share is None or share <= _SHARE:
+            return []
+        return [f"other processes took {share:.0%} of the cores during the probe; {_CURE}"]
 
 
 def _cores() -> set[int]:

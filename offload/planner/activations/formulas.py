@@ -14,7 +14,8 @@ head, chunked gradients of the hidden states and of the head, in fp32 where ther
               logits and the head's gradient of one chunk, and of the same gradients, scaled
 layer-major   what stands before and in the blocks, and the inputs, of all micro-batches of a step; the head and the
               work of a backward of one; T * hidden * size for each further one, for the hidden states or their
-              gradients at the border of two blocks
+              gradients at the border of two blocks; and of a head that is tied to the embedding its gradient for each
+              further one
 
 Attention is taken to keep no matrix of T * T, as torch's scaled_dot_product_attention and FlashAttention do.
 """
@@ -133,7 +134,22 @@ def _on_device(shape: Shape, load: Load, blocks: tuple[Block, ...]) -> int:
     # The blocks that keep all come last, and are done before the first one is computed again.
     kept = load.alive * sum(saved[len(again) :]) + max(tail, *work[len(again) :], 0)
     in_block = max((of + more for of, more in zip(saved, work[: len(again)], strict=False)), default=0)
-    return load.alive * load.batch * before + _borders(shape, load) + _inputs(shape, load, again) + max(kept, in_block)
+    beside = _borders(shape, load) + _tied_gradients(shape, load) + _inputs(shape, load, again)
+    return load.alive * load.batch * before + beside + max(kept, in_block)
+
+
+def _tied_gradients(shape: Shape, load: Load) -> int:
+    """Returns the bytes of a tied head's gradients that wait in autograd, of all micro-batches but the newest.
+
+    autograd adds the gradient of the head to that of the embedding, which a micro-batch has at its very end. The
+    newest is among the gradients that a backward needs in any order.
+    """
+    blocks = shape.blocks
+    if not blocks:
+        return 0
+    unit = shape.uses[-1].unit
+    tied = any(use.unit == unit for use in shape.uses[: blocks[0].uses.start])
+    return (load.alive - 1) * shape.layouts[unit].trainable_stop * shape.itemsize * tied
 
 
 def _borders(shape: Shape, load: Load) -> int:

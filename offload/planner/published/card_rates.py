@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Mapping
 
-from offload.planner.published.gpus import Gpu
-from offload.planner.published.rate import Rate
+from offload.planner.published.gpu import Gpu
+from offload.planner.published.gpus import GPUS
+from offload.planner.published.rate import Figure, Rate
 
 _MATMUL_SHARE = 0.5
+"""Fraction of the data sheet's products where no figure of the GPU's generation was published."""
 _DEVICE_SHARE = 0.7
 _RAM_BANDWIDTH = 50e9
 _CORES_BANDWIDTH = 100e9
@@ -18,18 +22,35 @@ HOST_SHARE = 0.9
 def products(gpu: Gpu, dtype: str) -> Rate:
     """Returns the rate of matrix products: the one that others reached, else a fraction of the data sheet's.
 
+    The fraction is the one that cards of the same generation reached, by the median and at most all of it.
+
     Args:
         gpu: the GPU.
         dtype: bf16, fp16 or fp32.
     """
-    bf16 = (gpu.matmul, gpu.flops)
-    fp16 = bf16 if gpu.has_bf16 else (gpu.matmul_fp16, gpu.flops_fp16 or gpu.flops)
-    found, peak = {"bf16": bf16, "fp16": fp16, "fp32": (gpu.matmul_fp32, gpu.flops_fp32)}[dtype]
+    found, peak = _of_products(gpu, dtype)
     name = f"matrix products in {dtype}"
     if found is not None:
         return Rate(name=name, value=found.value, unit="flop/s", origin="published", source=found.source)
-    source = f"{_MATMUL_SHARE:.0%} of the data sheet's {peak / 1e12:.4g} Tflop/s"
-    return Rate(name=name, value=_MATMUL_SHARE * peak, unit="flop/s", origin="assumed", source=source)
+    kin = [_of_products(each, dtype) for each in GPUS if each.generation == gpu.generation]
+    reached = [figure.value / most for figure, most in kin if figure is not None]
+    share = min(statistics.median(reached), 1.0) if reached else _MATMUL_SHARE
+    source = f"{share:.0%} of the data sheet's {peak / 1e12:.4g} Tflop/s"
+    if reached:
+        source += f", as other cards of {gpu.generation} reached"
+    return Rate(name=name, value=share * peak, unit="flop/s", origin="assumed", source=source)
+
+
+def _of_products(gpu: Gpu, dtype: str) -> tuple[Figure | None, float]:
+    """Returns the rate of matrix products that others reached, or None, and that of the data sheet."""
+    bf16 = (gpu.matmul, gpu.flops)
+    fp16 = bf16 if gpu.has_bf16 else (gpu.matmul_fp16, gpu.flops_fp16 or gpu.flops)
+    by_dtype: Mapping[str, tuple[Figure | None, float]] = {
+        "bf16": bf16,
+        "fp16": fp16,
+        "fp32": (gpu.matmul_fp32, gpu.flops_fp32),
+    }
+    return by_dtype[dtype]
 
 
 def half_precision(gpu: Gpu, dtype: str) -> list[str]:

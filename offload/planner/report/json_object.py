@@ -11,7 +11,7 @@ from offload.planner.advice import Advice, Ordered
 from offload.planner.published.rate import Rate
 from offload.planner.reach import Reach
 from offload.planner.recommend import Planned
-from offload.planner.report.text import Asked, experts_of, hiding, inputs_of, rounded, run_seconds, years
+from offload.planner.report.text import Asked, cautions, experts_of, hiding, inputs_of, rounded, run_seconds, years
 
 
 def as_json(
@@ -43,6 +43,7 @@ def as_json(
         "tiers": [row._asdict() for row in (*memory.rows, memory.total)],
         "slots": memory.slots,
         "notices": list(memory.notices),
+        "cautions": cautions(planned, asked),
         "host_memory": memory.host,
         "least_host_memory": planned.least_host,
         "recommended_host_memory": advice.host,
@@ -62,7 +63,7 @@ def as_json(
         "drive_years": rounded(years(planned, asked)),
         # All changes; the text shows the best four only.
         "changes": [
-            {"words": each.words, "seconds": rounded(each.seconds), "gain": rounded(each.gain)}
+            {"words": each.words, "option": each.option, "seconds": rounded(each.seconds), "gain": rounded(each.gain)}
             for each in advice.changes
         ],
     }

@@ -16,6 +16,13 @@ from offload.sizes import count_of, format_count, format_size, format_time
 
 YEAR = 365.25 * 24 * 3600
 """Seconds of a year."""
+_DAY = 24 * 3600
+_WORN_IN = 10 * _DAY
+"""Seconds of training in which a drive that is worn out is named in the first line."""
+_SHARE_OF_LIFE = 0.1
+"""Fraction of a drive's rated writes that a run of known length may take without being named, as `drive_share`."""
+_TYPICAL_TBW = 1200e12
+"""Rated writes of a usual drive of 2 TB, where nobody gave those of the drives."""
 _NAMES = {
     "grad": "gradient",
     "exp_avg": "first moment",
@@ -45,15 +52,35 @@ def in_short(planned: Planned) -> str:
     return (
         f"predicted: {seconds_text(timing.seconds)} a step, {timing.tokens_per_second:,.0f} tokens/s, "
         f"{format_size(timing.moved.read)} read and {format_size(timing.moved.written)} written; "
-        f"{_describe_limit(timing)}"
+        f"{'; '.join([_describe_limit(timing), *planned.hardware.doubts[-1:]])}"
     )
 
 
-def verdict(planned: Planned, advice: Advice) -> str:
-    """Returns a plan, which fits, in one line: tokens a day, what limits, and the change that helps most."""
-    best = f"first change: {advice.changes[0].words}" if advice.changes else "; ".join(_no_change(planned, advice))
-    daily = planned.timing.tokens_per_second * 86400
-    return f"it fits; {format_count(daily)} tokens a day; {_describe_limit(planned.timing)}; {best}"
+def verdict(planned: Planned, advice: Advice, asked: Asked) -> str:
+    """Returns a plan, which fits, in one line: tokens a day, what limits, cautions, the change that helps most."""
+    daily = planned.timing.tokens_per_second * _DAY
+    best = f"first change: {advice.changes[0].sentence}" if advice.changes else "; ".join(_no_change(planned, advice))
+    told = [f"{format_count(daily)} tokens a day", _describe_limit(planned.timing), *cautions(planned, asked)]
+    return "; ".join(["it fits", *told, best])
+
+
+def cautions(planned: Planned, asked: Asked) -> list[str]:
+    """Returns what a user should know before anything else: a disturbed probe, a drive worn out, no resume."""
+    found = list(planned.hardware.doubts[-1:])
+    if planned.memory.slots == 1:
+        found.append("no resume after a kill (durability none)")
+    written = planned.timing.moved.written / planned.timing.seconds
+    drives = max(len(planned.hardware.drives), 1)
+    rated = _TYPICAL_TBW * drives if asked.endurance is None else asked.endurance
+    of_run = 0.0 if asked.tokens is None else run_seconds(planned, asked.tokens) * written
+    short = asked.tokens is not None and of_run <= _SHARE_OF_LIFE * rated
+    if written * _WORN_IN > rated and not short:
+        which = f"a drive rated for {_TYPICAL_TBW / 1e12:.0f} TB" if asked.endurance is None else "the drives"
+        found.append(
+            f"{which} would be worn out in {format_time(rated / written)} of training"
+            + (f", and this run takes {of_run / rated:.0%} of its life" if of_run else "")
+        )
+    return found
 
 
 def heading(planned: Planned) -> list[str]:
@@ -113,7 +140,7 @@ def lines(planned: Planned, advice: Advice, asked: Asked) -> list[str]:
         *_of_time(planned),
         *_of_drives(planned, asked),
         *(["what to change first:"] if advice.changes else []),
-        *(f"  {each.words}: {each.gain:.2f} times the tokens a second" for each in advice.changes[:4]),
+        *(f"  {each.sentence}" for each in advice.changes[:4]),
         *_no_change(planned, advice),
         *_measured(planned),
         *_of_rates(planned),
@@ -267,8 +294,8 @@ def _of_drives(planned: Planned, asked: Asked) -> list[str]:
     """Returns the lines on bytes written, drive life and the length of the training."""
     timing, lines_found = planned.timing, []
     if timing.moved.written:
-        # 86400 seconds: training day and night.
-        daily = timing.moved.written / timing.seconds * 86400
+        # Training day and night.
+        daily = timing.moved.written / timing.seconds * _DAY
         line = f"each step writes {format_size(timing.moved.written)}, {daily / 1e12:.1f} TB a day"
         life = years(planned, asked)
         if life is not None:

@@ -62,7 +62,7 @@ def read_closed(run: Path) -> dict[str, Any] | None:
     """Returns the contents of `closed.json` in a run's folder: {} if they cannot be read, None without such a file."""
     try:
         note = json.loads(read_whole(run / CLOSED))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError):
         return {}

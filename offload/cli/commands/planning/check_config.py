@@ -19,6 +19,7 @@ _KINDS = {
     "auto": 'left to "auto", which a script or a Trainer fills in, else the default',
     "without_effect": "without effect, since this library chooses these values itself",
     "ignored": "ignored: not supported, or of another tool",
+    "off": "off: these ask for nothing",
 }
 """The lists of `--json`, each with its heading."""
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -28,7 +29,7 @@ def check_config(
     config: Annotated[Path, typer.Argument(metavar="FILE", help="A DeepSpeed JSON file.")],
     json_output: Json = False,
 ) -> None:
-    """Say what becomes of each key of a DeepSpeed JSON file, without a run: honoured, ignored, refused or wrong.
+    """Say what becomes of each key of a DeepSpeed JSON file, and why: honoured, ignored, off, refused or wrong.
 
     Exit code 0, or 2 if a key is wrong or refused; all such keys are listed. That the batch fits the number of
     ranks is checked by the run. Example: offload check-config ds_config.json
@@ -39,20 +40,23 @@ def check_config(
         print(json.dumps({"config": str(config), **found}))
     else:
         print(f"{config}: {', '.join(_counts(found))}")
-        for kind, names in found.items():
-            if names:
-                print(f"{_KINDS[kind]}:", *(f"  {name}" for name in names), sep="\n")
+        for kind in _KINDS:
+            if found[kind]:
+                print(f"{_KINDS[kind]}:", *(f"  {_with_reason(name, found['why'])}" for name in found[kind]), sep="\n")
     if found["errors"]:
         raise typer.Exit(BAD_INPUT)
 
 
-def keys_of(file: Path) -> dict[str, Sequence[str]]:
+def keys_of(file: Path) -> dict[str, Any]:
     """Returns the keys of a config file by what becomes of them, and the messages on those that are wrong.
+
+    "why" has the reason of each key that has one.
 
     Raises:
         ConfigError: the file cannot be read, or is no JSON object.
     """
     from offload.config import examine, read_json
+    from offload.config.documentation import reasons
 
     content = read_json(file)
     _, findings = examine(content)
@@ -66,7 +70,17 @@ def keys_of(file: Path) -> dict[str, Sequence[str]]:
         "auto": sorted(findings.auto),
         "without_effect": sorted(findings.tuning),
         "ignored": sorted(findings.unsupported),
+        "off": sorted(findings.off),
+        "why": {
+            **{name: why for name, why in reasons() if name in (*findings.tuning, *findings.unsupported)},
+            **findings.off,
+        },
     }
+
+
+def _with_reason(name: str, why: Mapping[str, str]) -> str:
+    """Returns a key, followed by the reason if there is one."""
+    return f"{name}: {why[name]}" if name in why else name
 
 
 def batch_errors(content: Mapping[str, Any]) -> list[str]:
@@ -85,7 +99,7 @@ def _is_wrong(name: str, messages: Sequence[str]) -> bool:
     return any(message.startswith(f"{name} ") or f"{name}." in message for message in messages)
 
 
-def _counts(found: Mapping[str, Sequence[str]]) -> list[str]:
+def _counts(found: Mapping[str, Any]) -> list[str]:
     """Returns the number of keys of each kind that there is, in words."""
     named = {kind: re.split("[,:]", heading)[0] for kind, heading in _KINDS.items()}
-    return [f"{len(names)} {named[kind]}" for kind, names in found.items() if names] or ["no keys"]
+    return [f"{len(found[kind])} {name}" for kind, name in named.items() if found[kind]] or ["no keys"]

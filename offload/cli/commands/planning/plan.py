@@ -36,14 +36,15 @@ def plan(typed: PlanOptions) -> None:
     """
     from rich.console import Console
 
-    from offload.finetune.options import Start, recipe
-    from offload.planner.advice import advise, compare
-    from offload.planner.config_file import write_config
-    from offload.planner.reach import reach
-    from offload.planner.report import reach as reach_report
-    from offload.planner.report import text as report
-    from offload.planner.report.json_object import as_json
-    from offload.presets import PRESETS
+    with _working("loading torch"):
+        from offload.finetune.options import Start, recipe
+        from offload.planner.advice import advise, compare
+        from offload.planner.config_file import write_config
+        from offload.planner.reach import reach
+        from offload.planner.report import reach as reach_report
+        from offload.planner.report import text as report
+        from offload.planner.report.json_object import as_json
+        from offload.presets import PRESETS
 
     console = Console(stderr=typed.json_output, highlight=False, markup=False)
     if typed.longest_sequence:
@@ -53,8 +54,7 @@ def plan(typed: PlanOptions) -> None:
         planned = _planned(typed)
         wanted = _asked(typed, planned)
         # Each of these takes longer than the plan: it repeats the prediction for every change, way or order.
-        with _working() as show:
-            show("trying what could be changed")
+        with _working("trying what could be changed") as show:
             advice = advise(planned)
             show("searching the longest sequence of each way to keep activations")
             ways = reach(planned)
@@ -71,7 +71,7 @@ def plan(typed: PlanOptions) -> None:
     if typed.json_output:
         print(json.dumps(as_json(planned, advice, wanted, ways, orders)), flush=True)
         return
-    console.print(report.verdict(planned, advice), soft_wrap=True)
+    console.print(report.verdict(planned, advice, wanted), soft_wrap=True)
     for line in report.heading(planned):
         console.print(line, soft_wrap=True)
     _print_table(console, ("", "device", "host", "disk"), report.table(planned))
@@ -89,11 +89,16 @@ def plan(typed: PlanOptions) -> None:
 
 
 @contextmanager
-def _working() -> Iterator[Callable[[str], None]]:
-    """Yields a function that shows what is being computed as a status line on stderr, if that is a terminal."""
+def _working(first: str) -> Iterator[Callable[[str], None]]:
+    """Yields a function that shows what is being computed as a status line on stderr, if that is a terminal.
+
+    Args:
+        first: what is being computed first.
+    """
     from rich.console import Console
 
     with status_line(Console(stderr=True, highlight=False, markup=False)) as show:
+        show(first)
         yield show
 
 
@@ -133,8 +138,7 @@ def _print_longest(typed: PlanOptions, console: Console) -> None:
     with errors(BAD_INPUT):
         if typed.write is not None or typed.measure:
             raise ConfigError("--longest-sequence writes and measures nothing; leave out --write and --measure")
-        with _working() as show:
-            show("searching the longest sequence of each way to keep activations")
+        with _working("searching the longest sequence of each way to keep activations"):
             found = ask.longest(_model(typed), _machine(typed), _step(typed), typed.config)
     if typed.json_output:
         print(json.dumps(reach_report.longest_json(found)), flush=True)
@@ -150,12 +154,12 @@ def _planned(typed: PlanOptions) -> Planned:
     from offload.planner import request as ask
     from offload.planner.config_file import check_target
 
-    model, machine, step = _model(typed), _machine(typed), _step(typed)
+    with _working("reading the model's config"):
+        model, machine, step = _model(typed), _machine(typed), _step(typed)
     # The file to write is checked before the model is timed: a bad path must not cost minutes.
     check_target(typed.write)
     if not typed.measure:
-        with _working() as show:
-            show("counting the model's bytes and operations, and simulating a step")
+        with _working("counting the model's bytes and operations, and simulating a step"):
             return ask.planned(model, machine, step, typed.config)
     # Nothing needs cleaning up while the model runs, so a signal may end the process inside native code.
     with exit_on_signal("stopped; nothing was written"), measuring() as tell:
