@@ -275,8 +275,8 @@ def test_forked_workers_copy_nothing_while_updates_run(tmp_path: Path, monkeypat
             engine.destroy(remove=True)
     (plain, _), (forked, grown) = results
     assert forked == plain
-    # Measured: 62 to 132 MiB of other objects in four workers, the more the more tests this process has imported; 145 MiB
-    # more where a fork takes the arena along.
+    # Measured: 62 to 132 MiB of other objects in four workers, the more the more tests this process has imported, and
+    # 145 MiB more where a fork takes the arena along.
     assert grown < host * 3 // 4, f"{grown // MIB} MiB more with workers, the host arena has {host // MIB}"
 
 

@@ -174,11 +174,11 @@ def test_a_script_that_catches_each_is_never_ended(tmp_path: Path) -> None:
 
 def test_offload_run_itself(tmp_path: Path) -> None:
     """The real command, from its start: also while it imports."""
-    (tmp_path / "train.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(1000)\n")
+    (tmp_path / "train.py").write_text("import time\nprint('ready', flush=True); time.sleep(1000)\n")
     command = [sys.executable, "-m", "offload", "run", "train.py"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for(process, "ready")
-    assert interrupted(process) == "stopped by Ctrl-C in train.py, line 3; Ctrl-C again ends at once\n"
+    assert interrupted(process) == "stopped by Ctrl-C in train.py, line 2; Ctrl-C again ends at once\n"
 
 
 def test_while_the_imports_of_offload_run_take_their_time(tmp_path: Path) -> None:
