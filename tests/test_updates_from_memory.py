@@ -89,7 +89,7 @@ def test_the_next_forward_ends_while_every_write_is_in_flight(tmp_path: Path, mo
 def test_a_unit_of_which_nothing_is_read_or_written_is_one_tile(
     placement: tuple[str, str], pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each call of the kernel costs many cores as much as half a million elements."""
+    """In the time between two tiles many cores would compute half a million elements."""
     small_pieces(monkeypatch)
     engine = start(JOB, placement, tmp_path)
     calls, update = list[int](), kernels.update
