@@ -21,6 +21,7 @@ from offload.layout.flat_layout import lay_out
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.host_arena import Classes, HostArena
 from offload.swapper.store import spill_file as scratch
+from offload.timeline import OFF
 from tests.support import models
 from tests.support.fault_injection import LateQueue
 from tests.support.oracle import (
@@ -209,7 +210,7 @@ def test_a_window_holds_what_was_added_whoever_writes_it_when(order: list[int]) 
     buffers = [taken for _ in range(3) if (taken := arena.gradients.take(numel * itemsize)) is not None]
     ranges = {0: tuple(range(start, start + numel) for start in range(0, 6 * numel, numel))}
     failures: list[BaseException] = []
-    spill = DiskSpill(ranges, torch.float32, buffers, MemoryScratch(6 * numel * itemsize), failures.append)  # type: ignore[arg-type]
+    spill = DiskSpill(ranges, torch.float32, buffers, MemoryScratch(6 * numel * itemsize), failures.append, OFF)  # type: ignore[arg-type]
     expected = [0.0] * 6
     for number in order:
         part = spill.part(0, number * numel, (number + 1) * numel)
@@ -243,7 +244,7 @@ def test_a_gradient_that_is_lost_stops_the_engine_whoever_notices(
     lease = arena.gradients.take(numel * 4)
     assert lease is not None
     stretches = {0: (range(numel),)}
-    spill = DiskSpill(stretches, torch.float32, [lease], MemoryScratch(numel * 4), failures.append)  # type: ignore[arg-type]
+    spill = DiskSpill(stretches, torch.float32, [lease], MemoryScratch(numel * 4), failures.append, OFF)  # type: ignore[arg-type]
     spill.part(0, 0, numel).fill_(1.0)
 
     def write(*_: Any) -> Full:

@@ -15,8 +15,18 @@ from offload.engine.metrics.step_meter import cause_of
 from offload.engine.metrics.writers import cut
 from offload.errors import NumericsError
 from offload.timeline import OFF, Row
+from tests.support.models import GPT2
 from tests.support.monitor_runs import CSV, DISK, JOB, loss, model, no_thread_stays, rows, start, values
-from tests.support.oracle import PLACEMENTS, assert_same, config, run, train_step, weights_of
+from tests.support.oracle import (
+    PLACEMENTS,
+    assert_same,
+    config,
+    least_host_memory,
+    run,
+    small_pieces,
+    train_step,
+    weights_of,
+)
 from tests.support.rank_pool import RankPool
 
 __all__ = ["no_thread_stays"]  # fixtures
@@ -115,11 +125,30 @@ def test_every_wait_of_a_component_has_a_cause() -> None:
     found = set()
     for path in [*room.glob("swapper/**/*.py"), *room.glob("engine/**/*.py")]:
         if path.name != "step_meter.py":
-            found |= set(re.findall(r'f?"(waits for [^"{]*)', path.read_text()))
-    assert len(found) > 6
-    for words in found:
-        name = f"{words}all updates" if words == "waits for " else f"{words}h.3"
-        assert cause_of(Row.WAITS, name) or cause_of(Row.WORKER, name), words
+            row = Row.WORKER if path.name == "tile_pipeline.py" else Row.WAITS
+            found |= {(row, words) for words in re.findall(r'f?"(waits for [^"{]*)', path.read_text())}
+    assert len(found) > 12
+    for row, words in found:
+        ends = {
+            "waits for ": ("all updates", "the commit"),
+            "waits for the ": ("read of gradients", "write of gradients"),
+        }
+        for end in ends.get(words, ("",)):
+            assert cause_of(row, words + end), words
+
+
+def test_units_that_pass_through_host_memory_in_chunks_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host memory has no room for two of these, so that the model's thread reads each when it needs it."""
+    small_pieces(monkeypatch)
+    least = least_host_memory(GPT2, tmp_path / "least")
+    engine = start(tmp_path, GPT2, keys={"wall_clock_breakdown": True}, host_memory=least)
+    for step in range(3):
+        train_step(engine, GPT2, step)
+    engine.destroy(remove=True)
+    assert min(values(tmp_path, "Offload/wait_for_reads_seconds")) > 0
+    assert min(values(tmp_path, "Offload/wait_for_memory_seconds")) > 0  # gradients that leave it for the drive
 
 
 def test_losses_of_micro_batches_that_were_given_up_are_not_in_it(tmp_path: Path) -> None:

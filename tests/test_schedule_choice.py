@@ -44,6 +44,10 @@ def test_layer_major_is_taken_where_it_saves_transfers_and_fits() -> None:
             {"checkpointed": False, "activation_nbytes": None},
             "blocks keep all activations, and it is unknown whether those of 8 micro-batches fit",
         ),
+        (
+            {"activation_nbytes": None, "tied_nbytes": 7 * GIB},
+            "gradients of tied weights of 8 micro-batches take 7.0 GiB, of 12.0 GiB that is free",
+        ),
     ],
 )
 def test_a_reason_says_why_auto_takes_the_other_order(other: dict[str, Any], reason: str) -> None:
@@ -54,6 +58,12 @@ def test_a_reason_says_why_auto_takes_the_other_order(other: dict[str, Any], rea
 def test_blocks_that_keep_their_inputs_alone_are_trusted_to_fit(unknown: str) -> None:
     assert chosen(**{unknown: None}).schedule == LAYER_MAJOR
     assert chosen(**{unknown: None, "checkpointed": False}).schedule == MICRO_BATCH_MAJOR
+
+
+def test_tied_weights_may_take_half_of_what_is_free() -> None:
+    assert chosen(activation_nbytes=None, tied_nbytes=6 * GIB).schedule == LAYER_MAJOR
+    # Where the activations are known, these gradients are among them.
+    assert chosen(tied_nbytes=7 * GIB).schedule == LAYER_MAJOR
 
 
 def test_all_activations_that_fit_are_kept() -> None:

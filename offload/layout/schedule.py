@@ -21,6 +21,8 @@ SCHEDULES = ("auto", LAYER_MAJOR, MICRO_BATCH_MAJOR)
 
 _LEAST_BLOCKS = 2
 """Blocks from which on the order of micro-batches and blocks makes a difference."""
+_TIED_SHARE = 2
+"""Gradients of tied weights may take one part in so many of the free memory; activations need the rest."""
 
 
 class Choice(NamedTuple):
@@ -52,6 +54,7 @@ def choose_schedule(
     checkpointed: bool,
     activation_nbytes: int | None,
     free_nbytes: int | None,
+    tied_nbytes: int = 0,
 ) -> Choice:
     """Returns the schedule of a run.
 
@@ -66,6 +69,8 @@ def choose_schedule(
         checkpointed: True if every block is computed again in the backward, and keeps its input alone.
         activation_nbytes: bytes on the device for the activations of all micro-batches of a step; None if unknown.
         free_nbytes: bytes of the device that activations may take; None if unknown.
+        tied_nbytes: bytes of the device for gradients of weights that two modules share: autograd keeps that of a tied
+            head for each micro-batch until its embedding has one too. Read where `activation_nbytes` is unknown.
     """
     assert asked in SCHEDULES, asked  # the config and the command line check what a user wrote
     if asked == MICRO_BATCH_MAJOR:
@@ -85,6 +90,12 @@ def choose_schedule(
                 f"activations of {micro_batches} micro-batches take {format_size(activation_nbytes)}, and "
                 f"{format_size(max(free_nbytes, 0))} is free",
             )
+    elif free_nbytes is not None and _TIED_SHARE * tied_nbytes > free_nbytes:
+        return Choice(
+            MICRO_BATCH_MAJOR,
+            f"gradients of tied weights of {micro_batches} micro-batches take {format_size(tied_nbytes)}, of "
+            f"{format_size(max(free_nbytes, 0))} that is free",
+        )
     elif not checkpointed:
         return Choice(
             MICRO_BATCH_MAJOR,

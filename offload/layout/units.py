@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -248,3 +249,14 @@ def external_parameters(module: nn.Module) -> list[nn.Parameter]:
 def set_external_parameters(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
     """Stores the list of other modules' parameters in `module` itself, so that a deep copy of a model has its own."""
     module.__dict__[_EXTERNAL] = list(parameters)
+
+
+def tied_numel(model: nn.Module) -> int:
+    """Returns the elements of trainable parameters that several modules own, such as a head tied to its embedding."""
+    owners = Counter(
+        parameter
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None and parameter.requires_grad
+    )
+    return sum(parameter.numel() for parameter, count in owners.items() if count > 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -21,6 +22,7 @@ def stream(
     pieces: Sequence[Piece],
     device: Device,
     after: Sequence[Event],
+    waiting: Callable[[], AbstractContextManager[None]],
 ) -> Event:
     """Copies the `pieces` of a partition to their places in `whole`, chunk by chunk, and waits for the last copy.
 
@@ -35,6 +37,7 @@ def stream(
         pieces: what is copied, in the order of the partition's bytes.
         device: starts the copies.
         after: events that must be done before `whole` is written.
+        waiting: makes a context for each wait for a read.
 
     Returns:
         The event of the last copy. The copy has ended.
@@ -58,7 +61,8 @@ def stream(
                 reading.append((host_buffer, start, read(start, host_buffer.buffer[:nbytes])))
                 start += nbytes
             host_buffer, first, future = reading[0]
-            moved = future.wait()
+            with waiting():
+                moved = future.wait()
             reading.popleft()
             for segment, offset in overlaps(pieces, first, first + moved):
                 source = host_buffer.tensor(torch.uint8)[offset : offset + len(segment)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -317,12 +318,14 @@ class DeviceCache:
             read: starts to read the partition from a byte offset into a buffer.
         """
         self._table.move(entry, Residency.UPLOADING)
-        whole, size = self._arena.view(device_buffer), entry.size
+        whole, size, timeline = self._arena.view(device_buffer), entry.size, self._table.timeline
+        waiting = functools.partial(timeline.span, Row.WAITS, f"waits for read of {size.title} in chunks")
+        after = device_buffer.after
         try:
-            with self._table.timeline.span(Row.UPLOADS, f"{entry.size.title} in chunks", entry.size.shard_nbytes):
+            with timeline.span(Row.UPLOADS, f"{size.title} in chunks", size.shard_nbytes):
                 entry.uploaded = self._table.changed.without_lock(
                     lambda: stream(
-                        read, size.shard_nbytes, host_buffers, whole, size.pieces, self._device, device_buffer.after
+                        read, size.shard_nbytes, host_buffers, whole, size.pieces, self._device, after, waiting
                     )
                 )
             self.gather(entry, device_buffer, entry.uploaded)

@@ -15,12 +15,14 @@ import contextlib
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
 from offload.aio.protocols import Future, wait_for_all
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.store.spill_file import SpillFile
+from offload.timeline import Row, Timeline
 
 _TOGETHER = 16
 """Fraction of the longest window, 1/16, up to which parameters share one."""
@@ -65,6 +67,7 @@ class DiskSpill:
         host_buffers: Sequence[HostBuffer],
         scratch: SpillFile,
         fail: Callable[[BaseException], None],
+        timeline: Timeline,
     ) -> None:
         """Takes the memory of `host_buffers`, and owns `scratch` from now on.
 
@@ -74,9 +77,10 @@ class DiskSpill:
             host_buffers: host buffers, each as large as the largest window.
             scratch: the file of all units.
             fail: receives an error that loses a gradient.
+            timeline: receives the waits of `part`.
         """
         self._windows = windows
-        self._dtype, self.scratch, self._fail = dtype, scratch, fail
+        self._dtype, self.scratch, self._fail, self._timeline = dtype, scratch, fail, timeline
         self._lock = threading.Lock()
         self._free = list(host_buffers)
         self._here: dict[tuple[int, int], HostBuffer] = {}
@@ -147,13 +151,15 @@ class DiskSpill:
             return self._here[key]
         if key in self._writing:
             host_buffer, future = self._writing[key]
-            future.wait()  # a write's buffer may not change before its end
+            with self._waits("write"):
+                future.wait()  # a write's buffer may not change before its end
             del self._writing[key]
         else:
             host_buffer = self._take()
             # A window that was never written needs no read: its first gradients are stored, not added.
             if key in self._written:
-                self.scratch.read(key[0], self._offset(key), host_buffer.buffer[: self._nbytes(key)]).wait()
+                with self._waits("read"):
+                    self.scratch.read(key[0], self._offset(key), host_buffer.buffer[: self._nbytes(key)]).wait()
         # Start to write all other windows now: the backward does not return to them, so writes overlap the compute.
         for other in list(self._here):
             self._write(other)
@@ -166,7 +172,8 @@ class DiskSpill:
             # If no write is in flight that would free a buffer, the oldest window is written.
             if not self._writing:
                 self._write(next(iter(self._here)))
-            self._end_write(next(iter(self._writing)))
+            with self._waits("write"):
+                self._end_write(next(iter(self._writing)))
         return self._free.pop()
 
     def _write(self, key: tuple[int, int]) -> None:
@@ -182,6 +189,9 @@ class DiskSpill:
         future.wait()
         del self._writing[key]
         self._free.append(host_buffer)
+
+    def _waits(self, act: str) -> AbstractContextManager[None]:
+        return self._timeline.span(Row.WAITS, f"waits for the {act} of gradients")
 
     def _offset(self, key: tuple[int, int]) -> int:
         return self._windows[key[0]][key[1]].start * self._dtype.itemsize

@@ -61,9 +61,13 @@ class PassMeter:
         """Adds a wait or a copy. Between forwards, those of prefetches are no cost of a forward."""
         if self._began is None:  # also before the first forward: the filling of host memory
             return
-        # A span "in chunks" is a unit that is read and copied piece by piece; its copies are the smaller part.
+        # A span "in chunks" is a unit that is read and copied piece by piece, and contains its waits; its copies are
+        # the smaller part.
+        in_chunks = name.endswith(" in chunks")
         if row is Row.UPLOADS:
-            self._sums["drive" if name.endswith(" in chunks") else "copies"] += nanoseconds
+            self._sums["drive" if in_chunks else "copies"] += nanoseconds
+        elif in_chunks:
+            return
         elif cause_of(row, name) in ("wait_for_reads", "wait_for_memory"):
             self._sums["drive"] += nanoseconds
 

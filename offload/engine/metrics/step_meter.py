@@ -30,11 +30,16 @@ from offload.timeline import Phase, Row
 _WAITS = (
     ("waits for read of ", "wait_for_reads"),
     ("waits for a streamed unit", "wait_for_reads"),
+    ("waits for the read of ", "wait_for_reads"),
     ("waits for update of ", "wait_for_updates"),
     ("waits for all updates", "wait_for_updates"),
     ("waits for the commit", "wait_for_commits"),
     ("waits for a host buffer for ", "wait_for_memory"),
+    # Of gradients and inputs on their way to DISK: the host memory that they leave is what is waited for.
+    ("waits for the write of ", "wait_for_memory"),
     ("waits for upload of ", "wait_for_uploads"),
+    ("waits for an upload ahead", "wait_for_uploads"),
+    ("waits for a copy of weights", "wait_for_uploads"),
 )
 """Sum of each wait of the training thread, by the beginning of the span's name; the first match counts."""
 _WORKER = (

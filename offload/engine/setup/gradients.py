@@ -29,7 +29,7 @@ from offload.swapper.pager import Pager
 from offload.swapper.store import Written
 from offload.swapper.store.drive_spans import DriveSpans
 from offload.swapper.store.spill_file import SpillFile
-from offload.timeline import Timeline
+from offload.timeline import OFF, Timeline
 
 
 def gradient_accumulator(
@@ -160,4 +160,8 @@ def _spill(
     nbytes = {unit: parts.nbytes[unit][State.GRAD] for unit in unit_windows}
     # Gradients do not outlive a step, so their file is never committed.
     scratch = SpillFile(plan.config.drives, nbytes, queue, written, spans)
-    return DiskSpill(unit_windows, parts.gradient_dtype, [each for each in buffers if each], scratch, pager.fail)
+    # A receiving thread adds gradients beside the backward, so that its waits are none of the model's.
+    timeline = pager.table.timeline if plan.device.host_addressable else OFF
+    return DiskSpill(
+        unit_windows, parts.gradient_dtype, [each for each in buffers if each], scratch, pager.fail, timeline
+    )

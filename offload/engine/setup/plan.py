@@ -30,15 +30,16 @@ from offload.layout.experts.division import divide, division_of
 from offload.layout.experts.stacks import rows_of
 from offload.layout.flat_layout import UnitLayout, layouts_of
 from offload.layout.frozen.choice import stored_weights
+from offload.layout.frozen.notices import frozen_notices
 from offload.layout.memory_plan import MemoryPlan, MemoryRequest, PlacedStates, place_states, plan_memory, wanted_slots
 from offload.layout.opaque_state import StateField
 from offload.layout.optimizers.state_pages import laid_out_for
 from offload.layout.placement import Placement
 from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR, Choice, choose_schedule
 from offload.layout.tiers import Partitions
-from offload.layout.units import Units
+from offload.layout.units import Units, tied_numel
 from offload.notices import Headline, Remark
-from offload.sizes import count_of, format_size
+from offload.sizes import format_size
 from offload.states import State
 from offload.swapper.in_place.image import UnitImage
 from offload.swapper.memory.device import Device
@@ -175,14 +176,15 @@ def decide(
     units, stacks, experts = divide(model, division_of(config, optimizer))
     stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, rows_of(stacks))
     layouts = laid_out_for(layouts_of(model, units, mesh.shards, kept, stored, matrices), mode, mesh.shards)
-    more = (*_frozen_notices(config, layouts, mode), *experts, *tile_notices(tiled_mlps, config.offload.tile_mlp))
+    tiles = tile_notices(tiled_mlps, config.offload.tile_mlp)
+    more = (*frozen_notices(config.offload.frozen, layouts, mode.weight_dtype.itemsize), *experts, *tiles)
     check_batch_norm(model, mode, device.torch, buffers)
     check_same(everyone, config, batch, mode, layouts, model, device, grid)
     device_kernels, why_not = _device_kernels(device)
     images = () if find_images is None else find_images(layouts, mode)
     request = _request(config, layouts, optimizer, batch, device, ranks, everyone, device_kernels, images)
     memory, found = _with_disks(place_states(request), everyone)
-    schedule, schedule_notices = _schedule(config, batch, model, memory)
+    schedule, schedule_notices = _schedule(config, batch, model, memory, request.machine, everyone)
     return Plan(
         config=config,
         batch=batch,
@@ -233,13 +235,28 @@ def _request(
     )
 
 
-def _schedule(config: Config, batch: Batch, model: nn.Module, memory: MemoryPlan) -> tuple[Choice, tuple[str, ...]]:
-    """Returns the order of micro-batches and blocks, and lines on it where it matters."""
+def _schedule(
+    config: Config, batch: Batch, model: nn.Module, memory: MemoryPlan, machine: Machine, ranks: Ranks | None
+) -> tuple[Choice, tuple[str, ...]]:
+    """Returns the order of micro-batches and blocks, and lines on it where it matters.
+
+    Args:
+        config: the whole config.
+        batch: sizes of a batch.
+        model: the model.
+        memory: tiers and budgets of this rank.
+        machine: what is free; memory that the device shares with the host counts as unknown.
+        ranks: all that train together; None if this process is alone.
+    """
     asked, blocks = config.offload.schedule, blocks_of(model, config.units)
     # A block of transformers that checkpoints itself has this attribute.
     by_itself = all(getattr(model.get_submodule(name), "gradient_checkpointing", False) for name in blocks)
     checkpointed = config.activation_tier is not None or by_itself
     moves = not all(memory.parts.stays(unit, row) for unit, row in enumerate(memory.placement.tiers))
+    free = None if machine.host_addressable else machine.free_device - memory.placement.device_nbytes
+    if free is not None and ranks is not None:
+        # All ranks pass through the blocks in one order, so the device with the least memory decides.
+        free = min(ranks.share(free))
     choice = choose_schedule(
         asked=asked,
         # A step of one micro-batch by the config may have several by the loop, if it asks for the order by name.
@@ -248,7 +265,9 @@ def _schedule(config: Config, batch: Batch, model: nn.Module, memory: MemoryPlan
         moves=moves,
         checkpointed=checkpointed,
         activation_nbytes=None,
-        free_nbytes=None,
+        free_nbytes=free,
+        # The newest micro-batch's is among the gradients that any order needs.
+        tied_nbytes=(batch.accumulation - 1) * tied_numel(model) * memory.mode.weight_dtype.itemsize,
     )
     if asked == LAYER_MAJOR and choice.schedule != LAYER_MAJOR:
         return choice, (f'"schedule": "layer_major" has no effect: {choice.reason}',)
@@ -288,35 +307,6 @@ def _mesh_notices(mesh: Mesh) -> tuple[str, ...]:
     if mesh.shards == 1:
         told = "gradients are added up over all ranks; ZeRO stages 1 to 3 without mics_shard_size divide all of them"
     return (Remark(f"{mesh}: each rank has {part} of the weights, gradients and states; {told}"),)
-
-
-def _frozen_notices(config: Config, layouts: Sequence[UnitLayout], mode: Mode) -> tuple[str, ...]:
-    """Returns a line on the frozen weights that are stored as blocks, or on why there are none."""
-    as_bytes = _bytes_notices(layouts, mode)
-    form = config.offload.frozen
-    if form is None:
-        return as_bytes
-    blocks = [segment for layout in layouts for segment in layout.segments if segment.form]
-    if not blocks:
-        no_effect = f'"frozen": "{form}" has no effect: the model has no frozen matrix of a linear layer'
-        return (*as_bytes, f"{no_effect} in values" if as_bytes else no_effect)
-    itemsize = mode.weight_dtype.itemsize
-    stored, values = (sum(numel) * itemsize for numel in zip(*((s.numel, s.value_numel) for s in blocks), strict=True))
-    matrices = count_of(len(blocks), "frozen matrix is", "frozen matrices are")
-    return (
-        *as_bytes,
-        Remark(f"{matrices} stored in {form}: {format_size(stored)} instead of {format_size(values)}"),
-    )
-
-
-def _bytes_notices(layouts: Sequence[UnitLayout], mode: Mode) -> tuple[str, ...]:
-    """Returns a line on the frozen weights that another library has quantized, if there are any."""
-    found = [segment for layout in layouts for segment in layout.segments if segment.inner]
-    if not found:
-        return ()
-    nbytes = sum(segment.numel for segment in found) * mode.weight_dtype.itemsize
-    weights = count_of(len(found), "quantized weight is", "quantized weights are")
-    return (Remark(f"{weights} stored as the model has {'it' if len(found) == 1 else 'them'}: {format_size(nbytes)}"),)
 
 
 def _with_disks(placed: PlacedStates, ranks: Ranks | None) -> tuple[MemoryPlan, FoundRun]:
