@@ -22,7 +22,7 @@ from offload.swapper.store import drives as drives_module
 from offload.swapper.store import run_status
 from offload.swapper.store.rank_folder import sync_names
 from tests.support.power_cut import Disk, Event, Image, all_but, everything, nothing, only, put, some, some_events
-from tests.support.store_runs import PAGE, TRAINABLE, Contents, Run, _memory, everything_that_runs_do
+from tests.support.store_runs import PAGE, TRAINABLE, Contents, Run, _memory, everything_that_runs_do, label_of
 from tests.support.write_recorder import PlainQueue, Recorder, RecordingQueue
 
 
@@ -184,6 +184,38 @@ def expect_none(log: Log, drives: int, room: Path, random_cuts: int, seed: int =
 def test_a_power_cut_at_any_moment(drives: int, tmp_path: Path, room: Path, queue: IoQueue) -> None:
     log = recorded(tmp_path, drives, queue, everything_that_runs_do)
     assert expect_none(log, drives, room, 1) > 400
+
+
+@pytest.mark.parametrize("drives", [1, 2])
+def test_a_power_cut_after_edits_on_a_grid_leaves_the_commit_before(
+    drives: int, tmp_path: Path, room: Path, queue: IoQueue
+) -> None:
+    """Another process may not have made the last one, and all then resume from the one before."""
+
+    def work(run: Run) -> None:
+        run.create()
+        run.commit()
+        for unit in TRAINABLE:
+            run.update(unit)
+        run.commit()
+        for unit in (0, 1, 0):
+            run.edit(unit)
+        run.take_back()
+
+    log, commits = recorded(tmp_path, drives, queue, work)
+    second = next(at for at, event in enumerate(log) if event.what == "note" and event.arguments == ("commit 1",))
+    found = [case for case in cases(log, 1) if case.at > second]
+    assert len(found) > 50
+    for case in found:
+        root = room / "image"
+        put(case.image, root)
+        run = Run(root, drives, PlainQueue(), dict(commits))
+        assert run.store.newest_serial() in (1, 2)
+        run.last, run.now = label_of(run.store.open(1)), dict(commits["commit 0"])
+        assert run.last == "commit 0"
+        run.compare()
+        run.store.close()
+        shutil.rmtree(root)
 
 
 def test_a_power_cut_while_a_first_commit_is_given_up(tmp_path: Path, room: Path, queue: IoQueue) -> None:

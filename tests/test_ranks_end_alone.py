@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import offload
-from offload.errors import IoError, RankError
+from offload.errors import IoError, OffloadError, RankError
 from offload.swapper.store.store import Store
 from tests.support import sequence_parallel as sp
 from tests.support import tensor_parallel as tp
-from tests.support.oracle import Job
+from tests.support.oracle import Job, train_step
 from tests.support.rank_pool import pool, rank_and_size
 
 DISK = ("nvme", "nvme")
@@ -56,6 +56,39 @@ def begin_again(folder: Path) -> None:
 def test_an_edit_is_committed_by_all_ranks_or_none(tmp_path: Path) -> None:
     """Another rank may have ended before its last commit, to which a resume then goes back."""
     for function in (edit_beside_a_lost_rank, begin_again):
+        with pool(2) as ranks:
+            ranks.run(function, tmp_path)
+
+
+def edit_beside_a_lost_step(folder: Path) -> None:
+    """Rank 0 fails with the commit of the second step, which rank 1 makes; then rank 1 edits two units, and ends."""
+    rank, _ = rank_and_size()
+    engine = start("tensor", folder)
+    losses = [train_step(engine, JOB, step) for step in range(2)]
+    (folder / f"losses{rank}").write_text(repr(losses))
+    if rank == 0:
+        with pytest.MonkeyPatch.context() as patches, contextlib.suppress(OffloadError):
+            patches.setattr(Store, "commit", fail_to_commit)
+            engine.destroy()
+        return
+    for weight in (engine.module.head.weight, engine.module.embed.weight):
+        offload.safe_set_full_fp32_param(weight, torch.zeros(weight.shape))
+    assert not offload.safe_get_full_fp32_param(engine.module.head.weight).any()
+    with contextlib.suppress(RankError):
+        engine.destroy()
+
+
+def repeat_the_lost_step(folder: Path) -> None:
+    engine = start("tensor", folder, resume="auto")
+    assert engine.global_steps == 1
+    again = train_step(engine, JOB, 1)
+    engine.destroy(remove=True)
+    assert (folder / f"losses{rank_and_size()[0]}").read_text().endswith(f", {again!r}]")
+
+
+def test_an_edit_takes_nothing_from_the_step_that_another_rank_resumes_from(tmp_path: Path) -> None:
+    """It is written where the step before last is."""
+    for function in (edit_beside_a_lost_step, repeat_the_lost_step):
         with pool(2) as ranks:
             ranks.run(function, tmp_path)
 

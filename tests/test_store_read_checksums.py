@@ -20,8 +20,7 @@ from offload.aio import File, IoQueue, aligned_empty, crc32c
 from offload.aio.protocols import Future
 from offload.errors import IoError
 from offload.states import State
-from offload.swapper.store import Store, StoreSpec
-from offload.swapper.store import store as store_module
+from offload.swapper.store import Store, StoreSpec, requests
 from offload.swapper.store.drive_spans import DriveSpans
 from offload.swapper.store.format import checksums
 from offload.swapper.store.format.checksum_table import ChecksumTable
@@ -264,7 +263,7 @@ def test_a_slot_is_shared_extent_by_extent(
         done += 1
         return os.pwrite(destination, os.pread(source, count, start), offset) == count
 
-    monkeypatch.setattr(store_module, "clone_range", copy)
+    monkeypatch.setattr(requests, "clone_range", copy)
     update(store, 4096, 1)
     expected = aligned_empty(nbytes)
     store.read(0, State.WEIGHT, store.newest[0], 0, expected).wait()

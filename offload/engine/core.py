@@ -104,9 +104,8 @@ class EngineCore(EngineCallbacks):
             self.shutdown = Shutdown(module, components, self.state, self._enter_end)
         except BaseException:
             module.__dict__.pop("zero_grad", None)
-            with contextlib.suppress(
-                Exception
-            ):  # the first error is reported; no thread, lock or memory is left behind
+            # The first error is reported; no thread, lock or memory is left behind.
+            with contextlib.suppress(Exception):
                 close_all(*components.closing())
             raise
 
@@ -350,6 +349,9 @@ class EngineCore(EngineCallbacks):
         part = components.trainable[unit]
         components.unit_views.outdate([unit])
         try:
+            # The others of a grid take no part, and may yet have to resume from the step whose slot is written now.
+            if components.tensor_parallel is not None and components.store is not None:
+                components.store.set_aside(unit)
             # If this is interrupted, a part of the edit may be scheduled already: nothing may be committed after it.
             components.update_worker.schedule([UnitUpdate(unit=unit, numel=len(part), edits=cut(edits, part))], None)
         except BaseException as error:
@@ -373,10 +375,8 @@ class EngineCore(EngineCallbacks):
         # The waits below would raise this engine's failure in the thread of another, sound engine.
         if components.pager.failed:
             return
-        logger.info(
-            "%s of host memory go from this engine to another engine of this process",
-            format_size(components.arena.classes.cache),
-        )
+        given = format_size(components.arena.classes.cache)
+        logger.info("%s of host memory go from this engine to another engine of this process", given)
         if components.update_worker is not None:
             components.update_worker.come_to_rest(commit=False)
         # No update may use a host buffer while the pager takes all of them away; `finish` above has ended them.

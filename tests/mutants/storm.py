@@ -20,7 +20,12 @@ MUTANTS = (
         "return 0 if self.durable is None else 1 - self.durable.slots[unit]",
         "return 1 - self.newest[unit]",
     ),
-    _mutant("commit data that is not synced", _STORE, "        self._files.states.sync()\n", ""),
+    _mutant(
+        "commit data that is not synced",
+        _STORE,
+        "        self._files.states.sync()\n        which = ",
+        "        which = ",
+    ),
     _mutant("resume from slots that no commit names", _STORE, "self.newest = list(record.slots)", "pass"),
     _mutant(
         "write each record over the one before",

@@ -274,9 +274,9 @@ MUTANTS = (
     ),
     Mutant(
         "forget to make the names of blobs durable",
-        "offload.swapper.store.store",
-        "        if None in have:\n            sync_folder",
-        "        if False:\n            sync_folder",
+        "offload.swapper.store.rank_folder",
+        "    if None in have:\n        sync_folder",
+        "    if False:\n        sync_folder",
         "tests/test_power_cut.py",
     ),
     Mutant(
@@ -291,9 +291,9 @@ MUTANTS = (
     ),
     Mutant(
         "let a commit that was taken back return",
-        "offload.swapper.store.store",
-        "                if later.serial > record.serial:",
-        "                if False:",
+        "offload.swapper.store.format.commit_record",
+        "            if later.serial > record.serial:",
+        "            if False:",
         "tests/test_power_cut.py",
     ),
     Mutant(
@@ -319,8 +319,8 @@ MUTANTS = (
     ),
     Mutant(
         "leave the record of a commit that was taken back",
-        "offload.swapper.store.store",
-        "for later in found.valid:",
+        "offload.swapper.store.format.commit_record",
+        "for later in self.valid:",
         "for later in ():",
         "tests/test_store.py",
     ),
@@ -358,5 +358,19 @@ MUTANTS = (
         "begins[extent] + start - extent.start",
         "begins[extent]",
         "tests/test_inference.py",
+    ),
+    Mutant(
+        "edit where another process may have to resume",
+        "offload.swapper.store.store",
+        "        if self._before is None or self._before.slots[unit] != slot or self.newest[unit] == slot:\n",
+        "        if True:\n",
+        "tests/test_power_cut.py",
+    ),
+    Mutant(
+        "forget a later commit before the copies of slots are back on the drive",
+        "offload.swapper.store.store",
+        "            if self._undo.restore(record, self.write):\n                self._files.states.sync()\n",
+        "            self._undo.restore(record, self.write)\n",
+        "tests/test_power_cut.py",
     ),
 )

@@ -101,6 +101,13 @@ class Run:
         self.store.wrote(unit, slot, written)
         self.before = None
 
+    def edit(self, unit: int) -> None:
+        """Does as `update`, without the other processes of a grid: the commit before can still be gone back to."""
+        before = self.before
+        self.store.set_aside(unit)
+        self.update(unit)
+        self.before = before
+
     def _set(self, unit: int, state: State, start: int, data: bytes) -> None:
         old = self.now[unit, state]
         self.now[unit, state] = old[:start] + data + old[start + len(data) :]
@@ -160,6 +167,8 @@ class Run:
             if self.chance.random() < 0.7:
                 self.commit()
                 if self.before is not None and self.chance.random() < 0.3:
+                    for unit in self.chance.choices(list(TRAINABLE), k=self.chance.randrange(4)):
+                        self.edit(unit)
                     self.take_back()
             if self.chance.random() < 0.3:
                 self.resume()
@@ -177,6 +186,8 @@ def everything_that_runs_do(run: Run) -> None:
     run.commit()
     run.update(0)
     run.commit()
+    for unit in (0, 1, 0):  # the second was not updated in the last step
+        run.edit(unit)
     run.take_back()
     run.update(0)
     run.update(1)

@@ -2,7 +2,8 @@
 
     <drive>/<run>/rank<r>/states        the slots of this rank, striped over its drives
     <drive>/<run>/rank<r>/manifest.json the place of each slot
-    <first drive>/<run>/rank<r>/        commit, blob.0, blob.1, lock; suspect, if a read found damage
+    <first drive>/<run>/rank<r>/        commit, blob.0, blob.1, lock; suspect, if a read found damage;
+                                        undo, after an edit on a grid
     <first drive>/<run>/finished.json   after a run that ended: steps and date
     <first drive>/<run>/closed.json     after a `destroy()` without `remove=False`: a start may replace it
 
@@ -38,6 +39,7 @@ files for other programs.
 | `format/checksums.py` | checksums of byte ranges, and reads compared with them |
 | `format/checksum_table.py` | the checksums of the newest slots, and the ranges that were not compared yet |
 | `format/run_notes.py` | finished.json, closed.json and suspect |
+| `format/undo.py` | slots that an edit on a grid has overwritten |
 """
 
 from offload.swapper.store.drives import Shortage, find_shortage

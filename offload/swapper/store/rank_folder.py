@@ -16,7 +16,7 @@ from typing import Protocol
 from offload.errors import IoError, StoreError
 from offload.fileio import DirLock, LockHeldError, holder_of, replace_durably, sync_folder, this_process, write_all
 
-FILES = ("commit", "manifest.json", "states", "blob.0", "blob.1", "suspect", "lock")
+FILES = ("commit", "manifest.json", "states", "blob.0", "blob.1", "suspect", "undo", "lock")
 """Names of all files that a rank's folder may hold, the lock last. Temporary files that replace one are `*.tmp`."""
 
 STAGED, REPLACED = "new-", "old-"
@@ -257,6 +257,17 @@ def reserve(path: Path, nbytes: int) -> None:
         raise IoError(str(path), 0, nbytes, error.errno or errno.EIO, "reserve") from error
     finally:
         os.close(descriptor)
+
+
+def reserve_blobs(folder: Path, nbytes: int) -> None:
+    """Reserves `nbytes` and a quarter more for each blob, so that later commits fit on a drive that others fill."""
+    paths = [folder / "blob.0", folder / "blob.1"]
+    have = [path.stat().st_size if path.exists() else None for path in paths]
+    for path, size in zip(paths, have, strict=True):
+        if size is None or size < nbytes:
+            reserve(path, nbytes + nbytes // 4)
+    if None in have:
+        sync_folder(folder)
 
 
 def write_durably(path: Path, data: bytes) -> None:

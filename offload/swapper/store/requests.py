@@ -6,11 +6,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from offload.aio import DirectFile, File
+from offload.aio import DirectFile, File, StripedFile
 from offload.aio.file import Piece
 from offload.aio.protocols import Future
 from offload.errors import IoError
 from offload.swapper.store.format.manifest import Extent, Extents
+from offload.swapper.store.rank_folder import clone_range
 
 
 class Joined:
@@ -51,6 +52,25 @@ def bytes_of(file: File, place: Extents, start: int, nbytes: int) -> tuple[File,
     # Most requests lie in one extent and need no `Joined`. A request for a weight may also reach into its second
     # extent, the frozen bytes.
     return (file, extents[0].offset) if len(extents) == 1 else (Joined(file, extents), 0)
+
+
+def clone_extents(file: StripedFile, extents: Sequence[Extent], descriptor: int, offset: int) -> bool:
+    """Lets another file share bytes of `file`, without a copy. Returns False if that is impossible.
+
+    Args:
+        file: the states file over all drives; of several drives none is shared.
+        extents: the bytes, in pages of 4096.
+        descriptor: the other file, open for writing; it belongs to the caller.
+        offset: the first byte in the other file, a multiple of 4096.
+    """
+    parts = file.parts()
+    if len(parts) > 1:
+        return False
+    for start, length in extents:
+        if not clone_range(parts[0].descriptors.buffered, start, length, descriptor, offset):
+            return False
+        offset += length
+    return True
 
 
 class Compared:

@@ -14,7 +14,6 @@ Threads: the update worker alone calls `wrote` and `commit`; any thread may subm
 from __future__ import annotations
 
 import errno
-import os
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -24,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from offload.aio import Priority, crc32c
 from offload.aio.protocols import Future, Queue
 from offload.errors import IoError, StoreError
-from offload.fileio import sync_folder
 from offload.sizes import PAGE
 from offload.states import State
 from offload.swapper.store import recovery
@@ -35,8 +33,9 @@ from offload.swapper.store.format.checksum_table import ChecksumTable
 from offload.swapper.store.format.checksums import Key, Slot
 from offload.swapper.store.format.commit_record import MAX_UNITS, Record, Records, read_records, was_committed
 from offload.swapper.store.format.manifest import Manifest, StoreSpec
-from offload.swapper.store.rank_folder import clone_range, reserve, write_in_place
-from offload.swapper.store.requests import Compared, bytes_of
+from offload.swapper.store.format.undo import Undo
+from offload.swapper.store.rank_folder import reserve_blobs, write_in_place
+from offload.swapper.store.requests import Compared, bytes_of, clone_extents
 from offload.swapper.store.swap_files import SwapFiles
 from offload.swapper.store.verify import Damage, first_damage
 from offload.swapper.store.write_counts import Written
@@ -88,6 +87,7 @@ class Store:
         self.run = run
         self.newest = [0] * len(spec.partitions)
         self.durable: Record | None = None
+        self._before: Record | None = None  # the one before `durable`; other processes may have no newer one
         self.written = Written(paths) if written is None else written
         """Bytes written to each drive, by this store and by the other users of a shared count, such as spill files."""
         self.notices: list[str] = []
@@ -100,6 +100,7 @@ class Store:
         self.folders = self._files.folders
         self._notes = self._files.notes
         self._commit_path = self.folders[0] / "commit"
+        self._undo = Undo(self.folders[0])
 
     # -- opening ------------------------------------------------------------------------------------
 
@@ -162,12 +163,11 @@ class Store:
             record = self._newest(found) if at is None else recovery.record_at(self.folders[0], at, found.valid)
             held = recovery.load_blob(self.folders[0], record)
             self._open_files(record, held)
-            for later in found.valid:
-                if later.serial > record.serial:
-                    # The run will overwrite the slots that the later record names: it must never be found again.
-                    write_in_place(self._commit_path, bytes(PAGE), later.blob * PAGE)
-            if self._commit_path.stat().st_size > 2 * PAGE:
-                os.truncate(self._commit_path, 2 * PAGE)
+            if self._undo.restore(record, self.write):
+                self._files.states.sync()
+            # The run will overwrite the slots that a later record names: it must never be found again.
+            found.forget_later(self._commit_path, record)
+            self._undo.remove()
             self._notes.clear_suspect()
             self._notes.forget_end()  # from now on a kill leaves a run that can be resumed
             self.durable = record
@@ -289,14 +289,8 @@ class Store:
         Returns:
             False if the file systems cannot share, or the store is on several drives. Then the caller copies.
         """
-        parts = self._files.states.parts()
-        if len(parts) > 1:
-            return False
-        for start, length in self._places[unit][state][self.newest[unit]].extents_of(0, nbytes):
-            if not clone_range(parts[0].descriptors.buffered, start, length, descriptor, offset):
-                return False
-            offset += length
-        return True
+        extents = self._places[unit][state][self.newest[unit]].extents_of(0, nbytes)
+        return clone_extents(self._files.states, extents, descriptor, offset)
 
     def write(self, unit: int, state: State, slot: int, start: int, buffer: memoryview) -> Future:
         """Submits a write of `buffer`. The bytes count as the newest copy only after `wrote`.
@@ -320,6 +314,21 @@ class Store:
         file, offset = bytes_of(self._files.states, place, start, len(buffer))
         future = self._queue.write(file, offset, buffer, priority=Priority.BACKGROUND, checksum=self._checked)
         return self._spans.show(Row.WRITES, unit, state, began, len(buffer), future)
+
+    def set_aside(self, unit: int) -> None:
+        """Copies the slot that an edit of `unit` will write, if the record before `durable` names the slot.
+
+        The caller edits without the other processes, one of which may have to resume from that record, and all with it.
+
+        Raises:
+            IoError: If the slot cannot be read, or the drive has no room for the copy.
+        """
+        slot = self.target(unit)
+        # If a step has written the slot since, all processes have met for that.
+        if self._before is None or self._before.slots[unit] != slot or self.newest[unit] == slot:
+            return
+        sizes = {state: places[slot].nbytes for state, places in self._places[unit].items()}
+        self.written.add(0, self._undo.save(self._before, unit, sizes, self.read))
 
     def wrote(self, unit: int, slot: int, written: Mapping[State, Sequence[tuple[int, Future]]]) -> None:
         """Makes `slot` the newest of a unit. The update worker calls this, and between steps a load does.
@@ -353,25 +362,16 @@ class Store:
         self._files.states.sync()
         which = 0 if self.durable is None else 1 - self.durable.blob
         data = blob.pack(contents, self._sums.pack(), self._files.manifest.packed, self.written.pack())
-        self._reserve_blobs(len(data) + self._sums.growth_nbytes(self._places))
+        reserve_blobs(self.folders[0], len(data) + self._sums.growth_nbytes(self._places))
         write_in_place(self.folders[0] / f"blob.{which}", data)
         serial = 1 if self.durable is None else self.durable.serial + 1
         record = Record(serial, step, tuple(self.newest), which, len(data), crc32c(data), time.time_ns())
         write_in_place(self._commit_path, record.pack(), which * PAGE)
-        self.durable = record
+        self._before, self.durable = self.durable, record
+        self._undo.remove()  # all processes have met in a step since its slots were written
         self.written.add(0, len(data) + PAGE)  # counted in the blob of the next commit
         if serial == 1:
             self._notes.forget_end()
-
-    def _reserve_blobs(self, nbytes: int) -> None:
-        """Reserves `nbytes` and a quarter more for each blob, so that later commits fit on a drive that others fill."""
-        paths = [self.folders[0] / "blob.0", self.folders[0] / "blob.1"]
-        have = [path.stat().st_size if path.exists() else None for path in paths]
-        for path, size in zip(paths, have, strict=True):
-            if size is None or size < nbytes:
-                reserve(path, nbytes + nbytes // 4)
-        if None in have:
-            sync_folder(self.folders[0])
 
     # -- closing ------------------------------------------------------------------------------------
 

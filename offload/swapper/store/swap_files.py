@@ -116,7 +116,7 @@ class SwapFiles:
             sync_folder(first)
         sync_folder(first.parent)
         for folder in reversed(self.folders):  # the first drive last: its manifest identifies the others' store
-            for name in ("blob.0", "states", "suspect", "manifest.json"):
+            for name in ("blob.0", "states", "suspect", "undo", "manifest.json"):
                 (folder / name).unlink(missing_ok=True)
             sync_folder(folder)
 

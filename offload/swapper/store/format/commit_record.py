@@ -7,6 +7,7 @@ incomplete record counts as never written.
 from __future__ import annotations
 
 import errno
+import os
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from offload.aio import crc32c
 from offload.errors import IoError
 from offload.sizes import PAGE
-from offload.swapper.store.rank_folder import read_whole
+from offload.swapper.store.rank_folder import read_whole, write_in_place
 
 FORMAT_VERSION = 3
 """Version of record, manifest and blob together: see docs/reference/store-format.md."""
@@ -94,6 +95,14 @@ class Records(NamedTuple):
     """Indices of pages that are neither empty nor valid: interrupted commits, or damage."""
     other_format: int | None = None
     """The format version that an invalid page claims, if it is not this version's; else None."""
+
+    def forget_later(self, path: Path, record: Record) -> None:
+        """Deletes durably all records of the commit file at `path` that are newer than `record`."""
+        for later in self.valid:
+            if later.serial > record.serial:
+                write_in_place(path, bytes(PAGE), later.blob * PAGE)
+        if path.stat().st_size > 2 * PAGE:
+            os.truncate(path, 2 * PAGE)
 
 
 def last_of_all(newest: Iterable[int | None]) -> int | None:
