@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import pytest
 import torch
 
 from offload.sizes import PAGE
 from offload.states import Tier
 from offload.swapper.access_order import AccessOrder, PassKind
-from offload.swapper.memory.device import Device
+from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import Classes, HostArena
 from offload.swapper.pager import Pager
 from offload.swapper.policy import Limits
+from offload.swapper.ranks.peers import Agreed, Having
 from offload.swapper.residency import Residency
 from offload.swapper.unit_table import UnitSize
 
@@ -42,11 +46,50 @@ class MemoryStore:
         return Done(len(buffer))
 
 
-def pager_of(pages: list[int], weights: int, device: int, trace: list[int] | None = None) -> tuple[Pager, MemoryStore]:
+class Twin:
+    """Another rank, which does what this one does: both agree to all that this one could do."""
+
+    def __init__(self) -> None:
+        self.pager: Pager
+        self.series: list[tuple[int, ...]] = []
+        self._left: list[int] = []
+
+    def agree(self, unit: int, having: Callable[[], Having]) -> Agreed:
+        self.go_on(-1)
+        has = having()
+        if has.series is None:
+            return Agreed(not has.unit, together=True, all=has.all, ahead=has.ahead)
+        self.series.append(has.series.missing)
+        self._left += has.series.missing
+        has.series.begin()
+        return Agreed(gather=False, together=True, series=True)
+
+    def agree_ahead(self, ahead: Callable[[], int]) -> int:
+        return ahead()
+
+    @property
+    def behind(self) -> bool:
+        return bool(self._left)
+
+    def go_on(self, unit: int) -> None:
+        while self._left and (last := self._left.pop(0)) is not None:
+            self.pager.serve_gather(last)
+            if last == unit:
+                break
+
+    def gather(self, unit: int, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
+        return uploaded
+
+
+def pager_of(
+    pages: list[int], weights: int, device: int, trace: list[int] | None = None, twin: Twin | None = None
+) -> tuple[Pager, MemoryStore]:
     store = MemoryStore(len(pages))
     sizes = [UnitSize(str(n), size * PAGE, Tier.DISK, (range(size * PAGE),)) for n, size in enumerate(pages)]
     host = HostArena(Classes(0, weights * PAGE, 0, 0), CPU)
-    pager = Pager(sizes, host, DeviceArena(device * PAGE, CPU), CPU, store, Limits())  # type: ignore[arg-type]
+    pager = Pager(sizes, host, DeviceArena(device * PAGE, CPU), CPU, store, Limits(), twin)  # type: ignore[arg-type]
+    if twin is not None:
+        twin.pager = pager
     if trace:
         pager.table.access_order = AccessOrder.of(trace, PassKind.TRAIN)
     return pager, store
@@ -109,3 +152,30 @@ def test_a_unit_larger_than_a_host_buffer_is_streamed_in_chunks() -> None:
     assert store.reads == [(0, start * PAGE) for start in (0, 2, 4, 6)]
     assert pager.host.weights.space.used_bytes == 0
     assert bool((pager.acquire(1) == 2).all())
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_gather_beside_a_series_ends_the_series_on_the_rank_that_asked(ahead: bool) -> None:
+    """The unit comes in the place of one that uses without a round count on."""
+    twin = Twin()
+    pager, _ = pager_of([1, 1, 1, 1], weights=8, device=5, twin=twin)
+    pager.arena.keep(2 * PAGE)  # gradients: the arena is as large as all units, and has room for three
+
+    def use(*units: int) -> None:
+        for unit in units:
+            assert bool((pager.acquire(unit, ahead) == unit + 1).all())
+            pager.release(unit)
+
+    use(0, 1, 2, 3)
+    pager.end_step()
+    use(0, 1, 2, 3)  # of a step that fails, so what comes next is not foreseen
+    lacking = next(unit for unit in range(4) if pager.residency(unit) is not Residency.DEVICE)
+    edited = (lacking + 1) % 4
+    pager.begin_updates([edited])
+    pager.weight_updates.weights_ready(edited, False, False)
+    use(edited)
+    assert twin.series == [(edited,)], "the room of the old weights"
+    use(lacking)
+    dropped = [unit for unit in range(4) if pager.residency(unit) is not Residency.DEVICE]
+    assert len(dropped) == 1
+    use(*dropped, 0, 1, 2, 3)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +96,37 @@ def test_what_a_step_keeps_is_told() -> None:
 def test_an_end_that_no_weather_explains_is_told(fault: str, status: int | None, line: list[Any], words: str) -> None:
     found = verdict([line], CALM[0], (status, 0), PLAN._replace(faults=(Fault(fault, 5),)))
     assert any(words in each for each in found), found
+
+
+def end_at_once(*_: Any) -> None:
+    os._exit(FAILED)
+
+
+def test_lives_of_two_storms_keep_their_statuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Python would let the start of the second read the status of the first in the middle of the first's own read."""
+    real, reading, taken = forkserver.read_signed, threading.Event(), threading.Event()  # type: ignore[attr-defined]
+
+    def read_signed(fd: int) -> int:
+        if sys._getframe(1).f_code.co_name != "poll":
+            return int(real(fd))
+        if not reading.is_set():
+            reading.set()
+            taken.wait(1)
+            return int(real(fd))
+        try:
+            return int(real(fd))
+        finally:
+            taken.set()
+
+    monkeypatch.setattr(trial, "live", end_at_once)
+    monkeypatch.setattr(forkserver, "read_signed", read_signed)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(trial._live, PLAN, 0, tmp_path / "a")
+        assert reading.wait(60)
+        assert trial._live(PLAN, 0, tmp_path / "b").statuses == (FAILED,)
+        assert first.result().statuses == (FAILED,)
 
 
 def test_causes_of_an_error_are_told_once_though_each_is_the_others() -> None:

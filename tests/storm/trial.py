@@ -16,8 +16,10 @@ import os
 import pickle
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +34,13 @@ PATIENCE = 240
 """Seconds without a line of any rank, after which a life waits for ever."""
 
 Line = list[Any]
+
+_PROCESSES = threading.Lock()
+"""Held where a process is started, or asked how it ended.
+
+Python asks all processes at each start, and none can be asked by two threads: the second reads a pipe that is empty by
+then, and calls the status 255.
+"""
 
 
 class Life(NamedTuple):
@@ -71,24 +80,33 @@ def _live(plan: Plan, number: int, folder: Path) -> Life:
     port = free_port() if plan.ranks > 1 else 0
     lives = [processes().Process(target=live, args=(plan, number, folder, rank, port)) for rank in range(plan.ranks)]
     for each in lives:
-        each.start()
+        with _PROCESSES:
+            each.start()
     _wait(lives, logs)
-    statuses = [each.exitcode for each in lives]
+    statuses = [_status(each) for each in lives]
     for each in lives:
-        if each.exitcode is None:
+        if _status(each) is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each.pid or 0, signal.SIGUSR1)  # it writes down where its threads are
             time.sleep(1)
             each.kill()
-            each.join()
+            connection.wait([each.sentinel])
+            _status(each)
     return Life(tuple(statuses), tuple(_read(log, start) for log, start in zip(logs, seen, strict=True)))
+
+
+def _status(life: Any) -> int | None:
+    """Returns how a process has ended; None if it has not."""
+    with _PROCESSES:
+        status: int | None = life.exitcode
+        return status
 
 
 def _wait(lives: Sequence[Any], logs: Sequence[Path]) -> None:
     """Waits until all processes have ended, or have written nothing for `PATIENCE` seconds, however slow they are."""
     seen, since = 0, time.monotonic()
-    while any(each.exitcode is None for each in lives):
-        next(each for each in lives if each.exitcode is None).join(1)
+    while running := [each.sentinel for each in lives if _status(each) is None]:
+        connection.wait(running, 1)
         written = sum(log.stat().st_size for log in logs if log.exists())
         if written != seen:
             seen, since = written, time.monotonic()

@@ -111,15 +111,21 @@ class CommonUses:
             return True
         unit = agreed.ahead
         if agreed.gather:
-            self._gather(entry)
+            self._gather_beside(entry)
             if ahead:
                 self._prefetcher.read()
             if agreed.together:
                 unit = self._table.changed.without_lock(lambda: self._peers.agree_ahead(lambda: having().ahead))
         self._table.check()
         if unit >= 0:
-            self._gather(self._table.entries[unit])
+            self._gather_beside(self._table.entries[unit])
         return False
+
+    def _gather_beside(self, entry: UnitEntry) -> None:
+        """Gathers a unit as a round decided. A unit of a series may be dropped for another, so that one ends it."""
+        if self.settled and entry.index not in self._settled:
+            self._end_series()
+        self._gather(entry)
 
     def _has_all(self) -> bool:
         """Returns whether every unit is on the device and stays there until weights change."""
