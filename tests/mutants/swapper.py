@@ -168,6 +168,13 @@ MUTANTS = (
         "tests/test_ranks_series.py",
     ),
     Mutant(
+        "count on units of a series behind a gather beside it",
+        "offload.swapper.ranks.common_uses",
+        "        if self.settled and entry.index not in self._settled:\n",
+        "        if False:\n",
+        "tests/test_pager.py",
+    ),
+    Mutant(
         "keep host buffers of weights through a load",
         "offload.swapper.pager",
         "                self._host_cache.forget(entry)",
