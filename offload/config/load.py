@@ -53,12 +53,12 @@ def examine(content: Mapping[str, Any]) -> tuple[Config | None, Findings]:
         config = Config.model_validate(known)
     except pydantic.ValidationError as error:
         findings.errors.extend(map(ConfigError, explain(error)))
+    # Blocks that contradict each other are looked at only if each is right: a wrong key may be what makes them.
+    contradictions = _contradictions(config) if config is not None and not findings.errors else ()
     scheduler = _scheduler(known) if config is None else config.scheduler
     if scheduler is not None and scheduler.type in SCHEDULES:
         _read_params(SCHEDULES[scheduler.type], scheduler.params, "scheduler.params.", findings)
-    # Blocks that contradict each other are looked at last: a wrong key may be what makes them.
-    if config is not None and not findings.errors:
-        findings.errors.extend(_contradictions(config))
+    findings.errors.extend(contradictions)
     if config is None or findings.errors:
         return None, findings
     # Keys that ask for nothing change nothing: a config with them equals one without.
@@ -282,6 +282,7 @@ def _with_new_names(content: Mapping[str, Any], findings: Findings) -> dict[str,
                     )
                     continue
                 zero[new] = {"device": "cpu"}
+                findings.honoured.append(f"zero_optimization.{old}")
     return content
 
 
@@ -323,7 +324,7 @@ def _known_content(
                 ConfigError(f'"{dotted}" is the older name of "{path}{name}", which is set too; keep one of them')
             )
         elif _means_default(value, name, model):
-            findings.auto.extend([f"{path}{name}"] * (value is not None))
+            findings.auto.extend([dotted] * (value is not None))
         elif (inner := inner_block(model, name)) is None or not isinstance(value, Mapping):
             findings.honoured.extend([dotted] * (why is None))
             kept[name] = value
