@@ -53,7 +53,6 @@ def examine(content: Mapping[str, Any]) -> tuple[Config | None, Findings]:
         config = Config.model_validate(known)
     except pydantic.ValidationError as error:
         findings.errors.extend(map(ConfigError, explain(error)))
-    # Blocks that contradict each other are looked at only if each is right: a wrong key may be what makes them.
     contradictions = _contradictions(config) if config is not None and not findings.errors else ()
     scheduler = _scheduler(known) if config is None else config.scheduler
     if scheduler is not None and scheduler.type in SCHEDULES:
@@ -61,7 +60,7 @@ def examine(content: Mapping[str, Any]) -> tuple[Config | None, Findings]:
     findings.errors.extend(contradictions)
     if config is None or findings.errors:
         return None, findings
-    # Keys that ask for nothing change nothing: a config with them equals one without.
+    # A config with keys that ask for nothing equals one without.
     config._findings = findings._replace(off={})
     return config, findings
 
@@ -75,7 +74,7 @@ def _scheduler(known: Mapping[str, Any]) -> SchedulerBlock | None:
 
 
 def _contradictions(config: Config) -> Iterator[ConfigError]:
-    """Yields an error for each contradiction between blocks, which no single model can find."""
+    """Yields an error for each contradiction between blocks that are right: a wrong key may be what makes one."""
     if config.fp16.enabled and config.bf16.enabled:
         yield ConfigError("fp16 and bf16 are both enabled; leave one of them on")
     if config.torch_autocast.enabled and config.dtype != "fp32":
