@@ -155,6 +155,22 @@ def test_two_ranks_keep_their_bits(name: str, tier: str, ranks: RankPool, tmp_pa
         assert_same(plain, moved)
 
 
+def _with_and_without_partitions(job: Job, folder: Path) -> list[Result]:
+    found = []
+    for keys in ({}, {"partition_activations": True}):
+        engine = _with_keys(job, folder, **keys)
+        found.append(trained(engine, job))
+        engine.destroy(remove=True)
+    return found
+
+
+@pytest.mark.cpu_only("the ranks are processes of the CPU")
+@pytest.mark.works(AREA, "`partition_activations` on two data-parallel ranks, which have nothing to divide", "right")
+def test_data_parallel_ranks_have_no_input_to_partition(ranks: RankPool, tmp_path: Path) -> None:
+    for without, divided in ranks.run(_with_and_without_partitions, JOBS["gpt2"]._replace(steps=2), tmp_path):
+        assert_same(without, divided)
+
+
 def _kept_after_steps(job: Job, folder: Path) -> list[int]:
     """Returns the bytes of inputs that a rank keeps after each step."""
     engine = start_rank(job, ("cpu", "nvme"), folder, activations="cpu")

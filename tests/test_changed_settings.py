@@ -52,6 +52,32 @@ def test_what_follows(now: dict[str, object], words: str) -> None:
     assert Differences(THEN, {**THEN, **now}).consequences().startswith(words)
 
 
+BATCH = {"micro-batch size": 4, "accumulation": 2, "samples of a step": 8}
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        # Two ranks share the batch of one: the former micro-batch would make it twice as large.
+        ({"micro-batch size": 2}, "a step has 8 samples as before, in other micro-batches: where each sample weighs"),
+        ({"micro-batch size": 8, "accumulation": 1}, "a step has 8 samples as before, in other micro-batches: where"),
+        ({"micro-batch size": 2, "seed": 7}, f"{OTHERWISE} that the run would have had; the former values give those"),
+        ({"samples of a step": 16}, f"{OTHERWISE} that the run would have had; the former values give those, on 1 r"),
+        ({"accumulation": 4, "samples of a step": 16}, f"{OTHERWISE} that the run would have had; the former values"),
+    ],
+)
+def test_what_follows_where_the_samples_of_a_step_are_known(now: dict[str, object], words: str) -> None:
+    found = Differences({**THEN, **BATCH}, {**THEN, **BATCH, **now})
+    assert found and found.consequences().startswith(words)
+
+
+def test_former_values_name_the_ranks_only_if_they_are_others() -> None:
+    same = Differences({**THEN, **BATCH}, {**THEN, **BATCH, "accumulation": 4, "samples of a step": 16})
+    assert same.consequences().endswith("the former values give those")
+    other = Differences({**THEN, **BATCH}, {**THEN, **BATCH, "micro-batch size": 2, "seed": 7})
+    assert other.consequences().endswith("the former values give those, on 1 rank")
+
+
 def test_of_a_rate_that_a_schedule_has_nothing_follows() -> None:
     found = Differences(THEN, {**THEN, "learning rates": [0.5]}, scheduled=True)
     assert str(found) == "learning rates [0.01] is now [0.5] (a schedule continues from the former)"
@@ -64,9 +90,7 @@ def test_a_resumed_run_says_both(tmp_path: Path) -> None:
     engine.destroy()
     engine = start(GPT2._replace(accumulation=2, clip=0.5), DISK, tmp_path, resume="must")
     (line,) = [line for line in engine.notices if "other settings" in line]
-    assert (
-        "accumulation 1 is now 2, gradient clipping 1.0 is now 0.5; a step has 2 samples a rank in place of 1" in line
-    )
+    assert "accumulation 1 is now 2, samples of a step 1 is now 2, gradient clipping 1.0 is now 0.5; the steps" in line
     engine.destroy(remove=True)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import offload
 from offload.errors import StoreError, UsageError
@@ -83,6 +84,23 @@ def test_a_number_too_long_for_a_commit_is_named(engine: offload.Engine, folder:
         engine.client_state = {}
     engine.save_checkpoint(folder, client_state={"long": 10**4000})
     assert engine.load_checkpoint(folder)[1] == {"long": 10**4000}
+
+
+def test_small_tensors_of_the_user_come_back_bit_for_bit(engine: offload.Engine, folder: Path) -> None:
+    mine: dict[str, Any] = {
+        "generator": torch.get_rng_state(),
+        "best": torch.tensor(0.1, dtype=torch.float64),
+        "half": [torch.arange(6).to(torch.bfloat16).view(2, 3).T],
+        "mask": torch.tensor([True, False]),
+        "none": torch.zeros(0),
+    }
+    engine.save_checkpoint(folder, client_state=mine)
+    found = engine.load_checkpoint(folder)[1]
+    assert found.keys() == mine.keys()
+    pairs = [(found.pop("half")[0], mine.pop("half")[0]), *((found[name], mine[name]) for name in mine)]
+    assert len(pairs) == 5
+    for loaded, value in pairs:
+        assert loaded.dtype == value.dtype and torch.equal(loaded, value)
 
 
 @pytest.mark.parametrize("modify", [True, False])

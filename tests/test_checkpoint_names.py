@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,9 @@ def test_calls_that_cannot_be_right(tmp_path: Path) -> None:
             engine.save_checkpoint(tmp_path / "saved", tag=tag)
     with pytest.raises(UsageError, match=r"keep_last must be .*, got 0"):
         engine.save_checkpoint(tmp_path / "saved", keep_last=0)
-    with pytest.raises(UsageError, match=r"client_state\['model'\] is a "):
-        engine.save_checkpoint(tmp_path / "saved", client_state={"model": torch.zeros(2)})
+    for value in (torch.zeros(20_000), argparse.Namespace(lr=1), {1, 2}):
+        with pytest.raises(UsageError, match=r"client_state\['mine'\] is a .*: convert the value, as by vars\(args\)"):
+            engine.save_checkpoint(tmp_path / "saved", client_state={"mine": value})
 
     class Saves(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

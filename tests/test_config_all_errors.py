@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from offload.cli.main import app
-from offload.config import load_config
+from offload.config import documentation, load_config
 from offload.errors import ConfigError
 
 WRONG: dict[str, Any] = {
@@ -148,3 +148,39 @@ def test_a_key_that_asks_for_nothing_is_listed_with_the_reason(tmp_path: Path) -
 def test_a_block_whose_switch_a_trainer_fills_in_is_not_off(tmp_path: Path) -> None:
     found = json.loads(check({"fp16": {"enabled": "auto", "loss_scale": 0}}, tmp_path, "--json").stdout)
     assert (found["auto"], found["honoured"], found["off"]) == (["fp16.enabled"], ["fp16.loss_scale"], [])
+
+
+TRAINER: dict[str, Any] = {
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}},
+    "zero_optimization": {"stage": 3},
+}
+
+
+def test_what_a_trainer_fills_in_is_not_wrong_and_has_no_default(tmp_path: Path) -> None:
+    done = check(TRAINER, tmp_path)
+    assert done.exit_code == 0 and 'ds.json: 3 honoured, 4 left to "auto"\n' in done.stdout
+    reason = ": it has no default, so a start without a Trainer needs a number\n"
+    for name in ("optimizer.params.lr", "scheduler.params.total_num_steps"):
+        assert f"  {name}{reason}" in done.stdout
+    assert done.stdout.count(reason) == 2
+    without = {**TRAINER, "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto"}}}
+    done = check(without, tmp_path)
+    assert done.exit_code == 2 and "scheduler.params.total_num_steps is required" in done.stdout
+
+
+def test_a_contradiction_is_found_beside_what_a_trainer_fills_in(tmp_path: Path) -> None:
+    done = check({**TRAINER, "fp16": {"enabled": True}, "bf16": {"enabled": True}}, tmp_path)
+    assert done.exit_code == 2 and ": 1 wrong or refused, " in done.stdout and "both enabled" in done.stdout
+
+
+def test_a_key_is_listed_under_the_name_that_the_file_gives_it(tmp_path: Path) -> None:
+    old = {"zero_optimization": {"stage": 2, "cpu_offload": True}, "aio": {"thread_count": "auto"}}
+    found = json.loads(check(old, tmp_path, "--json").stdout)
+    assert found["honoured"] == ["zero_optimization.cpu_offload", "zero_optimization.stage"]
+    assert found["auto"] == ["aio.thread_count"]
+
+
+def test_no_reason_refers_to_that_of_another_key() -> None:
+    reasons = dict(documentation.reasons())
+    assert "gradient_predivide_factor" in reasons and not any("the same" in each for each in reasons.values())

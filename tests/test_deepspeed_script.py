@@ -340,3 +340,25 @@ def test_options_of_schedules_become_a_block_of_the_config() -> None:
     args = parser.parse_args(["--lr_schedule", "OneCycle"])
     assert offload.config.load_config({"scheduler": schedules.get_config_from_args(args)[0]}).scheduler is not None
     assert schedules.get_config_from_args(parser.parse_args([]))[0] is None
+
+
+def test_a_backward_without_an_optimizer_says_that_the_model_is_frozen() -> None:
+    engine, optimizer, *_ = deepspeed.initialize(model=net(), config=config())
+    x, y = DATA[0]
+    with pytest.raises(
+        UsageError, match=r"none of this model trains\. Give an optimizer, by the config or as optimizer="
+    ):
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+    assert optimizer is None
+    engine.destroy()
+
+
+def test_calls_of_the_log_of_collectives_warn_and_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    deepspeed.comm.configure(enabled=False)
+    assert not caplog.messages
+    deepspeed.comm.configure(enabled=True, prof_all=True)
+    deepspeed.comm.log_summary(show_straggler=True)
+    assert [line.partition(" has no effect: single collectives")[0] for line in caplog.messages] == [
+        "deepspeed.comm.configure",
+        "deepspeed.comm.log_summary",
+    ]

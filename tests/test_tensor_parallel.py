@@ -228,17 +228,23 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any], str]] = {
     "replicas of more than a column": (unchanged, {"shard_size": 2}, r"1 rank with the same part of each divided"),
     "LAMB": (unchanged, {"optimizer": "Lamb"}, "does not go together with an optimizer that needs whole parameters"),
     "codes": (unchanged, {"quantized": "gradients"}, "does not go together with codes of weights and gradients"),
+    "divided inputs": (
+        unchanged,
+        {"block": {"activation_checkpointing": {"partition_activations": True}}},
+        "partition_activations divides an input over .*, of which this run has 2",
+    ),
 }
 
 
 def refuse(case: str, folder: Path) -> str:
     """Returns the message of a start that fails, after which the model is as it was."""
-    change, job, _ = REFUSED[case]
+    change, given, _ = REFUSED[case]
+    job, block = {key: value for key, value in given.items() if key != "block"}, given.get("block", {})
     model = tp.divided(tp.Net(), "weights", 2)
     change(model)
     before = dict(model.named_parameters())
     with pytest.raises(ConfigError) as error:
-        offload.initialize(model=model, config=config(JOB._replace(**job), DISK, folder))
+        offload.initialize(model=model, config={**config(JOB._replace(**job), DISK, folder), **block})
     assert all(before[name] is parameter for name, parameter in model.named_parameters())
     assert not list(folder.glob("*"))
     return str(error.value)

@@ -67,7 +67,9 @@ _ADVICE = {
     "managed_gradient_accumulation": "to mark the end of a step, call engine.set_gradient_accumulation_boundary",
     "offload.run": "it names a folder: letters, digits, '.', '_' and '-', the first a letter or digit",
     "offload.durability": 'give "auto", "step", "none", or {"every": 10}, which commits every tenth step',
-    "scheduler.params.total_num_steps": 'give the steps of the complete training; only `offload train` fills "auto"',
+    "scheduler.params.total_num_steps": (
+        'give the steps of the complete training; only `offload train` and a Trainer fill "auto"'
+    ),
     "optimizer.type": "set one of these, or pass optimizer= to offload.initialize",
 }
 

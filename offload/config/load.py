@@ -53,15 +53,14 @@ def examine(content: Mapping[str, Any]) -> tuple[Config | None, Findings]:
         config = Config.model_validate(known)
     except pydantic.ValidationError as error:
         findings.errors.extend(map(ConfigError, explain(error)))
+    contradictions = _contradictions(config) if config is not None and not findings.errors else ()
     scheduler = _scheduler(known) if config is None else config.scheduler
     if scheduler is not None and scheduler.type in SCHEDULES:
         _read_params(SCHEDULES[scheduler.type], scheduler.params, "scheduler.params.", findings)
-    # Blocks that contradict each other are looked at last: a wrong key may be what makes them.
-    if config is not None and not findings.errors:
-        findings.errors.extend(_contradictions(config))
+    findings.errors.extend(contradictions)
     if config is None or findings.errors:
         return None, findings
-    # Keys that ask for nothing change nothing: a config with them equals one without.
+    # A config with keys that ask for nothing equals one without.
     config._findings = findings._replace(off={})
     return config, findings
 
@@ -75,7 +74,7 @@ def _scheduler(known: Mapping[str, Any]) -> SchedulerBlock | None:
 
 
 def _contradictions(config: Config) -> Iterator[ConfigError]:
-    """Yields an error for each contradiction between blocks, which no single model can find."""
+    """Yields an error for each contradiction between blocks that are right: a wrong key may be what makes one."""
     if config.fp16.enabled and config.bf16.enabled:
         yield ConfigError("fp16 and bf16 are both enabled; leave one of them on")
     if config.torch_autocast.enabled and config.dtype != "fp32":
@@ -282,6 +281,7 @@ def _with_new_names(content: Mapping[str, Any], findings: Findings) -> dict[str,
                     )
                     continue
                 zero[new] = {"device": "cpu"}
+                findings.honoured.append(f"zero_optimization.{old}")
     return content
 
 
@@ -323,7 +323,7 @@ def _known_content(
                 ConfigError(f'"{dotted}" is the older name of "{path}{name}", which is set too; keep one of them')
             )
         elif _means_default(value, name, model):
-            findings.auto.extend([f"{path}{name}"] * (value is not None))
+            findings.auto.extend([dotted] * (value is not None))
         elif (inner := inner_block(model, name)) is None or not isinstance(value, Mapping):
             findings.honoured.extend([dotted] * (why is None))
             kept[name] = value

@@ -56,7 +56,7 @@ class Config(Block):
     )
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
         "prescale_gradients": "each rank adds in fp32 what it receives and divides then: no number need be smaller",
-        "gradient_predivide_factor": "the same",
+        "gradient_predivide_factor": "each rank adds in fp32 what it receives and divides then, once",
     }
     # Refused if switched on: without these features the training would be different.
     REFUSED: ClassVar[dict[str, str]] = {

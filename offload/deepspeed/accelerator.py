@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import torch
 
+from offload.deepspeed.refused import set_accelerator as set_accelerator
 from offload.swapper.memory.device_choice import accelerator_type
 
 

@@ -6,6 +6,7 @@ A process that trains alone gets a group of one with the first collective, so th
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +17,8 @@ from torch.distributed import ReduceOp as ReduceOp
 
 from offload.engine.distributed.rendezvous import device_backend, join_launcher, meet_others
 from offload.swapper.memory.device_choice import accelerator_type
+
+logger = logging.getLogger(__name__)
 
 _OF_THE_PROFILER = ("prof", "log_name", "debug")
 """Keywords by which DeepSpeed measures a call, which torch's functions lack."""
@@ -115,6 +118,47 @@ send = _with_group(dist.send)
 destroy_process_group = dist.destroy_process_group
 is_available = dist.is_available
 is_initialized = dist.is_initialized
+
+
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: Any = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Warns that collectives are not logged, if that is asked for, as the key "comms_logger" does.
+
+    Args:
+        deepspeed_config: without effect: the key "comms_logger" of an engine's config is named at its start.
+        enabled: True for the warning.
+        prof_all: without effect.
+        prof_ops: without effect.
+        verbose: without effect.
+        debug: without effect.
+    """
+    if enabled:
+        _warn_of_logging("configure")
+
+
+def log_summary(show_straggler: bool = False) -> None:
+    """Warns that collectives are not logged, and says where their bytes are.
+
+    Args:
+        show_straggler: without effect.
+    """
+    _warn_of_logging("log_summary")
+
+
+def _warn_of_logging(name: str) -> None:
+    """Logs on the first rank that a call of the log of collectives has no effect."""
+    if get_rank() == 0:
+        logger.warning(
+            "deepspeed.comm.%s has no effect: single collectives are not logged; the line of steps_per_print has their "
+            'number and bytes, and "trace" in the block "offload" draws them',
+            name,
+        )
 
 
 def get_world_group() -> Any:

@@ -51,6 +51,23 @@ DeepSpeedHybridEngine = refused_class("DeepSpeedHybridEngine", _INFERENCE)
 tp_model_init = function("tp_model_init", _TENSORS)
 set_autotp_mode = function("set_autotp_mode", _TENSORS)
 
+# -- memory, checkpoints and devices -------------------------------------------------------------------
+
+MiCS_Init = refused_class("MiCS_Init", 'use zero.Init, and "mics_shard_size" in the block "zero_optimization"')
+estimate_zero3_model_states_mem_needs = function(
+    "estimate_zero3_model_states_mem_needs",
+    "call estimate_zero3_model_states_mem_needs_all_live(model) or _all_cold, or the command `offload plan`",
+)
+estimate_zero2_model_states_mem_needs = function(
+    "estimate_zero2_model_states_mem_needs",
+    "call estimate_zero2_model_states_mem_needs_all_live(model) or _all_cold, or the command `offload plan`",
+)
+DeepSpeedCheckpoint = refused_class(
+    "DeepSpeedCheckpoint", "the command `offload inspect` lists checkpoints, and `offload export` writes their weights"
+)
+set_accelerator = function("set_accelerator", 'set "device" in the block "offload"')
+main = function("launcher.runner.main", "start scripts by the command `offload launch`")
+
 # -- layers and optimizers -----------------------------------------------------------------------------
 
 DeepSpeedTransformerLayer = refused_class("DeepSpeedTransformerLayer", _LAYERS)

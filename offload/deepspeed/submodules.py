@@ -17,6 +17,6 @@ def submodules(package: str, *names: str) -> Callable[[str], object]:
     def __getattr__(name: str) -> object:
         if name in names:
             return import_module(f"{package}.{name}")
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}; its page is reference/deepspeed-names")
 
     return __getattr__

@@ -33,7 +33,14 @@ def _all(outcome: str, words: str, *paths: str) -> tuple[Name, ...]:
 _MODEL = "estimate_zero{}_model_states_mem_needs_all_{}"
 _WITHOUT = "none of it here"
 _PIPELINE = "`num_stages`; processes of a stage follow each other"
-_COMPRESSED = "`AdamW`: what ranks exchange is not compressed"
+_COMPRESSED = (
+    "`AdamW`; `zero_quantized_gradients` and `zero_quantized_weights` send [int8 "
+    "codes](../concepts/quantized-collectives.md)"
+)
+_NOT_LOGGED = (
+    "without effect, as a warning says: `steps_per_print` has the number and bytes of collectives, and [the "
+    "timeline](../guides/find-the-bottleneck.md#record-a-timeline) draws them"
+)
 _MEGATRON = "there is no model parallelism"
 _INFERENCE = "`init_inference` takes the config as a dict"
 _LAYERS = "layers are the model's own"
@@ -185,9 +192,14 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
             for module, stage in (("stage3", 3), ("stage_1_and_2", 2))
             for kind in ("live", "cold")
         ),
-        Name("runtime.zero.stage3.estimate_zero3_model_states_mem_needs", ABSENT, "`offload plan`"),
+        *_all(
+            REFUSED,
+            "those of `_all_live` and `_all_cold`, or `offload plan`",
+            "runtime.zero.stage3.estimate_zero3_model_states_mem_needs",
+            "runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs",
+        ),
         Name("runtime.zero.config.DeepSpeedZeroConfig", ABSENT, "[configuration](configuration.md)"),
-        Name("zero.MiCS_Init", ABSENT, "weights are partitioned over all ranks"),
+        Name("zero.MiCS_Init", REFUSED, "`zero.Init`, and `mics_shard_size` in the JSON"),
     ),
     "Parameters and gradients": (
         *(
@@ -237,7 +249,7 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
             "model checkpoint_dir tag",
         ),
         Name("checkpoint.utils.clone_tensors_for_torch_save", RIGHT, "", "item device"),
-        Name("checkpoint.DeepSpeedCheckpoint", ABSENT, "`offload inspect`, `offload export`"),
+        Name("checkpoint.DeepSpeedCheckpoint", REFUSED, "`offload inspect`, `offload export`"),
         Name("checkpoint.ds_to_universal.main", ABSENT, "a checkpoint loads on any number of ranks as it is"),
     ),
     "Checkpointing of activations": (
@@ -327,15 +339,11 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
                 "reduce_scatter_fn gather scatter all_to_all all_to_all_single send recv isend irecv ReduceOp".split()
             ),
         ),
-        *_all(
-            ABSENT,
-            "[the timeline](../guides/find-the-bottleneck.md#record-a-timeline)",
-            "comm.log_summary",
-            "comm.configure",
-        ),
+        Name("comm.log_summary", RIGHT, _NOT_LOGGED, "show_straggler"),
+        Name("comm.configure", RIGHT, _NOT_LOGGED, "deepspeed_config enabled prof_all prof_ops verbose debug"),
         Name("get_accelerator", RIGHT),
         Name("accelerator.get_accelerator", RIGHT, "a name that DeepSpeed adds to torch's is absent"),
-        Name("accelerator.set_accelerator", ABSENT, 'the key "device" of the "offload" block'),
+        Name("accelerator.set_accelerator", REFUSED, 'the key "device" of the "offload" block'),
         *_all(RIGHT, "", "utils.groups.get_data_parallel_world_size", "utils.groups.get_model_parallel_world_size"),
         *_all(
             RIGHT,
@@ -346,7 +354,9 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
             "runtime.utils.clip_grad_norm_",
         ),
         Name("launcher.runner.DEEPSPEED_ENVIRONMENT_NAME", RIGHT),
-        Name("launcher.runner.main", ABSENT, "the command [`offload launch`](deepspeed-compatibility.md#the-launcher)"),
+        Name(
+            "launcher.runner.main", REFUSED, "the command [`offload launch`](deepspeed-compatibility.md#the-launcher)"
+        ),
     ),
     "Pipelines, experts, kernels": (
         Name(

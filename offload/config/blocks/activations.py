@@ -23,7 +23,9 @@ class ActivationCheckpointing(Block):
         False, description="host memory for all inputs is allocated at once, with the first one"
     )
     partition_activations: bool = Field(
-        False, description="without effect on one rank; refused on several, which have inputs of their own"
+        False,
+        description="blocks are computed again, and nothing is divided: data-parallel ranks have inputs of their own; "
+        "refused with tensor parallelism",
     )
     synchronize_checkpoint_boundary: bool = Field(
         False, description="wait for the device at the border of each block; slower, for measurements"

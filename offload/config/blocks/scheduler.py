@@ -54,7 +54,7 @@ class OneCycleParams(ScheduleParams):
 _MAX_LR = 'learning rate at the end of the warm-up; "auto": each group\'s own learning rate'
 _WARM_UP = "steps of the warm-up, 1 counts as 2"
 _WARMUP_TYPE = "log: fast at first; linear: evenly"
-_TOTAL = "steps of the complete training; required, except in `offload train`, which sets its --steps"
+_TOTAL = "steps of the complete training; required, except in `offload train` and with a Trainer, which set it"
 
 
 class WarmupParams(ScheduleParams):

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from offload.deepspeed.pipe.module import PipelineModule
 from offload.deepspeed.runtime.dataloader import RepeatingLoader
@@ -136,7 +137,10 @@ class PipelineEngine(DeepSpeedEngine):
         # Made at its first use, as the number of micro-batches may change between steps.
         if key not in self._schedules:
             (stage,) = self.pipeline_stages()
-            self._schedules[key] = Schedule1F1B(stage, micro_batches, loss_fn=self._model.loss_fn)
+            loss = self._model.loss_fn
+            # A loss may have buffers, such as weights of classes, and is no part of the model that the engine moves.
+            loss = loss.to(self.device) if isinstance(loss, nn.Module) else loss
+            self._schedules[key] = Schedule1F1B(stage, micro_batches, loss_fn=loss)
         return self._schedules[key]
 
     def _taken(self, data_iter: Iterator[Any] | None, count: int, call: str) -> tuple[tuple[Any, ...], Any]:

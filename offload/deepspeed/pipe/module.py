@@ -87,7 +87,8 @@ class PipelineModule(PipelineStages):
             layers: `LayerSpec`s, modules, and functions of one argument, in their order.
             num_stages: number of stages, a divisor of the number of processes.
             topology: must be None; `num_stages` says all.
-            loss_fn: returns the loss of (output of the last layer, labels).
+            loss_fn: returns the loss of (output of the last layer, labels): a function, or a module without parameters,
+                such as `torch.nn.CrossEntropyLoss()`.
             seed_layers: True to seed the generators before each layer is built, so that its values do not depend on
                 the division.
             seed_fn: seeds them; None for `torch.manual_seed`.
@@ -111,6 +112,7 @@ class PipelineModule(PipelineStages):
         init_distributed()
         layers, count = list(layers), _checked_stages(num_stages)
         _check_layers(layers)
+        _check_loss(loss_fn)
         data = dist.get_world_size() // count
         # As DeepSpeed numbers them: the processes of a stage follow each other.
         index = dist.get_rank() // data
@@ -121,7 +123,13 @@ class PipelineModule(PipelineStages):
         built = _built(layers, range(borders[index], borders[index + 1]), seed, base_seed)
         stage = _Stage(*built, activation_checkpoint_interval)
         super().__init__({index: stage}, count, group, _ties(layers, borders, index, pipelines, built[1]))
-        self.loss_fn, self.parts = loss_fn, borders
+        # In an ordinary list: a module would be registered as a part of the model, beside the stages.
+        self._loss, self.parts = [loss_fn], borders
+
+    @property
+    def loss_fn(self) -> Callable[[Any, Any], torch.Tensor] | None:
+        """Returns the loss of (output of the last layer, labels); None if there is none."""
+        return self._loss[0]
 
     @property
     def stage_id(self) -> int:
@@ -161,6 +169,17 @@ def _check_layers(layers: Sequence[Any]) -> None:
     for number, layer in enumerate(layers):
         if not isinstance(layer, LayerSpec | nn.Module) and not callable(layer):
             raise ConfigError(f"layer {number} must be a LayerSpec, a module or a function, got {type(layer).__name__}")
+
+
+def _check_loss(loss_fn: Any) -> None:
+    """Raises `ConfigError` if a loss is no function, or has parameters, which would belong to no stage."""
+    if loss_fn is not None and not callable(loss_fn):
+        raise ConfigError(f"PipelineModule: loss_fn must be a function or a module, got {type(loss_fn).__name__}")
+    if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
+        raise ConfigError(
+            f"PipelineModule: loss_fn {type(loss_fn).__name__} has parameters, which would belong to no stage: "
+            "make what has them the last of the layers"
+        )
 
 
 def _built(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from offload.deepspeed.parameters import ZeroParamStatus, ZeroParamType
+from offload.deepspeed.refused import MiCS_Init
 from offload.deepspeed.zero.gathered import GatheredParameters, unwrap_model_for_generation
 from offload.deepspeed.zero.init_context import Init
 from offload.deepspeed.zero.tiled import TiledLinear, TiledLinearReturnBias
@@ -17,6 +18,7 @@ from offload.planner.deepspeed_estimates import (
 __all__ = [
     "GatheredParameters",
     "Init",
+    "MiCS_Init",
     "TiledLinear",
     "TiledLinearReturnBias",
     "ZeroParamStatus",

@@ -27,7 +27,16 @@ class MicroBatchesApi(PersistenceApi):
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise UsageError(f"backward expects the loss, a tensor of one element, got {what}")
         if not loss.requires_grad:
-            raise UsageError("backward got a loss that does not depend on any trainable parameter (no_grad? detach?)")
+            trains = any(parameter.requires_grad for parameter in self.module.parameters())
+            why = (
+                " (no_grad? detach?)"
+                if trains
+                else (
+                    ": none of this model trains. Give an optimizer, by the config or as optimizer=, without which "
+                    "deepspeed.initialize freezes the model; or set requires_grad before initialize"
+                )
+            )
+            raise UsageError(f"backward got a loss that does not depend on any trainable parameter{why}")
         if self._core.stage_run is not None:
             raise UsageError(
                 "this engine has stages of a pipeline, whose backwards a schedule runs: make one of "

@@ -142,7 +142,8 @@ class PersistenceApi(DeepSpeedApi):
         Args:
             save_dir: folder of the checkpoints, created if it does not exist.
             tag: name of the checkpoint; "global_step<N>" by default. A checkpoint of that name is replaced.
-            client_state: values that `load_checkpoint` returns: numbers, strings, lists and dicts.
+            client_state: values that `load_checkpoint` returns: numbers, strings, tensors on the CPU of at most 64 KiB,
+                such as the state of a generator, and lists and dicts of them.
             save_latest: True to make this checkpoint the one that a load without a tag takes.
             exclude_frozen_parameters: True to leave out the weights of frozen parameters.
             keep_last: number of checkpoints to keep in `save_dir`; the oldest others are deleted. None keeps all.

@@ -63,7 +63,7 @@ class Checkpoints:
         Args:
             ordered: Returns the request, or raises; an error on one rank is raised on all of them.
             pending: Number of micro-batches since the last optimizer step, whose gradients are not saved.
-            client_state: The user's own state; None or a dict of plain values.
+            client_state: The user's own state; None or a dict of plain values and of small tensors.
         """
         components = self._components
         with together(components, Collective.SAVE, "save a checkpoint") as ranks:
@@ -133,8 +133,11 @@ class Checkpoints:
                 "the gradients of %d micro-batches since the last boundary are not in the checkpoint",
                 pending,
             )
-        advice = "a checkpoint holds None, booleans, numbers, strings, and lists, tuples and dicts of them"
-        plain = to_plain(dict(client_state or {}), "client_state", advice)
+        advice = (
+            "a checkpoint holds None, booleans, numbers, strings, tensors on the CPU of at most 64 KiB, and lists, "
+            "tuples and dicts of them: convert the value, as by vars(args), array.tolist(), tensor.cpu(), float(number)"
+        )
+        plain = to_plain(dict(client_state or {}), "client_state", advice, tensors=True)
         mesh = self._components.mesh
         contents = {**self._state.take().pack(), CLIENT_STATE: as_bytes(json.dumps(plain, allow_nan=False).encode())}
         layout = describe(self._components.layouts, self._components.shards.mode, mesh.shards, mesh.replicas)

@@ -29,31 +29,34 @@ from offload.swapper.modes import LAMB, MUON, Mode, dtype_name
 from offload.torch_internals import inner_tensors
 
 
-def check_alone(config: Config, model: nn.Module, world_size: int) -> None:
+def check_alone(config: Config, model: nn.Module, grid: TensorParallel | None) -> None:
     """Checks what a rank can check without the others.
 
     Args:
         config: The whole config.
         model: The model.
-        world_size: Number of ranks among which ZeRO divides.
+        grid: The place of this process in the grid of tensor parallelism; None without one.
 
     Raises:
         ConfigError: If the model, a tier or a folder for swap files cannot be used.
     """
     check_model(model)
-    _check_partitioned_activations(config, world_size)
+    _check_partitioned_activations(config, grid)
     check_tier(config.activation_tier, bool(config.drives))
     if config.wants_store or config.activation_tier not in (None, "device"):
         check_folders(config.drives)
 
 
-def _check_partitioned_activations(config: Config, world_size: int) -> None:
-    """Raises `ConfigError` if inputs are to be partitioned over data-parallel ranks."""
-    if config.activation_checkpointing.partition_activations and world_size > 1:
+def _check_partitioned_activations(config: Config, grid: TensorParallel | None) -> None:
+    """Raises `ConfigError` if inputs are to be partitioned over ranks that share a batch.
+
+    Data-parallel ranks have inputs of their own: there is nothing to partition, in DeepSpeed either.
+    """
+    if config.activation_checkpointing.partition_activations and grid is not None and grid.size > 1:
         raise ConfigError(
             "activation_checkpointing.partition_activations divides an input over the ranks of a model-parallel group, "
-            f"all of which have it; the {world_size} ranks of this run are data-parallel, with inputs of their own: "
-            'leave it out, and set "activations" to "cpu" in the "offload" block to free device memory'
+            f"of which this run has {grid.size}; that is not supported: leave it out, and set "
+            '"activations" to "cpu" in the "offload" block to free device memory'
         )
 
 

@@ -170,7 +170,7 @@ def decide(
     """
     mesh, everyone = Mesh() if ranks is None else ranks.mesh, ranks if grid is None else grid.everyone
     # What needs no other rank comes first, so that its error is the one that is reported.
-    check_alone(config, model, mesh.ranks)
+    check_alone(config, model, grid)
     tiled_mlps = choose_mlps(model, config.offload.tile_mlp)
     mode, buffers = mode_of(config, optimizer), buffer_dtype(config)
     units, stacks, experts = divide(model, division_of(config, optimizer))

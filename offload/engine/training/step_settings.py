@@ -18,11 +18,14 @@ from offload.engine.training.snapshot import DECOUPLED
 from offload.errors import UsageError
 from offload.layout.budgets.device_need import DeviceNeed
 from offload.schedules.base import Schedule
+from offload.sizes import count_of
 
 _LABELS = {"lr": "learning rates", "weight_decay": "weight decay"}
 _OF_SCHEDULE = "the schedule's "
 """Prefix of the names of settings that are parameters of the schedule."""
 _OF_BATCH = ("micro-batch size", "accumulation")
+_TOTAL = "samples of a step"
+"""Name of the samples of a step over all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,7 @@ def named_settings(
         "seed": settings.seed,
         "micro-batch size": settings.micro_batch_size,
         "accumulation": settings.accumulation,
+        _TOTAL: settings.total_batch_size,
         "gradient clipping": settings.clip,
         "optimizer": optimizer.rule.known_as or optimizer.rule.name,
         **{_LABELS.get(key, key): [group.get(key) for group in configured] for key in optimizer.rule.scheduled},
@@ -134,6 +138,9 @@ class Differences:
         self.changed = {name: (then[name], now[name]) for name in now if name in then and then[name] != now[name]}
         self._scheduled = scheduled
         self._samples = [math.prod(each.get(name, 1) for name in _OF_BATCH) for each in ({**now, **then}, now)]
+        # Checkpoints of earlier versions, and of other programs, do not say the total.
+        self._has_total = _TOTAL in then and _TOTAL in now
+        self._then, self._now = then, now
 
     def __bool__(self) -> bool:
         """Returns True if there is any."""
@@ -148,19 +155,39 @@ class Differences:
         """Returns all of them in words: from what to what."""
         return ", ".join(f"{name} {old} is now {new}{self._remark(name)}" for name, (old, new) in self.changed.items())
 
+    @property
+    def _divides_otherwise(self) -> bool:
+        """True if a step has as many samples as it had, and nothing has changed but how micro-batches divide them."""
+        counts = {name for name in self.changed if not self._remark(name)} <= set(_OF_BATCH)
+        return counts and self._has_total and _TOTAL not in self.changed
+
+    @property
+    def _ranks(self) -> str:
+        """How many ranks the former values need, in words, where they are not those of now."""
+        if not self._has_total or not all(name in each for name in _OF_BATCH for each in (self._then, self._now)):
+            return ""
+        then, now = (each[_TOTAL] // math.prod(each[name] for name in _OF_BATCH) for each in (self._then, self._now))
+        return "" if then == now else f", on {count_of(then, 'rank')}"
+
     def consequences(self) -> str:
         """Returns what follows for the steps of a resumed run, in words; at least one thing does."""
         found = []
-        if self._samples[0] != self._samples[1]:
+        if not self._has_total and self._samples[0] != self._samples[1]:
             found.append(f"a step has {self._samples[1]} samples a rank in place of {self._samples[0]}")
         if "schedule" in self.changed and self.changed["schedule"][1] is not None:
             found.append(f"{self.changed['schedule'][1]} begins at its start")
         if all(self._remark(name) for name in self.changed):
             found.append("the steps are those that the run would have made")
+        elif self._divides_otherwise:
+            found.append(
+                f"a step has {self._now[_TOTAL]} samples as before, in other micro-batches: where each sample weighs "
+                "as much as any other, and without dropout, losses and weights differ by rounding alone from those "
+                "that the run would have had"
+            )
         else:
             found.append(
                 "the steps from here on take the present values, so losses and weights are not those that the run "
-                "would have had; the former values give those"
+                f"would have had; the former values give those{self._ranks}"
             )
         return "; ".join(found)
 

@@ -22,6 +22,8 @@ _KINDS = {
     "off": "off: these ask for nothing",
 }
 """The lists of `--json`, each with its heading."""
+_RATE = "optimizer.params.lr"
+_REQUIRED = "it has no default, so a start without a Trainer needs a number"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -61,9 +63,15 @@ def keys_of(file: Path) -> dict[str, Any]:
     content = read_json(file)
     _, findings = examine(content)
     # Params of torch's optimizers and of schedules are kept as a whole; the file's name of the block is "params".
-    honoured = sorted({name.replace("torch_params", "params") for name in findings.honoured})
-    blocks = {name.rpartition(".")[0] for name in honoured}
-    messages = [str(error) for error in findings.errors] + batch_errors(content)
+    # Switches of older files stand for keys of today, which such a file does not contain.
+    honoured = sorted(
+        {name for each in findings.honoured if _is_in(content, name := each.replace("torch_params", "params"))}
+    )
+    blocks = {name.rpartition(".")[0] for name in (*honoured, *findings.auto)}
+    # What a Trainer fills in is missing only until then.
+    required = [name for name in findings.auto if any(_is_missing(name, str(error)) for error in findings.errors)]
+    wrong = [str(error) for error in findings.errors if not any(_is_missing(name, str(error)) for name in required)]
+    messages = wrong + batch_errors(content)
     return {
         "errors": messages,
         "honoured": [name for name in honoured if name not in blocks and not _is_wrong(name, messages)],
@@ -73,9 +81,21 @@ def keys_of(file: Path) -> dict[str, Any]:
         "off": sorted(findings.off),
         "why": {
             **{name: why for name, why in reasons() if name in (*findings.tuning, *findings.unsupported)},
+            **{name: _REQUIRED for name in findings.auto if name in (*required, _RATE)},
             **findings.off,
         },
     }
+
+
+def _is_in(content: Any, name: str) -> bool:
+    """Returns True if a config contains a key of a dotted name, or is a plain value in place of the block."""
+    key, _, rest = name.partition(".")
+    return not isinstance(content, Mapping) or (key in content and (not rest or _is_in(content[key], rest)))
+
+
+def _is_missing(name: str, message: str) -> bool:
+    """Returns True if a message says that a key has no value."""
+    return message.startswith(f"{name} is required")
 
 
 def _with_reason(name: str, why: Mapping[str, str]) -> str:

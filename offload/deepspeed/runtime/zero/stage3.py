@@ -1,5 +1,6 @@
 """`deepspeed.runtime.zero.stage3`: the estimates of memory, and generation."""
 
+from offload.deepspeed.refused import estimate_zero3_model_states_mem_needs
 from offload.deepspeed.zero import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
@@ -7,6 +8,7 @@ from offload.deepspeed.zero import (
 )
 
 __all__ = [
+    "estimate_zero3_model_states_mem_needs",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
     "unwrap_model_for_generation",
