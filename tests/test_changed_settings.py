@@ -11,6 +11,8 @@ from offload.engine.training.step_settings import Differences
 from offload.swapper.modes import Mode, make_mode
 from tests.support.models import GPT2
 from tests.support.oracle import start, train_step
+from tests.test_schedules import CYCLE, LR, MOMENTUM
+from tests.test_schedules import start as start_scheduled
 
 DISK = ("nvme", "nvme")
 THEN = {
@@ -21,6 +23,7 @@ THEN = {
     "schedule": "StepLR",
     "the schedule's total_num_steps": 6,
 }
+COSINE = {"total_num_steps": 4, "warmup_num_steps": 2, "cos_min_ratio": 0.0}
 OTHERWISE = "the steps from here on take the present values, so losses and weights are not those"
 
 
@@ -44,7 +47,7 @@ def test_each_is_told_from_what_to_what() -> None:
         ({"accumulation": 8}, f"a step has 16 samples a rank in place of 8; {OTHERWISE}"),
         ({"micro-batch size": 8, "accumulation": 1}, OTHERWISE),
         ({"schedule": "WarmupLR"}, f"WarmupLR begins at its start; {OTHERWISE}"),
-        ({"schedule": None}, OTHERWISE),
+        ({"schedule": None}, f"without a schedule the optimizer's own learning rates count; {OTHERWISE}"),
         ({"the schedule's total_num_steps": 10}, OTHERWISE),
     ],
 )
@@ -81,7 +84,8 @@ def test_former_values_name_the_ranks_only_if_they_are_others() -> None:
 def test_of_a_rate_that_a_schedule_has_nothing_follows() -> None:
     found = Differences(THEN, {**THEN, "learning rates": [0.5]}, scheduled=True)
     assert str(found) == "learning rates [0.01] is now [0.5] (a schedule continues from the former)"
-    assert found.consequences() == "the steps are those that the run would have made"
+    words = found.consequences()
+    assert words.startswith("the steps are those that the run would have made; ") and "--schedule constant" in words
 
 
 def test_a_resumed_run_says_both(tmp_path: Path) -> None:
@@ -92,6 +96,27 @@ def test_a_resumed_run_says_both(tmp_path: Path) -> None:
     (line,) = [line for line in engine.notices if "other settings" in line]
     assert "accumulation 1 is now 2, samples of a step 1 is now 2, gradient clipping 1.0 is now 0.5; the steps" in line
     engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("kind", ["OneCycle", "WarmupCosineLR"])
+@pytest.mark.parametrize("lr", [LR, 0.5])
+def test_without_the_schedule_a_resumed_run_has_its_own_rates(kind: str, lr: float, tmp_path: Path) -> None:
+    """Not the point of the curve at which the schedule was left, which may be 0; and they stay."""
+    params = {**CYCLE, **MOMENTUM} if kind == "OneCycle" else COSINE
+    script = start_scheduled(tmp_path, {"type": kind, "params": params})
+    for _ in range(4):
+        script.step()
+    assert script.engine.get_lr() != [LR]
+    script.end()
+    for resumed in range(2):
+        script = start_scheduled(tmp_path, None, lr=lr)
+        group = script.engine.optimizer.param_groups[0]
+        assert script.engine.get_lr() == [lr] and group["betas"] == (0.9, 0.999)
+        told = any("the optimizer's own learning rates count" in line for line in script.engine.notices)
+        assert told is (resumed == 0)
+        script.step()
+        script.end()
+    start_scheduled(tmp_path, None, lr=lr).engine.destroy(remove=True)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import offload
+from offload.errors import ConfigError, EngineFailed, UsageError
 from tests.support import models, rounding_bounds
 from tests.support.module_kinds import (
     Adapters,
@@ -180,8 +182,6 @@ class Replaced(Layers):
 @pytest.mark.parametrize("model", [Clamped, Replaced])
 @pytest.mark.works("Modules", "a weight changed in place, or replaced by `.data`, inside of a forward", "refused")
 def test_a_weight_changed_in_a_forward_is_refused(model: Callable[[], nn.Module], tmp_path: Path) -> None:
-    from offload.errors import EngineFailed, UsageError
-
     job = Job(model, models.mixture_loss)
     engine = start(job, DISK, tmp_path)
     with pytest.raises(UsageError, match=r"layers\.0\.weight was changed in place"):
@@ -189,3 +189,37 @@ def test_a_weight_changed_in_a_forward_is_refused(model: Callable[[], nn.Module]
     with pytest.raises(EngineFailed):
         engine.step()
     engine.destroy()
+
+
+class Filter(nn.Module):
+    """Weighs frequencies, as models of Fourier layers do."""
+
+    def __init__(self, trains: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(9, dtype=torch.complex64), requires_grad=trains)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, samples: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.fft.irfft(torch.fft.rfft(samples) * self.weight, n=16))
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: Filter(trains=True), "weight is complex64, and offload stores real numbers; .* torch.view_as_real"),
+        (lambda: Filter(trains=False), "weight is complex64, and offload stores real numbers"),
+        (
+            lambda: nn.Sequential(nn.LazyLinear(4)),
+            "0.weight belongs to a lazy module and has no shape yet: call the model",
+        ),
+    ],
+    ids=["complex", "frozen", "lazy"],
+)
+@pytest.mark.works("Modules", "complex parameters, and those of a lazy module that has not run", "refused")
+def test_a_parameter_without_real_values_is_refused(build: Callable[[], nn.Module], words: str) -> None:
+    """A cast to fp32 would drop imaginary parts, and training would go on."""
+    model = build()
+    parameter = next(iter(model.parameters()))
+    with pytest.raises(ConfigError, match=words):
+        offload.initialize(model, optimizer=torch.optim.SGD(model.parameters()), weights="cpu", states="cpu")
+    assert next(iter(model.parameters())) is parameter

@@ -359,6 +359,17 @@ def test_a_config_that_cannot_be_written_leaves_no_file(tmp_path: Path, monkeypa
 def test_machines_are_parsed() -> None:
     assert find_gpu("24.5GB")[0].memory == 24.5 * GIB
     assert find_gpu("4090")[0].name == "RTX 4090" and find_gpu("4090")[1] is None
+    for smi, name in (
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX 4070 Ti SUPER"),
+        ("NVIDIA GeForce RTX 4060", "RTX 4060"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA H200", "H200"),
+    ):
+        assert find_gpu(smi)[0].name == name, "as nvidia-smi and torch write it"
+    with pytest.raises(ConfigError, match="there is no GPU 'NVIDIA GeForce RTX 4070 Laptop GPU' here"):
+        find_gpu("NVIDIA GeForce RTX 4070 Laptop GPU")  # a slower card with less memory
     assert find_gpu("a100-80gb")[0].memory == 80 * GIB and find_gpu("A100")[0].memory == 80 * GIB
     assert find_gpu("16GB")[0].memory == 16 * GIB and "as fast as" in (find_gpu("16GB")[1] or "")
     drive = parse_drive("7GB/s,5GB/s,2TB")

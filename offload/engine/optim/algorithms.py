@@ -228,11 +228,15 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
+_SET_BY_SCHEDULES = {"lr", "betas", "momentum"}
+
+
 def merge_values(
     committed: Sequence[Mapping[str, Any]],
     then: Sequence[Mapping[str, Any]],
     now: Sequence[Mapping[str, Any]],
     scheduled: bool,
+    unscheduled: bool,
 ) -> list[dict[str, Any]]:
     """Returns the groups' values of a resumed run.
 
@@ -244,10 +248,13 @@ def merge_values(
         then: the values as configured in the run that made the commit.
         now: the values as configured in this run.
         scheduled: True if a schedule sets the learning rates, which then always are the committed ones.
+        unscheduled: True if a schedule set values in the run that made the commit, and none does now. The committed
+            ones are a point on its curve, often near 0, so those that schedules set are the new ones.
     """
     merged = []
     for values, old, new in zip(committed, then, now, strict=True):
         kept = {key for key in old if key in new and (old[key] == new[key] or (scheduled and key == "lr"))}
+        kept -= _SET_BY_SCHEDULES if unscheduled else set()
         group = {key: values[key] if key in kept and key in values else new[key] for key in new}
         merged.append({key: tuple(value) if isinstance(value, list) else value for key, value in group.items()})
     return merged

@@ -260,6 +260,7 @@ def _brief(value: Any) -> str:
 
 def check_model(model: nn.Module) -> None:
     """Raises `ConfigError` or `UsageError` if an engine cannot take over `model`."""
+    _check_values(model)
     _check_quantized(model)
     # `named_parameters` yields tied parameters once, so one address under two names means two parameter objects.
     memory: dict[int, str] = {}
@@ -290,6 +291,22 @@ def check_model(model: nn.Module) -> None:
         raise UsageError(
             "this model is under an engine already, and destroy() does not restore its weights: build a new model"
         )
+
+
+def _check_values(model: nn.Module) -> None:
+    """Raises `ConfigError` if a parameter has no values yet, or complex ones, which a cast would make real."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ConfigError(
+                f"parameter {name} belongs to a lazy module and has no shape yet: call the model once with a batch "
+                "before offload.initialize"
+            )
+        if parameter.is_complex():
+            raise ConfigError(
+                f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, and offload stores real numbers; "
+                "make the parameter of torch.view_as_real(values), and use torch.view_as_complex(parameter.float()) in "
+                "the forward (complex buffers stay as they are)"
+            )
 
 
 def _check_quantized(model: nn.Module) -> None:

@@ -176,8 +176,13 @@ class Differences:
             found.append(f"a step has {self._samples[1]} samples a rank in place of {self._samples[0]}")
         if "schedule" in self.changed and self.changed["schedule"][1] is not None:
             found.append(f"{self.changed['schedule'][1]} begins at its start")
+        elif "schedule" in self.changed:
+            found.append("without a schedule the optimizer's own learning rates count")
         if all(self._remark(name) for name in self.changed):
-            found.append("the steps are those that the run would have made")
+            found.append(
+                "the steps are those that the run would have made; the present rate would count without the schedule "
+                "(offload train: --schedule constant), or in a new run of the weights that offload export writes"
+            )
         elif self._divides_otherwise:
             found.append(
                 f"a step has {self._now[_TOTAL]} samples as before, in other micro-batches: where each sample weighs "

@@ -332,7 +332,8 @@ class TrainingState:
         if self._due is not None and self.registered.complete:
             # A schedule continues from its own state, whatever learning rate is configured now.
             scheduled = self.lr_scheduler is not None or self.registered.schedules
-            merged = merge_values(self._due["groups"], self._due["configured"], self._configured, scheduled)
+            left = not scheduled and self._due["settings"].get("schedule") is not None
+            merged = merge_values(self._due["groups"], self._due["configured"], self._configured, scheduled, left)
             for group, values in zip(self.optimizer.param_groups, merged, strict=True):
                 group.update(values)
             if self._schedule_changed:

@@ -193,17 +193,22 @@ GPUS = (
 """H100 and H200 are the SXM versions. Apple's machines are not here: the package runs on Linux alone."""
 
 
+_MAKERS = re.compile(r"\b(nvidia|geforce|tesla|amd|instinct|sxm\d*)\b")
+"""Words that `nvidia-smi` and torch write around a card's name."""
+
+
 def find_gpu(text: str) -> tuple[Gpu, str | None]:
     """Returns the GPU that `text` names, and an assumption in words or None.
 
     Args:
-        text: a name or a part of one, such as "4090" or "a100-80gb", or a memory size such as "24GB". A size selects
+        text: a name or a part of one, such as "4090", "a100-80gb" or "NVIDIA GeForce RTX 4090", or a memory
+            size such as "24GB". A size selects
             the smallest and slowest RTX card with that much memory, or else the smallest and slowest other card.
 
     Raises:
         ConfigError: `text` is neither a name nor a size.
     """
-    wanted = re.sub(r"[^a-z0-9]", "", text.lower())
+    wanted = re.sub(r"[^a-z0-9]", "", _MAKERS.sub(" ", text.lower()))
     names = {re.sub(r"[^a-z0-9]", "", gpu.name.lower()): gpu for gpu in GPUS}
     if wanted in names:
         return names[wanted], None
