@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,14 +17,18 @@ from tests.support.trainer_runs import (
     CHECKPOINTING,
     DISK,
     FEW,
+    MEMORY,
     Run,
     Texts,
     arguments,
+    assert_close,
     assert_same,
     config,
     ended,
+    offloaded,
     result,
     seeded,
+    stock,
 )
 from tests.test_trainer_kinds import _tokenizer as byte_tokenizer
 
@@ -190,6 +194,48 @@ def test_a_training_resumed_in_the_middle_of_an_epoch_keeps_its_bits_with_dropou
         with ended(trainer(tmp_path / "resumed", LAYERED, **saved)) as mine:
             mine.train(resume_from_checkpoint=str(checkpoint))
             assert_same(unbroken, result(mine))
+
+
+# -- dropout ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.works(
+    "Trainers", "dropout with accumulation and blocks computed again: the stock Trainer's losses", "right"
+)
+def test_dropout_is_the_stock_trainers_in_every_tier_unless_the_config_asks_for_turns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By itself the engine takes turns on disk alone, where it saves transfers: masks must not depend on that."""
+    changed: dict[str, Any] = {CHECKPOINTING: True} | BY_FOUR
+    expected = stock(tmp_path / "stock", models.gpt2_dropout, **changed)
+    memory, disk = (
+        offloaded(tmp_path / tier, tier, models.gpt2_dropout, rows=FEW, **changed) for tier in (MEMORY, DISK)
+    )
+    assert_close(disk, expected)
+    assert_same(memory, disk)
+    assert caplog.text.count("it draws random numbers, such as dropout's") == 1
+    asked = trained(tmp_path, LAYERED, model=models.gpt2_dropout, **changed)
+    assert asked.logs[0]["loss"] != disk.logs[0]["loss"]
+
+
+class Told(OffloadTrainer):
+    """A Trainer that notes where its losses begin and end."""
+
+    notes: ClassVar[list[str]] = []
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        self.notes.append("begin")
+        loss = super().compute_loss(*args, **kwargs)
+        self.notes.append("end")
+        return loss
+
+
+def test_a_model_without_dropout_takes_turns_after_two_steps_that_were_watched(tmp_path: Path) -> None:
+    """The Trainer watches the first for random numbers, the engine the second for values between blocks."""
+    Told.notes.clear()
+    with ended(trainer(tmp_path, "auto", kind=Told, max_steps=3, **{CHECKPOINTING: True})) as mine:
+        mine.train()
+    assert Told.notes == ["begin", "end"] * 8 + ["begin"] * 2 + ["end"] * 2
 
 
 # -- code of the user's -------------------------------------------------------------------------------

@@ -12,6 +12,10 @@ place of a backward. So losses, their division and all that a Trainer does to a 
 A `training_step` of the user's would run in parts: that of the second micro-batch would begin before that of the first
 ends. So would a `compute_loss` that stores values on the Trainer. With either, micro-batches pass one by one, and a
 line says so.
+
+A model that draws random numbers, such as dropout's, draws others for a micro-batch that takes turns than the stock
+Trainer would. Whether "auto" lets them take turns depends on where weights are, and losses must not: with "auto" the
+first step passes one by one, and if the model draws in it, all further ones do.
 """
 
 from __future__ import annotations
@@ -28,7 +32,13 @@ import torch
 from transformers import Trainer
 
 from offload.engine.engine import Engine
+from offload.engine.training.snapshot import read_generators
 from offload.notices import announce
+
+_DRAWS = (
+    "it draws random numbers, such as dropout's, and draws them so as the stock Trainer does. "
+    '"schedule": "layer_major" in the "offload" block moves fewer bytes, and draws others'
+)
 
 _HANDED: contextvars.ContextVar[list[torch.Tensor] | None] = contextvars.ContextVar("_HANDED", default=None)
 
@@ -47,6 +57,10 @@ class StepAtOnce:
         """Micro-batches of the step that run as one call, and whose `training_step` comes next."""
         self._results: list[torch.Tensor] = []
         """What `training_step` will return for them; empty before they have run."""
+        self._draws: bool | None = None
+        """Whether a micro-batch has drawn random numbers; None before one was watched."""
+        self._watches = False
+        """True during a step whose micro-batches are watched."""
         self._told = False
 
     def fetched(self, trainer: Any, batches: Sequence[Any]) -> None:
@@ -56,7 +70,9 @@ class StepAtOnce:
             trainer: the Trainer.
             batches: its micro-batches, which the calls of `training_step` receive one by one.
         """
-        self._batches = list(batches) if len(batches) > 1 and self._is_possible(trainer) else []
+        at_once = len(batches) > 1 and self._is_possible(trainer)
+        self._watches = at_once and self._draws is None and _is_auto(trainer.accelerator.engine)
+        self._batches = list(batches) if at_once and not self._watches else []
         self._results = []
 
     def result(self, trainer: Any, inputs: Any, step: Callable[[Any], torch.Tensor]) -> torch.Tensor:
@@ -69,7 +85,7 @@ class StepAtOnce:
         """
         batches = self._batches
         if not batches or inputs is not batches[0]:
-            return step(inputs)
+            return self._watched(trainer.accelerator.engine, inputs, step) if self._watches else step(inputs)
         if not self._results:
             self._results = _run(trainer.accelerator.engine, batches, step)
         self._batches = batches[1:]
@@ -82,11 +98,24 @@ class StepAtOnce:
         engine: Engine | None = trainer.accelerator.engine
         if engine is None or engine.schedule != "layer_major":
             return False
-        reason = _own_code(trainer)
+        reason = _DRAWS if self._draws else _own_code(trainer)
         if reason is not None and not self._told:
             self._told = True
             announce(f"micro-batches pass through the model one after the other: {reason}")
         return reason is None
+
+    def _watched(self, engine: Engine, inputs: Any, step: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """Runs one micro-batch, and notes whether it has drawn random numbers."""
+        before = read_generators(engine.device)
+        result = step(inputs)
+        after = read_generators(engine.device)
+        self._draws = bool(self._draws) or any(not torch.equal(after[name], before[name]) for name in before)
+        return result
+
+
+def _is_auto(engine: Engine) -> bool:
+    """Returns True if the config leaves the schedule to the engine."""
+    return bool(engine.config["offload"]["schedule"] == "auto")
 
 
 def _run(engine: Engine, batches: Sequence[Any], step: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
