@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tarfile
 import zipfile
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 
 import offload
 from offload.cli.main import app
+from offload.deepspeed.utils import zero_to_fp32
 from offload.engine.checkpoint.foreign.zero import OFFLOADED
 from offload.errors import StoreError
 from tests.support import rounding_bounds
@@ -312,3 +314,15 @@ def test_another_model_is_refused_by_its_names(data: Path, tmp_path: Path) -> No
     with pytest.raises(StoreError, match=r"Missing key\(s\): weight, bias"):
         engine.load_checkpoint(data / "z2-fp32-2")
     engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("path", ["z2-fp32-2", "z2-fp32-2/global_step5", "z2-fp32-2/universal"])
+def test_commands_for_checkpoints_of_ours_name_the_import(path: str, data: Path, tmp_path: Path) -> None:
+    folder = data / path
+    words = re.escape(f"is a checkpoint of another program, such as DeepSpeed: `offload import {data}")
+    for command in (["export", str(folder), str(tmp_path / "out")], ["verify", str(folder)]):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 2 and re.search(words, done.stderr), done.output
+    with pytest.raises(StoreError, match=words):
+        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert not (tmp_path / "out").exists()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offload.aio.protocols import Queue
-from offload.engine.checkpoint.files import find, read_manifest
+from offload.engine.checkpoint.files import read_manifest
 from offload.engine.model_io.checkpoint_source import CheckpointSource
 from offload.engine.model_io.grid.of_checkpoint import whole_of_checkpoint
 from offload.engine.model_io.grid.source import WholeSource
@@ -22,6 +22,7 @@ from offload.engine.model_io.weight_source import Source, StoreSource
 from offload.engine.model_io.weight_stream import read_nbytes, stream
 from offload.engine.model_io.weight_writer import Files, notices
 from offload.errors import StoreError
+from offload.runs.own_checkpoint import find_own
 from offload.swapper.modes import dtype_name
 from offload.swapper.store import note_saved as write_note
 
@@ -62,12 +63,12 @@ def open_source(path: Path, queue: Queue) -> StoreSource | CheckpointSource | Wh
     Raises:
         StoreError: If the folder is none of these, or cannot be read.
     """
-    checkpoint = find(path, None)
+    checkpoint = find_own(path)
     if checkpoint is None:
         return StoreSource(path, queue)
-    if read_manifest(Path(checkpoint)).parts:
-        return whole_of_checkpoint(Path(checkpoint), queue)
-    return CheckpointSource(Path(checkpoint), queue)
+    if read_manifest(checkpoint).parts:
+        return whole_of_checkpoint(checkpoint, queue)
+    return CheckpointSource(checkpoint, queue)
 
 
 def with_states(source: StoreSource | CheckpointSource | WholeSource, path: Path) -> StoreSource | CheckpointSource:

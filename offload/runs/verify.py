@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, Protocol
 
 from offload.aio import StripedFile
 from offload.aio.protocols import Queue
-from offload.engine.checkpoint.files import find, is_checkpoint, progress_file, read_manifest, wrong_files
+from offload.engine.checkpoint.files import is_checkpoint, progress_file, read_manifest, wrong_files
 from offload.engine.model_io.weight_source import lock_and_look, ranks_of
 from offload.errors import IoError, StoreError
+from offload.runs.own_checkpoint import find_own
 from offload.sizes import count_of, format_size
 from offload.swapper.store.format.commit_record import last_of_all
 from offload.swapper.store.inspection import Commit, Found, Wrong
@@ -169,8 +170,7 @@ def open_checking(path: Path) -> Checking:
     Raises:
         StoreError: If the folder is none of these, or cannot be verified.
     """
-    checkpoint = find(path, None)
-    return RunChecking(path) if checkpoint is None else CheckpointChecking(Path(checkpoint))
+    return CheckpointChecking(checkpoint) if (checkpoint := find_own(path)) else RunChecking(path)
 
 
 class CheckpointChecking:

@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from offload.aio import IoQueue
-from offload.engine.checkpoint.files import find
 from offload.engine.model_io.weight_plan import Plan, make_plan, shard_size
 from offload.engine.model_io.weight_source import Source
 from offload.engine.model_io.weight_stream import stream
 from offload.errors import OffloadError, StoreError
 from offload.fileio.safetensors_stream import Tensor, shard
 from offload.runs.export import export, open_source
+from offload.runs.own_checkpoint import find_own
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -135,13 +135,13 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 @contextmanager
 def _opened(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Iterator[tuple[Source, IoQueue]]:
     """Yields the weights of a checkpoint, and the queue that reads them."""
-    found = find(checkpoint_dir, tag)
+    found = find_own(Path(checkpoint_dir), tag)
     if found is None:
         raise StoreError(
             f"{checkpoint_dir} contains no checkpoint of an engine: expected the folder of save_checkpoint"
         )
     with IoQueue() as queue:
-        yield open_source(Path(found), queue), queue
+        yield open_source(found, queue), queue
 
 
 def _state_dict(

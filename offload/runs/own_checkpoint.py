@@ -1,0 +1,37 @@
+"""Search for a checkpoint of ours, with an error that names `offload import` for one of another program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from offload.engine.checkpoint.files import find, is_checkpoint
+from offload.errors import StoreError
+from offload.notices import shell_command
+from offload.swapper.store import rank_folders
+
+
+def find_own(path: Path, tag: str | None = None) -> Path | None:
+    """Returns the checkpoint that a folder is, or its latest; None for a folder that holds none.
+
+    Args:
+        path: Folder of a run, of a checkpoint, or of several checkpoints.
+        tag: Tag of the checkpoint; None for the latest, or for `path` itself.
+
+    Raises:
+        StoreError: If the checkpoint is of another program, or cannot be found.
+        UsageError: If `tag` cannot name a folder.
+    """
+    found = find(path, tag)
+    folder = None if found is None else Path(found)
+    ours = bool(rank_folders(path)) if folder is None else is_checkpoint(folder)
+    if not ours:
+        # Here, since it imports torch, which commands on folders of ours do without.
+        from offload.engine.checkpoint.foreign.checkpoint import is_foreign
+
+        other = folder or path
+        if is_foreign(other):
+            raise StoreError(
+                f"{other} is a checkpoint of another program, such as DeepSpeed: "
+                f"`{shell_command('import', other, 'FOLDER')}` writes one of offload, which this reads"
+            )
+    return folder
