@@ -157,6 +157,16 @@ def test_zero_init_takes_values_in_gathered_parameters(tmp_path: Path) -> None:
         deepspeed.zero.Init(config_dict_or_path=config(), dtype=torch.float16)
 
 
+def test_the_dtype_of_zero_init_without_a_config_is_compared_with_that_of_initialize(tmp_path: Path) -> None:
+    adam = {"type": "AdamW", "params": {"lr": 1e-3}}
+    with deepspeed.zero.Init(dtype=torch.bfloat16):
+        model = net()
+    with pytest.raises(ConfigError, match=r"dtype=torch\.bfloat16, and the config asks for torch\.float32"):
+        deepspeed.initialize(model=model, config=config(tmp_path, optimizer=adam))
+    engine, *_ = deepspeed.initialize(model=model, config=config(tmp_path, optimizer=adam, bf16={"enabled": True}))
+    engine.destroy()
+
+
 def test_parameters_are_gathered_between_steps_and_are_there_in_a_forward(tmp_path: Path) -> None:
     available = deepspeed.zero.ZeroParamStatus.AVAILABLE
 

@@ -19,6 +19,7 @@ from offload.deepspeed.runtime.engine import DeepSpeedEngine
 from offload.deepspeed.runtime.sequence_parallel.parallel_state_sp import SequenceGroups
 from offload.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from offload.deepspeed.utils.z3_leaf_module import z3_leaf_module
+from offload.deepspeed.zero.init_context import check_asked
 from offload.engine.engine import Engine
 from offload.engine.setup.initialize import check_model_type, chosen_config
 from offload.engine.setup.initialize import initialize as _initialize
@@ -75,9 +76,9 @@ def initialize(
     # Scripts ask torch.distributed for their rank behind this call, in a process that trains alone too.
     init_distributed(dist_init_required=dist_init_required)
     check_ranks()
-    leaves = [name for name, each in model.named_modules() if name and z3_leaf_module(each)]
     trains = optimizer is not None or content.get("optimizer") is not None
-    content = _with_sequences(of_a_script(content, leaves, trains), mpu)
+    content = _with_sequences(of_a_script(content, _leaves(model), trains), mpu)
+    check_asked(model, content)
     if not trains:
         load_config(content)  # raises before the model is changed
         _freeze(model)
@@ -100,6 +101,11 @@ def initialize(
     # trl finds the hooks of a model there, and takes them away before it generates.
     engine.optimizer.parameter_offload = DeepSpeedZeRoOffload()  # type: ignore[attr-defined]
     return _with_names(engine, model, loader), used if trains else None, loader, schedule
+
+
+def _leaves(model: nn.Module) -> list[str]:
+    """Returns the names of modules that a script has declared to be leaves of ZeRO-3."""
+    return [name for name, each in model.named_modules() if name and z3_leaf_module(each)]
 
 
 def _with_names(engine: Engine, model: nn.Module, loader: Any) -> DeepSpeedEngine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +28,8 @@ _UNSUPPORTED = {
     "sequence_data_parallel_group": "weights are partitioned over all ranks",
     "param_swapper": "the engine has its own",
 }
+_ASKED = "_deepspeed_dtype"
+"""Attribute of a parameter: the dtype that the script has asked for, without a config."""
 
 
 class Init:
@@ -67,7 +70,7 @@ class Init:
             config_dict_or_path: the config that `initialize` will receive.
             config: another name of `config_dict_or_path`.
             enabled: False to do nothing.
-            dtype: must be that of the config, if there is one, which decides.
+            dtype: must be that of the config, which decides: of this one, or else of that of `initialize`.
             mpu: must be None.
             zero_param_parallel_group: must be None.
             zero_quantized_weights: must be False.
@@ -97,6 +100,7 @@ class Init:
         chosen = config_dict_or_path if config_dict_or_path is not None else config
         self._config = None if chosen is None else content_of(chosen)
         self._enabled = enabled
+        self._asked = dtype if self._config is None else None
         self._open = contextlib.ExitStack()
         # Scripts name the dtype in both places; two answers would train in one that somebody did not mean.
         if enabled and dtype is not None and self._config is not None:
@@ -109,8 +113,9 @@ class Init:
             # DeepSpeed does so too, and transformers asks torch.distributed for the rank while it loads weights.
             init_distributed()
             self._open.enter_context(init(self._config))
+            marks = functools.partial(_mark, self._asked)
             # Registered behind the hook of `init`, and so called with the parameter that this one has put in place.
-            self._open.callback(register_module_parameter_registration_hook(_mark).remove)
+            self._open.callback(register_module_parameter_registration_hook(marks).remove)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -118,10 +123,19 @@ class Init:
         return self._open.__exit__(kind, error, trace)
 
 
-def _mark(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    """Gives a parameter that is being registered its attributes."""
+def check_asked(model: nn.Module, config: dict[str, Any]) -> None:
+    """Raises `ConfigError` if `zero.Init` made parameters of `model` with another dtype than the config's."""
+    asked = next((dtype for each in model.parameters() if (dtype := getattr(each, _ASKED, None)) is not None), None)
+    if asked is not None:
+        _check_dtype(asked, config)
+
+
+def _mark(asked: torch.dtype | None, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    """Gives a parameter that is being registered its attributes, and notes the dtype that was asked for."""
     if parameter is not None:
         mark([parameter])
+        if asked is not None:
+            setattr(parameter, _ASKED, asked)
 
 
 def _refuse(**given: Any) -> None:
