@@ -183,6 +183,20 @@ def test_a_checkpoint_of_the_stock_trainer_is_refused(tmp_path: Path) -> None:
     assert mine.engine is None, "nothing was touched"
 
 
+@pytest.mark.parametrize("left", [None, b'{"epoch": 0.5, "glo'], ids=["without a state", "with half a state"])
+def test_a_save_that_was_cut_short_is_passed_over(
+    left: bytes | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The Trainer writes its state last, so that a kill leaves the folder as it is made here."""
+    complete = unbroken(models.gpt2_dropout)
+    broken_off(tmp_path, 5)
+    cut = tmp_path / "out" / "checkpoint-4"
+    (cut / "trainer_state.json").unlink() if left is None else (cut / "trainer_state.json").write_bytes(left)
+    assert_same(complete, resumed(tmp_path))
+    assert f"the save of {cut} was cut short: the training resumes from the checkpoint before, " in caplog.text
+    assert (cut / "trainer_state.json").is_file()  # saved once more on the way
+
+
 def test_a_checkpoint_without_a_file_of_the_trainers_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A kill in the middle of a save, or a copy that was not one."""
     broken_off(tmp_path, 3)

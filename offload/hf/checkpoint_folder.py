@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import zipfile
 from pathlib import Path
 from typing import Any
 
+from transformers.trainer_utils import get_last_checkpoint
+
 from offload.engine.checkpoint.files import LATEST
 from offload.errors import StoreError
+from offload.notices import announce
 
 logger = logging.getLogger("offload")
 
@@ -36,6 +40,41 @@ def check_resumable(folder: Path, args: Any) -> None:
             f"with its weights, from_pretrained({str(folder)!r}), and without resume_from_checkpoint"
         )
     _check_complete(folder, args)
+
+
+def last_complete(resume: Any, args: Any) -> Any:
+    """Returns what a training resumes from: in place of True the last checkpoint whose save has ended.
+
+    The Trainer writes its state as the last file, so a kill while it saves leaves a folder without one, and the
+    checkpoint before is whole.
+
+    Args:
+        resume: `resume_from_checkpoint` of a call of `train`.
+        args: transformers' `TrainingArguments`.
+
+    Returns:
+        The folder; `resume` itself if it is not True, or if no checkpoint is complete.
+    """
+    newest = get_last_checkpoint(args.output_dir) if resume is True and Path(args.output_dir).is_dir() else None
+    if newest is None or _is_whole(Path(newest)):
+        return resume
+    parent, number = Path(newest).parent, _number(Path(newest))
+    whole = [each for each in parent.glob("checkpoint-*") if _number(each) < number and _is_whole(each)]
+    if not whole:
+        return resume
+    last = max(whole, key=_number)
+    announce(f"the save of {newest} was cut short: the training resumes from the checkpoint before, {last}")
+    return str(last)
+
+
+def _number(folder: Path) -> float:
+    """Returns the step of a checkpoint; infinity for a folder that is none."""
+    step = folder.name.removeprefix("checkpoint-")
+    return int(step) if step.isdecimal() else math.inf
+
+
+def _is_whole(folder: Path) -> bool:
+    return (folder / _TRAINERS_STATE).is_file() and _is_complete(folder / _TRAINERS_STATE)
 
 
 def has_engine(folder: Path) -> bool:

@@ -2,10 +2,9 @@
 
     trainer = OffloadTrainer(model=model, args=args, train_dataset=dataset, offload_config="ds_config.json")
 
-The loop is the Trainer's own. The loop passes its model and optimizer to `accelerator.prepare`, which builds the
-engine; `Accelerator` of this package runs each backward, clip and step in the engine. The mixin completes the config,
-writes and reads the engine's part of the Trainer's checkpoints, and refuses arguments that an engine cannot honour
-(`arguments.py`).
+The loop is the Trainer's own, and passes model and optimizer to `accelerator.prepare`, which builds the engine: the
+`Accelerator` of this package runs each backward, clip and step in it. The mixin completes the config, writes and reads
+the engine's part of the Trainer's checkpoints, and refuses arguments that an engine cannot honour (`arguments.py`).
 
 [Note: names that are not public] The mixin overrides these methods, although transformers does not promise them:
 
@@ -41,7 +40,7 @@ from offload.errors import ConfigError
 from offload.hf.accelerator import Accelerator
 from offload.hf.arguments import check_arguments, check_kinds, check_model, check_optim, values_of_arguments
 from offload.hf.auto_values import schedule_values
-from offload.hf.checkpoint_folder import SCHEDULER, check_resumable, has_adapters, has_engine
+from offload.hf.checkpoint_folder import SCHEDULER, check_resumable, has_adapters, has_engine, last_complete
 from offload.hf.last_checkpoint import LastCheckpoint, announced_end
 from offload.hf.loss import evaluation_of, loss_of, resumed, state_of
 from offload.hf.micro_batches import StepAtOnce, losses_to_hand_over
@@ -138,10 +137,11 @@ class OffloadMixin(_Base):
         engine: Engine | None = self.accelerator.engine
         return engine
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Trains as the Trainer does, and says what is kept if a Ctrl-C or an error ends the training.
 
         Args:
+            resume_from_checkpoint: as in the Trainer; True is the last checkpoint whose save was not cut short.
             *args: as in the Trainer.
             **kwargs: as in the Trainer.
 
@@ -149,7 +149,7 @@ class OffloadMixin(_Base):
             The output of the Trainer's method.
         """
         with announced_end(self, self._last_checkpoint):
-            return super().train(*args, **kwargs)
+            return super().train(last_complete(resume_from_checkpoint, self.args), *args, **kwargs)
 
     # -- beginning ----------------------------------------------------------------------------------
 
