@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import offload
+from offload.config import load_config
 from tests.support import warm_process
 from tests.support.rank_pool import shared_pool
 from tests.test_reference_configs import MEANINGS
@@ -200,6 +201,14 @@ def test_stages_1_and_2_on_several_ranks_are_reported_once_as_stage_3() -> None:
         assert "offload: offload_param is honoured at ZeRO stage 2 too, as at stage 3" in first
         assert not any("one process" in line for line in first)
     assert not any("ZeRO stage" in line for line in lines_on_rank({"stage": 2})), "one rank has nothing to part"
+
+
+def test_who_names_no_stage_hears_of_none() -> None:
+    """A loop of plain PyTorch gives tiers by keywords, and has never heard of ZeRO's stages."""
+    plain = load_config({"zero_optimization": {"offload_param": {"device": "cpu"}}})
+    named = load_config({"zero_optimization": {"stage": 0, "offload_param": {"device": "cpu"}}})
+    assert not any("stage" in line for line in plain.notices)
+    assert "offload_param is honoured at ZeRO stage 0 too, as at stage 3" in named.notices
 
 
 def test_a_config_without_a_stage_tells_how_each_rank_keeps_whole_states() -> None:

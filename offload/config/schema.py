@@ -222,7 +222,7 @@ class Config(Block):
             ),
             (unsupported, f"config keys that are not supported and are ignored: {', '.join(sorted(unsupported))}"),
             (
-                zero.stage < 3 and zero.offload_param.device != "none",
+                "stage" in zero.model_fields_set and zero.stage < 3 and zero.offload_param.device != "none",
                 f"offload_param is honoured at ZeRO stage {zero.stage} too, as at stage 3",
             ),
             (
