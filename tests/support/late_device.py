@@ -160,9 +160,12 @@ class LateDevice(Device):
         self._synchronize()
 
     def _synchronize(self) -> None:
-        """Waits for all compute, as an accelerator does where it gives memory away or takes it again."""
+        """Waits for all compute and all copies, as an accelerator does where it gives memory away or takes it again."""
         with self.lock:
             self.progress = self._clock
+            for stream in self._streams.values():
+                while stream:
+                    stream.pop(0).finish()
 
     def upload(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
         return self._give("upload", destination, source, after)
