@@ -43,7 +43,7 @@ def test_no_data_is_an_error(tmp_path: Path, path: str) -> None:
 
 WRONG = {
     "{": "is not JSON",
-    "[1]": "contains a list",
+    "[1]": "`jq -c '.[]' FILE` makes lines",
     '"words"': "contains a string",
     "{}": "contains no key; each line must be one of",
     '{"txt": "a"}': "contains txt; each line must be one of",

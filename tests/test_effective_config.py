@@ -46,7 +46,7 @@ AUTO: dict[str, tuple[dict[str, Any], str]] = {
     "a size": ({"train_batch_size": "auto", "gradient_accumulation_steps": 3}, "train_batch_size 3"),
     "a mode, which is off then": ({"bf16": {"enabled": "auto"}}, "bf16.enabled false"),
     "a mode, by its older name": ({"bfloat16": {"enabled": "auto"}}, "bfloat16.enabled false"),
-    "a block, by its older name": ({"bfloat16": "auto"}, "bf16 (its defaults)"),
+    "a block, by its older name": ({"bfloat16": "auto"}, "bfloat16 (its defaults)"),
     "a block": ({"fp16": "auto"}, "fp16 (its defaults)"),
     "a clip": ({"gradient_clipping": "auto"}, "gradient_clipping 1.0"),
     "an optimizer": ({"optimizer": "auto"}, "optimizer (its default)"),
@@ -71,7 +71,7 @@ AUTO: dict[str, tuple[dict[str, Any], str]] = {
     "what there is none of": ({"offload": {"log": "auto"}}, "offload.log (its default)"),
     "what is decided here, by its older name": (
         {"zero_optimization": {"prefetch_bucket_size": "auto"}},
-        "zero_optimization.stage3_prefetch_bucket_size (its default)",
+        "zero_optimization.prefetch_bucket_size (its default)",
     ),
     "what is a value": ({"offload": {"resume": "auto"}}, ""),
     "what has no effect": ({"zero_optimization": {"reduce_bucket_size": "auto"}}, ""),

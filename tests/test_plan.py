@@ -120,7 +120,7 @@ def test_help_has_an_example() -> None:
     [
         ((), "not probed"),
         (MACHINE, "expected a model"),
-        ((*MACHINE, "--parameters", "13B"), "expected a model"),
+        ((*MACHINE, "--parameters", "13B"), "--parameters needs --layers"),
         ((*MACHINE, *COUNT, "--model", "llama-1b"), "not both"),
         ((*MACHINE, "--model", "lama-1b"), "did you mean llama-1b"),
         ((*MACHINE, "--model", "owner/name-8B"), "hf download owner/name-8B config.json --local-dir name-8B"),

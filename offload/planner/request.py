@@ -276,6 +276,8 @@ def shape(model: Model, sequence: int, dtype: torch.dtype, units: Division | Seq
         if model.adapters is not None:
             return from_adapted(model.name, model.adapters, sequence, dtype, units)
         return from_name(model.name, sequence, dtype, units)
+    if model.parameters is not None and model.layers is None:
+        raise ConfigError("--parameters needs --layers, the number of the model's blocks: --parameters 8B --layers 32")
     if model.parameters is None or model.layers is None:
         raise ConfigError("expected a model: --model llama-7b, or --parameters 13B --layers 40")
     return from_count(model.parameters, model.layers, sequence, dtype.itemsize)

@@ -193,7 +193,8 @@ def _prompt(found: Any, place: str) -> Prompt | Chat:
 def _kind_of(found: Any, place: str) -> str:
     """Returns the key that says what a line or row is."""
     if not isinstance(found, dict):
-        raise ConfigError(f"{place} contains {_kind(found)}, and each line must be one of {_SHAPES}")
+        cure = "; `jq -c '.[]' FILE` makes lines of a file that is one list" if isinstance(found, list) else ""
+        raise ConfigError(f"{place} contains {_kind(found)}, and each line must be one of {_SHAPES}{cure}")
     kinds = [key for key in ("text", "messages", "prompt") if key in found]
     if len(kinds) != 1:
         keys = ", ".join(found) or "no key"

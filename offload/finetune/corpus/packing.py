@@ -209,6 +209,8 @@ def pack(documents: Sequence[Document], length: int, together: bool = True) -> P
     # First tokens are not learned, so a row of documents of a single token each would have nothing to learn.
     rows = [row for row in rows if _learns(row)]
     if not rows:
+        if not any(len(document.ids) for document in documents):
+            raise ConfigError("the data contain nothing to learn: they are empty")
         raise ConfigError(
             f"the data contain nothing to learn: no document has a token to learn within --seq-len {length}"
         )

@@ -201,9 +201,9 @@ def find_gpu(text: str) -> tuple[Gpu, str | None]:
     """Returns the GPU that `text` names, and an assumption in words or None.
 
     Args:
-        text: a name or a part of one, such as "4090", "a100-80gb" or "NVIDIA GeForce RTX 4090", or a memory
-            size such as "24GB". A size selects
-            the smallest and slowest RTX card with that much memory, or else the smallest and slowest other card.
+        text: a name or a part of one, such as "4090", "a100-80gb" or "NVIDIA GeForce RTX 4090", or a memory size such
+            as "24GB". A size selects the smallest and slowest RTX card with that much memory, or else the smallest and
+            slowest other card.
 
     Raises:
         ConfigError: `text` is neither a name nor a size.
