@@ -14,7 +14,17 @@ from offload.hf import Accelerator
 from tests.support import models, rounding_bounds
 from tests.support.oracle import assert_same_tensors
 from tests.support.rank_pool import RankPool, pool, rank_and_size
-from tests.support.trainer_runs import Run, Texts, assert_close, assert_same, config, ended, result, trainer
+from tests.support.trainer_runs import (
+    CHECKPOINTING,
+    Run,
+    Texts,
+    assert_close,
+    assert_same,
+    config,
+    ended,
+    result,
+    trainer,
+)
 from tests.test_trainer_checkpoints import Break
 
 SAVED = {"save_strategy": "steps", "save_steps": 3}
@@ -55,6 +65,21 @@ def test_two_ranks_resume(two: RankPool, tmp_path: Path) -> None:
     two.run(train, tmp_path / "broken", 4)
     resumed, _ = two.run(train, tmp_path / "broken", 0, True)
     assert_same(single, resumed)
+
+
+def draw_on_one_rank(folder: Path) -> list[float]:
+    """Dropout on rank 0 alone: by itself rank 1 would take turns from the third step on."""
+    model = models.gpt2 if rank_and_size()[0] else models.gpt2_dropout
+    changed = {CHECKPOINTING: True, "gradient_accumulation_steps": 2, "max_steps": 4, "ddp_backend": "gloo"}
+    with ended(trainer(folder, model=model, per_device_train_batch_size=1, save_strategy="no", **changed)) as mine:
+        mine.train()
+        assert mine.engine is not None and mine.engine.schedule == "layer_major"
+        return [log["loss"] for log in mine.state.log_history if "loss" in log]
+
+
+def test_ranks_take_one_order_where_the_model_of_one_alone_draws_random_numbers(two: RankPool, tmp_path: Path) -> None:
+    one, other = two.run(draw_on_one_rank, tmp_path)
+    assert len(one) == 4 and one == other
 
 
 def evaluate_and_save_best(folder: Path) -> tuple[list[float], float]:

@@ -211,9 +211,8 @@ def pack(documents: Sequence[Document], length: int, together: bool = True) -> P
     if not rows:
         if not any(len(document.ids) for document in documents):
             raise ConfigError("the data contain nothing to learn: they are empty")
-        raise ConfigError(
-            f"the data contain nothing to learn: no document has a token to learn within --seq-len {length}"
-        )
+        none = f"no document has a token to learn within --seq-len {length}"
+        raise ConfigError(f"the data contain nothing to learn: {none}")
     cut = sum(len(document.ids) > length for document in documents if not document.divisible)
     return Packed(*_arrays(rows, length), cut, len(truncated) - len(kept), not together and len(kept) > 0)
 
