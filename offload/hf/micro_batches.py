@@ -29,7 +29,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from transformers import Trainer
 
 from offload.engine.engine import Engine
@@ -73,7 +72,8 @@ class StepAtOnce:
         """
         if self._watches and self._draws is not None:
             # Ranks pass through the blocks in one order, also where the model of one alone draws.
-            self._draws = any(gather_object([self._draws]))
+            mine = torch.tensor([float(self._draws)], device=trainer.accelerator.device)
+            self._draws = bool(trainer.accelerator.gather(mine).max() > 0)
         at_once = len(batches) > 1 and self._is_possible(trainer)
         self._watches = at_once and self._draws is None and _is_auto(trainer.accelerator.engine)
         self._batches = list(batches) if at_once and not self._watches else []
