@@ -3,8 +3,8 @@
 They exist for the parameters of `zero.Init` and of `initialize` alone: `hasattr(p, "ds_id")` is False for any other.
 
 [Note: attributes] They are properties of `nn.Parameter`, so that they are right at any moment, whatever class the
-parameter has then. The parameter itself has a number and nothing else, which hinders no pickle and no copy; a copy of a
-paged parameter, which is an ordinary parameter, has none.
+parameter has then. The parameter itself has a number, and maybe the dtype that `zero.Init` was asked for, which hinder
+no pickle and no copy; a copy of a paged parameter, which is an ordinary parameter, has neither.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def read_whole(path: Path) -> bytes:
         os.close(descriptor)
 
 
-def write_in_place(path: Path, data: bytes, offset: int = 0) -> None:
+def write_in_place(path: Path, data: bytes | memoryview, offset: int = 0) -> None:
     """Writes `data` durably at byte `offset` of `path`. Creates the file if it does not exist.
 
     The write is not atomic: readers detect an incomplete write by a checksum.

@@ -95,7 +95,7 @@ class Undo:
             for start in range(0, nbytes, len(buffer)):
                 part = buffer[: min(len(buffer), nbytes - start)]
                 read(unit, state, named_by.slots[unit], start, part).wait()
-                write_in_place(self._path, bytes(part), at + PAGE + start)
+                write_in_place(self._path, part, at + PAGE + start)
             entry = _Entry((named_by.serial, named_by.time_ns), unit, state, nbytes)
             write_in_place(self._path, entry.pack(), at)
             self._nbytes = at + PAGE + nbytes
