@@ -128,6 +128,8 @@ def test_help_has_an_example() -> None:
         ((*COUNT, "--gpu", "24GB", "--drive", "fast"), "expected a drive"),
         ((*COUNT, "--gpu", "24GB", "--drive", "7,4"), "expected a drive"),
         ((*COUNT, "--gpu", "24GB", "--drive", "7Gb/s,4Gb/s"), "bits a second"),
+        ((*COUNT, "--gpu", "24GB", "--drive", "2TB"), "'2TB' is a size, not a rate; write 2TB/s if it is a rate"),
+        ((*COUNT, "--gpu", "24GB", "--drive", "7GB/s,4GB/s,2"), "expected a size with its unit, got '2'"),
         ((*COUNT, "--gpu", "24GB", "--drive", ""), "expected a drive"),
         ((*COUNT, "--gpu", "24GB", "--pcie", "25"), "expected a rate"),
         ((*COUNT, "--gpu", "0GB"), "there is no GPU"),

@@ -165,13 +165,20 @@ def parse_drive(text: str) -> Drive:
     try:
         if not 1 <= len(fields) <= 3:
             raise ConfigError(f"{len(fields)} numbers")
-        read, write = parse_rate(fields[0]), parse_rate(fields[1] if len(fields) > 1 else fields[0])
-        free = parse_size(fields[2]) if len(fields) == 3 else None
+        read, write = _drive_rate(fields[0]), _drive_rate(fields[1] if len(fields) > 1 else fields[0])
+        free = parse_size(_with_unit(fields[2])) if len(fields) == 3 else None
     except ConfigError as error:
         raise ConfigError(
             f"expected a drive such as '7GB/s,4GB/s' (reads, writes) or '7GB/s,4GB/s,2TB' (free), got {text!r}: {error}"
         ) from error
     return Drive(f"drive of {fields[0]}", read, write, 2 / (1 / read + 1 / write), free)
+
+
+def _drive_rate(text: str) -> float:
+    # "2TB" is a drive's size to whoever types it. As a rate it would be 300 times that of the fastest drive.
+    if re.fullmatch(r"[0-9.]+\s*[kmgt]i?b", text, re.IGNORECASE):
+        raise ConfigError(f"{text!r} is a size, not a rate; write {text}/s if it is a rate")
+    return parse_rate(text)
 
 
 def parse_memory(text: str) -> int:
@@ -180,9 +187,13 @@ def parse_memory(text: str) -> int:
     Raises:
         ConfigError: `text` is not a size, or a number without a unit: a user who types "64" means gigabytes.
     """
+    return parse_size(re.sub(r"([kmgt])b\s*$", r"\1ib", _with_unit(text), flags=re.IGNORECASE))
+
+
+def _with_unit(text: str) -> str:
     if re.fullmatch(r"\s*[0-9.]+\s*", text):
         raise ConfigError(f"expected a size with its unit, got {text!r}; did you mean {text.strip()}GB?")
-    return parse_size(re.sub(r"([kmgt])b\s*$", r"\1ib", text, flags=re.IGNORECASE))
+    return text
 
 
 def parse_rate(text: str) -> float:
