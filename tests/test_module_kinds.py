@@ -212,11 +212,17 @@ class Filter(nn.Module):
             lambda: nn.Sequential(nn.LazyLinear(4)),
             "0.weight belongs to a lazy module and has no shape yet: call the model",
         ),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.Embedding(8, 4, max_norm=1.5)),
+            "^1 is an embedding with max_norm=1.5, which changes its weight .* set max_norm to None",
+        ),
     ],
-    ids=["complex", "frozen", "lazy"],
+    ids=["complex", "frozen", "lazy", "max_norm"],
 )
-@pytest.mark.works("Modules", "complex parameters, and those of a lazy module that has not run", "refused")
-def test_a_parameter_without_real_values_is_refused(build: Callable[[], nn.Module], words: str) -> None:
+@pytest.mark.works(
+    "Modules", "complex parameters, those of a lazy module that has not run, embeddings with `max_norm`", "refused"
+)
+def test_a_parameter_that_cannot_be_paged_is_refused(build: Callable[[], nn.Module], words: str) -> None:
     """A cast to fp32 would drop imaginary parts, and training would go on."""
     model = build()
     parameter = next(iter(model.parameters()))

@@ -25,9 +25,9 @@ tests.support.what_works_page` writes this page from the tests, and a test compa
 * **refused**: a clear error, before anything is harmed. Training goes on afterwards, unless the row says that the
   engine stops; then the run resumes from its last committed step.
 
-Every row is tested on the CPU. A GPU has run [some of these tests](../benchmarks/2026-11-h200.md#tests), on two days, and not since. Models of
-transformers need version 5.3 or a later 5: the tests run with 5.23.0, and [those of folders and Trainers](../install.md#versions) ran with others
-too.
+Every row is tested on the CPU. A GPU has run [some of these tests](../benchmarks/2026-11-h200.md#tests), on two
+days, and not since. Models of transformers need version 5.3 or a later 5: the tests run with 5.23.0, and [those of
+folders and Trainers](../install.md#versions) ran with others too.
 """
 
 TAIL = """

@@ -261,6 +261,7 @@ def _brief(value: Any) -> str:
 def check_model(model: nn.Module) -> None:
     """Raises `ConfigError` or `UsageError` if an engine cannot take over `model`."""
     _check_values(model)
+    _check_renormed(model)
     _check_quantized(model)
     # `named_parameters` yields tied parameters once, so one address under two names means two parameter objects.
     memory: dict[int, str] = {}
@@ -306,6 +307,16 @@ def _check_values(model: nn.Module) -> None:
                 f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, and offload stores real numbers; "
                 "make the parameter of torch.view_as_real(values), and use torch.view_as_complex(parameter.float()) in "
                 "the forward (complex buffers stay as they are)"
+            )
+
+
+def _check_renormed(model: nn.Module) -> None:
+    """Raises `ConfigError` if an embedding changes its own weight in its forward, as one with `max_norm` does."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ConfigError(
+                f"{name or 'the model'} is an embedding with max_norm={module.max_norm:g}, which changes its weight in "
+                "each forward; set max_norm to None, and shorten long rows between steps, under torch.no_grad()"
             )
 
 
