@@ -80,7 +80,7 @@ MUTANTS = (
         "offload.bench.gpu.parts",
         'if "step_seconds" not in base or BASE in invalid(parts):',
         'if "step_seconds" not in base:',
-        "tests/test_bench_gpu.py",
+        "tests/test_bench_gpu_verdict.py",
     ),
     Mutant(
         "end a run without saving its model",

@@ -220,14 +220,14 @@ MUTANTS = (
         "offload.engine.params.module_hooks",
         "if self._trainable and torch.is_grad_enabled():",
         "if False:",
-        "tests/test_param_access.py",
+        "tests/test_param_access_refused.py",
     ),
     Mutant(
         "gather weights that have no room",
         "offload.engine.params.gathered",
         "and _nbytes(handles) > free:",
         "and False:",
-        "tests/test_param_access.py",
+        "tests/test_param_access_refused.py",
     ),
     Mutant(
         "cut the graph of a compiled block by hooks",
@@ -311,14 +311,14 @@ MUTANTS = (
         "offload.engine.param_access",
         "self._components.update_worker.finish(commit=False)",
         "pass",
-        "tests/test_safe_get_set.py",
+        "tests/test_safe_get.py",
     ),
     Mutant(
         "look at a master without its residual",
         "offload.engine.param_access",
         "sources(mode.weights) if joined else moment_values.sources(mode, state)",
         "(state,)",
-        "tests/test_safe_get_set.py",
+        "tests/test_safe_get.py",
     ),
     Mutant(
         "each rank sets a gradient of its own",
