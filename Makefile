@@ -40,7 +40,7 @@ test-avx2: $(VENV)/.dev ## Run the tests of arithmetic as a processor with no mo
 	else echo "make test-avx2: this processor has no AVX2, so there is nothing to limit; nothing was run"; fi
 
 # Of each kind of use one file: graphs, looking at weights, modules, features together, tight budgets, autocast.
-ON_DEVICE := $(foreach name,activation_graphs activation_inputs autograd param_access module_kinds feature_combinations random_budgets autocast muon sinkgd,tests/test_$(name).py)
+ON_DEVICE := $(foreach name,activation_graphs activation_input_forms activation_input_caches activation_inputs_kept autograd param_access param_access_refused module_kinds feature_combinations random_budgets autocast muon sinkgd,tests/test_$(name).py)
 
 # Without those whose plain optimizer computes on a CPU, and has its bits.
 ON_GPU := $(filter-out tests/test_muon.py tests/test_sinkgd.py,$(ON_DEVICE))

@@ -1,5 +1,7 @@
 """The package keeps the numbers of CONTRIBUTING.md: sizes of folders, files and functions, and the style of its text.
 
+Files of tests, benchmarks, scripts and examples keep the limit of lines too.
+
 `TODAY` lists what does not keep them yet, with its number. The list is a ratchet: it fails too where the package has
 become better than it says, so that it shrinks until it is empty. A failure prints the line to write.
 """
@@ -20,6 +22,8 @@ from tests.support.docstring_sections import lacks, public_functions, source_of
 from tests.support.lines_by_room import lines_by_room
 
 PACKAGE = Path(__file__).parents[1] / "offload"
+BESIDE = ("tests", "bench", "examples", "scripts")
+"""Folders beside the package whose files keep the limit of lines."""
 
 FILES_OF_A_FOLDER = 12
 LINES_OF_A_FILE = 400
@@ -75,6 +79,13 @@ def long_files(files: Sequence) -> dict[str, float]:
     return {file.path: file.lines for file in files if file.lines > LINES_OF_A_FILE}
 
 
+def long_files_beside(root: Path) -> dict[str, float]:
+    """Returns the files of `BESIDE` in `root` that are too long."""
+    paths = [path for folder in BESIDE for path in (root / folder).rglob("*.py") if "__pycache__" not in path.parts]
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    return {path.relative_to(root).as_posix(): count for path, count in lines.items() if count > LINES_OF_A_FILE}
+
+
 def long_functions(files: Sequence) -> dict[str, float]:
     every = [(f"{file.path}::{function.name}", function.lines) for file in files for function in file.functions]
     return {name: lines for name, lines in every if lines > LINES_OF_A_FUNCTION}
@@ -121,6 +132,10 @@ def test_files_keep_the_limit_of_lines(files: list[Any]) -> None:
     assert disagree(long_files(files), TODAY["files"]) == []
 
 
+def test_files_beside_the_package_keep_the_limit_of_lines() -> None:
+    assert long_files_beside(PACKAGE.parent) == {}, "divide it by what it promises, not by length"
+
+
 def test_no_function_is_long(files: list[Any]) -> None:
     assert disagree(long_functions(files), TODAY["functions"]) == []
 
@@ -149,7 +164,7 @@ def test_the_page_for_contributors_has_the_same_numbers() -> None:
     page = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rows = {row[0].strip(): row[1].strip() for row in re.findall(r"^\|([^|]+)\|([^|]+)\|$", page, re.MULTILINE)}
     assert rows["a function"].startswith(f"{LINES_OF_A_FUNCTION} lines")
-    assert rows["a file"] == f"{LINES_OF_A_FILE} lines"
+    assert rows["a file, of tests, benchmarks, scripts and examples too"] == f"{LINES_OF_A_FILE} lines"
     assert rows["a folder"].startswith(f"{FILES_OF_A_FOLDER} Python files")
     assert (
         rows["docstrings that open with What, Whether, Which, Of, How or Who"] == f"{OPENINGS_OF_100_DOCSTRINGS} of 100"
@@ -174,6 +189,13 @@ def test_a_crowded_folder_is_found() -> None:
 def test_a_long_file_is_found() -> None:
     assert long_files(counted("a = 1\n" * 400)) == {}
     assert long_files(counted("a = 1\n" * 401)) == {"a.py": 401}
+
+
+def test_a_long_file_beside_the_package_is_found(tmp_path: Path) -> None:
+    for name, lines in (("tests/test_a.py", 401), ("tests/support/b.py", 401), ("bench/c.py", 400)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("a = 1\n" * lines)
+    assert long_files_beside(tmp_path) == {"tests/test_a.py": 401, "tests/support/b.py": 401}
 
 
 def test_a_long_function_is_found() -> None:

@@ -1,6 +1,6 @@
 """A common mistake in a config is an error with the place, the expectation, the value and the fix.
 
-Beside the table of tests/test_config.py; the words are held here from the key's dotted path to the way out.
+Beside the table of tests/test_config_bad_values.py; the words are held here from the key's dotted path to the way out.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ from torch import nn
 import offload
 from offload.errors import BudgetError
 from tests.support import models
-from tests.support.module_kinds import AdaptersRecomputed, ReentrantRegion, Region
+from tests.support.module_kinds import AdaptersRecomputed
 from tests.support.oracle import Job, room_for, run, start, train_step
+from tests.support.recomputed_regions import ReentrantRegion, Region
 from tests.test_module_kinds import DISK
 
 

@@ -25,7 +25,6 @@ from tests.support.module_kinds import (
     Containers,
     Convolutions,
     Elsewhere,
-    FrozenRegion,
     Layers,
     Nested,
     Normed,
@@ -34,12 +33,6 @@ from tests.support.module_kinds import (
     Partly,
     Recurrent,
     Recursive,
-    ReentrantRegion,
-    ReentrantRegionOfAll,
-    ReentrantRegionOfTwo,
-    Region,
-    RegionOfAll,
-    RegionOfTwo,
     Shared,
     Skipped,
     Small,
@@ -49,6 +42,15 @@ from tests.support.module_kinds import (
     convolution_loss,
 )
 from tests.support.oracle import Job, assert_same, plain_loop, room_for, run, start, train_step
+from tests.support.recomputed_regions import (
+    FrozenRegion,
+    ReentrantRegion,
+    ReentrantRegionOfAll,
+    ReentrantRegionOfTwo,
+    Region,
+    RegionOfAll,
+    RegionOfTwo,
+)
 from tests.test_placements import image_loss
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import offload
 from offload.engine.params.paged_parameter import PagedParameter, PagedParameterView
-from offload.errors import UsageError
 from tests.support import models, rounding_bounds
-from tests.support.oracle import Job, PlainEngine, assert_same_tensors, room_for, run, start, train_step
+from tests.support.oracle import Job, PlainEngine, room_for, start, train_step
+from tests.support.param_actions import DISK, MEMORY, Action, edits, rows, sums
 from tests.support.param_states import GPT2
-
-DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
-
-Action = Callable[[nn.Module], Any]
-
-
-def _sums(module: nn.Module) -> list[float]:
-    with torch.no_grad():
-        return [float(parameter.double().sum()) for parameter in module.parameters()]
 
 
 def norms(module: nn.Module) -> Any:
@@ -102,7 +92,7 @@ def by_deepcopy(module: nn.Module) -> Any:
     ids = models.tokens(7, 0).to(other.lm_head.weight.device)
     loss = other(input_ids=ids, labels=ids).loss
     loss.backward()
-    return [float(loss.detach()), *_sums(other), float(other.lm_head.weight.grad.double().sum())]
+    return [float(loss.detach()), *sums(other), float(other.lm_head.weight.grad.double().sum())]
 
 
 def ema_by_hand(module: nn.Module) -> Any:
@@ -122,7 +112,7 @@ def ema_of_torch(module: nn.Module) -> Any:
         for parameter in module.parameters():
             parameter.mul_(1.01)
     average.update_parameters(module)
-    return _sums(average.module)
+    return sums(average.module)
 
 
 def shadow_weights(module: nn.Module) -> Any:
@@ -132,13 +122,13 @@ def shadow_weights(module: nn.Module) -> Any:
     for name, parameter in module.named_parameters():
         backup[name] = parameter.data
         parameter.data = shadow[name]
-    found += _sums(module)
+    found += sums(module)
     for name, parameter in module.named_parameters():
         parameter.data = backup[name]
     first, second = module.transformer.h[0].mlp.c_fc.weight, module.transformer.h[1].mlp.c_fc.weight
     old = first.data
     first.data, second.data = second.data, first.data
-    return [*found, *_sums(module), float(old.double().sum())]
+    return [*found, *sums(module), float(old.double().sum())]
 
 
 def initialized(module: nn.Module) -> Any:
@@ -154,7 +144,7 @@ def initialized(module: nn.Module) -> Any:
         function(weight)
     nn.init.constant_(module.transformer.h[1].mlp.c_fc.bias, 0.25)
     module.apply(initialize)
-    return _sums(module)
+    return sums(module)
 
 
 def loads(module: nn.Module) -> Any:
@@ -164,7 +154,7 @@ def loads(module: nn.Module) -> Any:
         if index % 2 and value.is_floating_point():
             value.mul_(0.5)
     result = module.load_state_dict(state)
-    return [str(result), *_sums(module)]
+    return [str(result), *sums(module)]
 
 
 def loads_a_part(module: nn.Module) -> Any:
@@ -174,19 +164,7 @@ def loads_a_part(module: nn.Module) -> Any:
         module.load_state_dict({"transformer.ln_f.bias": torch.zeros(3)}, strict=False)
     with pytest.raises(RuntimeError, match="Missing key"):
         module.load_state_dict({})
-    return _sums(module)
-
-
-def edits(module: nn.Module) -> Any:
-    with torch.no_grad():
-        module.transformer.ln_f.weight.mul_(0.5).add_(0.25)
-        module.transformer.ln_f.bias.data.fill_(0.125)
-        module.transformer.h[0].mlp.c_fc.weight[3:5] = 0.0
-        module.transformer.h[1].mlp.c_fc.weight.data *= 0.5
-        module.transformer.h[1].mlp.c_proj.weight.data = module.transformer.h[1].mlp.c_proj.weight.data * 0.5
-        torch._foreach_mul_(list(module.transformer.h[0].parameters()), 0.75)
-    nn.init.ones_(module.transformer.ln_f.weight)
-    return _sums(module)
+    return sums(module)
 
 
 def gathers(module: nn.Module) -> Any:
@@ -198,7 +176,7 @@ def gathers(module: nn.Module) -> Any:
         values = weight.detach().view(torch.int16 if weight.dtype is torch.bfloat16 else torch.int32)
         (values.numpy() if values.is_cpu else values)[2] = 0
         module.lm_head.weight[0].zero_()
-    return [seen, *_sums(module)]
+    return [seen, *sums(module)]
 
 
 def runs_gathered(module: nn.Module) -> Any:
@@ -267,7 +245,7 @@ def _train_round(engine: Any, job: Job, action: Action) -> tuple[list[float], An
     losses = [train_step(engine, job, step) for step in range(2)]
     value = action(engine.module)
     losses += [train_step(engine, job, step) for step in range(2, 4)]
-    losses.append(sum(_sums(engine.module)))
+    losses.append(sum(sums(engine.module)))
     return losses, value
 
 
@@ -278,13 +256,9 @@ def _round(job: Job, action: Action, placement: tuple[str, str], folder: Path, *
     return found
 
 
-def _rows(area: str, names: Any, outcome: str) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.works(area, name, outcome)) for name in names]
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", _rows("Looking at weights and editing them, between steps", ACTIONS, "right"))
+@pytest.mark.parametrize("name", rows("Looking at weights and editing them, between steps", ACTIONS, "right"))
 @pytest.mark.numeric
 def test_the_same_as_of_an_ordinary_model(name: str, dtype: str, tmp_path: Path) -> None:
     job = GPT2._replace(dtype=dtype)
@@ -318,141 +292,4 @@ def test_hooks_on_parameters(tmp_path: Path) -> None:
 
     engine = start(job, DISK, tmp_path, device_memory=room_for(job, 2))
     rounding_bounds.same_losses(action(engine), action(PlainEngine(job)), job)
-    engine.destroy(remove=True)
-
-
-# -- what is refused ----------------------------------------------------------------------------------
-
-
-def _a_view(module: nn.Module) -> None:
-    module.transformer.ln_f.weight.data.view(-1)
-
-
-def _turned(module: nn.Module) -> None:
-    module.transformer.wte.weight.data.t_()
-
-
-def _other_order(module: nn.Module) -> None:
-    module.to(memory_format=torch.channels_last)
-    module.transformer.wte.weight.to(memory_format=torch.channels_last)
-
-
-def _edit_while_gathered(module: nn.Module) -> None:
-    with offload.gathered(module.transformer.ln_f.weight):
-        module.transformer.h[0].mlp.c_fc.weight.data.mul_(2)
-
-
-def _assign(module: nn.Module) -> None:
-    module.load_state_dict(module.state_dict(), assign=True)
-
-
-def _set_gradient(module: nn.Module) -> None:
-    module.transformer.ln_f.weight.grad = torch.zeros(32)
-
-
-def _gathered_and_run(module: nn.Module) -> None:
-    with offload.gathered(module):
-        module(input_ids=models.tokens(0, 0))
-
-
-def _gathered_and_changed(module: nn.Module) -> None:
-    with offload.gathered(module.transformer.ln_f.weight), torch.no_grad():
-        module.transformer.ln_f.weight.zero_()
-
-
-@pytest.mark.parametrize("modify", [False, True])
-def test_an_exception_inside_of_gathered_is_the_users_own(modify: bool, tmp_path: Path) -> None:
-    """Also where a parameter has lost its shape by then, which is an error of its own without the exception."""
-    engine = start(models.GPT2, ("nvme", "nvme"), tmp_path)
-    norm = engine.module.transformer.ln_f
-    before = {name: value.clone() for name, value in norm.state_dict().items()}
-    for error in (ZeroDivisionError, UsageError):
-        with pytest.raises(error), offload.gathered(norm, modify=modify):
-            norm.weight.data = torch.zeros(3, device=norm.weight.device)
-            norm.bias.data.fill_(7.0)
-            if error is ZeroDivisionError:
-                raise ZeroDivisionError
-        assert_same_tensors(norm.state_dict(), before, "the changes are dropped")
-    engine.destroy(remove=True)
-
-
-@pytest.mark.cpu_only("an accelerator has memory of its own, and says itself that there is none")
-def test_weights_that_have_no_room_are_left_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = start(models.GPT2, ("nvme", "nvme"), tmp_path)
-    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    with monkeypatch.context() as patch:
-        patch.setattr("offload.engine.params.gathered.free_host_memory", lambda: 1024)
-        with pytest.raises(offload.BudgetError, match=r"gathered parameters would take .*, 1\.0 KiB are free"):
-            offload.gathered(engine.module).__enter__()
-    assert_same_tensors(engine.module.state_dict(), before)
-    engine.destroy(remove=True)
-
-
-def _to_nothing(module: nn.Module) -> None:
-    offload.gathered(3).__enter__()
-
-
-def _functional_gradient(module: nn.Module) -> None:
-    def loss(values: dict[str, torch.Tensor]) -> torch.Tensor:
-        ids = models.tokens(0, 0)
-        return torch.func.functional_call(module, values, (), {"input_ids": ids, "labels": ids}, tie_weights=False).loss
-
-    torch.func.grad(loss)({name: value.clone() for name, value in module.state_dict().items()})
-
-
-REFUSED: dict[str, tuple[Action, str]] = {
-    "`model.half()`, `model.to(dtype)`": (lambda module: module.half(), "precision and device are set in the config"),
-    "`model.to(other device)`": (lambda module: module.to("meta"), "precision and device are set in the config"),
-    "a view of a weight between steps": (_a_view, "offload.gathered"),
-    "`.data.t_()` and others that change the shape": (_turned, "cannot become"),
-    "another memory format": (_other_order, "is stored contiguously"),
-    "edits while a parameter is gathered": (_edit_while_gathered, "is gathered"),
-    "`load_state_dict(assign=True)`": (_assign, "leave assign out"),
-    "a gradient set by hand": (_set_gradient, "gradients are in the engine"),
-    "training the model inside of `gathered`": (_gathered_and_run, "is gathered"),
-    "changing weights inside of `gathered` without `modify=True`": (_gathered_and_changed, "modify=True"),
-    "`gathered` of something else": (_to_nothing, "parameters or a module"),
-    "`torch.func.grad` over the model": (_functional_gradient, r"torch\.autograd\.grad instead"),
-}
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", _rows("Looking at weights and editing them, between steps", REFUSED, "refused"))
-def test_refused_and_nothing_is_harmed(name: str, tmp_path: Path) -> None:
-    job = GPT2._replace(steps=3)
-    action, message = REFUSED[name]
-    engine = start(job, DISK, tmp_path / "refused", device_memory=room_for(job, 2))
-    losses = []
-    for step in range(job.steps):
-        with pytest.raises(UsageError, match=message):
-            action(engine.module)
-        losses.append(train_step(engine, job, step))
-    engine.destroy(remove=True)
-    assert losses == run(job, DISK, tmp_path / "plain").losses
-
-
-@pytest.mark.works("Looking at weights and editing them, between steps", "a weight after `destroy()`", "refused")
-def test_no_weights_after_the_end(tmp_path: Path) -> None:
-    engine = start(GPT2, DISK, tmp_path)
-    engine.destroy(remove=True)
-    with pytest.raises(UsageError, match="its engine was destroyed"):
-        engine.module(input_ids=models.tokens(0, 0))
-    with pytest.raises(UsageError, match="its engine was destroyed"):
-        copy.deepcopy(engine.module)
-    with pytest.raises(UsageError, match="its engine was destroyed"):
-        torch.save(engine.module.state_dict(), io.BytesIO())
-
-
-@pytest.mark.works(
-    "Looking at weights and editing them, between steps", "a frozen weight changed by `load_state_dict`", "refused"
-)
-def test_frozen_weights_are_never_written(tmp_path: Path) -> None:
-    job = models.MIXTURE
-    engine = start(job, DISK, tmp_path)
-    state = engine.module.state_dict()
-    engine.module.load_state_dict(state)
-    with pytest.raises(RuntimeError, match=r"blocks\.1\.0\.weight is frozen"):  # torch gathers what copies raise
-        engine.module.load_state_dict({name: value + 1 for name, value in state.items()})
-    with pytest.raises(UsageError, match="set requires_grad before"):
-        engine.module.requires_grad_(True)
     engine.destroy(remove=True)

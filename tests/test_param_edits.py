@@ -12,8 +12,8 @@ import torch
 import offload
 from tests.support import rounding_bounds
 from tests.support.oracle import PlainEngine, assert_same_tensors, room_for, run, start, train_step
+from tests.support.param_actions import DISK
 from tests.support.param_states import GPT2
-from tests.test_param_access import DISK
 
 # -- what an edit is ----------------------------------------------------------------------------------
 

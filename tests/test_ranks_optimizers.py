@@ -20,7 +20,7 @@ from tests.support.oracle import (
     weights_of,
 )
 from tests.support.rank_jobs import JOBS, message_of_a_failing_drive
-from tests.test_ranks import train
+from tests.support.rank_pool import train
 
 DISK = ("nvme", "nvme")
 PLACES = (("none", "none"), ("nvme", "nvme"), ("cpu", "nvme"))

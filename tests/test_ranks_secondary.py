@@ -27,7 +27,7 @@ from offload.sizes import GIB, align_up
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, train_step, weights_of
 from tests.support.rank_jobs import JOBS, my_rows
 from tests.support.rank_pool import RankPool, pool, rank_and_size, start
-from tests.test_ranks_quantized import Streamed
+from tests.support.streamed_device import Streamed
 
 MEMORY, HOST, DISK = ("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")
 JOB = JOBS["gpt2"]._replace(steps=2, lr=3e-4, dtype="bf16")

@@ -22,11 +22,11 @@ from tests.support.param_states import (
     differences,
     everything,
     everything_local,
+    halved,
     same_but_for_roundings,
 )
 from tests.support.rank_pool import RankPool, rank_and_size
 from tests.support.rank_pool import start as start_rank
-from tests.test_safe_get_set import halved
 
 
 def rows_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:

@@ -20,9 +20,9 @@ from offload.cli.main import app
 from offload.engine.params import weight_edits as weights
 from offload.errors import BudgetError, ConfigError, StoreError, UsageError
 from tests.support import models
+from tests.support.exported_runs import FROZEN, tied_by_hand
+from tests.support.exported_runs import tensors as all_tensors
 from tests.support.oracle import PLACEMENTS, Job, assert_same_tensors, start, train_step
-from tests.test_export import FROZEN, tied_by_hand
-from tests.test_export import tensors as all_tensors
 
 JOB = models.GPT2
 DISK = ("nvme", "nvme")

@@ -20,8 +20,8 @@ from offload.engine.model_io import output_folder as model_folder
 from offload.engine.params.local_shards import LocalShards
 from offload.errors import IoError, OffloadError, StoreError
 from offload.fileio import safetensors_stream as tensor_file
+from tests.support.exported_runs import tensors as all_tensors
 from tests.support.oracle import assert_same_tensors, start, train_step
-from tests.test_export import tensors as all_tensors
 from tests.test_save_pretrained import JOB, NAMES, a_tokenizer, engine, listed, untied
 
 __all__ = ["engine"]

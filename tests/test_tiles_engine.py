@@ -1,31 +1,25 @@
-"""Tiled modules of a paged model: the same bits in every tier, weights brought once, and the config's own tiles."""
+"""Tiled modules of a paged model have the same bits in every tier, and weights are brought once for all chunks."""
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import offload
 from offload.engine.gradients.accumulator import GradientAccumulator
-from offload.engine.tiles import known_mlps
 from tests.support import models, rank_jobs, rank_pool, rounding_bounds
 from tests.support.in_pieces import Gated
 from tests.support.oracle import (
     DTYPES,
     Job,
-    PlainEngine,
     Result,
     assert_same,
-    config,
     plain_loop,
     room_for,
     run,
@@ -35,55 +29,8 @@ from tests.support.oracle import (
     trained,
 )
 from tests.support.rank_pool import RankPool
+from tests.support.tiled_models import DISK, JOBS, TIERS, of, tiled_by_hand
 from tests.test_causal_lm_loss import Peak
-
-TIERS = [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")]
-DISK = ("nvme", "nvme")
-
-
-def of(kind: str, **more: Any) -> nn.Module:
-    """Returns a small causal language model of a family."""
-    made = getattr(transformers, f"{kind}Config")(**{**models.DECODER, "pad_token_id": 0, **more})
-    return getattr(transformers, f"{kind}ForCausalLM")(made)  # type: ignore[no-any-return]
-
-
-def qwen2() -> nn.Module:
-    return of("Qwen2")
-
-
-def recomputed(reentrant: bool) -> nn.Module:
-    model: Any = models.llama()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of its new name
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    return model  # type: ignore[no-any-return]
-
-
-def recomputed_by_hooks() -> nn.Module:
-    return recomputed(False)
-
-
-def recomputed_by_a_function() -> nn.Module:
-    model: Any = recomputed(True)
-    model.enable_input_require_grads()
-    return model  # type: ignore[no-any-return]
-
-
-def lora_in_mlps() -> nn.Module:
-    adapters = peft.LoraConfig(r=4, target_modules=["up_proj", "q_proj"], init_lora_weights=False)
-    return peft.get_peft_model(models.llama(), adapters)  # type: ignore[no-any-return, arg-type]
-
-
-JOBS = {
-    "llama": Job(models.llama, models.language_loss, steps=3, accumulation=2),
-    "llama, bf16": Job(models.llama, models.language_loss, steps=3, accumulation=2, dtype="bf16"),
-    "llama, fp16": Job(models.llama, models.language_loss, steps=3, dtype="fp16"),
-    "gpt2": Job(models.gpt2, models.language_loss, steps=3),
-    "qwen2": Job(qwen2, models.language_loss, steps=3),
-    "lora": Job(lora_in_mlps, models.language_loss, steps=3),
-    "recomputed": Job(recomputed_by_hooks, models.language_loss, steps=3),
-    "recomputed, reentrant": Job(recomputed_by_a_function, models.language_loss, steps=3),
-}
 
 
 @pytest.mark.numeric
@@ -117,13 +64,6 @@ def test_ranks_train_tiles(ranks: RankPool, tmp_path: Path) -> None:
     for memory, disk in ranks.run(on_two_ranks, job, tmp_path):
         assert_same(memory, disk)
         rounding_bounds.same_training(disk, alone, job, reordered=True)
-
-
-def tiled_by_hand() -> nn.Module:
-    model: Any = models.llama()
-    for layer in model.model.layers:
-        offload.tiled(layer.mlp, chunks=3)
-    return model  # type: ignore[no-any-return]
 
 
 def test_the_config_the_call_and_plain_torch_give_the_same(tmp_path: Path) -> None:
@@ -357,108 +297,3 @@ def test_device_memory_of_a_step_is_the_hidden_states_and_one_tile(positions: in
     # States: the sums of the layers, and in the backward the slope, the slope of the MLP's input, and their sum.
     formula = (layers + 3) * state + tile + gradients + small
     assert (layers + 1) * state < counted.peak <= formula < layers * positions * 4 * inner * size
-
-
-# -- "tile_mlp" ---------------------------------------------------------------------------------------
-
-
-def begun(model: nn.Module, folder: Path, **options: Any) -> tuple[Any, ...]:
-    return offload.initialize(model=model, config=config(JOBS["llama"], DISK, folder, **options))
-
-
-def test_the_engine_undoes_its_tiles_and_leaves_those_of_the_user(tmp_path: Path) -> None:
-    model: Any = models.llama()
-    mine, theirs = (layer.mlp for layer in model.model.layers)
-    keys, kind = list(model.state_dict()), type(mine)
-    offload.tiled(mine, chunks=2)
-    engine = begun(model, tmp_path, tile_mlp=3)[0]
-    assert type(theirs) is not kind and isinstance(theirs, kind) and list(model.state_dict()) == keys
-    assert any(
-        "1 MLPs are computed in tiles of 3 chunks, from model.layers.1.mlp on" in each for each in engine.notices
-    )
-    engine.destroy(remove=True)
-    assert type(theirs) is kind and type(mine) is not kind
-    assert type(offload.untiled(mine)) is kind
-
-
-def test_a_start_that_fails_leaves_the_modules_as_they_were(tmp_path: Path) -> None:
-    model: Any = models.llama()
-    with pytest.raises(offload.BudgetError):
-        begun(model, tmp_path, tile_mlp=3, host_memory=1)
-    with pytest.raises(offload.errors.OffloadError):
-        begun(model, tmp_path / "file" if not (tmp_path / "file").write_text("") else tmp_path, tile_mlp=3)
-    assert {type(layer.mlp).__mro__[1] for layer in model.model.layers} == {nn.Module}
-
-
-def test_auto_computes_short_sequences_whole(tmp_path: Path) -> None:
-    """Chunks of 1024 tokens in a small model: as many as features, but not fewer."""
-    model: Any = of("Llama", max_position_embeddings=2048)
-    engine = begun(model, tmp_path, tile_mlp="auto")[0]
-    calls = list[int]()
-    engine.module.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
-    for length, expected in ((1024, 1), (1025, 2 + 2), (64, 1)):
-        calls.clear()
-        ids = torch.randint(128, (1, length), device=engine.device)
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
-        engine.step()
-        assert len(calls) == expected
-    engine.destroy(remove=True)
-
-
-@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Phi3", "Olmo2", "StableLm", "Phi"])
-def test_mlps_of_decoders_are_known(kind: str) -> None:
-    model = of(kind, num_key_value_heads=4, head_dim=8)
-    assert known_mlps.known_mlps(model) == ("model.layers.0.mlp", "model.layers.1.mlp")
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (models.gpt2, 3),
-        (lora_in_mlps, 2),
-        (lambda: of("GPTNeoX"), 2),
-        (models.mixtral, 0),
-        (lambda: of("Qwen2Moe", num_experts=2, moe_intermediate_size=32, shared_expert_intermediate_size=32), 0),
-        (models.t5, 0),
-        (models.Mixture, 0),
-        (tiled_by_hand, 0),
-        (lambda: nn.ModuleList([nn.ModuleDict({"mlp": nn.ModuleDict({"fc1": nn.Linear(2, 2)})})]), 0),
-        (lambda: of("Bloom", n_layer=2, n_head=4), 0),  # its MLP takes the residual too
-    ],
-    ids=["gpt2", "lora", "neox", "mixtral", "qwen2moe", "t5", "mixture", "tiled already", "others", "bloom"],
-)
-def test_only_mlps_that_compute_each_token_by_itself_are_known(make: Callable[[], nn.Module], expected: int) -> None:
-    assert len(known_mlps.known_mlps(make())) == expected
-
-
-class LlamaMLP(nn.Module):
-    """A module of the user that looks like an MLP, and mixes its tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.gate_proj(x) * self.up_proj(x).cumsum(1))  # type: ignore[no-any-return]
-
-
-def test_a_module_of_the_user_is_never_taken_for_a_known_one() -> None:
-    layer = nn.Module()
-    layer.mlp = LlamaMLP()
-    assert known_mlps.known_mlps(nn.ModuleList([layer])) == ()
-
-
-def test_a_model_without_known_mlps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    job = models.MIXTURE._replace(steps=1)
-    with pytest.raises(offload.ConfigError, match='"tile_mlp" of the "offload" block is 4, and Mixture has no MLP'):
-        run(job, DISK, tmp_path / "4", tile_mlp=4)
-    assert not list(tmp_path.rglob("*.swap"))
-    with caplog.at_level(logging.WARNING, logger="offload"):
-        run(job, DISK, tmp_path / "auto", tile_mlp="auto")
-    assert '"tile_mlp": "auto" found no MLP of a decoder' in caplog.text
-
-
-def test_the_plain_engine_is_not_tiled() -> None:
-    """The oracle of this file is the whole computation."""
-    assert not known_mlps.is_tiled(PlainEngine(JOBS["llama"]).module.model.layers[0].mlp)

@@ -66,7 +66,7 @@ MUTANTS = (
         "offload.planner.activations.room",
         "return on_device <= self.device and needed.host <= self.host and needed.disk <= self.disk",
         "return on_device <= self.device",
-        "tests/test_plan_activations.py",
+        "tests/test_plan_longest_sequence.py",
     ),
     Mutant(
         "plan a block without what its backward makes",
@@ -80,7 +80,7 @@ MUTANTS = (
         "offload.bench.gpu.parts",
         'if "step_seconds" not in base or BASE in invalid(parts):',
         'if "step_seconds" not in base:',
-        "tests/test_bench_gpu.py",
+        "tests/test_bench_gpu_verdict.py",
     ),
     Mutant(
         "end a run without saving its model",

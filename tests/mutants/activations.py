@@ -171,7 +171,7 @@ MUTANTS = (
         "kept_inputs",
         "if kept is None or kept.changed or kept.version != tensor._version:",
         "if kept is None or kept.changed:",
-        "inputs",
+        "inputs_kept",
     ),
     _input(
         "take memory that was freed for the same input",
@@ -185,9 +185,9 @@ MUTANTS = (
         "kept_inputs",
         "return tensor if view.form == kept.form else view.form.view(tensor)",
         "return tensor",
-        "inputs",
+        "inputs_kept",
     ),
-    _input("copy bytes that are not values", "kept_input", "        and not tensor.is_conj()\n", "", "inputs"),
+    _input("copy bytes that are not values", "kept_input", "        and not tensor.is_conj()\n", "", "input_forms"),
     _input("remember what was dropped for ever", "kept_inputs", "2 * len(alive) + _MOST_SHARED", "1 << 30", "graphs"),
     _input(
         "keep memory of a graph that outlives its engine",
@@ -223,13 +223,13 @@ MUTANTS = (
         "unit_checkpoints",
         "return module.training and _length_of(cache, module) == 0",
         "return True",
-        "inputs",
+        "input_caches",
     ),
     _input(
         "give a block copies of the caller's lists",
         "unit_checkpoints",
         "        return args, kwargs\n    args = tuple",
         "        return tree_unflatten(*tree_flatten((args, kwargs)))\n    args = tuple",
-        "inputs",
+        "input_forms",
     ),
 )

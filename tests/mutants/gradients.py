@@ -31,21 +31,21 @@ MUTANTS = (
         "offload.engine.params.initial_fill",
         "first = segment.row * segment.value_numel",
         "first = 0",
-        "tests/test_stacked_experts.py",
+        "tests/test_stacked_experts_names.py",
     ),
     Mutant(
         "hold every expert of a forward",
         "offload.engine.params.module_hooks",
         "if each in self._experts.units]:",
         "if each not in self._experts.units]:",
-        "tests/test_stacked_experts.py",
+        "tests/test_stacked_experts_bytes.py",
     ),
     Mutant(
         "a gradient that is set keeps the norm of before",
         "offload.engine.gradients.accumulator",
         "if key[0] != segment}",
         "}",
-        "tests/test_safe_get_set.py",
+        "tests/test_safe_set.py",
     ),
     Mutant(
         "lose one gradient add",
@@ -164,7 +164,7 @@ MUTANTS = (
         "offload.engine.gradients.accumulator",
         "            self._send_totals(unit)\n",
         "            self.totals.forget(unit)\n",
-        "tests/test_device_shrink.py",
+        "tests/test_device_shrink_backward.py",
     ),
     Mutant(
         "keep totals of all units on the device after a part of a step",
@@ -194,28 +194,28 @@ MUTANTS = (
         "        own = whole[mine.start : mine.stop].clone()\n"
         "        dequantize(CODES, codes, whole[first : first + shards * len(mine)].view(dtype))\n"
         "        whole[mine.start : mine.stop] = own\n",
-        "tests/test_ranks_quantized.py",
+        "tests/test_ranks_quantized_weights.py",
     ),
     Mutant(
         "save the values of codes in a state dict",
         "offload.engine.params.weight_edits",
         "if self._coded and segment.start in self._coded[unit]:",
         "if False:",
-        "tests/test_ranks_quantized.py",
+        "tests/test_ranks_quantized_weights.py",
     ),
     Mutant(
         "take values of codes from the block of another",
         "offload.engine.distributed.payload.gradients",
         "    return values[first - start : stop - start]\n",
         "    return values[: stop - first]\n",
-        "tests/test_ranks_quantized.py",
+        "tests/test_ranks_quantized_gradients.py",
     ),
     Mutant(
         "make codes of gradients where those of the exchange before are sent from",
         "offload.engine.distributed.payload.gradients",
         "        self._sent.rotate(-1)\n",
         "",
-        "tests/test_ranks_quantized.py",
+        "tests/test_ranks_quantized_gradients.py",
     ),
     Mutant(
         "count the squares of each replica",

@@ -227,7 +227,7 @@ MUTANTS = (
         "offload.engine.optim.update_strategy",
         "self._set(tile, start, stop, edit.state,",
         "self._set(tile, start, stop, State.WEIGHT,",
-        "tests/test_safe_get_set.py",
+        "tests/test_safe_set.py",
     ),
     Mutant(
         "skip the wait for a tile's reads",

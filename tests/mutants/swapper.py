@@ -10,21 +10,21 @@ MUTANTS = (
         "offload.swapper.memory.device_arena",
         "        for event in inside:\n            event.wait()\n",
         "",
-        "tests/test_device_shrink.py",
+        "tests/test_device_shrink_backward.py",
     ),
     Mutant(
         "give memory to torch while weights in it are in use",
         "offload.swapper.device_cache",
         "if not start or uploading or not all(self.idle(entry) for entry in inside):",
         "if not start:",
-        "tests/test_device_shrink.py",
+        "tests/test_device_shrink_backward.py",
     ),
     Mutant(
         "start a copy to an accelerator before what it has to wait for",
         "offload.swapper.memory.accelerator",
         "            for event in after:\n                self._order(stream, event)\n",
         "",
-        "tests/test_accelerator.py",
+        "tests/test_accelerator_streams.py",
     ),
     Mutant(
         "copy over the border of two pinned pieces",
@@ -38,7 +38,7 @@ MUTANTS = (
         "offload.swapper.memory.accelerator",
         "            torch.accelerator.set_stream(before)\n",
         "",
-        "tests/test_accelerator.py",
+        "tests/test_accelerator_streams.py",
     ),
     Mutant(
         "pin tiles although the CPU alone uses them",

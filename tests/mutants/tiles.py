@@ -8,6 +8,7 @@ _FORWARD = "offload.engine.tiles.chunked_forward"
 _STATE = "offload.engine.tiles.forward_state"
 _TILES = "tests/test_tiles.py"
 _ENGINE = "tests/test_tiles_engine.py"
+_TILE_MLP = "tests/test_tile_mlp.py"
 _REFUSED = "tests/test_tiles_refused.py"
 
 MUTANTS = (
@@ -135,14 +136,14 @@ MUTANTS = (
         "offload.engine.tiles.known_mlps",
         'or not type(module).__module__.startswith("transformers.")',
         "",
-        _ENGINE,
+        _TILE_MLP,
     ),
     Mutant(
         "leave the MLPs of a model tiled after its engine",
         "offload.engine.training.components",
         "            *(() if self.untile is None else (self.untile,)),\n",
         "",
-        _ENGINE,
+        _TILE_MLP,
     ),
     Mutant(
         "add the bias of a tiled layer once for each part of the input",

@@ -1,4 +1,4 @@
-"""Modules of every kind that users write: calls, arguments, outputs, parameters, recomputation."""
+"""Modules of every kind that users write: calls, arguments, outputs, parameters."""
 
 from __future__ import annotations
 
@@ -352,67 +352,3 @@ def convolution_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     dtype = next(getattr(model, "module", model).parameters()).dtype
     logits = model(images.to(dtype)).float()
     return functional.cross_entropy(logits, torch.tensor([0, 1, 2, 3], device=logits.device))
-
-
-# -- recomputation ------------------------------------------------------------------------------------
-
-
-class Region(Layers):
-    """A model that recomputes regions of `size` layers in backward, with dropout inside."""
-
-    size, reentrant = 1, False
-
-    def __init__(self) -> None:
-        super().__init__(4)
-
-    def layer(self, index: int) -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH))
-
-    def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        for first in range(0, len(self.layers), self.size):
-            region = self.layers[first : first + self.size]
-
-            def several(hidden: torch.Tensor, region: Any = region) -> torch.Tensor:
-                for layer in region:
-                    hidden = hidden + layer(hidden)
-                return hidden
-
-            hidden = checkpoint(several, hidden, use_reentrant=self.reentrant)
-        return hidden
-
-
-class RegionOfTwo(Region):
-    size = 2
-
-
-class RegionOfAll(Region):
-    size = 4
-
-
-class ReentrantRegion(Region):
-    reentrant = True
-
-
-class ReentrantRegionOfTwo(RegionOfTwo):
-    reentrant = True
-
-
-class ReentrantRegionOfAll(RegionOfAll):
-    reentrant = True
-
-
-class FrozenRegion(RegionOfTwo):
-    """A region whose frozen norm saves its weight itself, not a view; a block uses a frozen weight of its own."""
-
-    def layer(self, index: int) -> nn.Module:
-        return Gated() if index % 2 else nn.LayerNorm(WIDTH).requires_grad_(False)
-
-
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.gate = nn.Parameter(torch.full((WIDTH,), 0.5), requires_grad=False)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(hidden)) * self.gate

@@ -1,4 +1,4 @@
-"""Everything that `safe_get_*` reads of every parameter, the same of torch, and models to read it of."""
+"""Everything that `safe_get_*` reads of every parameter, the same of torch, an edit of it, and models to read it of."""
 
 from __future__ import annotations
 
@@ -152,3 +152,14 @@ def a_round(engine: Any, job: Job, look: Callable[[], Found]) -> list[Found]:
     engine.step()
     found.append(look())
     return found
+
+
+def halved(engine: Any) -> None:
+    """Of every second parameter other moments, of every third another master, through the functions."""
+    for number, parameter in enumerate(p for p in engine.module.parameters() if p.requires_grad):
+        if number % 2 == 0:
+            for state, factor in zip(STATES, (0.5, 0.25), strict=True):
+                value = offload.safe_get_full_optimizer_state(parameter, state)
+                offload.safe_set_full_optimizer_state(parameter, value * factor, state)
+        if number % 3 == 0:
+            offload.safe_set_full_fp32_param(parameter, offload.safe_get_full_fp32_param(parameter) * 0.75)

@@ -6,52 +6,38 @@
 Each is a real process with streams, an environment, signals and an exit of its own. Only what is read when torch or
 offload are *imported* (OMP_NUM_THREADS, OFFLOAD_ISA) is the server's: a test of that needs `subprocess`.
 
-The server runs this file as a script. A client connects for each process, and sends what to run with the three streams;
-the server forks, and the child runs it as `__main__`. The connection answers with the process's number, and with its
-exit status once it has ended.
+A client connects to the server of `warm_server.py` for each process, and sends what to run with the three streams; the
+server forks, and the child runs it as `__main__`. The connection answers with the process's number, and with its exit
+status once it has ended.
 
 A program by `-c` ends as any Python does. A command or a script waits for its threads, runs its exit functions, writes
 what it has printed, and ends then: to take torch and transformers apart copies most of what the child shares with the
 server, in a third of a second of CPU. A test of the very end of a command says `whole_end=True`.
+
+This file is also a script without `site`, as which it stands for a command: it imports the standard library alone.
 """
 
 from __future__ import annotations
 
 import array
 import atexit
-import contextlib
 import fcntl
-import gc
 import json
 import os
-import runpy
-import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
-_PRELOADED = (
-    "transformers.models.gpt2.modeling_gpt2",
-    "offload.finetune.job",
-    "offload.bench.swap",
-    "offload.deepnvme",
-    "offload.cli.main",
-    "offload.cli.commands.train_run",
-)
+SERVER = str(Path(__file__).with_name("warm_server.py"))
 _LENGTH = 8
 _MOST_DESCRIPTORS = 64
-
-
-# -- the client ---------------------------------------------------------------------------------------
 
 
 class Process:
@@ -83,16 +69,16 @@ class Process:
             "env": dict(os.environ if env is None else env),
             "whole_end": whole_end or self.args[0] == "-c",
         }
-        _send(self._connection, request, [*streams.theirs, *more])
+        send(self._connection, request, [*streams.theirs, *more])
         streams.close()
-        self.pid = int(_receive(self._connection)[0]["pid"])
+        self.pid = int(receive(self._connection)[0]["pid"])
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for the end of the process; returns minus the number of the signal that ended it, as Popen does."""
         if self.returncode is None:
             self._connection.settimeout(timeout)
             try:
-                answer, _ = _receive(self._connection)
+                answer, _ = receive(self._connection)
             except TimeoutError:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0) from None
             self.returncode = int(answer["returncode"])
@@ -254,7 +240,7 @@ def _server() -> str:
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
         if run is None:
             _started = os.path.join(tempfile.mkdtemp(prefix="offload-warm-", dir=_TEMPORARY), "socket")
-            atexit.register(_stop, start(__file__, _started, os.getpid()))
+            atexit.register(_stop, start(SERVER, _started, os.getpid()))
         else:
             path = socket_of_run(run)
             folder = os.path.dirname(path)
@@ -263,7 +249,7 @@ def _server() -> str:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not os.path.exists(path):
                     # As if it had ended: no worker waits for that, and Popen warns of a process that is not waited for.
-                    start(__file__, path, os.getppid()).returncode = 0
+                    start(SERVER, path, os.getppid()).returncode = 0
             _started = path
     return _started
 
@@ -297,17 +283,19 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
     server.wait()
 
 
-# -- both sides ---------------------------------------------------------------------------------------
+# -- messages of both sides ---------------------------------------------------------------------------
 
 
-def _send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+    """Sends a message, and descriptors with its first bytes."""
     content = json.dumps(message).encode()
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     connection.sendmsg([len(content).to_bytes(_LENGTH, "little")], rights)
     connection.sendall(content)
 
 
-def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
+def receive(connection: socket.socket) -> tuple[Any, list[int]]:
+    """Returns a message, None at the end of the connection, and the descriptors that came with it."""
     head, ancillary, _, _ = connection.recvmsg(_LENGTH, socket.CMSG_SPACE(_MOST_DESCRIPTORS * 4))
     descriptors = array.array("i")
     for _, _, data in ancillary:
@@ -318,148 +306,5 @@ def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
     return json.loads(content or "null"), list(descriptors)
 
 
-# -- the server ---------------------------------------------------------------------------------------
-
-
-def preload() -> None:
-    """Imports what the processes need."""
-    for name in ("tests", *_PRELOADED):  # the first puts a mutant in, as in every process of a test
-        __import__(name)
-
-
-def listen(path: str) -> socket.socket:
-    """Makes the socket of a server."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path)
-    listener.listen(64)
-    return listener
-
-
-def serve(listener: socket.socket, ready: int | None, owner: int) -> None:
-    """Forks a child for each request, for ever; the child runs what it shall, and ends.
-
-    Args:
-        listener: The socket to which the requests come.
-        ready: A pipe that is told when the first may come, and closed.
-        owner: The number of the process with which the server ends.
-    """
-    _run_to_its_end(_fork_for_each_request(listener, ready, owner))
-
-
-def _fork_for_each_request(listener: socket.socket, ready: int | None, owner: int) -> dict[str, Any]:
-    """Returns in the child alone, with what it shall run."""
-    gc.collect()
-    gc.freeze()  # so that children neither collect nor copy what they share
-    if ready is not None:
-        os.write(ready, b"ready")
-        os.close(ready)
-    path = listener.getsockname()
-    signal.signal(signal.SIGTERM, lambda *_: _end(path))
-    threading.Thread(target=_end_with, args=(owner, path), daemon=True).start()
-    while True:
-        connection, _ = listener.accept()
-        request, streams = _receive(connection)
-        if request is None:
-            continue
-        child = os.fork()
-        if child == 0:
-            listener.close()
-            connection.close()
-            _place(streams, request["descriptors"])
-            return dict(request)
-        for descriptor in streams:
-            os.close(descriptor)
-        _send(connection, {"pid": child})
-        threading.Thread(target=_reap, args=(child, connection), daemon=True).start()
-
-
-def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
-    """Gives descriptors the numbers that they shall have here."""
-    # Out of the way first: one may have the number of another.
-    away = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1) for descriptor in descriptors]
-    for descriptor in descriptors:
-        os.close(descriptor)
-    for descriptor, number in zip(away, numbers, strict=True):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-
-
-def _reap(child: int, connection: socket.socket) -> None:
-    """Waits for a child and tell its status."""
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    try:
-        _send(connection, {"returncode": status})
-    except OSError:
-        pass  # nobody waits for it any more
-    connection.close()
-
-
-def _end_with(owner: int, path: str) -> None:
-    """Ends the server once its owner is gone, which may have been killed."""
-    select.select([os.pidfd_open(owner)], [], [])
-    _end(path)
-
-
-def _end(path: str) -> None:
-    folder = os.path.dirname(path)
-    shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        os.unlink(f"{folder}.lock")
-    os._exit(0)
-
-
-def _become(request: Mapping[str, Any]) -> None:
-    """Runs what was asked for as `__main__`."""
-    # The server's own know whether *its* descriptors could seek.
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", closefd=False)  # type: ignore[misc]
-    os.chdir(request["cwd"])
-    os.environ.clear()
-    os.environ.update(request["env"])
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    kind, *rest = request["arguments"]
-    while kind.startswith("-") and kind not in ("-c", "-m"):  # of streams and warnings: the server has its own
-        kind, *rest = rest
-    sys.path[0] = "" if kind in ("-c", "-m") else os.path.dirname(os.path.abspath(kind))
-    if kind == "-m":
-        sys.argv = rest
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    elif kind == "-c":
-        sys.argv = ["-c", *rest[1:]]
-        main = types.ModuleType("__main__")
-        sys.modules["__main__"] = main
-        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
-    else:
-        sys.argv = [kind, *rest]
-        runpy.run_path(kind, run_name="__main__")
-
-
-def _run_to_its_end(request: Mapping[str, Any]) -> None:
-    """Runs what was asked for and ends the process; returns, or raises, if Python shall end it."""
-    try:
-        _become(request)
-        status = 0
-    except SystemExit as end:
-        if request["whole_end"] or not isinstance(end.code, int | None):
-            raise
-        status = end.code or 0
-    if request["whole_end"]:
-        return
-    # In Python's order. What fails here fails again, with Python's words, when Python ends the process.
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BaseException:
-        sys.exit(status)
-    os._exit(status & 0xFF)
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "run":
-        sys.exit(_run_at(sys.argv[2], sys.argv[3:]))
-    preload()
-    serve(listen(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    sys.exit(_run_at(sys.argv[2], sys.argv[3:]))

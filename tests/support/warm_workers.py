@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from hypothesis import is_hypothesis_test
 
-from tests.support import warm_process
+from tests.support import warm_process, warm_server
 
 
 class _FewItems:
@@ -59,16 +59,16 @@ def _import_tests(arguments: list[str]) -> None:
 
 def _serve(path: str, ready: int, owner: int, arguments: list[str]) -> None:
     """Forks processes of tests at `path`, and workers beside it, for ever."""
-    warm_process.preload()
-    processes = warm_process.listen(path)
+    warm_server.preload()
+    processes = warm_server.listen(path)
     if os.fork() == 0:
         os.close(ready)
-        warm_process.serve(processes, None, owner)
+        warm_server.serve(processes, None, owner)
         return
     processes.close()
     sys.warnoptions.clear()  # each start of Python by a worker would inherit them
     _import_tests(arguments)
-    warm_process.serve(warm_process.listen(f"{path}-workers"), ready, owner)
+    warm_server.serve(warm_server.listen(f"{path}-workers"), ready, owner)
 
 
 if __name__ == "__main__":

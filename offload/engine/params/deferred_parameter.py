@@ -20,9 +20,9 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
-from offload.engine.params.harmless_functions import asks_for_no_element
+from offload.engine.params.harmless_functions import TENSOR, asks_for_no_element, call_plainly
 from offload.errors import ConfigError, UsageError
-from offload.torch_internals import SHALLOW_COPY_QUERY, plain_tensors
+from offload.torch_internals import SHALLOW_COPY_QUERY
 
 
 class Origin(Protocol):
@@ -118,9 +118,10 @@ class DeferredParameter(nn.Parameter):
         kwargs = dict(kwargs or {})
         if not args and isinstance(kwargs.get("tensor"), DeferredParameter):  # torch.nn.init passes keywords
             args = (kwargs.pop("tensor"),)
+        first = args[0] if args else None
         # A function of torch.nn.init sets every element in the end, unless it only computes with the shape.
         if _building.model and sys._getframe(1).f_code.co_filename == nn.init.__file__:
-            target = kwargs.get("out", args[0] if args else None)
+            target = kwargs.get("out", first)
             if isinstance(target, DeferredParameter) and _begins_init(func, target, kwargs) and (by_hand := _writer()):
                 with _real(target, "torch.nn.init", by_hand, all_of_it=True) as real:
                     if "out" in kwargs:
@@ -128,35 +129,22 @@ class DeferredParameter(nn.Parameter):
                     return func(real, *args[1:], **kwargs)
         # Rules come before the general cases: `detach` and others must keep the link to the parameter's origin.
         rule = _RULES.get(func)
-        if rule is not None and isinstance(args[0], DeferredParameter):
+        if rule is not None and isinstance(first, DeferredParameter):
             return rule(func, *args, **kwargs)
+        if not (is_building() or asks_for_no_element(func) or func in _ALLOWED):
+            raise _refusal(getattr(func, "__name__", str(func)))
         # While a model is built, a write outside of an initializer cannot be repeated later. So the parameter becomes
         # real now if the write sets every element; another write is an error.
-        if is_building() or asks_for_no_element(func) or func in _ALLOWED:
-            if (
-                _building.model
-                and _writes(func)
-                and args
-                and isinstance(args[0], DeferredParameter)
-                and (by_hand := _writer())
-            ):
-                name, all_of_it = (
-                    func.__name__,
-                    func.__name__ in _OVERWRITES or getattr(func, "__module__", "") == nn.init.__name__,
-                )
-                with _real(args[0], name, by_hand, all_of_it) as real:
-                    return func(real, *args[1:], **kwargs)
-            result = _plainly(func, *args, **kwargs)
-            return (
-                _as_part(result, args[0])
-                if is_building() and args and isinstance(args[0], DeferredParameter)
-                else result
-            )
-        raise _refusal(getattr(func, "__name__", str(func)))
+        if _building.model and isinstance(first, DeferredParameter) and _writes(func) and (by_hand := _writer()):
+            all_of_it = func.__name__ in _OVERWRITES or getattr(func, "__module__", "") == nn.init.__name__
+            with _real(first, func.__name__, by_hand, all_of_it) as real:
+                return func(real, *args[1:], **kwargs)
+        result = call_plainly(func, *args, **kwargs)
+        return _as_part(result, first) if is_building() and isinstance(first, DeferredParameter) else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = _like(self, _plainly(torch.empty_like, self), self.requires_grad)
+            memo[id(self)] = _like(self, call_plainly(torch.empty_like, self), self.requires_grad)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -194,8 +182,7 @@ def forget(parameter: nn.Parameter) -> None:
 
 # -- dispatch of a torch function --------------------------------------------------------------------------
 
-_TENSOR: Any = torch.Tensor  # typed as Any: in the stubs its properties are tensors, on the class they are descriptors
-_ALLOWED = frozenset({_TENSOR.__repr__, _TENSOR.requires_grad_, SHALLOW_COPY_QUERY})
+_ALLOWED = frozenset({TENSOR.__repr__, TENSOR.requires_grad_, SHALLOW_COPY_QUERY})
 
 
 _OVERWRITES = frozenset(
@@ -246,7 +233,7 @@ def _begins_init(func: Any, target: DeferredParameter, kwargs: Mapping[str, Any]
         return True
     # `orthogonal_` and others return early for a tensor on meta, so the parameter must be real by this question. In
     # versions of torch that do not ask it, the first call makes a tensor on the parameter's device.
-    if func in (_TENSOR.is_meta.__get__, _TENSOR.new, _TENSOR.new_empty):
+    if func in (TENSOR.is_meta.__get__, TENSOR.new, TENSOR.new_empty):
         return True
     # The parameter of this alias is real by now, and the function may copy the device for its temporary tensors.
     return not target.is_part and not isinstance(_whole_of(target), DeferredParameter)
@@ -275,7 +262,7 @@ def _real(tensor: DeferredParameter, name: str, where: str, all_of_it: bool) -> 
         return
     if tensor.is_part or not all_of_it:
         raise _refused_part(name, where)
-    empty = _plainly(torch.empty, whole.shape, dtype=whole.dtype, device="cpu")
+    empty = call_plainly(torch.empty, whole.shape, dtype=whole.dtype, device="cpu")
     new = nn.Parameter(empty, whole.requires_grad)
     vars(new).update(vars(whole))  # what code has set on the parameter, such as transformers' marks, stays there
     torch.utils.swap_tensors(whole, new)
@@ -307,12 +294,6 @@ def _as_part(result: Any, tensor: DeferredParameter) -> Any:
     return result
 
 
-def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls `func` without dispatch to `__torch_function__`."""
-    with plain_tensors():
-        return func(*args, **kwargs)
-
-
 def _refusal(what: str) -> UsageError:
     """Returns the error for a use that needs values."""
     return UsageError(
@@ -330,7 +311,7 @@ def _like(tensor: DeferredParameter, meta: torch.Tensor, requires_grad: bool) ->
 
 def _alias(func: Any, tensor: DeferredParameter) -> DeferredParameter:
     """Implements `detach()` and `.data`, which need no elements yet."""
-    alias = _like(tensor, _plainly(_TENSOR.detach, tensor).as_subclass(torch.Tensor), False)
+    alias = _like(tensor, call_plainly(TENSOR.detach, tensor).as_subclass(torch.Tensor), False)
     # So a write through the alias still makes the parameter real.
     alias.whole, alias.is_part = _whole_of(tensor), tensor.is_part
     return alias
@@ -344,9 +325,9 @@ def _device(func: Any, tensor: DeferredParameter) -> torch.device:
 def _set_data(func: Any, tensor: DeferredParameter, values: torch.Tensor) -> None:
     """Implements `.data = values`: a conversion changes the dtype, and real values from a constructor are kept."""
     if isinstance(values, DeferredParameter) and values.shape == tensor.shape:
-        _plainly(func, tensor, _plainly(values.detach).as_subclass(torch.Tensor))
+        call_plainly(func, tensor, call_plainly(values.detach).as_subclass(torch.Tensor))
     elif is_building() and values.is_meta:
-        _plainly(func, tensor, values)
+        call_plainly(func, tensor, values)
     elif is_building():
         torch.utils.swap_tensors(tensor, nn.Parameter(values.detach(), tensor.requires_grad))
     else:
@@ -361,7 +342,7 @@ def _copy(func: Any, tensor: DeferredParameter, source: Any, *args: Any, **kwarg
     if _building.model and not absent and (by_hand := "GatheredParameters" if _building.copies else _writer()):
         with _real(tensor, "copy_", by_hand, all_of_it=True) as real:
             return func(real, source, *args, **kwargs)
-    return _plainly(func, tensor, source, *args, **kwargs)
+    return call_plainly(func, tensor, source, *args, **kwargs)
 
 
 def _is_meta(func: Any, tensor: DeferredParameter) -> bool:
@@ -369,13 +350,13 @@ def _is_meta(func: Any, tensor: DeferredParameter) -> bool:
     # For this class the copy has an effect: `_copy` makes the parameter real.
     if _building.model and sys._getframe(2).f_code.co_name == "_load_from_state_dict":
         return False
-    return bool(_plainly(func, tensor))
+    return bool(call_plainly(func, tensor))
 
 
 def _convert(func: Any, tensor: DeferredParameter, *args: Any, **kwargs: Any) -> Any:
     """Implements `to`, `half`, `cuda` …: the dtype may change; the device is set by the engine's config."""
     # `to` has many signatures: the same call on one element on the CPU shows the resulting dtype and device.
-    probe = _plainly(func, torch.empty((), dtype=tensor.dtype, device="cpu"), *args, **kwargs)
+    probe = call_plainly(func, torch.empty((), dtype=tensor.dtype, device="cpu"), *args, **kwargs)
     if probe.device.type not in ("cpu", "meta"):
         raise _refusal(f"moving a model to {probe.device}, which the engine's config says,")
     if probe.dtype == tensor.dtype:
@@ -384,16 +365,16 @@ def _convert(func: Any, tensor: DeferredParameter, *args: Any, **kwargs: Any) ->
 
 
 _RULES: dict[Any, Callable[..., Any]] = {
-    _TENSOR.detach: _alias,
+    TENSOR.detach: _alias,
     torch.detach: _alias,
-    _TENSOR.data.__get__: _alias,
-    _TENSOR.data.__set__: _set_data,
-    _TENSOR.device.__get__: _device,
-    _TENSOR.copy_: _copy,
-    _TENSOR.is_meta.__get__: _is_meta,
+    TENSOR.data.__get__: _alias,
+    TENSOR.data.__set__: _set_data,
+    TENSOR.device.__get__: _device,
+    TENSOR.copy_: _copy,
+    TENSOR.is_meta.__get__: _is_meta,
     **{
-        getattr(_TENSOR, name): _convert
+        getattr(TENSOR, name): _convert
         for name in "to half float double bfloat16 cpu cuda xpu".split()
-        if hasattr(_TENSOR, name)
+        if hasattr(TENSOR, name)
     },
 }

@@ -1,4 +1,4 @@
-"""The functions of torch that need no element of a parameter."""
+"""The functions of torch that need no element of a parameter, and calls of them on placeholders."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ from typing import Any
 
 import torch
 
+from offload.torch_internals import plain_tensors
+
 
 def asks_for_no_element(func: Any) -> bool:
     """Returns True if a function of torch, called with a parameter, needs none of its values."""
     return func in _HARMLESS or _is_harmless_property(func)
+
+
+def call_plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls `func` on placeholders as they are, without dispatch to `__torch_function__`."""
+    with plain_tensors():
+        return func(*args, **kwargs)
 
 
 TENSOR: Any = torch.Tensor

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from offload.engine.callbacks import ParamOwner
-from offload.engine.params.harmless_functions import asks_for_no_element, name_of
+from offload.engine.params.harmless_functions import asks_for_no_element, call_plainly, name_of
 from offload.errors import BudgetError, UsageError
 from offload.torch_internals import make_subclass, plain_tensors, set_data, tree_leaves, tree_map
 
@@ -309,12 +309,6 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if asks_for_no_element(func):
         return call_plainly(func, *args, **kwargs)
     return call_with_weights(func, args, kwargs)
-
-
-def call_plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls `func` on the placeholders as they are, without dispatch."""
-    with plain_tensors():
-        return func(*args, **kwargs)
 
 
 def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

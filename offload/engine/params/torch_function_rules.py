@@ -19,11 +19,10 @@ from torch.nn.utils.clip_grad import __file__ as clip_grad_file
 
 from offload.engine.params import paged_parameter as placeholder
 from offload.engine.params.experts.stack_handle import StackHandle
-from offload.engine.params.harmless_functions import TENSOR
+from offload.engine.params.harmless_functions import TENSOR, call_plainly
 from offload.engine.params.paged_parameter import (
     PagedParameter,
     PagedParameterView,
-    call_plainly,
     call_with_weights,
     check_kind,
     handle_of,

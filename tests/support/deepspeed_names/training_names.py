@@ -1,50 +1,13 @@
-"""Every public name of DeepSpeed's documentation: right, refused or absent here. The page of names is written from it.
-
-`python -m tests.support.deepspeed_names` writes docs/reference/deepspeed-names.md.
-"""
+"""DeepSpeed's names for training and its state: the engine, ZeRO, parameters, checkpoints, activations."""
 
 from __future__ import annotations
 
-import itertools
-from pathlib import Path
-from typing import NamedTuple
-
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "deepspeed-names.md"
-RIGHT, REFUSED, ABSENT = "right", "refused", "absent"
-ENGINE = "runtime.engine.DeepSpeedEngine"
-
-
-class Name(NamedTuple):
-    """A name of DeepSpeed."""
-
-    path: str
-    """Behind "deepspeed."; behind the engine's class for a method."""
-    outcome: str
-    words: str = ""
-    """What differs, or what to do instead."""
-    parameters: str = ""
-    """DeepSpeed's parameters in their order, where the name is right and is called."""
-
-
-def _all(outcome: str, words: str, *paths: str) -> tuple[Name, ...]:
-    return tuple(Name(path, outcome, words) for path in paths)
-
+from tests.support.deepspeed_names.name import ABSENT, ENGINE, REFUSED, RIGHT, Name, each
 
 _MODEL = "estimate_zero{}_model_states_mem_needs_all_{}"
 _WITHOUT = "none of it here"
-_PIPELINE = "`num_stages`; processes of a stage follow each other"
-_COMPRESSED = (
-    "`AdamW`; `zero_quantized_gradients` and `zero_quantized_weights` send [int8 "
-    "codes](../concepts/quantized-collectives.md)"
-)
-_NOT_LOGGED = (
-    "without effect, as a warning says: `steps_per_print` has the number and bytes of collectives, and [the "
-    "timeline](../guides/find-the-bottleneck.md#record-a-timeline) draws them"
-)
 _MEGATRON = "there is no model parallelism"
 _INFERENCE = "`init_inference` takes the config as a dict"
-_LAYERS = "layers are the model's own"
-_SCHEDULE = "with the differences of [learning rates](deepspeed-compatibility.md#learning-rates)"
 
 SECTIONS: dict[str, tuple[Name, ...]] = {
     "Beginning": (
@@ -93,7 +56,7 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
         Name("set_autotp_mode", REFUSED, "weights are paged, not divided within a layer"),
     ),
     "The engine": (
-        *_all(
+        *each(
             RIGHT,
             "see [the engine](deepspeed-compatibility.md#the-engine)",
             *(
@@ -128,7 +91,7 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
             "`pytorch_model.bin` as there, or a name with `.safetensors`, which is streamed",
             "self save_dir save_filename exclude_frozen_parameters",
         ),
-        *_all(
+        *each(
             RIGHT,
             "",
             *(
@@ -147,14 +110,14 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
             "self include device pin_memory non_blocking",
         ),
         Name(f"{ENGINE}.reload_states", RIGHT, "", "self non_blocking"),
-        *_all(
+        *each(
             ABSENT,
             "gradients are reduced as they come",
             f"{ENGINE}.coalesce_grad_reduction",
             f"{ENGINE}.allreduce_gradients",
             f"{ENGINE}.allreduce_bucket",
         ),
-        *_all(ABSENT, _WITHOUT, f"{ENGINE}.flops_profiler_enabled", f"{ENGINE}.curriculum_learning_enabled"),
+        *each(ABSENT, _WITHOUT, f"{ENGINE}.flops_profiler_enabled", f"{ENGINE}.curriculum_learning_enabled"),
     ),
     "ZeRO": (
         Name(
@@ -184,7 +147,7 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
         Name("zero.TiledLinear.copy_params_from", RIGHT, "", "self other"),
         Name("zero.TiledLinearReturnBias", REFUSED, "`TiledLinear`"),
         Name("zero.unwrap_model_for_generation", RIGHT, "nothing has to be gathered", "model"),
-        *_all(RIGHT, "", "zero.ZeroParamStatus", "zero.ZeroParamType"),
+        *each(RIGHT, "", "zero.ZeroParamStatus", "zero.ZeroParamType"),
         Name("runtime.zero.partition_parameters.ZeroParamStatus", RIGHT),
         Name("runtime.zero.partition_parameters.is_zero_param", RIGHT),
         *(
@@ -192,7 +155,7 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
             for module, stage in (("stage3", 3), ("stage_1_and_2", 2))
             for kind in ("live", "cold")
         ),
-        *_all(
+        *each(
             REFUSED,
             "those of `_all_live` and `_all_cold`, or `offload plan`",
             "runtime.zero.stage3.estimate_zero3_model_states_mem_needs",
@@ -221,7 +184,7 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
         Name("utils.get_z3_leaf_modules", RIGHT, "", "model"),
         Name("utils.z3_leaf_module", RIGHT, "", "model"),
         Name("utils.RepeatingLoader", RIGHT, "", "loader"),
-        *_all(RIGHT, "", "utils.logger", "utils.log_dist", "utils.groups", "utils.OnDevice"),
+        *each(RIGHT, "", "utils.logger", "utils.log_dist", "utils.groups", "utils.OnDevice"),
     ),
     "Checkpoints": (
         Name(
@@ -262,10 +225,10 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
         ),
         Name("checkpointing.checkpoint", RIGHT, "", "function"),
         Name("checkpointing.non_reentrant_checkpoint", RIGHT, "", "function"),
-        *_all(RIGHT, "", "checkpointing.is_configured", "checkpointing.reset"),
+        *each(RIGHT, "", "checkpointing.is_configured", "checkpointing.reset"),
         Name("checkpointing.partition_activations_in_checkpoint", RIGHT, "", "partition_activation"),
         Name("checkpointing.set_num_layers", RIGHT, "without effect", "nlayers"),
-        *_all(
+        *each(
             REFUSED,
             _MEGATRON,
             "checkpointing.get_cuda_rng_tracker",
@@ -274,194 +237,4 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
         ),
         Name("runtime.activation_checkpointing.checkpointing.checkpoint", RIGHT),
     ),
-    "Optimizers": (
-        Name(
-            "ops.adam.DeepSpeedCPUAdam",
-            RIGHT,
-            "alone, [`CPUAdamW`](python/kernels.md); `amsgrad` and 16-bit states are refused",
-            "model_params lr bias_correction betas eps weight_decay amsgrad adamw_mode fp32_optimizer_states",
-        ),
-        Name(
-            "ops.adam.FusedAdam",
-            RIGHT,
-            "for `initialize`; `step()` alone is an error",
-            "params lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none",
-        ),
-        Name(
-            "ops.lamb.FusedLamb",
-            RIGHT,
-            "for `initialize`; `step()` alone is an error",
-            "params lr bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm max_coeff min_coeff "
-            "amsgrad",
-        ),
-        Name(
-            "ops.lion.DeepSpeedCPULion",
-            RIGHT,
-            "for `initialize`; `step()` alone is an error",
-            "model_params lr betas weight_decay fp32_optimizer_states",
-        ),
-        Name(
-            "ops.lion.FusedLion",
-            RIGHT,
-            "for `initialize`; `step()` alone is an error",
-            "params lr betas weight_decay set_grad_none",
-        ),
-        Name(
-            "ops.adagrad.DeepSpeedCPUAdagrad",
-            RIGHT,
-            "for `initialize`; `step()` alone is an error",
-            "model_params lr eps weight_decay amsgrad fp32_optimizer_states",
-        ),
-        *_all(ABSENT, _COMPRESSED, "runtime.fp16.onebit.adam.OnebitAdam", "runtime.fp16.onebit.lamb.OnebitLamb"),
-        Name("runtime.fp16.onebit.zoadam.ZeroOneAdam", ABSENT, _COMPRESSED),
-    ),
-    "Learning rates": (
-        Name("runtime.lr_schedules.LRRangeTest", RIGHT, _SCHEDULE),
-        Name("runtime.lr_schedules.OneCycle", RIGHT, _SCHEDULE),
-        Name("runtime.lr_schedules.WarmupLR", RIGHT, _SCHEDULE),
-        Name("runtime.lr_schedules.WarmupDecayLR", RIGHT, _SCHEDULE),
-        Name("runtime.lr_schedules.WarmupCosineLR", RIGHT, _SCHEDULE),
-        Name("runtime.lr_schedules.VALID_LR_SCHEDULES", RIGHT),
-        Name("runtime.lr_schedules.add_tuning_arguments", RIGHT, "", "parser"),
-        Name("runtime.lr_schedules.get_config_from_args", RIGHT, "", "args"),
-        Name("runtime.lr_schedules.get_lr_from_config", RIGHT, "", "config"),
-    ),
-    "Ranks and devices": (
-        *_all(
-            RIGHT,
-            "of torch.distributed, in a process that trains alone too",
-            *(
-                f"comm.{name}"
-                for name in "init_distributed is_initialized is_available get_rank get_world_size get_local_rank "
-                "get_world_group get_global_rank get_all_ranks_from_group new_group destroy_process_group barrier "
-                "monitored_barrier broadcast broadcast_object_list all_gather all_gather_into_tensor all_gather_object "
-                "allgather_fn all_reduce inference_all_reduce reduce reduce_scatter reduce_scatter_tensor "
-                "reduce_scatter_fn gather scatter all_to_all all_to_all_single send recv isend irecv ReduceOp".split()
-            ),
-        ),
-        Name("comm.log_summary", RIGHT, _NOT_LOGGED, "show_straggler"),
-        Name("comm.configure", RIGHT, _NOT_LOGGED, "deepspeed_config enabled prof_all prof_ops verbose debug"),
-        Name("get_accelerator", RIGHT),
-        Name("accelerator.get_accelerator", RIGHT, "a name that DeepSpeed adds to torch's is absent"),
-        Name("accelerator.set_accelerator", REFUSED, 'the key "device" of the "offload" block'),
-        *_all(RIGHT, "", "utils.groups.get_data_parallel_world_size", "utils.groups.get_model_parallel_world_size"),
-        *_all(
-            RIGHT,
-            "",
-            "runtime.utils.see_memory_usage",
-            "runtime.utils.set_random_seed",
-            "runtime.utils.move_to_device",
-            "runtime.utils.clip_grad_norm_",
-        ),
-        Name("launcher.runner.DEEPSPEED_ENVIRONMENT_NAME", RIGHT),
-        Name(
-            "launcher.runner.main", REFUSED, "the command [`offload launch`](deepspeed-compatibility.md#the-launcher)"
-        ),
-    ),
-    "Pipelines, experts, kernels": (
-        Name(
-            "PipelineModule",
-            RIGHT,
-            "by torch's 1F1B schedule; no `topology`, `dynamic_shape` or checkpointing of your own; see "
-            "[pipelines](../guides/pipeline-parallelism.md)",
-            "layers num_stages topology loss_fn seed_layers seed_fn base_seed partition_method "
-            "activation_checkpoint_interval activation_checkpoint_func checkpointable_layers dynamic_shape",
-        ),
-        Name("pipe.PipelineModule", RIGHT),
-        Name("PipelineEngine", RIGHT, "`train_batch`, `eval_batch`; made by `initialize`"),
-        Name("pipe.LayerSpec", RIGHT, "", "typename"),
-        Name("pipe.TiedLayerSpec", RIGHT, "gradients are added up over the stages before each step", "key typename"),
-        Name("runtime.pipe.ProcessTopology", ABSENT, _PIPELINE),
-        Name("moe.layer.MoE", REFUSED, "[experts of the model](../guides/mixtures-of-experts.md), paged one by one"),
-        *_all(REFUSED, _LAYERS, "DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig", "replace_transformer_layer"),
-        Name("ops.op_builder.AsyncIOBuilder", RIGHT, "[DeepNVMe](../guides/from-deepnvme.md)"),
-        Name("ops.op_builder.GDSBuilder", REFUSED, "`AsyncIOBuilder`, and a copy to the GPU"),
-        Name(
-            "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF.register_with_transformers",
-            RIGHT,
-            "returns groups for `mpu`; the engine registers [the attention](../guides/sequence-parallelism.md) of the "
-            "model that it gets; no `disable_in_eval`, no flex attention",
-            "model_name_or_path core_attn_implementation sequence_parallel_size micro_batch_size seq_length "
-            "seq_length_is_variable",
-        ),
-        Name(
-            "runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF.unregister_from_transformers",
-            RIGHT,
-            "frees groups",
-        ),
-        Name(
-            "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter",
-            RIGHT,
-            "rows without attention masks or packed documents",
-            "dl sp_rank sp_group sp_world_size device",
-        ),
-        *_all(
-            ABSENT,
-            "[tiles](python/tiles.md), and [losses](python/losses.md)",
-            *(
-                f"runtime.sequence_parallel.ulysses_sp.{name}"
-                for name in ("SequenceTiledCompute", "TiledMLP", "TiledFusedLogitsLoss")
-            ),
-        ),
-        Name(
-            "sequence.layer.DistributedAttention",
-            ABSENT,
-            "[`sequence_parallel_size`](../guides/sequence-parallelism.md) for models of transformers",
-        ),
-        Name("ops.sparse_attention.SparseSelfAttention", ABSENT, _LAYERS),
-        Name(
-            "compression.compress.init_compression",
-            ABSENT,
-            "[frozen weights](../guides/frozen-weights.md) in 4 or 8 bits",
-        ),
-        *_all(
-            ABSENT,
-            "[the timeline](../guides/find-the-bottleneck.md#record-a-timeline); torch's own counter of operations",
-            "profiling.flops_profiler.FlopsProfiler",
-            "profiling.flops_profiler.get_model_profile",
-        ),
-        Name("autotuning.Autotuner", ABSENT, "`offload plan` decides before a run"),
-        Name("elasticity.compute_elastic_config", ABSENT, "a run resumes on any number of ranks as it is"),
-        Name("monitor.monitor.MonitorMaster", ABSENT, "the [JSON's blocks](../guides/monitor-a-run.md)"),
-    ),
 }
-"""The names by section of the page."""
-
-NAMES = tuple(name for names in SECTIONS.values() for name in names)
-
-_HEAD = """<!-- Written by `python -m tests.support.deepspeed_names`. Do not edit. -->
-# DeepSpeed's names
-
-`import offload.deepspeed as deepspeed` has these names of DeepSpeed 0.19, and so has `import deepspeed` in a script
-that [`offload run`](../guides/from-deepspeed.md) starts, or behind `offload.deepspeed.install()`.
-
-| word | meaning |
-|---|---|
-| right | takes DeepSpeed's arguments in their order, and does what DeepSpeed documents, but for what stands beside it |
-| refused | can be imported, and its use is an error that says what to do |
-| absent | cannot be imported |
-
-Parameters of `zero.Init` and of `initialize` have `ds_id`, `ds_shape`, `ds_numel`, `ds_status`, `ds_persist` and
-`ds_tensor`; no others have. `ds_tensor` is a copy of this rank's partition, in the dtype of the weights: change it by
-`safe_set_local_fp32_param`. They are read, not set.
-"""
-
-
-def document() -> str:
-    """Returns the page."""
-    parts = [_HEAD]
-    for section, names in SECTIONS.items():
-        parts.append(f"\n## {section}\n\n| `deepspeed.` | here | |\n|---|---|---|\n")
-        for (outcome, words), some in itertools.groupby(names, lambda name: (name.outcome, name.words)):
-            shown = ", ".join(f"`{_shown(name.path)}`" for name in some)
-            parts.append(f"| {shown} | {outcome} | {words} |\n")
-    return "".join(parts)
-
-
-def _shown(path: str) -> str:
-    """Returns the path as a user writes it."""
-    return path.replace(ENGINE, "DeepSpeedEngine")
-
-
-if __name__ == "__main__":
-    PAGE.write_text(document(), encoding="utf-8")

@@ -1,0 +1,99 @@
+"""Faults in `offload.engine.distributed` and `.pipeline`, and the tests that must notice them."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "count a parameter that each process has whole once on each",
+        "offload.engine.distributed.tensor_parallel",
+        "if segment.parameter in self.tied or (self.coordinate and not self.is_sharded(segment.parameter))",
+        "if segment.parameter in self.tied",
+        "tests/test_tensor_parallel.py::test_two_divided_ranks_equal_one_rank",
+    ),
+    Mutant(
+        "count a parameter that two stages of a pipeline have in the norm of each",
+        "offload.engine.distributed.tensor_parallel",
+        "if segment.parameter in self.tied or (self.coordinate and not self.is_sharded(segment.parameter))",
+        "if self.coordinate and not self.is_sharded(segment.parameter)",
+        "tests/test_deepspeed_pipeline.py::test_tied_layers_in_two_stages_stay_equal_and_train_as_one",
+    ),
+    Mutant(
+        "let what flows between two uses of a weight arrive once more in the second half of a backward",
+        "offload.engine.pipeline.split_backward",
+        "        if len(self.nodes) > 1:",
+        "        if False:",
+        "tests/test_zero_bubble.py",
+    ),
+    Mutant(
+        "clip each stage of a pipeline by a norm of its own",
+        "offload.engine.distributed.tensor_parallel",
+        "sum_squares=sum(facts[process][0] for process in self.row)",
+        "sum_squares=known.sum_squares",
+        "tests/test_pipeline.py::test_the_clip_is_that_of_the_whole_model",
+    ),
+    Mutant(
+        "update a parameter of two stages by the gradient of each alone",
+        "offload.engine.pipeline.ties",
+        "            dist.all_reduce(values, group=group)\n",
+        "",
+        "tests/test_deepspeed_pipeline.py::test_tied_layers_in_two_stages_stay_equal_and_train_as_one",
+    ),
+    Mutant(
+        "divide no loss of a pipeline",
+        "offload.engine.api.micro_batches_api",
+        "        divided = loss / self._settings.accumulation\n        self._add_losses",
+        "        divided = loss / 1\n        self._add_losses",
+        "tests/test_pipeline.py::test_two_stages_train_as_one_process_bit_for_bit",
+    ),
+    Mutant(
+        "count a micro-batch of a pipeline with the first of its backwards",
+        "offload.engine.pipeline.stage_run",
+        "if len(done) == self._stages:",
+        "if len(done) == 1:",
+        "tests/test_pipeline.py::test_several_stages_a_process_are_one_engine",
+    ),
+    Mutant(
+        "each rank weighs its own parts of a parameter alone",
+        "offload.engine.distributed.agreement",
+        "return [sum(column) for column in",
+        "return list(numbers) or [sum(column) for column in",
+        "tests/test_ranks_optimizers.py",
+    ),
+    Mutant(
+        "an edit of a state that other ranks take for the weight",
+        "offload.engine.distributed.agreement",
+        "Edit(start=start, stop=stop, values=values, state=State(state))",
+        "Edit(start=start, stop=stop, values=values)",
+        "tests/test_safe_get_set_ranks.py",
+    ),
+    Mutant(
+        "announce a reduction that a series has made already",
+        "offload.engine.distributed.agreement",
+        "            if self._callbacks.pending_unit() != unit:\n",
+        "            if False:\n",
+        "tests/test_ranks_series.py",
+    ),
+    Mutant(
+        "begin a series that ranks expect in other orders",
+        "offload.engine.distributed.agreement",
+        "all(intent.same(intents[0]) and intent.series == series for intent in intents)",
+        "all(intent.same(intents[0]) and intent.series for intent in intents)",
+        "tests/test_ranks_series.py",
+    ),
+    Mutant(
+        "ask before the gathers that are left of a series",
+        "offload.engine.distributed.agreement",
+        "        self._gather_series(len(self._series))\n",
+        "",
+        "tests/test_ranks_series.py",
+    ),
+    Mutant(
+        "let gathering decide what is reduced together",
+        "offload.engine.distributed.rounds.intents",
+        "    if uses:\n",
+        "    if uses and not any(intent.kind is Collective.REDUCE for intent in intents):\n",
+        "tests/test_agreement.py",
+    ),
+)

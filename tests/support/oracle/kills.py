@@ -1,0 +1,125 @@
+"""A run in a process that is killed and resumed."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker, spawn
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import warm_process
+from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.oracle.job import Job, Result
+from tests.support.oracle.training import start, train_step, weights_of
+
+
+def processes() -> Any:
+    """Returns a context whose processes start from a server that has imported what tests need, and no more."""
+    context = multiprocessing.get_context("forkserver")
+    modules = [
+        "pytest",
+        "tests.support.models",
+        "tests.support.fault_injection",
+        "transformers.models.gpt2.modeling_gpt2",
+        "tests.support.frozen_heap",
+    ]
+    context.set_forkserver_preload(modules)
+    _fork_the_server()
+    return context
+
+
+@functools.cache
+def _fork_the_server() -> None:
+    """Starts the server from the one that the workers of a run share, which has imported all of that already."""
+    python = warm_process.python_of_run()
+    if python is not None:
+        resource_tracker.ensure_running()  # a small process, by Python itself
+        usual = spawn.get_executable()
+        spawn.set_executable(python)
+        try:
+            forkserver.ensure_running()
+        finally:
+            spawn.set_executable(usual)
+
+
+def dies(function: Callable[..., Any], *arguments: Any) -> None:
+    """Calls `function` in a process that SIGKILL must end."""
+    process = processes().Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, f"it ended with {process.exitcode}"
+
+
+def _until_killed(
+    job: Job,
+    placement: tuple[str, str],
+    folder: Path,
+    log: Path,
+    by: Callable[..., float],
+    late: float,
+    options: dict[str, Any],
+) -> None:
+    """Trains in a process that may be killed, and writes a line of JSON for each step that `step()` has ended."""
+    logging.disable(logging.CRITICAL)
+    if late:
+        use_queue(pytest.MonkeyPatch(), lambda: LateQueue(os.getpid(), late))
+    engine = start(job, placement, folder, resume="auto", **options)
+    with log.open("a") as lines:
+        while engine.global_steps < job.steps:
+            step = engine.global_steps
+            loss = by(engine, job, step)
+            print(json.dumps([step, loss, engine.get_global_grad_norm()]), file=lines, flush=True)
+    torch.save(weights_of(engine), log.with_suffix(".weights"))
+    engine.destroy(remove=True)
+
+
+def kill_and_resume(
+    job: Job,
+    placement: tuple[str, str],
+    folder: Path,
+    kills: int,
+    seed: int = 0,
+    late: float = 0.0,
+    by: Callable[..., float] = train_step,
+    **options: Any,
+) -> Result:
+    """Runs `job` in a process that is SIGKILLed `kills` times at random moments of its steps, and resumed.
+
+    `late` makes each request up to so many seconds late, so that most moments lie between the first write of an update
+    and its commit.
+    Steps that ran again after a resume must have given the same bits again.
+    """
+    chance = random.Random(seed)
+    log = folder / "steps.jsonl"
+    for attempt in range(kills + 1):
+        process = processes().Process(target=_until_killed, args=(job, placement, folder, log, by, late, options))
+        seen = log.stat().st_size if log.exists() else 0
+        process.start()
+        if attempt < kills:
+            # Wait for the first step of this process, so that it is killed while it trains.
+            while process.is_alive() and (log.stat().st_size if log.exists() else 0) == seen:
+                time.sleep(0.005)
+            time.sleep(chance.uniform(0.0, 0.2))
+            assert process.is_alive(), "the process ended before it was killed: give the job more steps"
+            process.kill()
+        process.join()
+        if attempt == kills:
+            assert process.exitcode == 0, f"the last process ended with {process.exitcode}"
+    losses: dict[int, tuple[float, float]] = {}
+    for line in log.read_text().splitlines():
+        step, loss, norm = json.loads(line)
+        assert losses.setdefault(step, (loss, norm)) == (loss, norm), f"step {step} differs after a resume"
+    weights = torch.load(log.with_suffix(".weights"), weights_only=True)
+    order = sorted(losses)
+    return Result([losses[s][0] for s in order], [losses[s][1] for s in order], weights)

@@ -1,0 +1,55 @@
+"""A stack stays one unit where something needs it whole; the loop over experts replaces what would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from offload.errors import StoreError
+from offload.layout.experts.stacks import find_stacks
+from tests.support import models
+from tests.support.mixtures import mixtral, stacks_of
+from tests.support.oracle import Job, start
+from tests.support.stacked_experts import DISK, SIXTEEN, adapted
+
+
+def test_the_loop_takes_the_place_of_an_implementation_that_needs_all(tmp_path: Path) -> None:
+    """Until the engine ends, and of no other model with the same config."""
+    model = mixtral()
+    model.set_experts_implementation("grouped_mm")
+    engine = start(Job(lambda: model, models.language_loss), DISK, tmp_path)
+    assert any('16 experts are units of their own, in a loop in place of "grouped_mm"' in n for n in engine.notices)
+    stacks = stacks_of(model).values()
+    assert {stack.config._experts_implementation for stack in stacks} == {"eager"}
+    assert model.config._experts_implementation == "grouped_mm"
+    engine.destroy(remove=True)
+    assert all(stack.config is model.config for stack in stacks)
+
+
+@pytest.mark.parametrize("rule", ["LAMB", "Muon"])
+def test_stacks_stay_whole_for_an_optimizer_that_looks_at_whole_parameters(rule: str, tmp_path: Path) -> None:
+    engine = start(Job(mixtral, models.language_loss, optimizer=rule), DISK, tmp_path)
+    assert any("the optimizer's rule looks at whole parameters" in notice for notice in engine.notices)
+    assert not any(layout.name.endswith("]") for layout in engine._core.components.layouts)
+    engine.destroy(remove=True)
+
+
+def test_a_module_that_is_one_unit_by_name_contains_its_experts(tmp_path: Path) -> None:
+    engine = start(Job(mixtral, models.language_loss), DISK, tmp_path, units=["MixtralDecoderLayer"])
+    assert not any(layout.name.endswith("]") for layout in engine._core.components.layouts)
+    engine.destroy(remove=True)
+
+
+def test_a_run_resumes_with_the_experts_that_it_had(tmp_path: Path) -> None:
+    """Experts that are skipped, and that are not, have the same swap files."""
+    start(SIXTEEN, DISK, tmp_path).destroy()
+    with pytest.raises(StoreError, match='resume with the "units" and "experts" that the run had'):
+        start(SIXTEEN, DISK, tmp_path, resume="must", experts="whole")
+    start(SIXTEEN, DISK, tmp_path, resume="must", experts="visited").destroy(remove=True)
+
+
+def test_a_stack_with_an_adapter_of_its_own_stays_whole() -> None:
+    """peft adds the adapter's product to the whole parameter."""
+    assert len(find_stacks(adapted())) == 2
+    assert find_stacks(adapted(target_parameters=["mlp.experts.down_proj"])) == ()
