@@ -19,9 +19,10 @@ from offload.errors import IoError, StoreError
 from offload.runs.own_checkpoint import find_own
 from offload.sizes import count_of, format_size
 from offload.swapper.store.format.commit_record import last_of_all
+from offload.swapper.store.format.undo import Undo
 from offload.swapper.store.inspection import Commit, Found, Wrong
 from offload.swapper.store.rank_folder import reserve
-from offload.swapper.store.verify import Damage, damages
+from offload.swapper.store.verify import Damage, damages_of_commit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -283,8 +284,7 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
     wrong = list(found.wrong)
     damaged_places: list[Damage] = []
     places: list[tuple[tuple[str, int, int], ...]] = []
-    before: str | None = None
-    compared = False
+    before, compared = None, False
     if not found.whole:
         return RankReport(
             folder=found.folder,
@@ -344,7 +344,7 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
 def _damages(
     found: Found, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]
 ) -> Generator[Damage]:
-    """Yields the damages of one commit.
+    """Yields the damages of a commit.
 
     Args:
         found: The rank's folder.
@@ -354,8 +354,8 @@ def _damages(
         progress: Called with the number of bytes after each comparison.
     """
     assert found.manifest is not None
-    spec = found.manifest.spec
-    return damages(file, queue, spec.places(), commit.record.slots, commit.table, spec.title, progress)
+    undo = Undo(found.folder)
+    return damages_of_commit(file, queue, found.manifest.spec, commit.record, commit.table, undo, progress)
 
 
 def _before(found: Found, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]) -> str:
@@ -382,7 +382,7 @@ def _before(found: Found, commit: Commit, file: StripedFile, queue: Queue, progr
             f"{commit_before} is intact too" if first is None else f"{commit_before} is not intact: {first}; {either}"
         )
     finally:
-        # The first damage is enough. The generator's pending reads must end before the file is closed.
+        # The first damage is enough. Pending reads must end before the file is closed.
         comparison.close()
 
 

@@ -247,7 +247,7 @@ MUTANTS = (
     Mutant(
         "read on behind what trains, into the other slot",
         "offload.swapper.store.requests",
-        "if len(extents) == 1 else (Joined(file, extents), 0)",
+        "if len(extents) == 1 else (Joined([(file, each) for each in extents]), 0)",
         "",
         "tests/test_store_read_checksums.py",
     ),
@@ -375,9 +375,23 @@ MUTANTS = (
     ),
     Mutant(
         "forget a later commit before the copies of slots are back on the drive",
-        "offload.swapper.store.store",
-        "            if self._undo.restore(record, self.write):\n                self._files.states.sync()\n",
-        "            self._undo.restore(record, self.write)\n",
+        "offload.swapper.store.format.undo",
+        "            sync()\n",
+        "",
         "tests/test_power_cut.py",
+    ),
+    Mutant(
+        "put a copy of a slot back that is not what was copied",
+        "offload.swapper.store.format.undo",
+        " and _fits(file, extent, table[key]):",
+        ":",
+        "tests/test_slot_copies.py",
+    ),
+    Mutant(
+        "resume without the slots whose copies are damaged",
+        "offload.swapper.store.format.undo",
+        "if not copies.undamaged and find_damage is not None and",
+        "if False and",
+        "tests/test_slot_copies.py",
     ),
 )

@@ -19,6 +19,7 @@ from offload.swapper.store.format.checksums import Passages
 from offload.swapper.store.format.commit_record import last_of_all
 from offload.swapper.store.format.manifest import Extents, Manifest
 from offload.swapper.store.format.run_notes import FINISHED, RESHARDED
+from offload.swapper.store.format.undo import Undo
 from offload.swapper.store.inspection import Commit, Found, is_rank, look
 from offload.swapper.store.rank_folder import Lock
 
@@ -82,12 +83,13 @@ class StoreSource:
         run: Folder of the run.
         queue: Queue for the reads; owned by the caller.
         looked: The ranks' folders, if the caller has inspected them and keeps them locked; None to do both here.
+        at: Number of the commit; None for the last one.
 
     Raises:
         StoreError: If a process uses the run, or a rank or a commit is missing.
     """
 
-    def __init__(self, run: Path, queue: Queue, looked: Sequence[Found] | None = None) -> None:
+    def __init__(self, run: Path, queue: Queue, looked: Sequence[Found] | None = None, at: int | None = None) -> None:
         # Imported late: the module imports torch, which `offload verify` does not need.
         from offload.engine.training.snapshot import Snapshot
 
@@ -96,13 +98,19 @@ class StoreSource:
         try:
             # All folders are locked before one is inspected: a commit in progress would change them.
             found = ranks_of(run, lock_and_look(run, self._open) if looked is None else looked)
-            self.commits = commits_of_all(found)
+            self.commits = commits_of_all(found, at)
             """Each rank's part of the commit."""
             self.folders = [each.folders for each in found]
             """Each rank's folder on each drive."""
             self._files = [self._open.enter_context(each.open_states()) for each in found]
             self._places = [_manifest(each).spec.places() for each in found]
             self._tables = [commit.table for commit in self.commits]
+            self._copied = [
+                self._open.enter_context(Undo(each.folder).slots(file, commit.record, places, table))
+                for each, file, commit, places, table in zip(
+                    found, self._files, self.commits, self._places, self._tables, strict=True
+                )
+            ]
             # Pending comparisons of each rank's file.
             self._passages = [Passages() for _ in found]
             first = _manifest(found[0])
@@ -119,7 +127,8 @@ class StoreSource:
         slot = self.commits[rank].record.slots[unit]
         place = self._places[rank][unit][state][slot]
         assert start + len(buffer) <= place.nbytes
-        file, offset = bytes_of(self._files[rank], place, start, len(buffer))
+        copied = self._copied[rank].get((unit, state))
+        file, offset = bytes_of(self._files[rank], place, start, len(buffer), copied)
         future = self._queue.read(file, offset, buffer, checksum=True)
         return Compared(future, partial(self._compare, rank, unit, state, start, place))
 
@@ -213,8 +222,12 @@ def ranks_of(run: Path, found: Sequence[Found], *, replicas: bool = False) -> li
     return ranks
 
 
-def commits_of_all(found: Sequence[Found]) -> list[Commit]:
+def commits_of_all(found: Sequence[Found], at: int | None = None) -> list[Commit]:
     """Returns each rank's part of the last commit that is complete on every rank.
+
+    Args:
+        found: The ranks.
+        at: Number of another commit that is complete on every rank; None for the last one.
 
     Raises:
         StoreError: If there is no such commit.
@@ -224,7 +237,7 @@ def commits_of_all(found: Sequence[Found]) -> list[Commit]:
             words = "; ".join(map(str, each.wrong)) or "nothing was committed yet"
             raise StoreError(f"{each.folder} contains no intact commit: {words}")
     # A kill may leave one rank a commit ahead of the others; that rank still has the last commit of the others.
-    serial = last_of_all(each.whole[0].record.serial for each in found)
+    serial = last_of_all(each.whole[0].record.serial for each in found) if at is None else at
     # At least one rank exists, so there is a last commit.
     assert serial is not None
     chosen: list[Commit] = []

@@ -9,7 +9,7 @@ import os
 import stat
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -221,18 +221,48 @@ def write_in_place(path: Path, data: bytes | memoryview, offset: int = 0) -> Non
     Raises:
         IoError: if the file cannot be opened or written.
     """
+    with writing_in_place(path) as write:
+        write(data, offset)
+
+
+@contextlib.contextmanager
+def writing_in_place(path: Path) -> Iterator[Callable[[bytes | memoryview, int], None]]:
+    """Yields a function that writes bytes at an offset of `path`. All are durable at the end of the block.
+
+    Creates the file if it does not exist. After an exception in the block nothing is synced.
+
+    Raises:
+        IoError: if the file cannot be opened or written.
+    """
     new = not path.exists()
     descriptor = _open_for_writing(path)
+    last = (0, 0)
+
+    def write(data: bytes | memoryview, offset: int) -> None:
+        nonlocal last
+        last = (offset, len(data))
+        with _named(path, *last):
+            write_all(descriptor, offset, data)
+
     try:
-        write_all(descriptor, offset, data)
-        os.fsync(descriptor)
-    except OSError as error:
-        raise IoError(str(path), offset, len(data), error.errno or errno.EIO, "write") from error
+        yield write
+        # On the descriptor that wrote: another one may not be told of an error that the system met meanwhile.
+        with _named(path, *last):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
     # The name of a new file is durable only once its folder is synced.
     if new:
         sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def _named(path: Path, offset: int, nbytes: int) -> Iterator[None]:
+    """Raises `IoError` with the file and the bytes for an error of the system."""
+    try:
+        yield
+    except OSError as error:
+        raise IoError(str(path), offset, nbytes, error.errno or errno.EIO, "write") from error
 
 
 def _open_for_writing(path: Path) -> int:

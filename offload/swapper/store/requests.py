@@ -15,31 +15,38 @@ from offload.swapper.store.rank_folder import clone_range
 
 
 class Joined:
-    """Byte ranges of a file, presented as one contiguous file, so that one request moves all of them."""
+    """Byte ranges of files, presented as one contiguous file, so that one request moves all of them."""
 
-    def __init__(self, file: File, extents: Sequence[Extent]) -> None:
-        self._file, self._place = file, Extents(tuple(extents))
+    def __init__(self, ranges: Sequence[tuple[File, Extent]]) -> None:
+        self._files = [file for file, _ in ranges]
+        self._extents = [extent for _, extent in ranges]
 
     @property
     def path(self) -> str:
-        """Returns the path of the underlying file."""
-        return self._file.path
+        """Returns the path of the first file."""
+        return self._files[0].path
 
     @property
     def closed(self) -> bool:
-        """True if the underlying file is closed."""
-        return self._file.closed
+        """True if one of the files is closed."""
+        return any(file.closed for file in self._files)
 
     def pieces(self, offset: int, nbytes: int) -> list[Piece]:
         """Returns the requests of the native queue for `nbytes` bytes from `offset` on."""
-        return [piece for each in self._place.extents_of(offset, nbytes) for piece in self._file.pieces(*each)]
+        found: list[Piece] = []
+        for file, extent in zip(self._files, self._extents, strict=True):
+            for each in Extents((extent,)).extents_of(offset, nbytes):
+                found += file.pieces(*each)
+            # From here on `offset` is relative to the next range.
+            offset -= extent.nbytes
+        return found
 
     def parts(self) -> list[DirectFile]:
         """Returns the files of the single drives."""
-        return self._file.parts()
+        return [part for file in dict.fromkeys(self._files) for part in file.parts()]
 
 
-def bytes_of(file: File, place: Extents, start: int, nbytes: int) -> tuple[File, int]:
+def bytes_of(file: File, place: Extents, start: int, nbytes: int, copied: File | None = None) -> tuple[File, int]:
     """Returns the file and the offset at which a queue finds bytes of a slot.
 
     Args:
@@ -47,11 +54,14 @@ def bytes_of(file: File, place: Extents, start: int, nbytes: int) -> tuple[File,
         place: the extents of the slot.
         start: first byte, from the start of the slot.
         nbytes: number of bytes.
+        copied: the slot as a file of its own, where some of its bytes are elsewhere; see `Undo.slots`.
     """
+    if copied is not None:
+        return copied, start
     extents = place.extents_of(start, nbytes)
     # Most requests lie in one extent and need no `Joined`. A request for a weight may also reach into its second
     # extent, the frozen bytes.
-    return (file, extents[0].offset) if len(extents) == 1 else (Joined(file, extents), 0)
+    return (file, extents[0].offset) if len(extents) == 1 else (Joined([(file, each) for each in extents]), 0)
 
 
 def clone_extents(file: StripedFile, extents: Sequence[Extent], descriptor: int, offset: int) -> bool:

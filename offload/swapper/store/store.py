@@ -28,7 +28,6 @@ from offload.states import State
 from offload.swapper.store import recovery
 from offload.swapper.store.drive_spans import NO_SPANS, DriveSpans
 from offload.swapper.store.format import blob
-from offload.swapper.store.format import checksums as sums
 from offload.swapper.store.format.checksum_table import ChecksumTable
 from offload.swapper.store.format.checksums import Key, Slot
 from offload.swapper.store.format.commit_record import MAX_UNITS, Record, Records, read_records, was_committed
@@ -163,8 +162,8 @@ class Store:
             record = self._newest(found) if at is None else recovery.record_at(self.folders[0], at, found.valid)
             held = recovery.load_blob(self.folders[0], record)
             self._open_files(record, held)
-            if self._undo.restore(record, self.write):
-                self._files.states.sync()
+            damage = None if record is found.valid[0] else partial(self._first_damage, record, held)
+            self._undo.put_back(record, self._places, held.sums, self.write, self._files.states.sync, damage)
             # The run will overwrite the slots that a later record names: it must never be found again.
             found.forget_later(self._commit_path, record)
             self._undo.remove()
@@ -191,10 +190,13 @@ class Store:
         """Opens the files, compares all data of a commit and closes them again; returns the first damage."""
         self._open_files(record, held)
         try:
-            table = sums.unpack(held.sums)
-            return first_damage(self._files.states, self._queue, self._places, record.slots, table, self.spec.title)
+            return self._first_damage(record, held)
         finally:
             self._files.close_states()
+
+    def _first_damage(self, record: Record, held: blob.Blob) -> Damage | None:
+        """Compares all data of a commit, whose files are open; returns the first damage."""
+        return first_damage(self._files.states, self._queue, self.spec, record, held.sums, self._undo)
 
     def _open_files(self, record: Record, held: blob.Blob) -> None:
         """Opens the files of a commit."""
@@ -327,8 +329,7 @@ class Store:
         # If a step has written the slot since, all processes have met for that.
         if self._before is None or self._before.slots[unit] != slot or self.newest[unit] == slot:
             return
-        sizes = {state: places[slot].nbytes for state, places in self._places[unit].items()}
-        self.written.add(0, self._undo.save(self._before, unit, sizes, self.read))
+        self.written.add(0, self._undo.save(self._before, unit, self._places[unit], self.read))
 
     def wrote(self, unit: int, slot: int, written: Mapping[State, Sequence[tuple[int, Future]]]) -> None:
         """Makes `slot` the newest of a unit. The update worker calls this, and between steps a load does.

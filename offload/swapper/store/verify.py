@@ -6,13 +6,15 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from offload.aio import StripedFile, aligned_empty, crc32c_joined
+from offload.aio import File, StripedFile, aligned_empty, crc32c_joined
 from offload.aio.protocols import Future, Queue, wait_for_all
 from offload.errors import IoError
 from offload.sizes import MIB
 from offload.states import State
-from offload.swapper.store.format.checksums import ChecksumRange, Key, Slot
-from offload.swapper.store.format.manifest import Extents
+from offload.swapper.store.format.checksums import ChecksumRange, Key, Slot, unpack
+from offload.swapper.store.format.commit_record import Record
+from offload.swapper.store.format.manifest import Extents, StoreSpec
+from offload.swapper.store.format.undo import Undo
 from offload.swapper.store.requests import bytes_of
 
 _CHUNK_NBYTES = 8 * MIB
@@ -123,6 +125,7 @@ def damages(
     slots: Sequence[int],
     table: Mapping[Key, Slot],
     title: Callable[[int], str],
+    copied: Mapping[Key, File] = {},
     progress: Callable[[int], None] = lambda _: None,
 ) -> Generator[Damage]:
     """Yields each damaged checksum range of the slots that a commit names; takes 32 MiB of memory.
@@ -136,6 +139,7 @@ def damages(
         slots: for each unit, the slot that the commit names.
         table: for each unit and state, the checksums of its byte ranges, in order.
         title: returns the name of a unit for messages.
+        copied: slots whose bytes are elsewhere; see `Undo.slots`.
         progress: receives the number of bytes of each chunk compared.
     """
     comparison = _Comparison(file, places, slots, title)
@@ -158,7 +162,7 @@ def damages(
                 yield from finish()
             # The buffers are used in turn. The oldest chunk was finished above, so its buffer is free.
             buffer = buffers[count % _CHUNKS][: chunk.nbytes]
-            of, at = bytes_of(file, comparison.place(chunk.key), chunk.start, chunk.nbytes)
+            of, at = bytes_of(file, comparison.place(chunk.key), chunk.start, chunk.nbytes, copied.get(chunk.key))
             reading.append((chunk, queue.read(of, at, buffer, checksum=True)))
         while reading:
             yield from finish()
@@ -166,16 +170,36 @@ def damages(
         wait_for_all(future for _, future in reading)
 
 
-def first_damage(
+def damages_of_commit(
     file: StripedFile,
     queue: Queue,
-    places: Sequence[Mapping[State, Sequence[Extents]]],
-    slots: Sequence[int],
+    spec: StoreSpec,
+    record: Record,
     table: Mapping[Key, Slot],
-    title: Callable[[int], str],
+    undo: Undo,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Generator[Damage]:
+    """Yields the damages of the slots that a record names. Complete copies count in the place of their slots.
+
+    Args:
+        file: see `damages`.
+        queue: see `damages`.
+        spec: the contents of the store.
+        record: the record of the commit.
+        table: see `damages`.
+        undo: the copies of slots.
+        progress: see `damages`.
+    """
+    places = spec.places()
+    with undo.slots(file, record, places, table) as copied:
+        yield from damages(file, queue, places, record.slots, table, spec.title, copied, progress)
+
+
+def first_damage(
+    file: StripedFile, queue: Queue, spec: StoreSpec, record: Record, packed: bytes, undo: Undo
 ) -> Damage | None:
-    """Returns the first of `damages`, or None; takes the same arguments."""
-    found = damages(file, queue, places, slots, table, title)
+    """Returns the first of `damages_of_commit`, or None. `packed` is the table as a blob contains it."""
+    found = damages_of_commit(file, queue, spec, record, unpack(packed), undo)
     try:
         return next(found, None)
     finally:

@@ -56,6 +56,11 @@ class Extents(NamedTuple):
         return self.extents_of(start, 1)[0].offset
 
 
+def own_nbytes(slots: Sequence[Extents]) -> int:
+    """Returns the bytes at the start of each slot of a state that no other slot shares."""
+    return sum(extent.nbytes for extent in slots[0].extents if len(slots) == 1 or extent not in slots[1].extents)
+
+
 class StoreSpec(NamedTuple):
     """Contents of a store, as planned. Two specs belong to one run if they are equal in all but `about`.
 
