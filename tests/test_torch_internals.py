@@ -1,4 +1,4 @@
-"""Private names of torch are used by one module alone."""
+"""Private names of torch are used by one package alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import offload
 
 PACKAGE = Path(offload.__file__).parent
-FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "torch_internals.py")
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent.name != "torch_internals")
 _SUSPECTED = re.compile(r"\btorch\b[\w.]*\._[a-zA-Z]|\bfrom torch\b[^\n]*\bimport\b(?:[^\n(]*|\s*\([^)]*)\b_[a-zA-Z]")
 """Of a text in which a private name of torch may be: the others need not be parsed."""
 

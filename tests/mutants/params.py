@@ -14,7 +14,7 @@ MUTANTS = (
     ),
     Mutant(
         "lose the hooks of a parameter that moves to another type of device",
-        "offload.torch_internals",
+        "offload.torch_internals.tensors",
         "        parameter._backward_hooks = parameter._backward_hooks\n",
         "",
         "tests/test_accelerator.py",
@@ -77,7 +77,7 @@ MUTANTS = (
     ),
     Mutant(
         "count tensors in a storage, and not who holds the storage itself",
-        "offload.torch_internals",
+        "offload.torch_internals.tensors",
         " + sys.getrefcount(self._storage)",
         "",
         "tests/test_viewed_memory.py",

@@ -30,11 +30,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offload import torch_internals
 from offload.engine.gradients import accumulator
 from offload.engine.setup import initialize
 from offload.swapper.memory import device_arena
 from offload.swapper.memory.device import Device, DeviceRoom, Event
+from offload.torch_internals import modes
 from tests.support.backward_thread import use_backward_thread
 from tests.support.protected_memory import ProtectedMemory
 
@@ -342,7 +342,7 @@ def use_device(monkeypatch: pytest.MonkeyPatch, device: Device, always: bool = T
         _let_kernels_in(monkeypatch, device)
 
 
-_SQUARES_OF, _WITHOUT_MODES = accumulator.squares_of, torch_internals.without_modes
+_SQUARES_OF, _WITHOUT_MODES = accumulator.squares_of, modes.without_modes
 """The engine's own, also where a test has replaced them already."""
 
 
@@ -359,5 +359,5 @@ def _let_kernels_in(monkeypatch: pytest.MonkeyPatch, device: LateDevice) -> None
             yield
 
     monkeypatch.setattr(accumulator, "squares_of", squares_of_device)
-    for module in (torch_internals, device_arena):
+    for module in (modes, device_arena):
         monkeypatch.setattr(module, "without_modes", without_other_modes)

@@ -1,74 +1,20 @@
-"""Every private name of torch that this library uses, with the reason, so that a new version of torch affects one file.
-
-`tests/test_torch_internals.py` checks that no other file of the package uses one.
-"""
+"""Private names of torch for tensors, their storages, and what modules return."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import __file__ as _module_file
-from torch.utils import checkpoint as torch_checkpoint
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    is_traceable_wrapper_subclass,
-)
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
-__all__ = [
-    "NO_TORCH_FUNCTION",
-    "SHALLOW_COPY_QUERY",
-    "StorageReference",
-    "StorageUsers",
-    "TorchDispatchMode",
-    "are_of_checkpoint",
-    "call_after_backward",
-    "checkpointing",
-    "fake_tensors",
-    "flatten_state_dict",
-    "has_no_storage",
-    "in_second_storage",
-    "inner_tensors",
-    "inside_backward",
-    "make_subclass",
-    "make_wrapper",
-    "module_call",
-    "outside_of_compiled_code",
-    "outside_of_modes",
-    "plain_tensors",
-    "pop_saved_tensor_hooks",
-    "push_saved_tensor_hooks",
-    "rebuild_tensor",
-    "saves_checkpoint_input",
-    "set_data",
-    "stored_at",
-    "tensor_hooks_of",
-    "tensors_in",
-    "top_saved_tensor_hooks",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
-    "under_modes",
-    "under_transforms",
-    "without_modes",
-]
-
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-# -- tensors -----------------------------------------------------------------------------------------
 
 plain_tensors = torch._C.DisableTorchFunctionSubclass
 """A context in which functions of torch treat a placeholder as the plain tensor that it is."""
@@ -258,141 +204,3 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
     if dataclasses.is_dataclass(output) and not isinstance(output, type) and not isinstance(output, dict):
         output = [getattr(output, field.name) for field in dataclasses.fields(output)]
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-
-
-# -- torch.compile ------------------------------------------------------------------------------------
-
-
-def outside_of_compiled_code(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `hook`, disabled as by `torch.compiler.disable`, at a fraction of the cost where no compiled code runs.
-
-    A hook of each module is called often, and `disable` changes and restores the state of the compiler at each call.
-    """
-    from torch._dynamo.decorators import skip  # imports sympy, which takes long
-
-    disabled = torch.compiler.disable(hook)
-    compiles = torch._C._dynamo.eval_frame.get_eval_frame_callback
-
-    def call(*args: Any) -> Any:
-        return hook(*args) if compiles() is None else disabled(*args)
-
-    # With `skip` the compiler does not compile `call` itself, but it does compile functions that `call` calls: hence
-    # `disabled`.
-    skipped: Callable[..., Any] = skip(call)
-    return skipped
-
-
-# -- modes of dispatch -------------------------------------------------------------------------------
-
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_interpreter = torch._C._functorch.peek_interpreter_stack
-
-
-def under_modes() -> bool:
-    """Returns True if a dispatch mode or a transform of torch.func is active on this thread."""
-    return _dispatch_modes() > 0 or _interpreter() is not None
-
-
-def under_transforms() -> bool:
-    """Returns True if a transform of torch.func is active on this thread."""
-    return _interpreter() is not None
-
-
-@contextmanager
-def without_modes() -> Iterator[None]:
-    """Suspends all dispatch modes and transforms of torch.func on this thread while the context is open."""
-    with _disable_current_modes(), temporarily_clear_interpreter_stack():
-        yield
-
-
-def outside_of_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Makes `function` run without dispatch modes and torch.func, which must not see the engine's own copies."""
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if not under_modes():
-            return function(*args, **kwargs)
-        with without_modes():
-            return function(*args, **kwargs)
-
-    return call
-
-
-# -- autograd ----------------------------------------------------------------------------------------
-
-# `torch.autograd.graph.saved_tensors_hooks` is a context manager. Our hooks are pushed in one hook of a module and
-# popped in another, and must know whose hooks are on top of the stack.
-
-
-top_saved_tensor_hooks: Callable[[], Any] = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
-"""Returns the active pair of hooks of this thread, or None."""
-
-
-def push_saved_tensor_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-    """Activates a pair of hooks on this thread. Raises `RuntimeError` under torch.func."""
-    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def pop_saved_tensor_hooks() -> None:
-    """Removes the active pair of hooks, which must exist."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-def call_after_backward(function: Callable[[], None]) -> None:
-    """Calls `function` when the backward that runs on this thread has ended, as DDP and FSDP do."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
-def inside_backward() -> bool:
-    """Returns True if this thread runs a backward."""
-    # Thread-local, and set on the engine's own threads too; -1 outside of a backward.
-    return torch._C._current_graph_task_id() != -1
-
-
-# -- checkpointing of activations ---------------------------------------------------------------------
-
-# `torch.utils.checkpoint.checkpoint` calls the function that it checkpoints. A hook before a module and one after it
-# need the two halves apart: the generator below is what torch's own composable `checkpoint(module)` uses.
-_generator = torch_checkpoint._checkpoint_without_reentrant_generator
-_KNOWS_EARLY_STOP = "early_stop" in inspect.signature(_generator).parameters  # torch 2.6 does not
-
-_FRAMES = 4
-"""Python frames between a pack hook and the code of checkpointing, at most."""
-
-
-def checkpointing(recompute: Callable[..., Any], *inputs: Any) -> Generator[None, None, None]:
-    """Returns a generator: from its first `next` to its second, the graph keeps `inputs` instead of what it saves.
-
-    Non-reentrant checkpointing of torch, with its random generators, autocast, early stop, and check of shapes.
-
-    Args:
-        recompute: computes again, from `inputs`, what is computed between the two calls.
-        inputs: tensors are saved through the active saved-tensor hooks, other values by reference.
-    """
-    context = torch_checkpoint.noop_context_fn
-    early_stop = (True,) if _KNOWS_EARLY_STOP else ()
-    generator: Generator[None, None, None] = _generator(
-        recompute, True, context, "default", False, *early_stop, *inputs
-    )
-    return generator
-
-
-def are_of_checkpoint(hooks: Any) -> bool:
-    """Returns True if a pair of saved-tensor hooks belongs to non-reentrant checkpointing; False for None."""
-    return hooks is not None and getattr(hooks[0], "__module__", None) == torch_checkpoint.__name__
-
-
-def saves_checkpoint_input() -> bool:
-    """Returns True if the pack hook that calls this runs because checkpointing, of either kind, saves its inputs.
-
-    Torch has no such query; the callers of the hook tell.
-    """
-    # A double backward on a thread of autograd's saves tensors without a Python function below.
-    frame = sys._getframe(1).f_back
-    for _ in range(_FRAMES):
-        if frame is None:
-            return False
-        if frame.f_code.co_filename == torch_checkpoint.__file__:
-            return True
-        frame = frame.f_back
-    return False

@@ -1,0 +1,123 @@
+"""Private names of torch for autograd and the checkpointing of activations."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch.utils import checkpoint as torch_checkpoint
+
+# `torch.autograd.graph.saved_tensors_hooks` is a context manager. Our hooks are pushed in one hook of a module and
+# popped in another, and must know whose hooks are on top of the stack.
+
+
+class _CountedHooks(threading.local):
+    """The pairs of hooks that were pushed on a thread, in order."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Any, Any]] = []
+
+
+def count_saved_tensor_hooks() -> Callable[[], Any]:
+    """Counts what torch's Python code pushes and pops from now on, where torch 2.6 does not tell the active pair.
+
+    Returns:
+        A function that returns the active pair of hooks of its thread, or None.
+    """
+    # Torch hands the hooks of a thread to those of autograd, which this count does not see: `engine.backward` needs none
+    # there, as it runs on the thread that calls it.
+    counted = _CountedHooks()
+    torch_hooks: Any = torch._C._autograd
+    push, pop = torch_hooks._push_saved_tensors_default_hooks, torch_hooks._pop_saved_tensors_default_hooks
+
+    def counting_push(pack: Any, unpack: Any) -> None:
+        push(pack, unpack)  # raises where hooks are disabled
+        counted.pairs.append((pack, unpack))
+
+    def counting_pop() -> None:
+        pop()
+        counted.pairs.pop()
+
+    torch_hooks._push_saved_tensors_default_hooks = counting_push
+    torch_hooks._pop_saved_tensors_default_hooks = counting_pop
+    return lambda: counted.pairs[-1] if counted.pairs else None
+
+
+_told = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+top_saved_tensor_hooks: Callable[[], Any] = functools.partial(_told, True) if _told else count_saved_tensor_hooks()
+"""Returns the active pair of hooks of this thread, or None."""
+
+
+def push_saved_tensor_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+    """Activates a pair of hooks on this thread. Raises `RuntimeError` under torch.func."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_saved_tensor_hooks() -> None:
+    """Removes the active pair of hooks, which must exist."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Calls `function` when the backward that runs on this thread has ended, as DDP and FSDP do."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def inside_backward() -> bool:
+    """Returns True if this thread runs a backward."""
+    # Thread-local, and set on the engine's own threads too; -1 outside of a backward.
+    return torch._C._current_graph_task_id() != -1
+
+
+# -- checkpointing of activations ---------------------------------------------------------------------
+
+# `torch.utils.checkpoint.checkpoint` calls the function that it checkpoints. A hook before a module and one after it
+# need the two halves apart: the generator below is what torch's own composable `checkpoint(module)` uses.
+_generator = torch_checkpoint._checkpoint_without_reentrant_generator
+_KNOWS_EARLY_STOP = "early_stop" in inspect.signature(_generator).parameters  # torch 2.6 does not
+
+_FRAMES = 4
+"""Python frames between a pack hook and the code of checkpointing, at most."""
+
+
+def checkpointing(recompute: Callable[..., Any], *inputs: Any) -> Generator[None, None, None]:
+    """Returns a generator: from its first `next` to its second, the graph keeps `inputs` instead of what it saves.
+
+    Non-reentrant checkpointing of torch, with its random generators, autocast, early stop, and check of shapes.
+
+    Args:
+        recompute: computes again, from `inputs`, what is computed between the two calls.
+        inputs: tensors are saved through the active saved-tensor hooks, other values by reference.
+    """
+    context = torch_checkpoint.noop_context_fn
+    early_stop = (True,) if _KNOWS_EARLY_STOP else ()
+    generator: Generator[None, None, None] = _generator(
+        recompute, True, context, "default", False, *early_stop, *inputs
+    )
+    return generator
+
+
+def are_of_checkpoint(hooks: Any) -> bool:
+    """Returns True if a pair of saved-tensor hooks belongs to non-reentrant checkpointing; False for None."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) == torch_checkpoint.__name__
+
+
+def saves_checkpoint_input() -> bool:
+    """Returns True if the pack hook that calls this runs because checkpointing, of either kind, saves its inputs.
+
+    Torch has no such query; the callers of the hook tell.
+    """
+    # A double backward on a thread of autograd's saves tensors without a Python function below.
+    frame = sys._getframe(1).f_back
+    for _ in range(_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename == torch_checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False

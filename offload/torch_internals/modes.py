@@ -1,0 +1,70 @@
+"""Private names of torch for its compiler and for modes of dispatch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def outside_of_compiled_code(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `hook`, disabled as by `torch.compiler.disable`, at a fraction of the cost where no compiled code runs.
+
+    A hook of each module is called often, and `disable` changes and restores the state of the compiler at each call.
+    """
+    from torch._dynamo.decorators import skip  # imports sympy, which takes long
+
+    disabled = torch.compiler.disable(hook)
+    compiles = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+    def call(*args: Any) -> Any:
+        return hook(*args) if compiles() is None else disabled(*args)
+
+    # With `skip` the compiler does not compile `call` itself, but it does compile functions that `call` calls: hence
+    # `disabled`.
+    skipped: Callable[..., Any] = skip(call)
+    return skipped
+
+
+# -- modes of dispatch -------------------------------------------------------------------------------
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_interpreter = torch._C._functorch.peek_interpreter_stack
+
+
+def under_modes() -> bool:
+    """Returns True if a dispatch mode or a transform of torch.func is active on this thread."""
+    return _dispatch_modes() > 0 or _interpreter() is not None
+
+
+def under_transforms() -> bool:
+    """Returns True if a transform of torch.func is active on this thread."""
+    return _interpreter() is not None
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Suspends all dispatch modes and transforms of torch.func on this thread while the context is open."""
+    with _disable_current_modes(), temporarily_clear_interpreter_stack():
+        yield
+
+
+def outside_of_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Makes `function` run without dispatch modes and torch.func, which must not see the engine's own copies."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not under_modes():
+            return function(*args, **kwargs)
+        with without_modes():
+            return function(*args, **kwargs)
+
+    return call
