@@ -29,8 +29,8 @@ def count_saved_tensor_hooks() -> Callable[[], Any]:
     Returns:
         A function that returns the active pair of hooks of its thread, or None.
     """
-    # Torch hands the hooks of a thread to those of autograd, which this count does not see. `engine.backward` needs none
-    # there: it runs on the thread that calls it.
+    # Torch hands the hooks of a thread to those of autograd, which this count does not see. `engine.backward` needs
+    # none there: it runs on the thread that calls it.
     counted = _CountedHooks()
     torch_hooks: Any = torch._C._autograd
     push, pop = torch_hooks._push_saved_tensors_default_hooks, torch_hooks._pop_saved_tensors_default_hooks
