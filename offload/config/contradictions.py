@@ -49,6 +49,7 @@ def _of_precision(config: Config) -> Iterator[ConfigError]:
 def _of_ranks(config: Config) -> Iterator[ConfigError]:
     """Yields an error for each two keys that have ranks divide weights, or send gradients, in different ways."""
     zero = config.zero_optimization
+    # Codes have a format of their own, so no dtype can be asked of them beside.
     if zero.zero_quantized_gradients and config.communication_data_type is not None:
         yield ConfigError(
             "zero_optimization.zero_quantized_gradients has ranks send gradients as int8 codes, and "
