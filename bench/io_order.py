@@ -12,7 +12,7 @@ import contextlib
 import statistics
 from operator import truediv
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,53 +55,70 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args(arguments)
     numel = int(given.parameters) // given.units // 2048 * 2048
-    rates: list[_Rates] = []
-    updates: dict[str, list[_Update]] = {name: [] for name in _ORDERS}
-    queues: dict[str, list[float]] = {name: [] for name in _ORDERS}
-    path = given.folder / "bench-io-order.rates"
-    buffer = aligned_empty(2 * given.size)
-    torch.frombuffer(buffer, dtype=torch.int32).random_()
     engine = make_engine(given, numel, "bench-io-order")
+    try:
+        measured = _measure(engine, given.folder / "bench-io-order.rates", given.size, given.rounds)
+    finally:
+        engine.destroy(remove=True)
+    report("io_order", {"parameters": numel * given.units, **_figures(*measured)})
+
+
+def _measure(
+    engine: offload.Engine, path: Path, size: int, rounds: int
+) -> tuple[list[_Rates], dict[str, list[float]], dict[str, list[_Update]]]:
+    """Returns, for each round, the rates of the drive, and of each order the bytes a second of a queue and an update.
+
+    Args:
+        engine: the engine whose updates are measured.
+        path: a file for the queue, which is removed.
+        size: bytes that the queue reads, and bytes that it writes.
+        rounds: number of rounds that count; one more is made before.
+    """
+    rates: list[_Rates] = []
+    queues: dict[str, list[float]] = {name: [] for name in _ORDERS}
+    updates: dict[str, list[_Update]] = {name: [] for name in _ORDERS}
+    buffer = aligned_empty(2 * size)
+    torch.frombuffer(buffer, dtype=torch.int32).random_()
     try:
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(DirectFile(path, create=True))
             opened = {name: stack.enter_context(IoQueue(window_bytes=window)) for name, window in _ORDERS.items()}
             file.reserve(len(buffer))
-            for turn in range(given.rounds + 1):
-                found = {
-                    way: len(buffer) / move(opened["at_once"], file, buffer, way, _REQUEST).seconds
-                    for way in ("write", "read", "mixed")
-                }
+
+            def moved(name: str, way: str) -> float:
+                return len(buffer) / move(opened[name], file, buffer, way, _REQUEST).seconds
+
+            for turn in range(rounds + 1):
+                found = _Rates(**{way: moved("at_once", way) for way in ("write", "read", "mixed")})
                 # Whoever comes first finds the drive rested, so the order of the turns changes.
                 for name in list(_ORDERS)[:: 1 if turn % 2 else -1]:
-                    queued = len(buffer) / move(opened[name], file, buffer, "mixed", _REQUEST).seconds
-                    taken = _update(engine, opened[name], _Rates(**found))
+                    queued, taken = moved(name, "mixed"), _update(engine, opened[name], found)
                     if turn:
                         queues[name].append(queued)
                         updates[name].append(taken)
                 if turn:
-                    rates.append(_Rates(**found))
+                    rates.append(found)
     finally:
         remove(path)
-        engine.destroy(remove=True)
-    taken_by = {name: [each.seconds for each in row] for name, row in updates.items()}
+    return rates, queues, updates
+
+
+def _figures(rates: list[_Rates], queues: dict[str, list[float]], updates: dict[str, list[_Update]]) -> dict[str, Any]:
+    """Returns what the rounds came to; see `_measure`."""
+    seconds_of = {name: [each.seconds for each in row] for name, row in updates.items()}
     medians = _Rates(*(statistics.median(column) for column in zip(*rates, strict=True)))
-    report(
-        "io_order",
-        {
-            "parameters": numel * given.units,
-            "rates": medians._asdict(),
-            "one_after_the_other": 2 / (1 / medians.read + 1 / medians.write),
-            "chosen": "windows" if window_bytes([medians]) else "at_once",
-            "queue": {name: statistics.median(each) for name, each in queues.items()},
-            "queue_windows_to_at_once": median_ratio(queues["windows"], queues["at_once"]),
-            "update_seconds": {name: statistics.median(each) for name, each in taken_by.items()},
-            "update_at_once_to_windows": median_ratio(taken_by["at_once"], taken_by["windows"]),
-            "quartiles_of_update_at_once_to_windows": statistics.quantiles(map(truediv, *taken_by.values())),
-            "of_the_bound": {name: statistics.median(e.of_the_bound for e in row) for name, row in updates.items()},
-            "update_bytes": {name: statistics.median(e.nbytes for e in row) for name, row in updates.items()},
-        },
-    )
+    return {
+        "rates": medians._asdict(),
+        "one_after_the_other": 2 / (1 / medians.read + 1 / medians.write),
+        "chosen": "windows" if window_bytes([medians]) else "at_once",
+        "queue": {name: statistics.median(each) for name, each in queues.items()},
+        "queue_windows_to_at_once": median_ratio(queues["windows"], queues["at_once"]),
+        "update_seconds": {name: statistics.median(each) for name, each in seconds_of.items()},
+        "update_at_once_to_windows": median_ratio(seconds_of["at_once"], seconds_of["windows"]),
+        "quartiles_of_update_at_once_to_windows": statistics.quantiles(map(truediv, *seconds_of.values())),
+        "of_the_bound": {name: statistics.median(e.of_the_bound for e in row) for name, row in updates.items()},
+        "update_bytes": {name: statistics.median(e.nbytes for e in row) for name, row in updates.items()},
+    }
 
 
 def _update(engine: offload.Engine, queue: IoQueue, rates: _Rates) -> _Update:

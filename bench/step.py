@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import statistics
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -81,17 +82,10 @@ def main(arguments: list[str] | None = None) -> None:
         for speculate in given.speculate.split(",")
     ]
     before = bandwidths([given.folder])[0]
-    taken: dict[str, list[Turn]] = {each.name: [] for each in (memory, *disk)}
-    for counted in range(-2, given.rounds):  # the first rounds record the order of uses, and are not counted
-        for each in (memory, *disk):
-            turn = each.turn()
-            if counted >= 0:
-                taken[each.name].append(turn)
+    taken = _in_turns((memory, *disk), given.rounds)
     after = bandwidths([given.folder])[0]
-    read, written = ((a + b) / 2 for a, b in zip(before, after, strict=True))
+    drive = ((before[0] + after[0]) / 2, (before[1] + after[1]) / 2)
     in_memory = [turn.seconds_a_step for turn in taken[memory.name]]
-    compute = statistics.median(in_memory)
-    steps = given.rounds * (given.steps + 1)
     figures: dict[str, Any] = {
         "model": given.model,
         "parameters": memory.facts.parameters,
@@ -101,26 +95,53 @@ def main(arguments: list[str] | None = None) -> None:
         "tiers": given.tiers,
         "activations": given.activations,
         "overlap": not given.no_overlap,
-        "drive_read_gb_per_s": read / 1e9,
-        "drive_write_gb_per_s": written / 1e9,
-        "seconds_in_memory": compute,
+        "drive_read_gb_per_s": drive[0] / 1e9,
+        "drive_write_gb_per_s": drive[1] / 1e9,
+        "seconds_in_memory": statistics.median(in_memory),
     }
     for each in disk:
-        took = [turn.seconds_a_step for turn in taken[each.name]]
-        nbytes = sum(turn.nbytes for turn in taken[each.name]) / steps
-        io_seconds = _io_seconds(nbytes, read, written)
-        figures[each.name] = {
-            "seconds": round(statistics.median(took), 4),
-            "memory_over_this": round(median_ratio(in_memory, took), 3),
-            "io_seconds_alone": round(io_seconds, 4),
-            "bound_over_this": round(max(compute, io_seconds) / statistics.median(took), 3),
-            "bytes_per_parameter": round(nbytes / each.facts.parameters, 2),
-            "host_memory": each.facts.host_memory,
-            "device_memory": each.facts.device_memory,
-        }
+        figures[each.name] = _row(each, taken[each.name], in_memory, given.rounds * (given.steps + 1), drive)
     for each in (memory, *disk):
         each.end()
     report("step", figures)
+
+
+def _in_turns(contenders: Sequence[Contender], rounds: int) -> dict[str, list[Turn]]:
+    """Returns the turns of each contender, which they take one after the other in each round."""
+    taken: dict[str, list[Turn]] = {each.name: [] for each in contenders}
+    for counted in range(-2, rounds):  # the first rounds record the order of uses, and are not counted
+        for each in contenders:
+            turn = each.turn()
+            if counted >= 0:
+                taken[each.name].append(turn)
+    return taken
+
+
+def _row(
+    contender: Contender, turns: Sequence[Turn], in_memory: Sequence[float], steps: int, drive: tuple[float, float]
+) -> dict[str, Any]:
+    """Returns the figures of an engine on disk.
+
+    Args:
+        contender: the engine.
+        turns: its turns.
+        in_memory: seconds of a step in memory, by round.
+        steps: all steps of the turns, those that do not count too.
+        drive: bytes a second that the drive reads and writes.
+    """
+    took = [turn.seconds_a_step for turn in turns]
+    nbytes = sum(turn.nbytes for turn in turns) / steps
+    io_seconds = _io_seconds(nbytes, *drive)
+    bound = max(statistics.median(in_memory), io_seconds)
+    return {
+        "seconds": round(statistics.median(took), 4),
+        "memory_over_this": round(median_ratio(in_memory, took), 3),
+        "io_seconds_alone": round(io_seconds, 4),
+        "bound_over_this": round(bound / statistics.median(took), 3),
+        "bytes_per_parameter": round(nbytes / contender.facts.parameters, 2),
+        "host_memory": contender.facts.host_memory,
+        "device_memory": contender.facts.device_memory,
+    }
 
 
 def _io_seconds(nbytes: float, read: float, written: float) -> float:

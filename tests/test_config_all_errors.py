@@ -63,6 +63,12 @@ def test_two_contradictions_are_one_error() -> None:
         load_config(both)
 
 
+def test_a_contradiction_between_keys_of_ranks_hides_no_other() -> None:
+    zero = {"stage": 3, "zero_quantized_gradients": True, "offload_param": {"device": "nvme"}}
+    with pytest.raises(ConfigError, match=r"(?s)^2 things are wrong.*send gradients as int8 codes.*no \"nvme_path\""):
+        load_config({"communication_data_type": "bf16", "zero_optimization": zero})
+
+
 def test_the_command_lists_keys_by_what_becomes_of_them(tmp_path: Path) -> None:
     done = check(WRONG, tmp_path, "--json")
     assert done.exit_code == 2

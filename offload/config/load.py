@@ -16,6 +16,7 @@ import pydantic
 from offload.config.blocks.block import Block, inner_block
 from offload.config.blocks.scheduler import SCHEDULES, ScheduleParams, SchedulerBlock
 from offload.config.blocks.zero import OLD_SWITCHES
+from offload.config.contradictions import find_contradictions
 from offload.config.explain import blocks_with_key, explain, nearest, one_error, unknown_key
 from offload.config.schema import Config, Findings, no_findings
 from offload.errors import ConfigError
@@ -53,7 +54,7 @@ def examine(content: Mapping[str, Any]) -> tuple[Config | None, Findings]:
         config = Config.model_validate(known)
     except pydantic.ValidationError as error:
         findings.errors.extend(map(ConfigError, explain(error)))
-    contradictions = _contradictions(config) if config is not None and not findings.errors else ()
+    contradictions = find_contradictions(config) if config is not None and not findings.errors else ()
     scheduler = _scheduler(known) if config is None else config.scheduler
     if scheduler is not None and scheduler.type in SCHEDULES:
         _read_params(SCHEDULES[scheduler.type], scheduler.params, "scheduler.params.", findings)
@@ -71,59 +72,6 @@ def _scheduler(known: Mapping[str, Any]) -> SchedulerBlock | None:
         return SchedulerBlock.model_validate(known.get("scheduler"))
     except pydantic.ValidationError:  # reported with the whole config
         return None
-
-
-def _contradictions(config: Config) -> Iterator[ConfigError]:
-    """Yields an error for each contradiction between blocks that are right: a wrong key may be what makes one."""
-    if config.fp16.enabled and config.bf16.enabled:
-        yield ConfigError("fp16 and bf16 are both enabled; leave one of them on")
-    if config.torch_autocast.enabled and config.dtype != "fp32":
-        yield ConfigError(
-            f"torch_autocast and {config.dtype} are both enabled: autocast is for fp32 weights; leave one of them on"
-        )
-    if config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16":
-        yield ConfigError(
-            "torch_autocast.dtype is fp16, whose gradients need a loss scale that only the fp16 block has; set it to "
-            "bf16, or enable fp16 in place of torch_autocast"
-        )
-    if config.bf16.enabled and config.bf16.bf16_optimizer_states and config.moments != "bf16":
-        yield ConfigError(
-            'bf16.bf16_optimizer_states asks for moments in bf16, and "moments" in the block "offload" for '
-            f"{config.moments}; leave one of them out"
-        )
-    if config.moments != "fp32" and config.optimizer is not None and config.optimizer.params.fp32_optimizer_states:
-        yield ConfigError(
-            f"optimizer.params.fp32_optimizer_states asks for moments in fp32, and another key for {config.moments}; "
-            "leave one of them out"
-        )
-    if config.zero_optimization.zero_quantized_gradients and config.communication_data_type is not None:
-        raise ConfigError(
-            "zero_optimization.zero_quantized_gradients has ranks send gradients as int8 codes, and "
-            f"communication_data_type in {config.communication_data_type}; leave one of them out"
-        )
-    zero = config.zero_optimization
-    if zero.zero_hpz_partition_size > 1 and zero.stage < 3:
-        yield ConfigError(
-            f"zero_optimization.zero_hpz_partition_size is {zero.zero_hpz_partition_size} in stage {zero.stage}, and "
-            'ranks divide weights in stage 3: set "stage" to 3, or leave it out'
-        )
-    elif zero.zero_hpz_partition_size > 1 and zero.mics_shard_size > 0:
-        yield ConfigError(
-            "zero_optimization.zero_hpz_partition_size keeps a copy of the weights in each node, and mics_shard_size "
-            "the weights and states themselves; leave one of them out"
-        )
-    wanted = config.data_types.param_dtype
-    if wanted is not None and wanted != config.dtype:
-        mode = "switch bf16 and fp16 off" if wanted == "fp32" else f'set "{wanted}": {{"enabled": true}}'
-        yield ConfigError(
-            f"data_types.param_dtype is {wanted}, but the weights are {config.dtype}; {mode}, or leave it out"
-        )
-    for name, tier in (("offload_param", config.weight_tier), ("offload_optimizer", config.optimizer_tier)):
-        if tier == "nvme" and not config.drives:
-            yield ConfigError(
-                f'zero_optimization.{name}.device is nvme, but no "nvme_path" is given; set it beside the device, or '
-                'once in the "offload" block'
-            )
 
 
 P = TypeVar("P", bound=ScheduleParams)

@@ -57,6 +57,19 @@ def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEn
     for name, value in kwargs.items():
         if content.setdefault(name, value) != value:
             raise UsageError(f"init_inference: {name} is {content[name]!r} in config and {value!r} as a keyword")
+    ours, without_effect = _divided(content)
+    # Once for all, so that one line says what to delete.
+    if without_effect:
+        announce(f"init_inference uses the model's own layers; without effect: {', '.join(without_effect)}")
+    return inference(model, ours)
+
+
+def _divided(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the config of `offload.inference` that DeepSpeed's keys ask for, and the keys that have no effect.
+
+    Raises:
+        UsageError: if a key asks for what is not supported, or is unknown.
+    """
     ours: dict[str, Any] = {}
     without_effect = []
     for name, value in content.items():
@@ -81,10 +94,7 @@ def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEn
                 f"init_inference has no key {name!r}: expected dtype, zero, a key about DeepSpeed's layers, or one of "
                 f"{', '.join(sorted(_OURS))}"
             )
-    # Once for all, so that one line says what to delete.
-    if without_effect:
-        announce(f"init_inference uses the model's own layers; without effect: {', '.join(without_effect)}")
-    return inference(model, ours)
+    return ours, without_effect
 
 
 def _dtype_block(value: Any) -> dict[str, Any]:

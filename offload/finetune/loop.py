@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from offload.engine.api.running_api import IoBytes
+from offload.engine.engine import Engine
 from offload.fileio import atomic_write
 from offload.finetune.evaluation import Evaluation
 from offload.finetune.job import Job
@@ -85,7 +87,7 @@ def steps(
     """
     engine, accumulation = job.engine, job.engine.gradient_accumulation_steps()
     engine.train()
-    last, moved = time.perf_counter(), engine.io_bytes()
+    since_step = _SinceStep(engine)
     while engine.global_steps < job.steps:
         step, lr = engine.global_steps + 1, engine.get_lr()[0]
         inputs = [job.data.batches.inputs(step, micro_batch) for micro_batch in range(accumulation)]
@@ -97,10 +99,10 @@ def steps(
         tokens = sum(each["input_ids"].numel() for each in inputs) * engine.world_size
         with hold():
             engine.step()
-            now, after = time.perf_counter(), engine.io_bytes()
+            # Before the report is yielded: time that the caller takes with it counts for the next step.
+            seconds, read, written = since_step.take()
             norm = engine.get_global_grad_norm()
             assert norm is not None
-            read, written = after.read - moved.read, after.written - moved.written
             # Bytes of all processes of the run since its start: wear is counted over the life of a drive.
             drives = {each.path: each.life_bytes for each in engine.drive_writes()}
             # The context of `hold` lasts until the caller resumes the generator.
@@ -110,32 +112,54 @@ def steps(
                 grad_norm=norm,
                 lr=lr,
                 tokens=tokens,
-                seconds=now - last,
+                seconds=seconds,
                 read_bytes=read,
                 written_bytes=written,
                 measured=engine.measured,
                 drives=drives,
             )
-            last, moved = now, after
         evaluates = job.eval_every and (step % job.eval_every == 0 or step == job.steps)
-        saves = (
-            job.save_every and step % job.save_every == 0 and step < job.steps
-        )  # the final model is saved after training
+        # The final model is saved after training.
+        saves = job.save_every and step % job.save_every == 0 and step < job.steps
         if not (evaluates or saves):
             continue
-        # An evaluation or a save is a pause. Time and bytes of updates that still run count for the next step, as they
-        # would without a pause: `synchronize` waits for them before the pause is measured. Time and bytes of the pause
-        # count for no step, so both are added to `last` and `moved` below.
-        engine.synchronize()
-        began, before = time.perf_counter(), engine.io_bytes()
-        if evaluates:
-            yield evaluate(job)
-        if saves:
-            with hold():
-                yield _saved(job)
-        after = engine.io_bytes()
-        last += time.perf_counter() - began
-        moved = type(moved)(moved.read + after.read - before.read, moved.written + after.written - before.written)
+        with since_step.pause():
+            if evaluates:
+                yield evaluate(job)
+            if saves:
+                with hold():
+                    yield _saved(job)
+
+
+class _SinceStep:
+    """The seconds and bytes of an engine since its last step, without those of pauses."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._time, self._moved = time.perf_counter(), engine.io_bytes()
+
+    def take(self) -> tuple[float, int, int]:
+        """Ends a step; returns its seconds, and the bytes that were read and written."""
+        last, before = self._time, self._moved
+        self._time, self._moved = time.perf_counter(), self._engine.io_bytes()
+        return self._time - last, self._moved.read - before.read, self._moved.written - before.written
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leaves out the seconds and bytes of the body, such as those of an evaluation or a save.
+
+        Updates that still run count for the next step, as they would without a pause: the pause is measured when they
+        have ended.
+        """
+        self._engine.synchronize()
+        began, before = time.perf_counter(), self._engine.io_bytes()
+        yield
+        after = self._engine.io_bytes()
+        # Both marks move on by what the pause took, so that `take` leaves it out.
+        self._time += time.perf_counter() - began
+        self._moved = IoBytes(
+            self._moved.read + after.read - before.read, self._moved.written + after.written - before.written
+        )
 
 
 def evaluate(job: Job) -> Evaluation:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from offload.sizes import align_up
@@ -179,24 +179,24 @@ def _places(question: _Question, near: Sequence[Block] | None = None) -> list[tu
         if all(stop - start < nbytes for start, stop in free_regions(holes, allowed)):
             return []
     regions = free_regions(holes, [block[1:] for block in evictable])
-    lengths = sorted((stop - start for start, stop in regions), reverse=True)
+    longest, second, *_ = (*sorted((stop - start for start, stop in regions), reverse=True), 0, 0)
     found: list[tuple[_Score, Eviction]] = []
     for start, stop in regions:
         if stop - start < nbytes:
             continue
-        elsewhere = next((length for length in _without(lengths, stop - start)), 0)
+        elsewhere = second if stop - start == longest else longest
         inside = sorted((b.offset, position) for position, b in enumerate(evictable) if start <= b.offset < stop)
         firsts = [offset for offset, _ in inside]
         lasts = [offset + align_up(evictable[position].nbytes) for offset, position in inside]
         # Best offsets touch the border of a region or of an evictable block; offsets between two borders only split
         # the room.
-        ends = {start, stop, *firsts, *lasts}
+        borders = {start, stop, *firsts, *lasts}
         if near is not None:
-            ends = {start, stop}.union(*holes, *((b.offset, b.offset + align_up(b.nbytes)) for b in near))
-        for offset in sorted({*ends, *(end - nbytes for end in ends)}):
-            if offset < start or offset + nbytes > stop:
-                continue
+            borders = {start, stop}.union(*holes, *((b.offset, b.offset + align_up(b.nbytes)) for b in near))
+        for offset in sorted({*borders, *(border - nbytes for border in borders)}):
             end = offset + nbytes
+            if offset < start or end > stop:
+                continue
             # `alone` asks what `left` asks, for the time when nothing else is in use.
             alone = max(offset - floor.start, floor.stop - end) >= floor.largest
             if beyond >= 0 and not alone:
@@ -211,16 +211,6 @@ def _places(question: _Question, near: Sequence[Block] | None = None) -> list[tu
                 score = (alone, left >= floor.largest, nearest, -sum([block.nbytes for block in going]))
                 found.append((score, Eviction(offset, tuple([block.unit for block in going]))))
     return found
-
-
-def _without(lengths: Sequence[int], one: int) -> Iterator[int]:
-    """Yields `lengths` without the first item that equals `one`."""
-    skipped = False
-    for length in lengths:
-        if length == one and not skipped:
-            skipped = True
-        else:
-            yield length
 
 
 def next_to_fetch(

@@ -66,7 +66,7 @@ MUTANTS = (
         "offload.planner.activations.room",
         "return on_device <= self.device and needed.host <= self.host and needed.disk <= self.disk",
         "return on_device <= self.device",
-        "tests/test_plan_longest_sequence.py",
+        "tests/test_plan_activation_tiers.py",
     ),
     Mutant(
         "plan a block without what its backward makes",

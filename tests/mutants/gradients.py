@@ -215,7 +215,7 @@ MUTANTS = (
         "offload.engine.distributed.payload.gradients",
         "        self._sent.rotate(-1)\n",
         "",
-        "tests/test_ranks_quantized_gradients.py",
+        "tests/test_ranks_quantized_bits.py",
     ),
     Mutant(
         "count the squares of each replica",

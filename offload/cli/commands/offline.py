@@ -22,6 +22,7 @@ from offload.errors import ConfigError
 from offload.sizes import count_of, format_size
 
 if TYPE_CHECKING:
+    from offload.finetune.corpus.documents import Chat, Prompt
     from offload.offline.open_model import OpenModel, Placement
 
 _DATA, _SAMPLING, _PLACEMENT = "Data", "Sampling", "Placement"
@@ -238,21 +239,10 @@ def generate(typed: GenerateOptions) -> None:
     continuation is a JSON object on a line of its own. All else goes to stderr.
     """
     with errors(FAILED), signals():
-        _check_numbers(
-            batch_size=typed.batch_size, max_new_tokens=typed.max_new_tokens, static_cache=typed.static_cache
-        )
-        if (typed.prompt is None) == (not typed.data):
-            raise ConfigError("expected one of --prompt and --data")
-        on_host = typed.static_cache_on == "host"
-        if on_host and typed.static_cache is None:
-            raise ConfigError("--static-cache-on host needs --static-cache TOKENS, the size of the cache")
-        if typed.temperature is not None and not (typed.do_sample and typed.temperature > 0):
-            raise ConfigError("--temperature is a number above 0, and needs --do-sample")
-        from offload.finetune.corpus.documents import Prompt, find_data, read_prompts
+        _check_generation(typed)
         from offload.offline.generate import completions
 
-        files = find_data(typed.data or [])
-        prompts = iter([Prompt("--prompt", typed.prompt)]) if typed.prompt is not None else read_prompts(files)
+        prompts, on_host = _prompts(typed), typed.static_cache_on == "host"
         with _lines(typed.output, typed.json_output) as (write, kept):
             rows = 1 if typed.prompt is not None else typed.batch_size
             placement = dataclasses.replace(
@@ -284,6 +274,26 @@ def generate(typed: GenerateOptions) -> None:
                 facts = measured.report(f"{count_of(count, 'prompt')}, {count_of(tokens, 'new token')}", tokens)
         if typed.json_output:
             _print_json({"prompts": count, "tokens": tokens, **facts, "completions": kept})
+
+
+def _check_generation(typed: GenerateOptions) -> None:
+    """Raises `ConfigError` for options of `offload generate` that are out of range or contradict each other."""
+    _check_numbers(batch_size=typed.batch_size, max_new_tokens=typed.max_new_tokens, static_cache=typed.static_cache)
+    if (typed.prompt is None) == (not typed.data):
+        raise ConfigError("expected one of --prompt and --data")
+    if typed.static_cache_on == "host" and typed.static_cache is None:
+        raise ConfigError("--static-cache-on host needs --static-cache TOKENS, the size of the cache")
+    if typed.temperature is not None and not (typed.do_sample and typed.temperature > 0):
+        raise ConfigError("--temperature is a number above 0, and needs --do-sample")
+
+
+def _prompts(typed: GenerateOptions) -> Iterator[Prompt | Chat]:
+    """Returns the prompts, from the option or from the files of --data, which are looked for now and read later."""
+    from offload.finetune.corpus.documents import Prompt, find_data, read_prompts
+
+    if typed.prompt is not None:
+        return iter([Prompt("--prompt", typed.prompt)])
+    return read_prompts(find_data(typed.data or []))
 
 
 def _opened(folder: str, placement: Placement, *, scores: bool) -> OpenModel:

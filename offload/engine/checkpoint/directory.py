@@ -133,23 +133,32 @@ def leftovers(folder: Path) -> tuple[list[Path], list[Path]]:
     goes: list[Path] = []
     returns: list[Path] = []
     for path in sorted(folder.iterdir()):
-        named = _NAMES.fullmatch(path.name)
         with contextlib.suppress(OSError):  # belongs to another user, or was deleted meanwhile
-            # All three only if nothing foreign is in them: a partial or removed checkpoint is deleted; an old
-            # checkpoint gets its name back if the name is free, and is deleted if the checkpoint that has the name
-            # now is complete. Otherwise they stay.
-            if named is None or not path.is_dir():
-                if path.name.startswith(f".{LATEST}.") and _is_left_latest(path):
-                    goes.append(path)
-            elif named["what"] != "old":
-                if _is_left(path):
-                    goes.append(path)
-            elif not os.path.lexists(checkpoint := folder / named["tag"]):
-                if is_checkpoint(path) and _is_left(path):
-                    returns.append(path)
-            elif _is_left(path) and _is_whole(checkpoint):
+            if _goes(path):
                 goes.append(path)
+            elif _returns(path):
+                returns.append(path)
     return goes, returns
+
+
+def _goes(path: Path) -> bool:
+    """Returns whether the path is a leftover to remove. Nothing is that contains anything foreign."""
+    named = _NAMES.fullmatch(path.name)
+    if named is None or not path.is_dir():
+        return path.name.startswith(f".{LATEST}.") and _is_left_latest(path)
+    if named["what"] != "old":
+        return _is_left(path)
+    # An old checkpoint is needed until the one that has its name now is complete.
+    checkpoint = path.parent / named["tag"]
+    return os.path.lexists(checkpoint) and _is_left(path) and _is_whole(checkpoint)
+
+
+def _returns(path: Path) -> bool:
+    """Returns whether the path is an old checkpoint that gets its name back, which is free."""
+    named = _NAMES.fullmatch(path.name)
+    if named is None or not path.is_dir() or named["what"] != "old":
+        return False
+    return not os.path.lexists(path.parent / named["tag"]) and is_checkpoint(path) and _is_left(path)
 
 
 def check_free(checkpoint: Path, latest: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,13 +68,7 @@ def gathered(
     finally:
         misfits, changed = _let_go(taken)
         if modify:
-            # Also for units without a change, or without room here: every rank must come to the same `end_edits`, in
-            # the same order.
-            for unit in dict.fromkeys((handle.engine, handle.unit) for handle in handles):
-                for handle, values in changed:
-                    if (handle.engine, handle.unit) == unit:
-                        handle.edit(values)
-                unit[0].end_edits(unit[1])
+            _write_back(handles, changed)
     if misfits:
         raise misfits[0]
     if changed and not modify:
@@ -82,6 +76,22 @@ def gathered(
             f"parameter {changed[0][0].name} was changed inside of gathered(), and the change is dropped: pass "
             "modify=True"
         )
+
+
+def _write_back(handles: Sequence[ParamHandle], changed: Sequence[tuple[ParamHandle, torch.Tensor]]) -> None:
+    """Writes changed values to the swap tiers, unit by unit, and ends the edits of each unit.
+
+    Args:
+        handles: all parameters that were gathered.
+        changed: those that were changed, with their values.
+    """
+    # Also for units without a change, or without room here: every rank must come to the same `end_edits`, in the same
+    # order.
+    for engine, unit in dict.fromkeys((handle.engine, handle.unit) for handle in handles):
+        for handle, values in changed:
+            if (handle.engine, handle.unit) == (engine, unit):
+                handle.edit(values)
+        engine.end_edits(unit)
 
 
 def _handles_of(params: Any) -> list[ParamHandle]:

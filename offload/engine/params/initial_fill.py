@@ -94,6 +94,50 @@ def _quantize(parameter: nn.Parameter, segment: Segment, flat: torch.Tensor) -> 
     writer.end()
 
 
+def _leave_in_place(
+    model: nn.Module, layout: UnitLayout, ending: Collection[str], sources: Mapping[str, ParameterBytes]
+) -> None:
+    """Empties the parameters of a unit whose values stay in the model's own files.
+
+    Args:
+        model: the model.
+        layout: the unit.
+        ending: parameters of which this unit has the last values.
+        sources: the bytes of each parameter that is stored as bytes.
+    """
+    for segment in layout.segments:
+        if segment.inner:
+            page_out(model, segment, sources[segment.name], in_place=True)
+        elif segment.parameter in ending:
+            forget(model.get_parameter(segment.parameter))
+
+
+def _move_values(
+    model: nn.Module,
+    layout: UnitLayout,
+    ending: Collection[str],
+    sources: Mapping[str, ParameterBytes],
+    flats: Mapping[State, torch.Tensor],
+) -> None:
+    """Copies the values of a unit's parameters into `flats`, by state, and empties the parameters.
+
+    The other arguments are those of `_leave_in_place`.
+    """
+    for segment in layout.segments:
+        parameter = model.get_parameter(segment.parameter)
+        if segment.inner:
+            write_bytes(model, segment, flats[State.WEIGHT][segment.start : segment.stop].view(torch.uint8))
+            page_out(model, segment, sources[segment.name])
+            continue
+        if segment.form:
+            _quantize(parameter, segment, flats[State.WEIGHT])
+        else:
+            _split(parameter, segment, flats)
+        # The hooks make the parameter a placeholder of its shape; until then it has no memory.
+        if segment.parameter in ending:
+            forget(parameter)
+
+
 class InitialFill:
     """Writer of one unit after the other to its tier and, if the unit is kept on disk, to the store.
 
@@ -135,31 +179,17 @@ class InitialFill:
         """
         last = {segment.parameter: index for index, layout in enumerate(layouts) for segment in layout.segments}
         for index, layout in enumerate(layouts):
+            # A stack of experts has rows in several units, and is empty after the last of them.
+            ending = {segment.parameter for segment in layout.segments if last[segment.parameter] == index}
             if index in in_place:
-                for segment in layout.segments:
-                    if segment.inner:
-                        page_out(model, segment, sources[segment.name], in_place=True)
-                    elif index == last[segment.parameter]:
-                        forget(model.get_parameter(segment.parameter))
+                _leave_in_place(model, layout, ending, sources)
                 continue
             given = any(not model.get_parameter(segment.parameter).is_meta for segment in layout.segments)
             names = [segment.parameter for segment in layout.segments if not segment.inner]
             # Distinct for every pair of seed and unit, as no model has a million units, and within torch's 64 bits.
             materialize(model, names, (seed * 1_000_003 + index) % 2**63)
             flats = self._flats(index, layout.numel)
-            for segment in layout.segments:
-                parameter = model.get_parameter(segment.parameter)
-                if segment.inner:
-                    write_bytes(model, segment, flats[State.WEIGHT][segment.start : segment.stop].view(torch.uint8))
-                    page_out(model, segment, sources[segment.name])
-                    continue
-                if segment.form:
-                    _quantize(parameter, segment, flats[State.WEIGHT])
-                else:
-                    _split(parameter, segment, flats)
-                # The hooks make the parameter a placeholder of its shape; until then it has no memory.
-                if index == last[segment.parameter]:
-                    forget(parameter)
+            _move_values(model, layout, ending, sources, flats)
             if self._ranks is not None and given:  # given weights may differ between ranks; drawn ones do not
                 for flat in flats.values():
                     self._ranks.broadcast(flat, 0)

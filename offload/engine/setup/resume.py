@@ -127,33 +127,14 @@ def no_room(config: Config, placed: PlacedStates, ranks: Ranks | None) -> str | 
 
 
 def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
-    """Returns whether to resume, and a notice about the run that this start replaces."""
+    """Returns True to resume, and a notice about the run that this start replaces."""
     offload = config.offload
     if not config.drives or not (on_disk or offload.wants_store):
-        if offload.resume == "must":
-            raise StoreError('"resume" is must, but this configuration keeps no store to resume from')
-        if offload.resume == "auto" and config.drives and run_status(config.drives, offload.run).exists:
-            if offload.durability == "auto":
-                return True, ()  # the machine has more memory now, or tiers changed: keep the store
-            raise StoreError(
-                f"{os.path.join(config.drives[0], offload.run)} contains a run, but this configuration keeps no "
-                'store: give the config the tiers of the run, or set "durability": "step", or choose another run name'
-            )
-        return False, ()
+        return _resume_without_store(config), ()
     status = run_status(config.drives, offload.run)
     folder = os.path.join(config.drives[0], offload.run)
     if status.exists and offload.resume in ("never", "restart"):
-        # A run in use must not be deleted under the process that trains it.
-        if held := next((who for rank in rank_folders(Path(folder)) if (who := holder(rank))), None):
-            raise StoreError(
-                f"{folder} is in use by {held}, which trains; wait until that process ends, or choose another run name"
-            )
-        if offload.resume == "never" and not status.closed:
-            raise StoreError(
-                f'{folder} holds a run that did not end; resume the run with "resume": "auto" in the "offload" block, '
-                'or start over with "resume": "restart" there (offload train: --resume auto, --resume restart), or '
-                f"delete the run with `{shell_command('rm', folder)}`, or choose another run name"
-            )
+        _check_ended(folder, closed=status.closed, restart=offload.resume == "restart")
         size = format_size(find_removal(Path(folder)).nbytes)
         how = "which was closed at its end" if status.closed else "which did not end"
         keeps = '"resume": "auto" would resume such a run, another run name keeps it'
@@ -167,6 +148,44 @@ def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
     if not status.exists and offload.resume == "must":
         raise StoreError(f'"resume" is must, but {folder} holds no committed step')
     return status.exists, ()
+
+
+def _resume_without_store(config: Config) -> bool:
+    """Returns True if a start that needs no store keeps that of the run it finds, and resumes it."""
+    offload = config.offload
+    # Nothing of such a run is committed, so no later start can resume it either.
+    if offload.resume == "must":
+        raise StoreError('"resume" is must, but this configuration keeps no store to resume from')
+    if offload.resume != "auto" or not config.drives or not run_status(config.drives, offload.run).exists:
+        return False
+    if offload.durability == "auto":
+        return True  # the machine has more memory now, or tiers changed: keep the store
+    raise StoreError(
+        f"{os.path.join(config.drives[0], offload.run)} contains a run, but this configuration keeps no "
+        'store: give the config the tiers of the run, or set "durability": "step", or choose another run name'
+    )
+
+
+def _check_ended(folder: str, *, closed: bool, restart: bool) -> None:
+    """Raises `StoreError` if a start may not replace the run in `folder`.
+
+    Args:
+        folder: The run's folder on the first drive.
+        closed: True if the run was closed at its end.
+        restart: True if the user asks to replace a run that did not end, too.
+    """
+    # A run in use must not be deleted under the process that trains it.
+    if held := next((who for rank in rank_folders(Path(folder)) if (who := holder(rank))), None):
+        raise StoreError(
+            f"{folder} is in use by {held}, which trains; wait until that process ends, or choose another run name"
+        )
+    # A run that was closed may go; `check_replaced` asks later whether its last step was saved.
+    if not (closed or restart):
+        raise StoreError(
+            f'{folder} holds a run that did not end; resume the run with "resume": "auto" in the "offload" block, '
+            'or start over with "resume": "restart" there (offload train: --resume auto, --resume restart), or '
+            f"delete the run with `{shell_command('rm', folder)}`, or choose another run name"
+        )
 
 
 def check_replaced(folder: Path, spec: StoreSpec, job: Mapping[str, Any]) -> None:

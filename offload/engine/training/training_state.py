@@ -189,13 +189,7 @@ class TrainingState:
         self.client_state = from_plain(facts["client_state"])
         # Parameters of the same schedule have changed: its state is restored, then the new parameters apply to it.
         self._schedule_changed = same_schedule and changed.of_schedule
-        if facts["scheduler"] is not None and same_schedule and is_held(self.lr_scheduler):
-            self.lr_scheduler.load_state_dict(from_plain(facts["scheduler"]))
-        elif same_schedule and self.lr_scheduler is not None and self.global_steps:
-            notices.append(
-                f"the schedule {type(self.lr_scheduler).__name__} keeps the state that this script created, at step "
-                f"{self.global_steps}: the resumed run could not save the schedule's position"
-            )
+        notices += self._restore_schedule(facts["scheduler"]) if same_schedule else ()
         # The first commit precedes every registration, so a run resumed from it may register any number of objects.
         more = self.registered.restore(facts["registered"], may_grow=not self.global_steps)
         if more:
@@ -209,18 +203,34 @@ class TrainingState:
         self._due = facts if same_rule and (same_schedule or self.lr_scheduler is None) else None
         self.put_values()
         self._restore_generators(progress.generators)
-        if self.loader is not None and facts["data"] is None and self.global_steps:
-            notices.append("the run had no training_data: the training_data of this engine begins at its first pass")
-        if self.loader is None:
-            self._data = facts["data"]
-        elif facts["data"] is not None:
-            notices += filter(None, [self.loader.go_on(facts["data"], self._before_next)])
-            self._data = self.loader.where()
         buffers = persistent_buffers(self._module)
         with torch.no_grad():
             for name, value in progress.buffers.items():
                 buffers[name].copy_(value)
-        return notices
+        return notices + self._restore_data(facts["data"])
+
+    def _restore_schedule(self, saved: Mapping[str, Any] | None) -> list[str]:
+        """Restores the state of the same schedule, None if it was not saved; returns notices for the user."""
+        if saved is not None and is_held(self.lr_scheduler):
+            self.lr_scheduler.load_state_dict(from_plain(saved))
+        elif self.lr_scheduler is not None and self.global_steps:
+            return [
+                f"the schedule {type(self.lr_scheduler).__name__} keeps the state that this script created, at step "
+                f"{self.global_steps}: the resumed run could not save the schedule's position"
+            ]
+        return []
+
+    def _restore_data(self, saved: dict[str, int] | None) -> list[str]:
+        """Continues the loader at its saved position, None if the run had no loader; returns notices for the user."""
+        notice = None
+        if self.loader is None:
+            self._data = saved
+        elif saved is not None:
+            notice = self.loader.go_on(saved, self._before_next)
+            self._data = self.loader.where()
+        elif self.global_steps:
+            notice = "the run had no training_data: the training_data of this engine begins at its first pass"
+        return [notice] if notice else []
 
     def _restore_generators(self, states: Mapping[str, torch.Tensor]) -> None:
         """Restores random generators at the next engine call or load of a batch; those of step 0 at once."""
