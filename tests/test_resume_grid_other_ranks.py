@@ -22,6 +22,7 @@ from offload.swapper.modes import MODES
 from offload.swapper.store import rank_folders
 from offload.swapper.store.inspection import look
 from offload.swapper.store.store import Store
+from tests.support import pipelines as pp
 from tests.support import tensor_parallel as tp
 from tests.support.fault_injection import die
 from tests.support.oracle import Job, assert_same_tensors, train_step
@@ -179,3 +180,32 @@ def test_an_error_in_one_column_keeps_the_run_in_all(edited: Path, tmp_path: Pat
     assert all("a file" in message for message in messages), messages
     kept = sorted(path for path in (tmp_path / "other").rglob("*"))
     assert kept == names
+
+
+def pipeline_begun(folder: Path) -> None:
+    engine = pp.start(pp.JOB, pp.Plan(), ("nvme", "nvme"), folder)
+    pp.steps(engine, pp.JOB, pp.Plan(), 0, 2)
+    engine.destroy(remove=False)
+
+
+def pipeline_resumed(folder: Path) -> tuple[str, ...]:
+    """Resumes, and trains another step."""
+    engine = pp.start(pp.JOB, pp.Plan(), ("nvme", "nvme"), folder, resume="must")
+    assert engine.global_steps == 2
+    pp.steps(engine, pp.JOB, pp.Plan(), 2, 3)
+    notices = engine.notices
+    engine.destroy(remove=False)
+    return notices
+
+
+def test_a_pipeline_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    with pool(2) as two:
+        two.run(pipeline_begun, tmp_path)
+    stages = ("default-pp0of2", "default-pp1of2")
+    before = [states_in(tmp_path / stage) for stage in stages]
+    with pool(4) as four:
+        assert told(four.run(pipeline_resumed, tmp_path)) == [True] * 4
+    for stage, states in zip(stages, before, strict=True):
+        assert_same_tensors(
+            states, states_in(tmp_path / stage, at=look(tmp_path / stage / "rank0").commits[1].record.serial)
+        )
