@@ -360,7 +360,7 @@ class Store:
     def _commit(self, step: int, contents: Mapping[str, torch.Tensor]) -> None:
         # The order is the protocol: data, blob and record are each durable before the next is written, so a record
         # that is found never names bytes that a power cut has lost. Record and blob alternate between two places.
-        self._files.states.sync()
+        self._files.sync()
         which = 0 if self.durable is None else 1 - self.durable.blob
         data = blob.pack(contents, self._sums.pack(), self._files.manifest.packed, self.written.pack())
         reserve_blobs(self.folders[0], len(data) + self._sums.growth_nbytes(self._places))
