@@ -77,6 +77,25 @@ def test_damage_is_named_and_changes_nothing(how: str, words: str, placement: tu
     engine.destroy(remove=True)
 
 
+def test_the_newest_complete_one_before_it_is_named(tmp_path: Path) -> None:
+    engine = start(models.GPT2, DISK, tmp_path / "run")
+    first, second, third = (tmp_path / "saved" / f"global_step{step}" for step in (1, 2, 3))
+    for step in range(3):
+        train_step(engine, models.GPT2, step)
+        engine.save_checkpoint(tmp_path / "saved")
+    for how, folder, advice in (
+        ("a byte of a state", third, f"load {second}, the newest complete one before it"),
+        ("cut short", second, f"load {first}, the newest complete one before it"),
+        ("progress", third, f"load {first}, the newest complete one before it"),
+        ("half a manifest", third, f"load {first}, the newest complete one beside it"),
+        ("no states", first, "load another checkpoint"),
+    ):
+        harm(folder, how)
+        with pytest.raises(StoreError, match=f"{folder}.*; {advice}$"):
+            engine.load_checkpoint(folder)
+    engine.destroy(remove=True)
+
+
 def test_swap_files_that_are_damaged_are_not_saved(tmp_path: Path) -> None:
     job = models.GPT2
     engine = start(job, DISK, tmp_path / "run")

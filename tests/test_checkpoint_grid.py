@@ -168,7 +168,7 @@ def flipped(checkpoint: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "mixed": (mixed, r"pp1of2/manifest.json is not the manifest that was saved with this checkpoint"),
     "cut off": (cut_off, r"states.rank0.safetensors contains \d+ bytes, expected \d+"),
-    "flipped": (flipped, r"pp1of2/states.rank0.safetensors is damaged"),
+    "flipped": (flipped, r"pp1of2/states.rank0.safetensors is damaged: .*/one, the newest complete one before it"),
     "lost": (lambda path: shutil.rmtree(path / "pp1of2"), r"pp1of2"),
 }
 

@@ -197,6 +197,17 @@ def test_a_save_that_was_cut_short_is_passed_over(
     assert (cut / "trainer_state.json").is_file()  # saved once more on the way
 
 
+def test_the_path_of_a_save_that_was_cut_short_is_told_the_one_before(tmp_path: Path) -> None:
+    broken_off(tmp_path, 7)
+    first, second, cut = (tmp_path / "out" / f"checkpoint-{step}" for step in (2, 4, 6))
+    (cut / "trainer_state.json").unlink()
+    with pytest.raises(StoreError, match=rf"{cut} contains no complete .*; resume from {second}, the one before, or"):
+        resumed(tmp_path, cut)
+    (second / "trainer_state.json").unlink()
+    with pytest.raises(StoreError, match=rf"; resume from {first}, the one before, or"):
+        resumed(tmp_path, cut)
+
+
 def test_a_checkpoint_without_a_file_of_the_trainers_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A kill in the middle of a save, or a copy that was not one."""
     broken_off(tmp_path, 3)
@@ -208,7 +219,7 @@ def test_a_checkpoint_without_a_file_of_the_trainers_own(tmp_path: Path, caplog:
             if left is None and name == "rng_state.pth":
                 continue
             with pytest.raises(
-                StoreError, match=rf"checkpoint-2 contains no complete {name}: .* from the checkpoint before"
+                StoreError, match=rf"checkpoint-2 contains no complete {name}: .* no checkpoint before it is complete"
             ):
                 resumed(tmp_path, checkpoint)
         (checkpoint / name).write_bytes(complete)

@@ -11,7 +11,7 @@ from offload.fileio.atomic_write import (
     write_new,
 )
 from offload.fileio.cache_file import cache_file, cache_folder
-from offload.fileio.locked_dir import DirLock, LockHeldError, holder_of, this_process
+from offload.fileio.locked_dir import DirLock, LockHeldError, holder_of, lock_folder, this_process
 
 __all__ = [
     "DirLock",
@@ -21,6 +21,7 @@ __all__ = [
     "cache_folder",
     "holder_of",
     "keep_mode_and_owner",
+    "lock_folder",
     "replace_durably",
     "sync_folder",
     "this_process",

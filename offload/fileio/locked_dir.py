@@ -105,6 +105,39 @@ class DirLock:
             return False
 
 
+def lock_folder(folder: Path, tries: int = 11) -> int | None:
+    """Locks a folder itself, and returns its descriptor; None if the file system locks no folders.
+
+    Unlike the name of a file, that of a folder with files in it cannot be deleted.
+
+    Args:
+        folder: The folder.
+        tries: Number of attempts while another process holds the lock.
+
+    Raises:
+        LockHeldError: If another process holds the lock.
+        FileNotFoundError: If the folder does not exist.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for left in reversed(range(tries)):
+            try:
+                _flock(descriptor, fcntl.LOCK_EX)
+                return descriptor
+            except OSError as error:
+                # NFS locks only what is open for writing, which a folder never is. The lock of the file remains.
+                if error.errno not in _CONTENDED:
+                    break
+                if not left:
+                    raise LockHeldError("another process") from None
+            time.sleep(_PAUSE)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
 def this_process() -> str:
     """Returns the name that this process writes into the files that it locks."""
     return f"process {os.getpid()} on {socket.gethostname()}"

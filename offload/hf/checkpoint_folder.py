@@ -58,13 +58,18 @@ def last_complete(resume: Any, args: Any) -> Any:
     newest = get_last_checkpoint(args.output_dir) if resume is True and Path(args.output_dir).is_dir() else None
     if newest is None or _is_whole(Path(newest)):
         return resume
-    parent, number = Path(newest).parent, _number(Path(newest))
-    whole = [each for each in parent.glob("checkpoint-*") if _number(each) < number and _is_whole(each)]
-    if not whole:
+    last = _whole_before(Path(newest))
+    if last is None:
         return resume
-    last = max(whole, key=_number)
     announce(f"the save of {newest} was cut short: the training resumes from the checkpoint before, {last}")
     return str(last)
+
+
+def _whole_before(folder: Path) -> Path | None:
+    """Returns the newest complete checkpoint beside a folder, of an earlier step; None if there is none."""
+    number = _number(folder)
+    whole = [each for each in folder.parent.glob("checkpoint-*") if _number(each) < number and _is_whole(each)]
+    return max(whole, key=_number, default=None)
 
 
 def _number(folder: Path) -> float:
@@ -118,10 +123,13 @@ def _check_complete(folder: Path, args: Any) -> None:
     for name in (_TRAINERS_STATE, SCHEDULER, rng):
         there = (folder / name).exists()
         if (there and not _is_complete(folder / name)) or (not there and name in needed):
+            before = _whole_before(folder)
+            advice = (
+                "no checkpoint before it is complete" if before is None else f"resume from {before}, the one before"
+            )
             raise StoreError(
-                f"{folder} contains no complete {name}: the save was cut short, or the file is lost; remove the "
-                f"folder and resume from the checkpoint before, or start with its weights, "
-                f"from_pretrained({str(folder)!r}), and without resume_from_checkpoint"
+                f"{folder} contains no complete {name}: the save was cut short, or the file is lost; {advice}, or "
+                f"start with its weights, from_pretrained({str(folder)!r}), and without resume_from_checkpoint"
             )
     if resumes and not (folder / rng).exists():
         logger.warning(

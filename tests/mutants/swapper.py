@@ -394,4 +394,18 @@ MUTANTS = (
         "if False and",
         "tests/test_slot_copies.py",
     ),
+    Mutant(
+        "take the files of another rank",
+        "offload.swapper.store.format.manifest",
+        "    if found.rank != rank:\n",
+        "    if False:\n",
+        "tests/test_swap_files_taken_away.py",
+    ),
+    Mutant(
+        "lock a file alone, which a cleaner may delete",
+        "offload.swapper.store.rank_folder",
+        "                self._folder = lock_folder(folder)\n",
+        "                pass\n",
+        "tests/test_swap_files_taken_away.py",
+    ),
 )

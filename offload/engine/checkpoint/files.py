@@ -270,8 +270,22 @@ def checkpoints(folder: Path) -> dict[str, Manifest]:
         # Names with a leading dot are unfinished or half-deleted checkpoints.
         if not each.name.startswith("."):
             with contextlib.suppress(StoreError):
-                found[each.name] = read_manifest(each)
+                found[each.name] = _read_manifest(each)
     return dict(sorted(found.items(), key=lambda item: (item[1].created, item[1].step)))
+
+
+def instead_of(checkpoint: Path) -> str:
+    """Returns what to do about a checkpoint that is incomplete or damaged: names the newest complete one before it."""
+    if is_checkpoint(checkpoint.parent):
+        checkpoint = checkpoint.parent  # this is one of its parts, which no other replaces
+    others = checkpoints(checkpoint.parent)
+    tags, known = list(others), checkpoint.name in others
+    # Without its manifest the place of this one among the others is not known.
+    before = tags[: tags.index(checkpoint.name)] if known else tags
+    complete = [tag for tag in before if not wrong_files(checkpoint.parent / tag, others[tag])]
+    if not complete:
+        return "load another checkpoint"
+    return f"load {checkpoint.parent / complete[-1]}, the newest complete one {'before' if known else 'beside'} it"
 
 
 def find(load_dir: str | os.PathLike[str], tag: Any, is_other: Callable[[Path], bool] = lambda _: False) -> str | None:
@@ -334,6 +348,14 @@ def _read_latest(latest: Path, is_other: Callable[[Path], bool]) -> str:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
+    """Reads the manifest of a checkpoint; raises `StoreError`, which names the newest complete one beside it."""
+    try:
+        return _read_manifest(checkpoint)
+    except StoreError as error:
+        raise StoreError(f"{error}; {instead_of(checkpoint)}") from error
+
+
+def _read_manifest(checkpoint: Path) -> Manifest:
     """Reads the manifest of a checkpoint; raises `StoreError`."""
     path = checkpoint / MANIFEST
     try:

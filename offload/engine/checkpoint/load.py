@@ -21,6 +21,7 @@ from offload.aio import aligned_empty, crc32c, crc32c_joined
 from offload.aio.protocols import Future, Queue
 from offload.engine.checkpoint.files import (
     Manifest,
+    instead_of,
     progress_file,
     read_manifest,
     states_file,
@@ -131,13 +132,13 @@ class FoundCheckpoint:
         ][rank::world_size]
 
         def damaged(path: Path, name: str) -> None:
-            raise StoreError(f"{path} is damaged: {name} does not match its checksum; load another checkpoint")
+            raise StoreError(f"{path} is damaged: {name} does not match its checksum; {instead_of(self.folder)}")
 
         try:
             compare_bytes(self, work, queue, damaged)
         except IoError as error:
             raise StoreError(
-                f"the checkpoint {self.folder} cannot be read: {error}; load another checkpoint"
+                f"the checkpoint {self.folder} cannot be read: {error}; {instead_of(self.folder)}"
             ) from error
 
 
@@ -181,9 +182,7 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
         contents = safetensors.torch.load(data)
         progress = Snapshot.unpack(contents)
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StoreError(
-            f"the checkpoint {folder} is incomplete or damaged: {error}; load another checkpoint"
-        ) from error
+        raise StoreError(f"the checkpoint {folder} is incomplete or damaged: {error}; {instead_of(folder)}") from error
     saved = with_first_names(places(layouts, tied, manifest.frozen), tied_here)
     return FoundCheckpoint(
         folder=folder,

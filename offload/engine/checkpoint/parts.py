@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.engine.checkpoint.files import MANIFEST, Manifest, read_manifest, wrong_files
+from offload.engine.checkpoint.files import MANIFEST, Manifest, instead_of, read_manifest, wrong_files
 from offload.errors import StoreError
 
 if TYPE_CHECKING:  # these import torch, which looking at a checkpoint does not need
@@ -150,4 +150,4 @@ def check_parts(checkpoint: Path, manifest: Manifest) -> None:
     # A whole checkpoint is checked as it is read.
     if manifest.parts and (wrong := wrong_files(checkpoint, manifest)):
         reasons = "; ".join(f"{name} {reason}" for name, reason in wrong.items())
-        raise StoreError(f"the checkpoint {checkpoint} is incomplete or damaged: {reasons}; load another checkpoint")
+        raise StoreError(f"the checkpoint {checkpoint} is incomplete or damaged: {reasons}; {instead_of(checkpoint)}")

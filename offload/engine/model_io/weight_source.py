@@ -17,7 +17,7 @@ from offload.states import State
 from offload.swapper.store import Compared, bytes_of, rank_folders
 from offload.swapper.store.format.checksums import Passages
 from offload.swapper.store.format.commit_record import last_of_all
-from offload.swapper.store.format.manifest import Extents, Manifest
+from offload.swapper.store.format.manifest import Extents, Manifest, check_rank
 from offload.swapper.store.format.run_notes import FINISHED, RESHARDED
 from offload.swapper.store.format.undo import Undo
 from offload.swapper.store.inspection import Commit, Found, is_rank, look
@@ -208,6 +208,9 @@ def ranks_of(run: Path, found: Sequence[Found], *, replicas: bool = False) -> li
     ranks = [each for each in found if each.rank < size]
     for each in ranks:
         check_can_be_read(each)
+        # Read as another rank's, its bytes would be taken for other parameters.
+        if each.manifest is not None:
+            check_rank(each.manifest, each.rank, each.folder)
     # All of them are needed: the weights of a unit are divided among them.
     missing = sorted(set(range(size)) - {each.rank for each in ranks})
     if missing:

@@ -5,6 +5,10 @@
 
 The states are found by the names of their parameters, as those of a checkpoint are. Nothing of the run changes before
 the new folders are complete on every rank, so an error or a kill leaves a run that the former number of ranks resumes.
+
+Each column of a grid is a run of its own, and does this by itself, from the last commit that all columns have. The new
+commit has the number of that one. So after a kill between the switches of two columns either number of ranks resumes:
+the columns that have another one are divided again, from the same commit.
 """
 
 from __future__ import annotations
@@ -12,10 +16,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offload.aio.protocols import Queue
 from offload.engine.checkpoint.load import LoadOptions
@@ -35,6 +40,7 @@ from offload.notices import shell_command
 from offload.sizes import format_size
 from offload.swapper.modes import Mode
 from offload.swapper.store import Store, StoreSpec, find_shortage, rank_folders
+from offload.swapper.store.format.commit_record import last_of_all
 from offload.swapper.store.format.manifest import compare
 from offload.swapper.store.inspection import Found, is_rank, look, store_id
 from offload.swapper.store.recovery import check_drives, check_startable
@@ -54,6 +60,11 @@ class NewRanks:
     mode: Mode
     shares: Sequence[tuple[range, range]]
     ranks: AllOrNothing
+    """The ranks among which states are divided: of a grid those of a column."""
+    everyone: AllOrNothing
+    """All processes of a grid; without one this process alone."""
+    place: Mapping[str, Any]
+    """The place of a column in the grid, as its swap files contain it."""
     mesh: Mesh
 
     @property
@@ -86,40 +97,83 @@ def reshard(new: NewRanks, queue: Queue, check: Callable[[Snapshot], None]) -> s
         StoreError: if the run does not fit, is damaged, is not on drives that all ranks see, or there is no room. The
             run is then as it was.
     """
-    ranks, run = new.ranks, new.folders[0]
-    known: list[int] | None = ranks.by_first(lambda: _mesh_of(run))  # as JSON has it
-    if known is None or (before := Mesh(*known)) == new.mesh:
+    ranks, began = new.ranks, time.monotonic()
+    before, at = _found(new)
+    changes = before is not None and before != new.mesh
+    # A column that stays as it is waits for the others: all of them change, or none.
+    if not any(new.everyone.settle(lambda: changes)):
         return None
-    began = time.monotonic()
-    _check_visible(new, before)
     with contextlib.ExitStack() as opened:
-        looked: list[Found] = []
-        # Rank 0 holds the locks for all, and takes them first: a run in use would change under the others.
-        ranks.by_first(lambda: looked.extend(lock_and_look(run, opened)))
-        ranks.settle(lambda: looked.extend(_look(run) if ranks.rank else ()))
-        found: list[FoundRun] = []
-        ranks.settle(lambda: found.append(_open(new, before, looked, queue, check, opened)))
-        blob = found[0].source.commits[0].record.blob_nbytes
-        # Each commit reserves a quarter more than it needs, for two blobs.
-        need = sum(ranks.settle(lambda: new.spec.nbytes + 5 * blob // 2))
-        ranks.by_first(lambda: _check_room(new, need, before))
-        ranks.settle(lambda: _compare(found[0], new, before))
-        try:
-            written = [_Written(*each) for each in ranks.settle(lambda: _write(new, found[0], queue, opened))]
-            after = tuple(each.id for each in written)
-            ids = tuple(str(store_id(run / f"rank{rank}")) for rank in range(before.ranks))
-            ranks.by_first(lambda: carry_out(new.folders, Switch(ids, after)))
-        except BaseException:
-            # Only rank 0 knows whether the note was written. The other ranks delete nothing.
-            if ranks.rank == 0:
-                discard(new.folders)
-            raise
+        prepared = new.everyone.settle(
+            lambda: _prepare(new, before, at, queue, check, opened) if before is not None and changes else None
+        )[new.everyone.rank]
+        if before is None or prepared is None:
+            return None
+        written = [_Written(*each) for each in prepared]
+        ids = tuple(str(store_id(new.folders[0] / f"rank{rank}")) for rank in range(before.ranks))
+        ranks.by_first(lambda: carry_out(new.folders, Switch(ids, tuple(each.id for each in written))))
     seconds = time.monotonic() - began
     return (
         f"resharded from {before} to {new.mesh}: {format_size(sum(e.nbytes for e in written))} of "
         f"states in {seconds:.1f} s; each rank continues with the random generators of rank 0, so dropout draws other "
         "numbers"
     )
+
+
+def _found(new: NewRanks) -> tuple[Mesh | None, int | None]:
+    """Returns the arrangement of the ranks of the run, None without one; and of a grid the last commit of all columns.
+
+    Nothing is locked yet. A commit that another process has replaced meanwhile is missed later, which is an error.
+    """
+    run = new.folders[0]
+    known: list[int] | None = new.ranks.by_first(lambda: _mesh_of(run))  # as JSON has it
+    if new.everyone.size == 1:
+        return (None if known is None else Mesh(*known)), None
+    # By the first of each column: the others may not see all folders.
+    own: int | None = new.ranks.by_first(lambda: _last_commit(run))
+    return (None if known is None else Mesh(*known)), last_of_all(new.everyone.settle(lambda: own))
+
+
+def _last_commit(run: Path) -> int | None:
+    """Returns the number of the last commit that all ranks of a run have; None without one."""
+    return last_of_all(each.whole[0].record.serial for each in _look(run) if each.whole)
+
+
+def _prepare(
+    new: NewRanks,
+    before: Mesh,
+    at: int | None,
+    queue: Queue,
+    check: Callable[[Snapshot], None],
+    opened: contextlib.ExitStack,
+) -> list[_Written]:
+    """Writes all ranks' folders beside those of the run. Collective.
+
+    Args:
+        new: see `reshard`.
+        before: arrangement of the ranks of the run.
+        at: number of the commit; None for the last one.
+        queue: see `reshard`.
+        check: see `reshard`.
+        opened: closes the files and releases the locks.
+    """
+    ranks, run = new.ranks, new.folders[0]
+    _check_visible(new, before)
+    looked: list[Found] = []
+    # Rank 0 holds the locks for all, and takes them first: a run in use would change under the others.
+    ranks.by_first(lambda: looked.extend(lock_and_look(run, opened)))
+    ranks.settle(lambda: looked.extend(_look(run) if ranks.rank else ()))
+    found: list[FoundRun] = []
+    ranks.settle(lambda: found.append(_open(new, before, at, looked, queue, check, opened)))
+    blob = found[0].source.commits[0].record.blob_nbytes
+    # Each commit reserves a quarter more than it needs, for two blobs.
+    need = sum(ranks.settle(lambda: new.spec.nbytes + 5 * blob // 2))
+    ranks.by_first(lambda: _check_room(new, need, before))
+    ranks.settle(lambda: _compare(found[0], new, before))
+    # Only rank 0 holds the locks, and knows whether the note was written. The other ranks delete nothing.
+    if ranks.rank == 0:
+        opened.push(partial(_discard, new.folders))
+    return ranks.settle(lambda: _write(new, found[0], queue, opened))
 
 
 def _mesh_of(run: Path) -> Mesh | None:
@@ -130,6 +184,12 @@ def _mesh_of(run: Path) -> Mesh | None:
         return None
     shards = int(known.spec.fingerprint.get("world_size", 1))
     return Mesh(known.spec.ranks // shards, shards)
+
+
+def _discard(folders: Sequence[Path], kind: object, *_: object) -> None:
+    """Deletes at the end of a block what it has left beside the run, if an error of type `kind` ends it."""
+    if kind is not None:
+        discard(folders)
 
 
 def _check_visible(new: NewRanks, before: Mesh) -> None:
@@ -158,16 +218,18 @@ def _look(run: Path) -> list[Found]:
 def _open(
     new: NewRanks,
     before: Mesh,
+    at: int | None,
     looked: Sequence[Found],
     queue: Queue,
     check: Callable[[Snapshot], None],
     opened: contextlib.ExitStack,
 ) -> FoundRun:
-    """Opens the last commit of the run and compares it with this model. Changes nothing.
+    """Opens a commit of the run and compares it with this model. Changes nothing.
 
     Args:
         new: see `reshard`.
         before: arrangement of the ranks of the run. Replicas have equal states, and the first is read.
+        at: see `_prepare`.
         looked: the run's folders on their first drive.
         queue: see `reshard`.
         check: see `reshard`.
@@ -175,19 +237,21 @@ def _open(
     """
     run = new.folders[0]
     found = [_on_drives(each, new) for each in ranks_of(run, looked)]
-    source = opened.enter_context(contextlib.closing(StoreSource(run, queue, found)))
+    source = opened.enter_context(contextlib.closing(StoreSource(run, queue, found, at)))
     kept = {segment.name: segment.kept for layout in new.layouts for segment in layout.segments}
     # This model as that many ranks would store it: a difference is told as in any other resume.
     expected = placed_for(new.layouts, new.mode, len(found))
     expected = tuple(with_kept(layout, kept, len(found)) for layout in expected)
     specs = store_specs(expected, new.mode, before.shards, replicas=before.replicas)
     for spec, each in zip(specs, found, strict=True):
+        spec = spec._replace(fingerprint={**spec.fingerprint, **new.place})
         assert each.manifest is not None, "a commit that is whole holds one"
         compare(spec, each.manifest.spec, each.folder)
     check(source.progress)
     for rank in range(new.ranks.size):
         check_startable([folder / f"rank{rank}" for folder in new.folders], over=True)
-    layouts = described_layouts(source.description)
+    layouts = described_layouts(source.description, part=True)
+    # Of other replicas the counts alone are taken, from their newest commits.
     others = [each.whole[0] for each in looked if each.whole and before.shards <= each.rank < before.ranks]
     return FoundRun(
         source=source,
@@ -248,7 +312,7 @@ def _write(new: NewRanks, found: FoundRun, queue: Queue, opened: contextlib.Exit
         opened: closes the files and releases the lock.
     """
     rank, commits = new.ranks.rank, found.source.commits
-    store = Store(new.drives, new.run, rank, new.spec, queue, staged=True)
+    store = Store(new.drives, new.run, rank, new.spec, queue, first=commits[0].record.serial)
     opened.callback(store.close)
     store.create()
     shards = StoredShards(mode=new.mode, layouts=new.layouts, shares=new.shares, store=store)

@@ -153,12 +153,13 @@ def _store(
         mode=plan.mode,
         shares=plan.shares,
         ranks=_everyone(plan.ranks, "give the run another number of ranks"),
+        everyone=_everyone(None if plan.grid is None else plan.everyone, "give the run another number of ranks"),
+        place={} if plan.grid is None else plan.grid.description,
         mesh=plan.mesh,
     )
     new.ranks.by_first(lambda: finish(new.folders))
     line = None
-    # The columns of tensor parallelism may be at different commits, of which a reshard would keep one each.
-    if plan.resume and plan.slots == 2 and plan.grid is None:
+    if plan.resume and plan.slots == 2:
         line = reshard(new, queue, lambda progress: check_fits(progress, model, optimizer))
     store = Store(new.drives, new.run, plan.rank, spec, queue, written, spans)
     store.notices += [] if line is None else [line]

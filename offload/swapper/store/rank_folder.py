@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Protocol
 
 from offload.errors import IoError, StoreError
-from offload.fileio import DirLock, LockHeldError, holder_of, replace_durably, sync_folder, this_process, write_all
+from offload.fileio import (
+    DirLock,
+    LockHeldError,
+    holder_of,
+    lock_folder,
+    replace_durably,
+    sync_folder,
+    this_process,
+    write_all,
+)
 
 FILES = ("commit", "manifest.json", "states", "blob.0", "blob.1", "suspect", "undo", "lock")
 """Names of all files that a rank's folder may hold, the lock last. Temporary files that replace one are `*.tmp`."""
@@ -39,6 +48,9 @@ def folders_aside(run: Path) -> list[Path]:
 class Lock:
     """Exclusive lock of this process on a rank's folder.
 
+    The folder itself is locked beside the file, where the file system can: a cleaner of old files may delete the file,
+    and leaves a locked folder alone.
+
     Raises:
         StoreError: with the name of the holder, if another process or engine holds the folder; or if the file system
             has no locks.
@@ -46,12 +58,18 @@ class Lock:
     """
 
     def __init__(self, folder: Path) -> None:
+        self._folder: int | None = None
         try:
             self._lock = DirLock(folder / "lock")
+            try:
+                self._folder = lock_folder(folder)
+            except BaseException:
+                self._lock.close()
+                raise
         except LockHeldError as error:
             raise _in_use(folder, error.holder) from None
         if self._lock.refused is not None:
-            self._lock.close()
+            self.release()
             raise StoreError(
                 f"{folder} cannot be locked ({self._lock.refused.strerror}), so another process could use it too; set "
                 f"nvme_path to a folder on a local drive"
@@ -64,6 +82,9 @@ class Lock:
 
     def release(self) -> None:
         """Releases the lock; idempotent."""
+        if self._folder is not None:
+            os.close(self._folder)
+        self._folder = None
         self._lock.close()
 
     def __enter__(self) -> Lock:

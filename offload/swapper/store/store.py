@@ -63,7 +63,7 @@ class Store:
         queue: Queue,
         written: Written | None = None,
         spans: DriveSpans = NO_SPANS,
-        staged: bool = False,
+        first: int | None = None,
     ) -> None:
         """Makes and locks the rank's folders. `create` or `open` must follow.
 
@@ -75,7 +75,7 @@ class Store:
             queue: Reads and writes the files; it belongs to the caller.
             written: Counts the bytes written to each drive; may be shared with spill files. None for a new count.
             spans: Records requests and commits on the timeline.
-            staged: True for folders beside those of a run that has another number of ranks.
+            first: The first commit's number, for folders beside those of a run with other ranks; None for a run's own.
 
         Raises:
             StoreError: If the model has too many units, or a folder cannot be made or is in use.
@@ -95,7 +95,7 @@ class Store:
         self._places = spec.places()
         self._checked = spec.slots == 2
         self._sums = ChecksumTable()
-        self._files = SwapFiles(paths, run, rank, spec, staged)
+        self._files, self._first = SwapFiles(paths, run, rank, spec, first is not None), first or 1
         self.folders = self._files.folders
         self._notes = self._files.notes
         self._commit_path = self.folders[0] / "commit"
@@ -360,18 +360,18 @@ class Store:
     def _commit(self, step: int, contents: Mapping[str, torch.Tensor]) -> None:
         # The order is the protocol: data, blob and record are each durable before the next is written, so a record
         # that is found never names bytes that a power cut has lost. Record and blob alternate between two places.
-        self._files.states.sync()
+        self._files.sync()
         which = 0 if self.durable is None else 1 - self.durable.blob
         data = blob.pack(contents, self._sums.pack(), self._files.manifest.packed, self.written.pack())
         reserve_blobs(self.folders[0], len(data) + self._sums.growth_nbytes(self._places))
         write_in_place(self.folders[0] / f"blob.{which}", data)
-        serial = 1 if self.durable is None else self.durable.serial + 1
+        serial = self._first if self.durable is None else self.durable.serial + 1
         record = Record(serial, step, tuple(self.newest), which, len(data), crc32c(data), time.time_ns())
         write_in_place(self._commit_path, record.pack(), which * PAGE)
         self._before, self.durable = self.durable, record
         self._undo.remove()  # all processes have met in a step since its slots were written
         self.written.add(0, len(data) + PAGE)  # counted in the blob of the next commit
-        if serial == 1:
+        if self._before is None:
             self._notes.forget_end()
 
     # -- closing ------------------------------------------------------------------------------------

@@ -11,11 +11,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from offload.aio import StripedFile
+from offload.aio import DirectFile, StripedFile
 from offload.fileio import sync_folder
+from offload.notices import announce
 from offload.sizes import PAGE
 from offload.swapper.store.drives import Shortage, find_drive_shortage, find_shortage, new_manifest, no_room
-from offload.swapper.store.format.manifest import Manifest, StoreSpec, compare
+from offload.swapper.store.format.manifest import Manifest, StoreSpec, check_rank, compare
 from offload.swapper.store.format.run_notes import RunNotes
 from offload.swapper.store.inspection import allocated_nbytes
 from offload.swapper.store.rank_folder import (
@@ -53,6 +54,7 @@ class SwapFiles:
         self._run, self._rank, self._spec = run, rank, spec
         self._manifest: Manifest | None = None
         self._states: StripedFile | None = None
+        self._loss_reported = False
         self._locks = lock_folders(self.folders)
         close_in_children.add(self)
 
@@ -138,6 +140,8 @@ class SwapFiles:
             StoreError: If the files are of another run, of other drives, or cut short.
         """
         compare(self._spec, copy.spec, self.folders[0])
+        # Partitions of all ranks look alike, and those of another one would be taken for this one's.
+        check_rank(copy, self._rank, self.folders[0])
         lost = check_drives(self.folders, copy, step)
         self._manifest = copy
         self._states = self._open_states()
@@ -161,6 +165,20 @@ class SwapFiles:
         """Writes the manifest of each drive, the first drive's first. All names in these folders are then durable."""
         for drive, folder in enumerate(self.folders):
             write_durably(folder / "manifest.json", self.manifest.pack(drive))
+
+    def sync(self) -> None:
+        """Makes all writes to the states durable. Warns once if a states file has lost its name meanwhile."""
+        self.states.sync()
+        if self._loss_reported:
+            return
+        for part in self.states.parts():
+            # A file without a name is written as before, but no later process finds it.
+            if not _is_named(part):
+                announce(
+                    f"{part.path} was deleted or moved while the run uses it: the run cannot be resumed after this "
+                    "process, so save a checkpoint now, with engine.save_checkpoint"
+                )
+                self._loss_reported = True
 
     # -- closing and deleting -----------------------------------------------------------------------
 
@@ -203,3 +221,12 @@ class SwapFiles:
                 if notes and folder == self.folders[0] and not any(folder.parent.glob("rank*")):
                     self.notes.unlink_end()
                 folder.parent.rmdir()  # fails while folders of other ranks are in it
+
+
+def _is_named(file: DirectFile) -> bool:
+    """Returns False if the path of an open file names no file, or another one."""
+    try:
+        found = os.stat(file.path)
+    except FileNotFoundError:
+        return False
+    return (found.st_dev, found.st_ino) == file.identity()

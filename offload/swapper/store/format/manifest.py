@@ -266,6 +266,15 @@ def read_manifest(path: Path) -> Manifest:
     return Manifest.unpack(data, str(path))
 
 
+def check_rank(found: Manifest, rank: int, folder: Path) -> None:
+    """Raises `StoreError` if the files in the folder of `rank` are those of another rank."""
+    if found.rank != rank:
+        raise StoreError(
+            f"{folder} has the swap files of rank {found.rank}, expected those of rank {rank}: folders of ranks have "
+            "been renamed or copied over each other; put the files of each rank back into the folder of its number"
+        )
+
+
 def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
     """Raises `StoreError` with the first difference between two specs, and advice.
 

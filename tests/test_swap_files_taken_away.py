@@ -1,0 +1,100 @@
+"""Swap files that others rename, replace or delete are noticed, and never read as those of another rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from offload.aio import Bandwidth, IoQueue
+from offload.engine.model_io.weight_source import StoreSource
+from offload.errors import StoreError
+from offload.runs.verify import RunChecking
+from offload.swapper.store import Store, StoreSpec
+from offload.swapper.store import drives as drives_module
+from offload.swapper.store.rank_folder import Lock
+from tests.support.store_runs import SPEC, Contents, Run
+
+
+@pytest.fixture(scope="module")
+def queue() -> Iterator[IoQueue]:
+    with IoQueue() as queue:
+        yield queue
+
+
+@pytest.fixture(autouse=True)
+def _drives_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drives_module, "_measured", lambda folders, nbytes: [Bandwidth(1e9, 1e9)] * len(folders))
+
+
+OF_TWO = StoreSpec(SPEC.partitions, 2, {"world_size": 2, "units": []}, frozen=SPEC.frozen)
+
+
+def test_ranks_that_have_changed_places_are_refused(tmp_path: Path, queue: IoQueue) -> None:
+    """Their files look alike: every checksum is right, and every weight would be in a wrong place."""
+    for rank in range(2):
+        store = Store([tmp_path], "run", rank, OF_TWO, queue)
+        store.create()
+        store.commit(0, {})
+        store.close()
+    run = tmp_path / "run"
+    for name, other in (("rank0", "aside"), ("rank1", "rank0"), ("aside", "rank1")):
+        (run / name).rename(run / other)
+    told = r"rank0 has the swap files of rank 1, expected those of rank 0: .* put the files of each rank back"
+    store = Store([tmp_path], "run", 0, OF_TWO, queue)
+    assert store.newest_serial() == 1
+    with pytest.raises(StoreError, match=told):
+        store.open()
+    with pytest.raises(StoreError, match=told):
+        StoreSource(run, queue)
+    with pytest.raises(StoreError, match=told):
+        RunChecking(run)
+
+
+def run_of_two_commits(root: Path, queue: IoQueue, drives: int = 1) -> Run:
+    commits: dict[str, Contents] = {}
+    run = Run(root, drives, queue, commits)
+    run.create()
+    run.commit()
+    run.update(0)
+    run.commit()
+    return run
+
+
+def test_a_lock_file_that_a_cleaner_deletes_lets_nobody_in(tmp_path: Path, queue: IoQueue) -> None:
+    """Such programs delete files that nobody has changed for days."""
+    run = run_of_two_commits(tmp_path, queue)
+    folder = run.store.folders[0]
+    (folder / "lock").unlink()
+    with pytest.raises(StoreError, match=f"{folder} is in use by another process"):
+        Lock(folder)
+    run.update(0)
+    run.commit()
+    run.store.close()
+    run.resume()
+    run.compare()
+    run.store.close()
+
+
+@pytest.mark.parametrize("drive", [0, 1])
+def test_swap_files_that_are_deleted_beneath_a_run_are_told_once(
+    drive: int, tmp_path: Path, queue: IoQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process can still save its states, which are in files without a name."""
+    run = run_of_two_commits(tmp_path, queue, drives=2)
+    states = run.store.folders[drive] / "states"
+    with caplog.at_level(logging.WARNING, "offload"):
+        run.update(0)
+        run.commit()
+        assert not caplog.messages
+        os.replace(states, states.with_name("moved"))
+        for _ in range(2):
+            run.update(0)
+            run.commit()
+    told = f"offload: {states} was deleted or moved while the run uses it: the run cannot be resumed after this process"
+    assert [message.startswith(told) for message in caplog.messages] == [True]
+    run.compare()
+    run.store.close()
