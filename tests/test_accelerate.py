@@ -85,7 +85,8 @@ def test_on_disk_it_is_what_it_is_in_memory(tmp_path: Path) -> None:
     assert_same(by_engine(tmp_path / "disk"), by_engine(tmp_path / "memory", MEMORY))
 
 
-def test_an_engine_is_prepared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("held", ["that of initialize", "the one given to it"])
+def test_an_engine_is_prepared(held: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of a script that calls offload.initialize itself. The clip of the loop counts, which is said."""
     logging.getLogger("offload").setLevel(logging.INFO)
     model, optimizer, loader, schedule = parts()
@@ -93,7 +94,7 @@ def test_an_engine_is_prepared(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     engine, mine, _, _ = offload.initialize(model=model, optimizer=optimizer, config=config(tmp_path, **blocks))
     try:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        prepared = accelerator.prepare(engine, mine, loader, schedule)
+        prepared = accelerator.prepare(engine, optimizer if held == "the one given to it" else mine, loader, schedule)
         assert prepared[0] is engine and accelerator.engine is engine
         found = loop(accelerator, *prepared)
     finally:

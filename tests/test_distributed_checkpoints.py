@@ -232,7 +232,7 @@ def test_weights_alone(engine: offload.Engine, plain: Path, tmp_path: Path) -> N
     model = Network()
     with quiet():
         dcp.save(model.state_dict(), checkpoint_id=tmp_path / "saved")
-    with pytest.raises(StoreError, match="load the weights alone"):
+    with pytest.raises(StoreError, match=r"contains no optimizer states.* exp_avg.*load_module_only=True"):
         engine.load_checkpoint(tmp_path / "saved")
     engine.load_checkpoint(tmp_path / "saved", load_module_only=True)
     assert torch.equal(offload.safe_get_full_fp32_param(engine.module.words.weight), model.words.weight)

@@ -74,7 +74,6 @@ class Accelerator(accelerate.Accelerator):
     references: tuple[Engine, ...] = ()
     """Engines of the models of `prepare_model(model, evaluation_mode=True)`, such as a reference or a reward model."""
     _optimizer: EngineOptimizer | None = None
-    _given: torch.optim.Optimizer | None = None
     _clipping_logged = False
 
     def __init__(self, *args: Any, offload_config: Any = None, **kwargs: Any) -> None:
@@ -128,7 +127,7 @@ class Accelerator(accelerate.Accelerator):
         loaders = [item for item in given if isinstance(item, torch.utils.data.DataLoader)]
         # References were built first and share the device memory of the config with the model that trains.
         config = self.beside_references(self._config(self._micro_batch(loaders[0]) if loaders else None))
-        self.use(initialize(model=models[0], optimizer=optimizers[0], config=config).engine, optimizers[0])
+        self.use(initialize(model=models[0], optimizer=optimizers[0], config=config).engine)
 
     def _micro_batch(self, loader: torch.utils.data.DataLoader[Any]) -> int | None:
         """Returns the samples of a batch on each rank; None if the loader has a batch sampler of the user's own."""
@@ -136,15 +135,13 @@ class Accelerator(accelerate.Accelerator):
         # With `split_batches` Accelerate divides each batch of the loader among the ranks.
         return size // self.num_processes if size and self.split_batches else size
 
-    def use(self, engine: Engine, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Trains by `engine` from now on.
+    def use(self, engine: Engine) -> None:
+        """Trains by an engine from now on.
 
         Args:
             engine: the engine.
-            optimizer: the optimizer from which the engine was built. `prepare_optimizer` replaces it by the engine's.
-                None if only the engine's own optimizer will be prepared.
         """
-        self.engine, self._given = engine, optimizer
+        self.engine = engine
         # A frozen engine has an optimizer without parameters, which nothing can step.
         self._optimizer = EngineOptimizer(engine) if engine.optimizer.param_groups[0]["params"] else None
 
@@ -224,7 +221,8 @@ class Accelerator(accelerate.Accelerator):
             UsageError: if the optimizer belongs to an engine that was not prepared here.
         """
         mine = self._optimizer
-        if mine is not None and (optimizer is self._given or optimizer is mine.optimizer):
+        # Accelerate's own wrapper of the one that the engine replaced would copy all states to RAM, and know no norm.
+        if mine is not None and optimizer in (mine.optimizer, mine.optimizer.replaced):
             setattr(mine, _PREPARED, True)
             optimizer = mine
         elif isinstance(optimizer, Optimizer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,10 +54,7 @@ def check_fits(
     difference(mine, names | buffers.keys(), theirs).check(options.strict, what)
     # Masters and moments of another form are converted.
     if options.states and found.mode.optimizer != held.mode.optimizer:
-        raise StoreError(
-            f"{what} was saved in mode {found.mode.name}, this engine is in mode {held.mode.name}, so their optimizer "
-            "states differ: load the weights alone (load_optimizer_states=False), or give the same optimizer"
-        )
+        raise _other_optimizer(found, held, what)
     found = found.for_rows(held.layouts)
     _check_forms(found, held, what)
     if options.states and held.mode.in_blocks and found.mode.in_blocks:
@@ -72,6 +69,25 @@ def check_fits(
                 f"{_names(now)}: load the weights alone (load_optimizer_states=False), or give the same "
                 "optimizer"
             )
+
+
+def _other_optimizer(found: FoundCheckpoint, held: LocalShards, what: str) -> StoreError:
+    """Returns the error for a checkpoint of another optimizer, or of none, as a folder that has weights alone."""
+    if not _all_states(found.mode, found.layouts):
+        kept = f"this engine's optimizer keeps {_names(_all_states(held.mode, held.layouts))}"
+        return StoreError(
+            f"{what} contains no optimizer states, {kept}: load the weights alone (load_module_only=True)"
+        )
+    return StoreError(
+        f"{what} was saved in mode {found.mode.name}, this engine is in mode {held.mode.name}, so their optimizer "
+        "states differ: load the weights alone (load_optimizer_states=False), or give the same optimizer"
+    )
+
+
+def _all_states(mode: Mode, layouts: Sequence[UnitLayout]) -> Collection[str]:
+    """Returns the names of the optimizer states of all parameters that train."""
+    trained = ((layout, each) for layout in layouts for each in layout.segments if each.trainable)
+    return dict.fromkeys(name for layout, segment in trained for name in _fields(mode, layout, segment))
 
 
 def _check_forms(found: FoundCheckpoint, held: LocalShards, what: str) -> None:
