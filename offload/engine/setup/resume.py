@@ -150,8 +150,9 @@ def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
             )
         if offload.resume == "never" and not status.closed:
             raise StoreError(
-                f'{folder} holds a run that did not end; resume the run with "resume": "auto" in the "offload" block, '
-                'or start over with "resume": "restart" there (offload train: --resume auto, --resume restart), or '
+                f"{folder} holds a run that did not end, or that was kept (--keep, destroy(remove=False)); resume the "
+                'run with "resume": "auto" in the "offload" block, or start over with "resume": "restart" there '
+                "(offload train: --resume auto, --resume restart), or "
                 f"delete the run with `{shell_command('rm', folder)}`, or choose another run name"
             )
         size = format_size(find_removal(Path(folder)).nbytes)
