@@ -52,6 +52,13 @@ def test_the_log_of_a_run_that_is_under_way_is_refused(tmp_path: Path) -> None:
     assert hold_log(Path("/dev/null")) is None, "which all runs may share"
 
 
+def test_a_log_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for log in (tmp_path / "file" / "log.jsonl", tmp_path / "none" / "log.jsonl"):
+        with pytest.raises(ConfigError, match="give a file in a folder that exists"):
+            check_log(log)
+
+
 @pytest.mark.parametrize("torn", ['{"step": 3, "lo', "", "7", '{"loss": 1}', '{"step": null}', "\xff\x00"])
 def test_a_torn_line_is_dropped(torn: str, tmp_path: Path) -> None:
     log = tmp_path / "log"

@@ -1,4 +1,4 @@
-"""Every block of Python in the guides runs, in an empty folder of its own; each guide ends in the next action."""
+"""Every block of Python in a guide runs, alone and after those above it; each guide ends in the next action."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from accelerate.state import AcceleratorState
 from tests.support import warm_process
 
 GUIDES = Path(__file__).parents[1] / "docs" / "guides"
-BLOCKS = [
-    pytest.param(code, id=f"{guide.stem}: {code.splitlines()[0]}")
+PAGES = {
+    guide.stem: re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
     for guide in sorted(GUIDES.glob("*.md"))
-    for code in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
-]
+}
+BLOCKS = [pytest.param(code, id=f"{page}: {code.splitlines()[0]}") for page, codes in PAGES.items() for code in codes]
 OPTIONAL = {"bitsandbytes", "diffusers", "lightning", "ray", "torchao", "trl"}
 """Packages that a guide may use and that are in none of our extras: its block runs where they are installed."""
 
@@ -41,14 +41,29 @@ def run(arguments: Sequence[str], check: bool = False, **options: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # dcp.save in one process
 @pytest.mark.parametrize("code", BLOCKS)
 def test_a_code_block_of_a_guide_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in OPTIONAL & set(re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)):
+    _in_folder(tmp_path, [code], monkeypatch)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("page", [page for page, codes in PAGES.items() if len(codes) > 1])
+def test_blocks_of_a_page_run_one_after_the_other_in_one_folder(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader does a page from top to bottom: a block must not find the run of the one above it."""
+    _in_folder(tmp_path, PAGES[page], monkeypatch)
+
+
+def _in_folder(folder: Path, codes: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs programs one after the other in `folder`."""
+    for name in OPTIONAL & set(re.findall(r"^(?:import|from) (\w+)", "\n".join(codes), re.MULTILINE)):
         pytest.importorskip(name)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(folder)
     monkeypatch.setattr(subprocess, "run", run)
     for drive in ("drive_a", "drive_b"):
         Path(drive).mkdir()
-    AcceleratorState._reset_state(True)  # of an earlier block, which a program of its own would not have
-    exec(compile(code, "a guide", "exec"), {})
+    for code in codes:
+        AcceleratorState._reset_state(True)  # of an earlier block, which a program of its own would not have
+        exec(compile(code, "a guide", "exec"), {})
 
 
 @pytest.mark.parametrize("guide", sorted(GUIDES.glob("*.md")), ids=lambda guide: guide.stem)

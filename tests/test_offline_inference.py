@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,19 @@ def test_generate_continues_prompts_as_the_plain_model(folder: Path, tmp_path: P
         for seed in ("1", "1", "2")
     ]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_generate_keeps_keys_and_values_whatever_the_folder_says(folder: Path, tmp_path: Path) -> None:
+    # As trainings write it, in which a cache is of no use: with a static one each token would add the whole row.
+    shutil.copytree(folder, tmp_path / "model")
+    for name in ("config.json", "generation_config.json"):
+        file = tmp_path / "model" / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"use_cache": False}))
+    asked = "--prompt", "one, two, ", "--max-new-tokens", "6"
+    expected = call("generate", folder, *asked).stdout
+    assert call("generate", tmp_path / "model", *asked).stdout == expected
+    cached = call("generate", tmp_path / "model", *asked, "--static-cache", "20")
+    assert cached.stdout == expected, cached.stderr
 
 
 def test_the_static_cache_takes_the_memory_that_was_said() -> None:

@@ -41,7 +41,9 @@ def check_log(log: Path) -> None:
     Raises:
         ConfigError: If the log cannot be written, the existing file is not the log of a run, or another run writes it.
     """
-    if log.is_dir() or not os.access(log if log.exists() else log.resolve().parent, os.W_OK):
+    folder = log.resolve().parent
+    # Root may write a file that stands where the folder should be.
+    if log.is_dir() or not folder.is_dir() or not os.access(log if log.exists() else folder, os.W_OK):
         raise ConfigError(f"cannot write the log {log}: give a file in a folder that exists and that you may write")
     if log.is_file():
         with log.open(errors="replace") as file:

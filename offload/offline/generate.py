@@ -89,11 +89,12 @@ def completions(
         # Left of the prompt, so that every prompt ends where its completion begins.
         ids = padded(rows, pad, left=True)
         mask = padded([np.ones(len(row), np.int64) for row in rows], 0, left=True)
-        # The model's own settings decide all that is not given here, such as top_p.
+        # The model's own settings decide all that is not given here, such as top_p. Not whether keys and values are
+        # kept: folders that a training has written often say no, and each token would then compute the whole row.
         # Compiled code would hold weights that the engine pages.
-        keys: dict[str, Any] = {}
+        keys: dict[str, Any] = {"use_cache": True}
         if cached is not None:
-            keys = {"past_key_values": static_cache(model.config, cached, paged), "disable_compile": True}
+            keys |= {"past_key_values": static_cache(model.config, cached, paged), "disable_compile": True}
         found: torch.Tensor = model.engine.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=pad, **keys, **sampling
         )

@@ -182,8 +182,9 @@ def _check_ended(folder: str, *, closed: bool, restart: bool) -> None:
     # A run that was closed may go; `check_replaced` asks later whether its last step was saved.
     if not (closed or restart):
         raise StoreError(
-            f'{folder} holds a run that did not end; resume the run with "resume": "auto" in the "offload" block, '
-            'or start over with "resume": "restart" there (offload train: --resume auto, --resume restart), or '
+            f"{folder} holds a run that did not end, or that was kept (--keep, destroy(remove=False)); resume the run "
+            'with "resume": "auto" in the "offload" block, or start over with "resume": "restart" there (offload '
+            "train: --resume auto, --resume restart), or "
             f"delete the run with `{shell_command('rm', folder)}`, or choose another run name"
         )
 

@@ -111,8 +111,8 @@ def _apply_template(record: Chat, tokenizer: Any, **how: bool) -> Any:
     """Returns what the tokenizer's chat template makes of a chat."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(
-            f"{record.place} is a chat, and the model's tokenizer has no chat template; give a --model folder with one "
-            f'(chat_template.jinja), or write the file as {{"prompt": …, "completion": …}}'
+            f"{record.place} is a chat, and the model's tokenizer has no chat template; give a folder of a model "
+            f'with one (chat_template.jinja), or write the file as {{"prompt": …, "completion": …}}'
         )
     try:
         return tokenizer.apply_chat_template(record.messages, tokenize=True, return_dict=True, **how)
