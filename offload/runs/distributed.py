@@ -172,7 +172,8 @@ class _Writing:
     def __init__(self, folder: Path, tied: Mapping[str, str]) -> None:
         self._folder, self._tied = folder, tied
         self._numbers = itertools.count(1)
-        self._metadata = Metadata({}, {}, {}, StorageMeta(), _VERSION)
+        self._metadata = Metadata({}, {}, {}, StorageMeta())
+        self._metadata.version = _VERSION  # no argument in torch 2.6, which writes none; later ones read it
 
     def place(self, parameter: str, kind: str, tensor: Tensor) -> tuple[Path, Any]:
         """Returns path and content of the file of a state, and names it in the metadata; see `StateFile`."""
