@@ -163,6 +163,7 @@ class Shutdown:
         The arguments are those of `_end`.
         """
         ranks, rounds = self._components.ranks, self._components.agreement
+        # No other rank shares these states, or an exception ends this one: nothing is agreed.
         if rounds is None or ranks is None or not meet:
             if meet:
                 self._meet_all(remove)

@@ -14,13 +14,14 @@ import torch
 from offload.config import load_config, read_json, resolve_batch
 from offload.errors import ConfigError
 from offload.hardware.probe import kept
+from offload.hardware.probe.measure import Tell
 from offload.hardware.smart import rated_bytes_of
 from offload.layout.experts.division import Division, division_of
 from offload.layout.schedule import SCHEDULES, makes_early_updates
 from offload.planner import recommend as choice
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, described, drive_rates, parse_drive, parse_memory, parse_rate, probed
-from offload.planner.measure_model import Tell, measured
+from offload.planner.measure_model import measured
 from offload.planner.memory import settings
 from offload.planner.model_shape import Adapters, Shape, from_adapted, from_count, from_name
 from offload.planner.published.gpus import find_gpu
