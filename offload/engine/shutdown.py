@@ -149,27 +149,34 @@ class Shutdown:
         try:
             if self._alive and not self._components.pager.failed:
                 self._finish()
-                ranks, rounds = self._components.ranks, self._components.agreement
-                if rounds is not None and ranks is not None and meet:
-                    if remove or not (ranks.lost or rounds.interrupted):
-                        rounds.end(remove)
-                        self._meet_all(remove)
-                        if remove:  # the note, by which stores count as leftovers, exists before any is deleted
-                            self._note_end(facts or {})
-                            ranks.share(None, "delete its store")
-                    else:
-                        ranks.look()  # names a lost rank in the log now: a launcher's signal may end this process next
-                else:
-                    if meet:
-                        self._meet_all(remove)
-                    if remove:
-                        self._note_end(facts or {})
+                self._end_together(remove, meet, facts)
                 finished = True
                 if not remove:
                     self._report_end(keep)
         finally:
             self._alive = False
             self._close(remove and finished, notes=facts is None)
+
+    def _end_together(self, remove: bool, meet: bool, facts: Mapping[str, Any] | None) -> None:
+        """Ends beside the other processes, as far as they can be reached, and leaves the note of a removed run.
+
+        The arguments are those of `_end`.
+        """
+        ranks, rounds = self._components.ranks, self._components.agreement
+        # No other rank shares these states, or an exception ends this one: nothing is agreed.
+        if rounds is None or ranks is None or not meet:
+            if meet:
+                self._meet_all(remove)
+            if remove:
+                self._note_end(facts or {})
+        elif remove or not (ranks.lost or rounds.interrupted):
+            rounds.end(remove)
+            self._meet_all(remove)
+            if remove:  # the note, by which stores count as leftovers, exists before any is deleted
+                self._note_end(facts or {})
+                ranks.share(None, "delete its store")
+        else:
+            ranks.look()  # names a lost rank in the log now: a launcher's signal may end this process next
 
     def _meet_all(self, remove: bool) -> None:
         """Waits until every process of a grid is about to close its engine, and commits edits then; see `_end`."""

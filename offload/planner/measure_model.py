@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 
 from offload.aio import aligned_empty
 from offload.errors import ConfigError
+from offload.hardware.probe.measure import Tell
 from offload.layout.experts.division import Division
 from offload.planner.activations.budgets import activations
 from offload.planner.activations.load import Load
@@ -37,9 +38,6 @@ _ENOUGH_SECONDS = 10.0
 """Measured time after which no further pass starts, once the least number of passes is done."""
 _PASSES = range(3, 16)
 """Passes that are counted: the first and the last element are the least and the most."""
-
-Tell = Callable[[str, float], None]
-"""Receives a description of the next operation, and the fraction of all work done so far, from 0 to 1."""
 
 
 def measured(

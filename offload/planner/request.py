@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,13 +14,14 @@ import torch
 from offload.config import load_config, read_json, resolve_batch
 from offload.errors import ConfigError
 from offload.hardware.probe import kept
+from offload.hardware.probe.measure import Tell
 from offload.hardware.smart import rated_bytes_of
 from offload.layout.experts.division import Division, division_of
 from offload.layout.schedule import SCHEDULES, makes_early_updates
 from offload.planner import recommend as choice
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, described, drive_rates, parse_drive, parse_memory, parse_rate, probed
-from offload.planner.measure_model import Tell, measured
+from offload.planner.measure_model import measured
 from offload.planner.memory import settings
 from offload.planner.model_shape import Adapters, Shape, from_adapted, from_count, from_name
 from offload.planner.published.gpus import find_gpu
@@ -33,8 +34,6 @@ from offload.swapper.modes import DTYPES, MASTERS, MOMENT_DTYPES
 
 _DURABILITIES = ("auto", "step", "none")
 _ACTIVATIONS = ("device", "cpu", "nvme", "auto")
-_Choice = tuple[str, str | None, Collection[str]]
-"""A name, the value that was given, and the values that there are."""
 
 
 class Model(NamedTuple):
@@ -233,19 +232,19 @@ def _check(step: Step, file: Path | None) -> None:
     for name, value in (("batch-size", step.batch), ("seq-len", step.sequence), ("accumulation", step.accumulation)):
         if value is not None and value < 1:
             raise ConfigError(f"expected {name} of at least 1, got {value}")
-    kinds: tuple[_Choice, ...] = (("dtype", step.dtype, DTYPES), ("durability", step.durability, _DURABILITIES))
-    for kind, given, known in kinds:
-        if given is not None and given not in known:
-            raise ConfigError(f"there is no {kind} {given!r}: expected {', '.join(known)}")
-    options: tuple[_Choice, ...] = (
-        ("moments", step.moments, MOMENT_DTYPES),
-        ("master", step.master, MASTERS),
-        ("activations", step.activations, _ACTIVATIONS),
-        ("schedule", step.schedule, SCHEDULES),
-    )
-    for option, given, known in options:
-        if given is not None and given not in known:
-            raise ConfigError(f"expected --{option} of {', '.join(known)}, got {given!r}")
+    # Each message is written out: docs/troubleshooting.md lists it by its words, by which users find it.
+    if step.dtype is not None and step.dtype not in DTYPES:
+        raise ConfigError(f"there is no dtype {step.dtype!r}: expected {', '.join(DTYPES)}")
+    if step.durability is not None and step.durability not in _DURABILITIES:
+        raise ConfigError(f"there is no durability {step.durability!r}: expected {', '.join(_DURABILITIES)}")
+    if step.moments is not None and step.moments not in MOMENT_DTYPES:
+        raise ConfigError(f"expected --moments of {', '.join(MOMENT_DTYPES)}, got {step.moments!r}")
+    if step.master is not None and step.master not in MASTERS:
+        raise ConfigError(f"expected --master of {', '.join(MASTERS)}, got {step.master!r}")
+    if step.activations is not None and step.activations not in _ACTIVATIONS:
+        raise ConfigError(f"expected --activations of {', '.join(_ACTIVATIONS)}, got {step.activations!r}")
+    if step.schedule is not None and step.schedule not in SCHEDULES:
+        raise ConfigError(f"expected --schedule of {', '.join(SCHEDULES)}, got {step.schedule!r}")
     tile = step.tile_mlp
     if tile not in (None, "auto", "off") and not re.fullmatch("[1-9][0-9]{0,9}", tile or ""):
         raise ConfigError(f"expected --tile-mlp of auto, off or a number of tiles, got {tile!r}")

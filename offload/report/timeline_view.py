@@ -157,14 +157,8 @@ def rows(window: Window) -> Markup:
         parts.append(f'<text class="tick" x="{_LEFT - 8}" y="{y + _LANE - 3}" text-anchor="end">{row}{hidden}</text>')
         for lane in lanes[:_LANES]:
             for span in _drawn([s for s in row_spans if s.lane == lane], 0.5 / scale):
-                left = _LEFT + max(span.start - window.start, 0) * scale
-                right = _LEFT + min(span.end - window.start, window.end - window.start) * scale
                 early = row == "updates" and any(first <= span.start < last for first, last in backwards)
-                parts.append(
-                    f'<rect class="span" style="--c: var({_EARLY if early else color})" x="{left:.2f}" y="{y}" '
-                    f'width="{max(right - left, 0.5):.2f}" height="{_LANE - 2}"><title>{_describe(span)}'
-                    f"{', begun under the backward' if early else ''}</title></rect>"
-                )
+                parts.append(_bar(span, window, scale, y, _EARLY if early else color, early))
             y += _LANE
         y += _GAP
     parts += _ruler(window, used.name, used.size * 1e6, scale, y)
@@ -181,6 +175,26 @@ def rows(window: Window) -> Markup:
         body=Markup("".join(parts)),
         note="Point at a span for its name, bytes and time. Spans that overlap are drawn below each other. Updates "
         "that begin under the backward are violet.",
+    )
+
+
+def _bar(span: Span, window: Window, scale: float, y: int, color: str, early: bool) -> str:
+    """Returns a span as a rectangle, cut to the window.
+
+    Args:
+        span: the span.
+        window: the window that is drawn.
+        scale: pixels of a microsecond.
+        y: the upper edge of the span's lane.
+        color: name of a color's variable in CSS.
+        early: True for an update that begins under the backward.
+    """
+    left = _LEFT + max(span.start - window.start, 0) * scale
+    right = _LEFT + min(span.end - window.start, window.end - window.start) * scale
+    return (
+        f'<rect class="span" style="--c: var({color})" x="{left:.2f}" y="{y}" '
+        f'width="{max(right - left, 0.5):.2f}" height="{_LANE - 2}"><title>{_describe(span)}'
+        f"{', begun under the backward' if early else ''}</title></rect>"
     )
 
 

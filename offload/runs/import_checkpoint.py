@@ -38,7 +38,7 @@ from offload.engine.checkpoint.files import (
     tensors_of,
 )
 from offload.engine.checkpoint.foreign.checkpoint import ForeignCheckpoint, is_foreign, look_foreign
-from offload.engine.checkpoint.load import LoadOptions
+from offload.engine.checkpoint.load import EVERYTHING
 from offload.engine.checkpoint.resharding import Run, Source
 from offload.engine.model_io.output_folder import check_room
 from offload.errors import StoreError
@@ -46,7 +46,6 @@ from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.fileio.safetensors_stream import Tensor, Writer
 from offload.states import State
 
-_ALL = LoadOptions(strict=True, states=True, schedule=True, module_only=False)
 _SLACK = 1 << 20
 """Bytes reserved for the manifest and the progress."""
 
@@ -118,7 +117,7 @@ def import_checkpoint(
     """
     checkpoint = out / check_tag(found.folder.resolve().name)
     # Read twice, as by a load: damage shows before anything is written.
-    found.check_bytes(_ALL, queue, 0, 1)
+    found.check_bytes(EVERYTHING, queue, 0, 1)
     make_folder(out)
     with only_save(out, checkpoint.name):
         partial = begin_folder(checkpoint, True)

@@ -179,6 +179,7 @@ def _places(question: _Question, near: Sequence[Block] | None = None) -> list[tu
         if all(stop - start < nbytes for start, stop in free_regions(holes, allowed)):
             return []
     regions = free_regions(holes, [block[1:] for block in evictable])
+    # The longest region beside another one is the second where that one is the longest.
     longest, second, *_ = (*sorted((stop - start for start, stop in regions), reverse=True), 0, 0)
     found: list[tuple[_Score, Eviction]] = []
     for start, stop in regions:

@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         "say that a run has ended when its files are gone",
         "offload.engine.shutdown",
-        "                    if remove:\n                        self._note_end(facts or {})\n",
+        "            if remove:\n                self._note_end(facts or {})\n",
         "",
         "tests/test_resume.py",
     ),
@@ -38,7 +38,7 @@ MUTANTS = (
         "offload.engine.step",
         "state.global_steps, settings, mine)\n",
         "state.global_steps, 0, (lambda found: lambda: found)(mine()))\n",
-        "tests/test_ranks.py",
+        "tests/test_ranks_disagree.py",
     ),
     Mutant(
         "forget to commit an edit",

@@ -41,10 +41,10 @@ MUTANTS = (
         "tests/test_stacked_experts_bytes.py",
     ),
     Mutant(
-        "a gradient that is set keeps the norm of before",
+        "add a gradient that is set to the one of before",
         "offload.engine.gradients.accumulator",
-        "if key[0] != segment}",
-        "}",
+        "            self._accumulate(unit, segment, first, values, new=True)\n",
+        "            self._accumulate(unit, segment, first, values, new=False)\n",
         "tests/test_safe_set.py",
     ),
     Mutant(

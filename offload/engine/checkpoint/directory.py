@@ -144,6 +144,7 @@ def leftovers(folder: Path) -> tuple[list[Path], list[Path]]:
 def _goes(path: Path) -> bool:
     """Returns whether the path is a leftover to remove. Nothing is that contains anything foreign."""
     named = _NAMES.fullmatch(path.name)
+    # A file is ours if it is the next `latest` of a save, complete or not.
     if named is None or not path.is_dir():
         return path.name.startswith(f".{LATEST}.") and _is_left_latest(path)
     if named["what"] != "old":

@@ -54,6 +54,9 @@ class LoadOptions(NamedTuple):
     module_only: bool
 
 
+EVERYTHING = LoadOptions(strict=True, states=True, schedule=True, module_only=False)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundCheckpoint:
     """A checkpoint whose files were checked, except for the bytes of its states."""

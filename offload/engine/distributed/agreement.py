@@ -301,14 +301,14 @@ class Agreement:
             raise self._ranks.fail("it was interrupted while it waited for the other ranks")
 
     def _await_all(
-        self, kind: Collective, unit: int, what: bool | Callable[[], Having] = False, series: int = 0
+        self, kind: Collective, unit: int, ready: bool | Callable[[], Having] = False, series: int = 0
     ) -> list[RankIntent]:
         """Serves other ranks until this rank's announcement is chosen, or is a USE and all uses are ready.
 
         Args:
             kind: the announcement.
             unit: its unit, or -1.
-            what: this rank's field `ready`; for USE, a function called in each round.
+            ready: this rank's field of that name; for USE, a function called in each round.
             series: this rank's field `series`; for USE, that function returns it.
 
         Returns:
@@ -317,7 +317,7 @@ class Agreement:
         with self.lock:
             self._end_series()
             while True:
-                has = Having(what, all=False, ahead=-1) if isinstance(what, bool) else what()
+                has = Having(ready, all=False, ahead=-1) if isinstance(ready, bool) else ready()
                 mark = series if has.series is None else has.series.checksum
                 mine = RankIntent(kind, unit, has.unit, self._callbacks.pending_unit(), has.ahead, has.all, mark)
                 # One small all-gather for each round. A rank that has served others repeats its announcement.

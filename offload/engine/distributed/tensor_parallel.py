@@ -18,18 +18,16 @@ meet in a collective has left behind the same collectives: none waits for one th
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from offload.engine.callbacks import GradientStats
 from offload.engine.distributed.communication import Communication
+from offload.engine.distributed.payload.step_facts import STEP_FACTS
 from offload.engine.distributed.process_group import Ranks
 from offload.errors import ConfigError, RankError, UsageError
 from offload.layout.flat_layout import UnitLayout
-
-_FACTS = struct.Struct("<dqqq")  # sum of squares, micro-batches, steps, checksum of the optimizer's settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,14 +150,15 @@ class TensorParallel:
         Raises:
             UsageError: on all processes, if they differ in any of the three numbers.
         """
-        content = _FACTS.pack(known.sum_squares, micro_batches, global_steps, settings)
+        # The numbers that ranks of a data-parallel group compare, here of all processes of the grid.
+        content = STEP_FACTS.pack(known.sum_squares, micro_batches, global_steps, settings)
         try:
             rows = self.everyone.collect_bytes(content, "agree on a step")
         except BaseException:
             # By a Ctrl-C this process has left the others in the middle of a collective: they learn of it, and end.
             self.everyone.fail("it was interrupted while it waited for the other processes")
             raise
-        facts = [_FACTS.unpack(row) for row in rows]
+        facts = [STEP_FACTS.unpack(row) for row in rows]
         for what, column in (("micro-batches", 1), ("steps", 2), ("settings of the optimizer (checksums)", 3)):
             numbers = [fact[column] for fact in facts]
             if len(set(numbers)) > 1:

@@ -129,6 +129,7 @@ def _move_values(
             write_bytes(model, segment, flats[State.WEIGHT][segment.start : segment.stop].view(torch.uint8))
             page_out(model, segment, sources[segment.name])
             continue
+        # Blocks of codes have no master: they are made from the values at once.
         if segment.form:
             _quantize(parameter, segment, flats[State.WEIGHT])
         else:

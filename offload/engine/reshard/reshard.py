@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.aio.protocols import Queue
-from offload.engine.checkpoint.load import LoadOptions
+from offload.engine.checkpoint.load import EVERYTHING
 from offload.engine.checkpoint.resharding import places
 from offload.engine.checkpoint.restore import CheckpointRestorer
 from offload.engine.distributed.all_or_nothing import AllOrNothing
@@ -44,8 +44,6 @@ from offload.swapper.store.format.commit_record import last_of_all
 from offload.swapper.store.format.manifest import compare
 from offload.swapper.store.inspection import Found, is_rank, look, store_id
 from offload.swapper.store.recovery import check_drives, check_startable
-
-_EVERYTHING = LoadOptions(strict=True, states=True, schedule=True, module_only=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,7 +314,7 @@ def _write(new: NewRanks, found: FoundRun, queue: Queue, opened: contextlib.Exit
     opened.callback(store.close)
     store.create()
     shards = StoredShards(mode=new.mode, layouts=new.layouts, shares=new.shares, store=store)
-    CheckpointRestorer(found, shards, _EVERYTHING, queue, new.mesh.shard_of(rank)).run()
+    CheckpointRestorer(found, shards, EVERYTHING, queue, new.mesh.shard_of(rank)).run()
     # The drives have taken the writes of all ranks before. One rank goes on with their sum.
     store.written.go_on(*(found.written if rank == 0 else ()))
     # As with a checkpoint: no saved progress belongs to this rank, so every rank continues with that of rank 0.

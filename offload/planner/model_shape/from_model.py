@@ -315,15 +315,15 @@ def _counted(
     text = getattr(model, "config", None)
     itemsize = max((weight.itemsize for weight in weights), default=2)
     return Shape(
-        name,
-        layouts_of(model, units, stored=stored),
-        tuple(counter.uses()),
-        counter.largest,
-        sequence,
-        None if text is None else positions_of(text),
-        itemsize,
-        matrices_of(model),
-        tuple(
+        name=name,
+        layouts=layouts_of(model, units, stored=stored),
+        uses=tuple(counter.uses()),
+        temporary=counter.largest,
+        sequence=sequence,
+        positions=None if text is None else positions_of(text),
+        itemsize=itemsize,
+        matrices=matrices_of(model),
+        experts=tuple(
             Experts(every, per_token[module])
             for name, every in units.experts.items()
             if (module := id(model.get_submodule(name))) in per_token

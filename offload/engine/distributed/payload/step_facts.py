@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from offload.engine.callbacks import GradientStats
 from offload.errors import UsageError
 
-_FACTS = struct.Struct("<dqqq")  # sum of squares, micro-batches, steps, checksum of the optimizer's settings
+STEP_FACTS = struct.Struct("<dqqq")
+"""Sum of squares, micro-batches, steps, and checksum of the optimizer's settings."""
 _SAME_BATCHES = "all ranks must train on equally many micro-batches (drop_last, or a sampler that pads)"
-# Name, column of `_FACTS` and advice for each number that all ranks must share at a step.
+# Name, column of `STEP_FACTS` and advice for each number that all ranks must share at a step.
 _MUST_AGREE = (
     ("micro-batches since the last boundary", 1, _SAME_BATCHES),
     ("steps so far", 2, _SAME_BATCHES),
@@ -25,7 +26,7 @@ _MUST_AGREE = (
 def pack_step(mine: GradientStats, micro_batches: int, global_steps: int, settings: int) -> bytes:
     """Returns the message of one rank."""
     flags = b"".join(bitmap(segments) for segments in mine.present)
-    return _FACTS.pack(mine.sum_squares, micro_batches, global_steps, settings) + flags
+    return STEP_FACTS.pack(mine.sum_squares, micro_batches, global_steps, settings) + flags
 
 
 def add_up_step(rows: Sequence[bytes], shards: int) -> GradientStats:
@@ -38,13 +39,13 @@ def add_up_step(rows: Sequence[bytes], shards: int) -> GradientStats:
     Raises:
         UsageError: if ranks differ in a number that all must share.
     """
-    facts = [_FACTS.unpack_from(row) for row in rows]
+    facts = [STEP_FACTS.unpack_from(row) for row in rows]
     for what, column, advice in _MUST_AGREE:
         numbers = [row[column] for row in facts]
         if len(set(numbers)) > 1:
             raise UsageError(f"the ranks differ in their {what}: {', '.join(map(str, numbers))}; {advice}")
     # In rank order on every rank, so that all take the same decision; over one replica, since all have the same.
-    present = union([row[_FACTS.size :] for row in rows])
+    present = union([row[STEP_FACTS.size :] for row in rows])
     return GradientStats(sum_squares=sum(row[0] for row in facts[:shards]), present=present)
 
 
