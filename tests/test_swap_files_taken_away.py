@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from offload.runs.verify import RunChecking
 from offload.swapper.store import Store, StoreSpec
 from offload.swapper.store import drives as drives_module
 from offload.swapper.store.rank_folder import Lock
+from tests.support.filesystems import mounted
 from tests.support.store_runs import SPEC, Contents, Run
 
 
@@ -62,6 +65,27 @@ def run_of_two_commits(root: Path, queue: IoQueue, drives: int = 1) -> Run:
     run.update(0)
     run.commit()
     return run
+
+
+def test_a_run_that_is_mounted_for_reads_is_verified_and_read(tmp_path: Path, queue: IoQueue) -> None:
+    """As a snapshot, or a drive that is about to fail."""
+    with mounted(tmp_path, "-t", "tmpfs", "-o", "size=1m", "tmpfs") as place:
+        run = run_of_two_commits(place, queue)
+        folder = run.store.folders[0].parent
+        run.store.close()
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+        with contextlib.closing(RunChecking(folder)) as checking:
+            with pytest.raises(StoreError, match="is in use by another process"):
+                Lock(folder / "rank0")
+            assert checking.run(queue, lambda _: None).whole
+        (states,) = (path for path in folder.rglob("states"))
+        before = states.read_bytes()
+        subprocess.run(["mount", "-o", "remount,rw", str(place)], check=True)
+        states.write_bytes(bytes(len(before)))
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+        with contextlib.closing(RunChecking(folder)) as checking:
+            (rank,) = checking.run(queue, lambda _: None).ranks  # type: ignore[union-attr]
+        assert rank.damages and not rank.wrong, "that no note can be written is no damage"
 
 
 def test_a_lock_file_that_a_cleaner_deletes_lets_nobody_in(tmp_path: Path, queue: IoQueue) -> None:
