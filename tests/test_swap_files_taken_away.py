@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from offload.swapper.store import Store, StoreSpec
 from offload.swapper.store import drives as drives_module
 from offload.swapper.store.rank_folder import Lock
 from tests.support.filesystems import mounted
-from tests.support.store_runs import SPEC, Contents, Run
+from tests.support.store_runs import PAGE, SPEC, TRAINABLE, Contents, Run
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +123,28 @@ def test_swap_files_that_are_deleted_beneath_a_run_are_told_once(
     assert [message.startswith(told) for message in caplog.messages] == [True]
     run.compare()
     run.store.close()
+
+
+def test_a_copy_of_all_drives_is_read_without_the_originals(
+    tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest has the paths of the original's drives, which the original goes on writing."""
+    monkeypatch.setattr(drives_module, "_STRIPE_BYTES", PAGE)
+    run = run_of_two_commits(tmp_path / "here", queue, drives=2)
+    run.store.close()
+    shutil.copytree(tmp_path / "here", tmp_path / "copy")
+    run.resume()
+    for _ in range(2):
+        for unit in TRAINABLE:
+            run.update(unit)
+        run.commit()
+    run.store.close()
+    copy = tmp_path / "copy" / "drives" / "0" / "run"
+    with contextlib.closing(RunChecking(copy)) as checking:
+        assert checking.run(queue, lambda _: None).whole
+    shutil.rmtree(tmp_path / "copy" / "drives" / "1")
+    with contextlib.closing(RunChecking(copy)) as checking:
+        (rank,) = checking.run(queue, lambda _: None).ranks  # type: ignore[union-attr]
+    missing = f"{tmp_path}/copy/drives/1/run/rank0: the folder is missing: drive 1 of 2"
+    assert missing in [str(wrong) for wrong in rank.wrong]
+    assert not rank.damages
