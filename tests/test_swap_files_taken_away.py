@@ -16,7 +16,7 @@ from offload.aio import Bandwidth, IoQueue
 from offload.engine.model_io.weight_source import StoreSource
 from offload.errors import StoreError
 from offload.runs.verify import RunChecking
-from offload.swapper.store import Store, StoreSpec
+from offload.swapper.store import Store, StoreSpec, remove_run
 from offload.swapper.store import drives as drives_module
 from offload.swapper.store.rank_folder import Lock
 from tests.support.filesystems import mounted
@@ -148,3 +148,17 @@ def test_a_copy_of_all_drives_is_read_without_the_originals(
     missing = f"{tmp_path}/copy/drives/1/run/rank0: the folder is missing: drive 1 of 2"
     assert missing in [str(wrong) for wrong in rank.wrong]
     assert not rank.damages
+
+
+def test_a_run_is_found_by_a_path_without_its_name(
+    tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `offload verify .`; the folders on the other drives have the name."""
+    run = run_of_two_commits(tmp_path, queue, drives=2)
+    run.store.close()
+    monkeypatch.chdir(run.store.folders[0].parent)
+    for path in (Path(), Path("rank0") / ".."):
+        with contextlib.closing(RunChecking(path)) as checking:
+            assert checking.run(queue, lambda _: None).whole
+    remove_run(Path())
+    assert not any((tmp_path / "drives").rglob("states"))
