@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +16,11 @@ from offload.aio import Bandwidth, IoQueue
 from offload.engine.model_io.weight_source import StoreSource
 from offload.errors import StoreError
 from offload.runs.verify import RunChecking
-from offload.swapper.store import Store, StoreSpec
+from offload.swapper.store import Store, StoreSpec, remove_run
 from offload.swapper.store import drives as drives_module
 from offload.swapper.store.rank_folder import Lock
-from tests.support.store_runs import SPEC, Contents, Run
+from tests.support.filesystems import mounted
+from tests.support.store_runs import PAGE, SPEC, TRAINABLE, Contents, Run
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +68,27 @@ def run_of_two_commits(root: Path, queue: IoQueue, drives: int = 1) -> Run:
     return run
 
 
+def test_a_run_that_is_mounted_for_reads_is_verified_and_read(tmp_path: Path, queue: IoQueue) -> None:
+    """As a snapshot, or a drive that is about to fail."""
+    with mounted(tmp_path, "-t", "tmpfs", "-o", "size=1m", "tmpfs") as place:
+        run = run_of_two_commits(place, queue)
+        folder = run.store.folders[0].parent
+        run.store.close()
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+        with contextlib.closing(RunChecking(folder)) as checking:
+            with pytest.raises(StoreError, match="is in use by another process"):
+                Lock(folder / "rank0")
+            assert checking.run(queue, lambda _: None).whole
+        (states,) = (path for path in folder.rglob("states"))
+        before = states.read_bytes()
+        subprocess.run(["mount", "-o", "remount,rw", str(place)], check=True)
+        states.write_bytes(bytes(len(before)))
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+        with contextlib.closing(RunChecking(folder)) as checking:
+            (rank,) = checking.run(queue, lambda _: None).ranks  # type: ignore[union-attr]
+        assert rank.damages and not rank.wrong, "that no note can be written is no damage"
+
+
 def test_a_lock_file_that_a_cleaner_deletes_lets_nobody_in(tmp_path: Path, queue: IoQueue) -> None:
     """Such programs delete files that nobody has changed for days."""
     run = run_of_two_commits(tmp_path, queue)
@@ -98,3 +123,42 @@ def test_swap_files_that_are_deleted_beneath_a_run_are_told_once(
     assert [message.startswith(told) for message in caplog.messages] == [True]
     run.compare()
     run.store.close()
+
+
+def test_a_copy_of_all_drives_is_read_without_the_originals(
+    tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest has the paths of the original's drives, which the original goes on writing."""
+    monkeypatch.setattr(drives_module, "_STRIPE_BYTES", PAGE)
+    run = run_of_two_commits(tmp_path / "here", queue, drives=2)
+    run.store.close()
+    shutil.copytree(tmp_path / "here", tmp_path / "copy")
+    run.resume()
+    for _ in range(2):
+        for unit in TRAINABLE:
+            run.update(unit)
+        run.commit()
+    run.store.close()
+    copy = tmp_path / "copy" / "drives" / "0" / "run"
+    with contextlib.closing(RunChecking(copy)) as checking:
+        assert checking.run(queue, lambda _: None).whole
+    shutil.rmtree(tmp_path / "copy" / "drives" / "1")
+    with contextlib.closing(RunChecking(copy)) as checking:
+        (rank,) = checking.run(queue, lambda _: None).ranks  # type: ignore[union-attr]
+    missing = f"{tmp_path}/copy/drives/1/run/rank0: the folder is missing: drive 1 of 2"
+    assert missing in [str(wrong) for wrong in rank.wrong]
+    assert not rank.damages
+
+
+def test_a_run_is_found_by_a_path_without_its_name(
+    tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `offload verify .`; the folders on the other drives have the name."""
+    run = run_of_two_commits(tmp_path, queue, drives=2)
+    run.store.close()
+    monkeypatch.chdir(run.store.folders[0].parent)
+    for path in (Path(), Path("rank0") / ".."):
+        with contextlib.closing(RunChecking(path)) as checking:
+            assert checking.run(queue, lambda _: None).whole
+    remove_run(Path())
+    assert not any((tmp_path / "drives").rglob("states"))

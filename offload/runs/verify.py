@@ -19,9 +19,9 @@ from offload.errors import IoError, StoreError
 from offload.runs.own_checkpoint import find_own
 from offload.sizes import count_of, format_size
 from offload.swapper.store.format.commit_record import last_of_all
+from offload.swapper.store.format.run_notes import RunNotes
 from offload.swapper.store.format.undo import Undo
 from offload.swapper.store.inspection import Commit, Found, Wrong
-from offload.swapper.store.rank_folder import reserve
 from offload.swapper.store.verify import Damage, damages_of_commit
 
 
@@ -321,7 +321,7 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
         if damaged_places and serial == max(c.record.serial for c in found.commits):
             # If the file "suspect" exists, the next resume compares all bytes, and falls back to the commit before if
             # that one is intact.
-            reserve(found.folder / "suspect", 1)
+            RunNotes(found.folder).mark_suspect()
     except IoError as error:
         # An error at a path that `wrong` names already, such as a missing file, is not reported twice.
         here = Path(error.path)

@@ -23,7 +23,7 @@ MUTANTS = (
     _mutant(
         "commit data that is not synced",
         _STORE,
-        "        self._files.states.sync()\n        which = ",
+        "        self._files.sync()\n        which = ",
         "        which = ",
     ),
     _mutant("resume from slots that no commit names", _STORE, "self.newest = list(record.slots)", "pass"),

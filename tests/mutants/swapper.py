@@ -320,7 +320,7 @@ MUTANTS = (
     Mutant(
         "commit before the data is durable",
         "offload.swapper.store.store",
-        "        self._files.states.sync()\n        which",
+        "        self._files.sync()\n        which",
         "        which",
         "tests/test_store.py",
     ),
@@ -404,8 +404,8 @@ MUTANTS = (
     Mutant(
         "lock a file alone, which a cleaner may delete",
         "offload.swapper.store.rank_folder",
-        "                self._folder = lock_folder(folder)\n",
-        "                pass\n",
+        "            self._folder = lock_folder(folder)\n",
+        "",
         "tests/test_swap_files_taken_away.py",
     ),
 )

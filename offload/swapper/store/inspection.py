@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -277,8 +278,20 @@ def _wrong_drives(folder: Path, manifest: Manifest | None) -> list[Wrong]:
 
 def _folders(folder: Path, manifest: Manifest | None) -> tuple[Path, ...]:
     """Returns the rank's folder on each drive, `folder` being the one on the first."""
-    others = () if manifest is None else manifest.drives[1:]
-    return (folder, *(Path(drive) / folder.parent.name / folder.name for drive in others))
+    if manifest is None:
+        return (folder,)
+    # Of a path such as "." the name of the run is not a part.
+    here = Path(os.path.abspath(folder))
+    run, rank, first = here.parent.name, here.name, Path(manifest.drives[0])
+    # While the original is there, a copy must not be read together with drives that the original goes on writing.
+    is_copy = store_id(first / run / rank) == manifest.id and not folder.samefile(first / run / rank)
+    found = [folder]
+    for drive in manifest.drives[1:]:
+        original = Path(drive) / run / rank
+        # Where it would be if all drives had been copied, or mounted elsewhere, side by side as they were.
+        beside = Path(os.path.normpath(here.parent.parent / os.path.relpath(drive, first))) / run / rank
+        found.append(beside if is_copy or store_id(beside) == manifest.id else original)
+    return tuple(found)
 
 
 def _reason(path: Path, error: StoreError) -> str:
@@ -300,7 +313,7 @@ def place_of(folder: Path) -> tuple[str | None, int, Path | None]:
 
 def place_in(manifest: bytes, folder: Path) -> tuple[str | None, int, Path | None]:
     """Returns the identity that the bytes of a manifest claim for the rank's folder, as `place_of` does."""
-    notes = _object_in(manifest)
+    notes, folder = _object_in(manifest), Path(os.path.abspath(folder))
     drives, drive = notes.get("drives"), notes.get("drive") or 0
     if not isinstance(drive, int):
         return None, 0, None

@@ -59,33 +59,40 @@ class Lock:
 
     def __init__(self, folder: Path) -> None:
         self._folder: int | None = None
+        self._lock: DirLock | None = None
         try:
-            self._lock = DirLock(folder / "lock")
             try:
-                self._folder = lock_folder(folder)
-            except BaseException:
-                self._lock.close()
-                raise
+                self._lock = DirLock(folder / "lock")
+            except OSError as error:
+                # Mounted for reads, as a snapshot is: no process can write here, and readers need no file.
+                if error.errno != errno.EROFS:
+                    raise
+            self._folder = lock_folder(folder)
         except LockHeldError as error:
+            self.release()
             raise _in_use(folder, error.holder) from None
-        if self._lock.refused is not None:
+        except BaseException:
+            self.release()
+            raise
+        if self._lock is not None and (refused := self._lock.refused) is not None:
             self.release()
             raise StoreError(
-                f"{folder} cannot be locked ({self._lock.refused.strerror}), so another process could use it too; set "
-                f"nvme_path to a folder on a local drive"
+                f"{folder} cannot be locked ({refused.strerror}), so another process could use it too; set nvme_path "
+                "to a folder on a local drive"
             )
 
     @property
     def held(self) -> bool:
         """True until `release`."""
-        return self._lock.held
+        return self._folder is not None or (self._lock is not None and self._lock.held)
 
     def release(self) -> None:
         """Releases the lock; idempotent."""
         if self._folder is not None:
             os.close(self._folder)
         self._folder = None
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def __enter__(self) -> Lock:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,6 +114,8 @@ def find_removal(path: Path) -> Removal:
     Raises:
         StoreError: if `path` is not a run folder, or is a later drive of a run whose first drive is present.
     """
+    # A path such as "." has not the run's name, by which its folders on other drives are found.
+    path = Path(os.path.abspath(path))
     note = path / FINISHED
     ranks = rank_folders(path)
     found = [look(rank) for rank in ranks]
@@ -153,6 +156,7 @@ def remove_run(path: Path) -> Removal:
     Raises:
         StoreError: if `path` is not a run folder, or while a process uses the run.
     """
+    path = Path(os.path.abspath(path))
     with contextlib.ExitStack() as locks:
         # A start holds the lock before it writes any other file.
         ranks = [rank for rank in rank_folders(path) if is_rank(rank) or (rank / "lock").exists()]
