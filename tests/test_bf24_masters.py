@@ -15,6 +15,7 @@ from offload.config import load_config
 from offload.engine.params.paged_parameter import handle_of
 from offload.engine.setup.dtype_choice import auto_dtype
 from offload.errors import ConfigError, StoreError
+from offload.finetune.option_names import in_options
 from offload.finetune.options import Options, merge
 from offload.kernels import Noise, Partition, PlainSGDStep, Segment, noise_stream, update
 from offload.layout.flat_layout import layouts_of
@@ -179,8 +180,12 @@ def test_the_option_becomes_a_key_and_chooses_bf16() -> None:
 def test_a_run_with_another_master_is_refused(before: str, after: str, tmp_path: Path) -> None:
     trained(tmp_path, **forms(before)).destroy()
     advice = "--moments int8" if "int8" in after else f"--master {after}"
-    with pytest.raises(StoreError, match=rf"offload convert .*default {advice}`.*save_checkpoint.*load_checkpoint"):
+    with pytest.raises(
+        StoreError, match=rf"offload convert .*default {advice}`.*save_checkpoint.*load_checkpoint"
+    ) as no:
         start(JOB, DISK, tmp_path, resume="must", **forms(after))
+    had = "--moments fp32" if "int8" in after else f"--master {before}"
+    assert f"resume with {had}, as the run had;" in in_options(str(no.value), Options())
     again = start(JOB, DISK, tmp_path, resume="must", **forms(before))
     assert again.global_steps == 2 and f"{before}-master" in f"fp32-master {again._core.components.shards.mode.name}"
     again.destroy(remove=True)

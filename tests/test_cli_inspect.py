@@ -102,6 +102,14 @@ def test_an_nvme_path_lists_its_runs_and_nothing_else(run: Path) -> None:
     assert "finished.json notes it: --resume auto does not train the run again" in shown(drive / "done")
 
 
+def test_a_narrow_terminal_shows_the_whole_name_of_a_run(run: Path) -> None:
+    name = "a-run-with-a-long-name-moments-int8-master-bf24"
+    run.rename(run.parent / name)
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["inspect", str(run.parent)])
+    rows = [line[: line.find("  ")] for line in result.stdout.splitlines()[1:]]
+    assert name in "".join(row.strip() for row in rows), result.stdout
+
+
 def test_no_folder_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in ("none", "file"):

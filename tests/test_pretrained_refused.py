@@ -118,7 +118,7 @@ def spoil_other_model(folder: Path) -> None:
 
 
 SPOILS = {
-    spoil_wrong_folder: (StoreError, "there is no folder"),
+    spoil_wrong_folder: (StoreError, "there is no folder .*hf download OWNER/NAME"),
     spoil_truncated: (StoreError, "not a complete safetensors file"),
     spoil_head: (StoreError, "not a complete safetensors file"),
     spoil_pickle: (StoreError, r"model\.ckpt, a pickle"),

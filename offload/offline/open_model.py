@@ -99,7 +99,10 @@ def open_model(name: str, placement: Placement, *, scores: bool) -> OpenModel:
     """
     folder = Path(name)
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}; give a model's folder: config.json, tokenizer, safetensors")
+        raise ConfigError(
+            f"there is no folder {folder}; give a model's folder: config.json, tokenizer, safetensors. A model on the "
+            "hub is fetched first: hf download OWNER/NAME --local-dir NAME"
+        )
     check_folder(folder)
     require_transformers()
     content = placement.content()  # a wrong config is reported before the model is built

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from offload.sizes import count_of, format_decimal, format_size
 
@@ -30,7 +30,9 @@ def tables(found: Mapping[str, Any]) -> list[Table | str]:
 
 def _runs_table(runs: list[dict[str, Any]]) -> Table:
     """Returns one row per run of an nvme path."""
-    table = Table("run", "model", "mode", "ranks", "last commit", "on disk", "used by", "", box=None)
+    # A narrow terminal must not cut the name of a run short, which `offload rm` asks for.
+    run_name, mode = (Column(title, overflow="fold") for title in ("run", "mode"))
+    table = Table(run_name, "model", mode, "ranks", "last commit", "on disk", "used by", "", box=None)
     for run in runs:
         model = run["model"]
         newest = [rank["commits"][0] for rank in run["ranks"] if rank["commits"]]

@@ -129,7 +129,10 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     if folder.is_file() and folder.suffix == ".safetensors":
         return _of_file(folder)
     if not folder.is_dir():
-        raise StoreError(f"there is no folder {folder}; give a folder that save_pretrained has written")
+        raise StoreError(
+            f"there is no folder {folder}; give a folder that save_pretrained has written. A model on the hub is "
+            "fetched first: hf download OWNER/NAME --local-dir NAME"
+        )
     # Folders of the hub often contain both; safetensors have the same values.
     single, index = (SINGLE, INDEX) if _has(folder, SINGLE, INDEX) else (_PICKLE, _PICKLE_INDEX)
     if (folder / single).is_file():

@@ -323,9 +323,10 @@ def _advice_of_modes(there: str, here: str, folder: Path) -> str:
         changed = [what for what in forms if forms[what] != other_forms[what]]
         options = [word for what in changed for word in (f"--{what}", other_forms[what])]
         keys = " and ".join(f'"{what}": "{forms[what]}"' for what in changed)
+        had = " ".join(f"--{what} {forms[what]}" for what in changed)
         return (
-            f'resume with {keys} in the block "offload" ({", ".join(f"--{what}" for what in changed)}), as the run '
-            f"had; or convert the run: `{shell_command('convert', folder.parent, *options)}`; or call "
+            f'resume with {keys} in the block "offload" (offload train: {had}), as the run had; or convert '
+            f"the run: `{shell_command('convert', folder.parent, *options)}`; or call "
             "save_checkpoint in the run and load_checkpoint in a new one"
         )
     if dtype == other_dtype:
