@@ -127,6 +127,38 @@ def test_the_norm_is_there_when_the_step_was_made(tmp_path: Path) -> None:
     accelerator.engine.destroy(remove=True)
 
 
+def test_a_checkpoint_has_the_prepared_schedule(tmp_path: Path) -> None:
+    """Its rates and the losses after a load are those of the loop that went on."""
+    found = []
+    for load in (False, True):
+        AcceleratorState._reset_state(True)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, offload_config=config(tmp_path / str(load)))
+        model, optimizer, _, schedule = parts()
+        # Accelerate orders a shuffled loader by the epochs that it has seen, which a new process counts from 0.
+        loader = torch.utils.data.DataLoader(Texts(FEW), batch_size=2)
+        prepared = accelerator.prepare(model, optimizer, loader, schedule)
+        assert accelerator.engine is not None
+        if load:
+            accelerator.engine.load_checkpoint(tmp_path / "saved")
+        else:
+            loop(accelerator, *prepared)
+            accelerator.engine.save_checkpoint(tmp_path / "saved")
+        found.append(loop(accelerator, *prepared))
+        accelerator.engine.destroy(remove=True)
+    assert_same(*found)
+    assert found[0].logs[0]["learning_rate"] < 1e-3
+
+
+def test_a_schedule_without_a_plain_state_trains_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, loader, _ = parts()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    vars(schedule)["of_the_script"] = object()
+    accelerator = Accelerator(cpu=True, offload_config=config(tmp_path))
+    loop(accelerator, *accelerator.prepare(model, optimizer, loader, schedule))
+    assert "checkpoints will not contain the state of StepLR" in caplog.text
+    accelerator.engine.destroy(remove=True)
+
+
 def test_mixed_precision_is_the_engines(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", offload_config=config(tmp_path))
     model, optimizer, loader, schedule = accelerator.prepare(*parts())

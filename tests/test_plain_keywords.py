@@ -65,12 +65,17 @@ def test_keywords_that_contradict_the_config_are_an_error_that_names_both(tmp_pa
     assert json.dumps(config) == before
     with pytest.raises(ConfigError, match='dtype must be "bf16", "fp16" or "fp32"'):
         offload.initialize(model, optimizer=optimizer, dtype="int8")
+    with pytest.raises(ConfigError, match=r'dtype must be "bf16", "fp16" or "fp32", got torch\.float64'):
+        offload.initialize(model, optimizer=optimizer, dtype=torch.float64)
+    for tiers in ({"weights": "disk"}, {"states": "disk"}):
+        with pytest.raises(ConfigError, match=f"""{next(iter(tiers))} must be "none", "cpu" or "nvme", got 'disk'"""):
+            offload.initialize(model, optimizer=optimizer, **tiers)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r'states="nvme" needs path='):
+        offload.initialize(model, optimizer=optimizer, states="nvme")
     with pytest.raises(UsageError, match="got the keyword 'weight', expected some of weights, states, path"):
         offload.initialize(model, optimizer=optimizer, weight="cpu")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"expected one of config.*or keywords such as states"):
         offload.initialize(model, optimizer=optimizer)
-    with pytest.raises(ConfigError, match=r"offload_param.device"):
-        offload.initialize(model, optimizer=optimizer, weights="disk")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -16,7 +16,6 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from offload.config.script_values import ScriptValue, content_of, filled, refuse_blocks, refuse_sequences, value_of
@@ -26,38 +25,13 @@ from offload.engine.params.paged_parameter import handle_of
 from offload.engine.setup.initialize import initialize
 from offload.errors import BudgetError, ConfigError, UsageError
 from offload.hf.auto_values import as_reference
+from offload.hf.engine_optimizer import EngineOptimizer
 from offload.sizes import count_of, format_size, parse_size
 
 logger = logging.getLogger("offload")
 
 _PREPARED = "_is_accelerate_prepared"
 """Accelerate's mark of objects that `prepare` returns unchanged."""
-
-
-class EngineOptimizer(AcceleratedOptimizer):
-    """An engine's optimizer in Accelerate's wrapper: steps only when gradients are complete."""
-
-    def __init__(self, engine: Engine) -> None:
-        """Wraps the optimizer of `engine`."""
-        # Device placement would replace the groups, which the user's schedule refers to.
-        super().__init__(engine.optimizer, device_placement=False, scaler=None)
-        self.engine = engine
-        self.norms: list[torch.Tensor] = []
-        """Tensors returned by `clip_grad_norm_` that the next step fills."""
-
-    def step(self, closure: Any = None) -> None:
-        """Steps if gradients are complete, and fills the norms that `clip_grad_norm_` has returned."""
-        super().step(closure)
-        if self.gradient_state.sync_gradients:
-            norm = self.engine.get_global_grad_norm()
-            for given in self.norms:
-                given.fill_(math.nan if norm is None else norm)
-            self.norms.clear()
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """True if the last step was not applied: an overflow in fp16, otherwise `"on_nonfinite": "skip"`."""
-        return bool(self.optimizer.overflow)
 
 
 class Accelerator(accelerate.Accelerator):
@@ -231,6 +205,25 @@ class Accelerator(accelerate.Accelerator):
             )
         return super().prepare_optimizer(optimizer, device_placement)
 
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Returns Accelerate's wrapper of a schedule, which the engine's commits and checkpoints contain from then on.
+
+        Args:
+            scheduler: the schedule.
+        """
+        known = scheduler in self._schedulers
+        prepared = super().prepare_scheduler(scheduler)
+        # `save_state` of Accelerate saves schedules too. The engine saves its own, and steps it.
+        if self.engine is None or known or scheduler is self.engine.lr_scheduler:
+            return prepared
+        try:
+            self.engine.register_for_checkpointing(prepared)
+        except UsageError as error:
+            # Training needs no state of the schedule; only a load does, which a loop may never make.
+            name = type(scheduler).__name__
+            logger.warning("checkpoints will not contain the state of %s, the schedule: %s", name, error)
+        return prepared
+
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the model inside a wrapper; an engine counts as a wrapper.
 
@@ -362,7 +355,7 @@ class Accelerator(accelerate.Accelerator):
             return super().save_state(*args, **kwargs)
         raise UsageError(
             "weights and states are in the engine: call accelerator.engine.save_checkpoint(folder), with the "
-            "script's counters as client_state, or register a schedule by engine.register_for_checkpointing"
+            "script's counters as client_state; other objects are registered by engine.register_for_checkpointing"
         )
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:

@@ -98,7 +98,7 @@ MUTANTS = (
     ),
     Mutant(
         "leave a schedule where it was at a step that was skipped",
-        "offload.hf.accelerator",
+        "offload.hf.engine_optimizer",
         "return bool(self.optimizer.overflow)",
         "return False",
         "tests/test_accelerate.py",

@@ -50,7 +50,8 @@ _KEYS = {
     "gradient_accumulation_steps": _Key(("gradient_accumulation_steps",)),
 }
 """The key that each keyword sets, except for `dtype`."""
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp32"}
+_TIERS = ("none", "cpu", "nvme")
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def plain_config(model: Any, config: Any, keywords: Mapping[str, Any]) -> Any:
@@ -62,7 +63,8 @@ def plain_config(model: Any, config: Any, keywords: Mapping[str, Any]) -> Any:
         keywords: those of `PlainKeywords` that were given.
 
     Raises:
-        ConfigError: if a keyword and the config say different things; names both.
+        ConfigError: if a keyword and the config say different things, which names both; if a keyword has a value that
+            it cannot have, or a tier on drives has no path.
         UsageError: if there is no such keyword.
     """
     if unknown := sorted(keywords.keys() - PlainKeywords.__annotations__.keys()):
@@ -73,6 +75,7 @@ def plain_config(model: Any, config: Any, keywords: Mapping[str, Any]) -> Any:
     given = {name: value for name, value in keywords.items() if value is not None}
     if not given:
         return config
+    _check_tiers(given, config)
     content: dict[str, Any] = {} if config is None else _copy(config)
     dtype = given.pop("dtype", None)
     # With a config its own blocks say the dtype and the clip; a loop of plain PyTorch clips nothing by itself.
@@ -91,6 +94,16 @@ def plain_config(model: Any, config: Any, keywords: Mapping[str, Any]) -> Any:
         for each in ("bf16", "fp16"):
             _put(content, _Key((each, "enabled")), "dtype", each == wanted, said=str(wanted))
     return content
+
+
+def _check_tiers(given: Mapping[str, Any], config: Any) -> None:
+    """Raises `ConfigError`, in the words of the keywords, if a tier is none or lacks its folder."""
+    for name in ("weights", "states"):
+        tier = given.get(name, "none")
+        if tier not in _TIERS:
+            raise ConfigError(f'{name} must be "none", "cpu" or "nvme", got {tier!r}')
+        if tier == "nvme" and "path" not in given and config is None:
+            raise ConfigError(f'{name}="nvme" needs path=, the folder of the swap files on the drive')
 
 
 def _copy(config: Any) -> dict[str, Any]:
@@ -126,5 +139,6 @@ def _of_model(model: Any) -> str:
     """Returns the dtype of the model's floating-point parameters: the widest, if there are several."""
     # Several dtypes in one model: the widest holds the values of all.
     found = {each.dtype for each in model.parameters()} if isinstance(model, nn.Module) else set()
-    names = {_DTYPES[dtype] for dtype in found if dtype in _DTYPES} or {"fp32"}
+    # No mode trains float64: such a model trains in fp32, and a line says so.
+    names = {_DTYPES.get(dtype, "fp32") for dtype in found if dtype in _DTYPES or dtype is torch.float64} or {"fp32"}
     return "fp32" if len(names) > 1 else names.pop()
