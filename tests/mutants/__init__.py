@@ -20,6 +20,7 @@ from tests.mutants import (
     quantized,
     secondary,
     sequence,
+    store,
     storm,
     swapper,
     tiles,
@@ -27,6 +28,7 @@ from tests.mutants import (
 
 MUTANTS = (
     *swapper.MUTANTS,
+    *store.MUTANTS,
     *engine.MUTANTS,
     *params.MUTANTS,
     *distributed.MUTANTS,

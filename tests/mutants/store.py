@@ -1,0 +1,193 @@
+"""Faults of the store: its format, commits, copies of slots, and what a start finds."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "hold a lock on a file that is gone",
+        "offload.fileio.locked_dir",
+        "if not self._is_linked():",
+        "if False:",
+        "tests/test_store_ownership.py",
+    ),
+    Mutant(
+        "forget to make new folders durable",
+        "offload.swapper.store.rank_folder",
+        "            sync_folder(here)",
+        "            pass",
+        "tests/test_power_cut.py",
+    ),
+    Mutant(
+        "write manifests before the names of their folders are durable",
+        "offload.swapper.store.swap_files",
+        "        for folder in self.folders:\n            sync_names(folder)\n        self._write_manifests()\n",
+        "        self._write_manifests()\n        for folder in self.folders:\n            sync_names(folder)\n",
+        "tests/test_power_cut.py",
+    ),
+    Mutant(
+        "give frozen weights two slots, of which one is written",
+        "offload.swapper.store.format.manifest",
+        "return self.frozen if self.frozen and self.slots == 2 else",
+        "return",
+        "tests/test_store_read_checksums.py",
+    ),
+    Mutant(
+        "take all of a unit that has only weights as frozen",
+        "offload.swapper.store.format.manifest",
+        "                shared = frozen if state is State.WEIGHT else 0\n",
+        "                shared = nbytes if len(states) == 1 else frozen if state is State.WEIGHT else 0\n",
+        "tests/test_frozen_weights.py",
+    ),
+    Mutant(
+        "start over in silence where another version has made a commit",
+        "offload.swapper.store.format.commit_record",
+        " or found.other_format is not None:",
+        ":",
+        "tests/test_store_manifest.py",
+    ),
+    Mutant(
+        "read on behind what trains, into the other slot",
+        "offload.swapper.store.requests",
+        "if len(extents) == 1 else (Joined([(file, each) for each in extents]), 0)",
+        "",
+        "tests/test_store_read_checksums.py",
+    ),
+    Mutant(
+        "compare reads in the order in which they end",
+        "offload.swapper.store.requests",
+        "self._future.add_done_callback(function)",
+        "self._future.add_done_callback(lambda _: function(self))",
+        "tests/test_store_read_checksums.py",
+    ),
+    Mutant(
+        "tell of damage only the first who waits",
+        "offload.swapper.store.requests",
+        "self._damage = error",
+        "self._compared = True; raise",
+        "tests/test_store_read_checksums.py",
+    ),
+    Mutant(
+        "start over what another run has on a later drive",
+        "offload.swapper.store.store",
+        "            recovery.check_startable(self.folders, over)\n",
+        "            pass\n",
+        "tests/test_store_ownership.py",
+    ),
+    Mutant(
+        "swap the slots A and B",
+        "offload.swapper.store.store",
+        "return 0 if self.durable is None else 1 - self.durable.slots[unit]",
+        "return 0 if self.durable is None else self.durable.slots[unit]",
+        "tests/test_resume.py",
+    ),
+    Mutant(
+        "forget to make the names of blobs durable",
+        "offload.swapper.store.rank_folder",
+        "    if None in have:\n        sync_folder",
+        "    if False:\n        sync_folder",
+        "tests/test_power_cut.py",
+    ),
+    Mutant(
+        "write the record before the blob",
+        "offload.swapper.store.store",
+        '        write_in_place(self.folders[0] / f"blob.{which}", data)\n',
+        "        early = Record(self.durable.serial + 1 if self.durable else 1, step, tuple(self.newest), which, "
+        "len(data), crc32c(data))\n"
+        "        write_in_place(self._commit_path, early.pack(), which * PAGE)\n"
+        '        write_in_place(self.folders[0] / f"blob.{which}", data)\n',
+        "tests/test_power_cut.py",
+    ),
+    Mutant(
+        "let a commit that was taken back return",
+        "offload.swapper.store.format.commit_record",
+        "            if later.serial > record.serial:",
+        "            if False:",
+        "tests/test_power_cut.py",
+    ),
+    Mutant(
+        "forget what a drive has borne at a resume",
+        "offload.swapper.store.store",
+        "self.written.go_on(held.written)",
+        "pass",
+        "tests/test_drive_wear.py",
+    ),
+    Mutant(
+        "count all bytes for the first drive",
+        "offload.swapper.store.store",
+        "self.written.add(drive, count)",
+        "self.written.add(0, count)",
+        "tests/test_drive_wear.py",
+    ),
+    Mutant(
+        "commit before the data is durable",
+        "offload.swapper.store.store",
+        "        self._files.sync()\n        which",
+        "        which",
+        "tests/test_store.py",
+    ),
+    Mutant(
+        "leave the record of a commit that was taken back",
+        "offload.swapper.store.format.commit_record",
+        "for later in self.valid:",
+        "for later in ():",
+        "tests/test_store.py",
+    ),
+    Mutant(
+        "take frozen weights as compared when an update has written what lies before them",
+        "offload.swapper.store.format.checksum_table",
+        "self._prove(key, range(new[-1].start + new[-1].nbytes))",
+        "self._prove(key, range(1 << 62))",
+        "tests/test_store_read_checksums.py",
+    ),
+    Mutant(
+        "compare a read with what was written since",
+        "offload.swapper.store.format.checksums",
+        "            if of is not slot:",
+        "            if False:",
+        "tests/test_store_read_checksums.py",
+    ),
+    Mutant(
+        "edit where another process may have to resume",
+        "offload.swapper.store.store",
+        "        if self._before is None or self._before.slots[unit] != slot or self.newest[unit] == slot:\n",
+        "        if True:\n",
+        "tests/test_power_cut.py",
+    ),
+    Mutant(
+        "forget a later commit before the copies of slots are back on the drive",
+        "offload.swapper.store.format.undo",
+        "            sync()\n",
+        "",
+        "tests/test_power_cut.py",
+    ),
+    Mutant(
+        "put a copy of a slot back that is not what was copied",
+        "offload.swapper.store.format.undo",
+        " and _fits(file, extent, table[key]):",
+        ":",
+        "tests/test_slot_copies.py",
+    ),
+    Mutant(
+        "resume without the slots whose copies are damaged",
+        "offload.swapper.store.format.undo",
+        "if not copies.undamaged and find_damage is not None and",
+        "if False and",
+        "tests/test_slot_copies.py",
+    ),
+    Mutant(
+        "take the files of another rank",
+        "offload.swapper.store.format.manifest",
+        "    if found.rank != rank:\n",
+        "    if False:\n",
+        "tests/test_swap_files_taken_away.py",
+    ),
+    Mutant(
+        "lock a file alone, which a cleaner may delete",
+        "offload.swapper.store.rank_folder",
+        "            self._folder = lock_folder(folder)\n",
+        "",
+        "tests/test_swap_files_taken_away.py",
+    ),
+)
