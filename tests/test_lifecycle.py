@@ -215,3 +215,11 @@ def test_a_buffer_of_two_modules_stays_one(tmp_path: Path) -> None:
         engine.backward(engine(torch.ones(2, 8)))
         engine.step()
         engine.destroy()
+
+
+def test_the_start_of_an_optimizer_without_states_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with caplog.at_level("INFO", logger="offload"):
+        offload.initialize(model, optimizer=optimizer, weights="cpu", states="cpu")[0].destroy()
+    assert "fp32 sgd on cpu: weights on host, no states; host " in caplog.messages[-1], caplog.messages

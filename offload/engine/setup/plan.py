@@ -373,7 +373,9 @@ def summary(plan: Plan) -> str:
         clip = plan.config.gradient_clipping
         clipped = f"; gradients clipped to a norm of {clip:g}" if clip else "; gradients not clipped"
         tiers = placement.tiers_of(*(state for state in plan.mode.states if state is not State.WEIGHT))
-        states = f", states on {tiers or 'nothing'}{', gradients on disk' if placement.spilled else ''}"
+        # SGD without momentum keeps no state.
+        kept = f"states on {tiers}" if tiers else "no states"
+        states = f", {kept}{', gradients on disk' if placement.spilled else ''}"
     return Headline(
         f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}{states}; "
         f"host {format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
