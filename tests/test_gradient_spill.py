@@ -301,3 +301,8 @@ def test_a_gradient_is_written_once_in_a_step_of_one_micro_batch(
     train_step(engine, job, 0)
     engine.destroy(remove=True)
     assert nbytes and sum(counts[key] * nbytes[key] for key in counts) <= 1.05 * sum(nbytes.values())
+
+
+def test_padding_longer_than_a_window_has_several() -> None:
+    """A rank's share of a unit may end with more padding than a window holds."""
+    assert windows([0, 64, 12288], [0, 64], 8192) == (range(64), range(64, 8256), range(8256, 12288))

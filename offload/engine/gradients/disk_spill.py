@@ -12,6 +12,7 @@ waited for.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +40,8 @@ def windows(borders: Sequence[int], starts: Sequence[int], numel: int) -> tuple[
         starts: positions at which parameters begin, sorted.
         numel: most elements of a window.
     """
+    # Behind its last parameter a partition has padding, in which no chunk begins.
+    borders = [*(cut for each in itertools.pairwise(borders) for cut in range(*each, numel)), borders[-1]]
     found: list[range] = []
     start = borders[0]
     for before, border in zip(borders, [*borders[1:], None], strict=True):
