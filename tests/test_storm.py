@@ -65,6 +65,13 @@ def test_what_is_lost_is_told() -> None:
     assert verdict(CALM[0][:3], CALM[0], plan=every) == []
 
 
+def test_a_step_that_ends_between_a_power_cut_and_its_kill_is_not_lost() -> None:
+    plan = PLAN._replace(faults=(Fault("power", 5),))
+    begun, first, second = CALM[0][:3]
+    assert verdict([begun, first, ["cut", -1], second], CALM[0], plan=plan) == []
+    assert "though 2 steps had ended" in verdict([begun, first, second], CALM[0], plan=plan)[0]
+
+
 def test_wrong_bits_are_told() -> None:
     assert (
         "step of step 1 is [2.5, 1.0] in place of [2.0, 1.0]"

@@ -174,6 +174,8 @@ def _lost_steps(plan: Plan, lives: Sequence[Life], rank: int) -> Iterator[str]:
                 done = max(done, step + 1)
             elif what == "loading":
                 done = min(done, step)
+            elif what == "cut":  # what follows came after the image of the drives
+                break
 
 
 def _allowed(plan: Plan) -> int | None:

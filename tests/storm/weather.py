@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import pickle
 import random
@@ -95,6 +96,10 @@ class Weather:
         elif self.fault.what == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
         elif self._recorder is not None:
+            # The process goes on until it is killed, and may end steps that the image cannot have. Only runs of one
+            # rank meet a power cut.
+            with (self._folder.parent / "log.0.jsonl").open("a") as log:
+                print(json.dumps(["cut", -1]), file=log)
             image = self._recorder.image(_cut(random.Random(f"{self._plan.seed} {self._number}")))
             part = self._folder.parent / f"{IMAGE}.part"
             part.write_bytes(pickle.dumps(image))
