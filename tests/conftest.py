@@ -26,10 +26,11 @@ import torch
 import typer.testing
 
 import offload
-from offload.aio import BACKENDS, IoQueue
+from offload.aio import BACKENDS, Bandwidth, IoQueue
 from offload.aio.backend import refusals
 from offload.engine.setup import dtype_choice
 from offload.swapper.memory.host_arena import process_memory
+from offload.swapper.store import drives as drives_module
 from tests.support import device_process, sampling, what_works_page, workers
 
 if TYPE_CHECKING:
@@ -133,6 +134,12 @@ def queue() -> Iterator[IoQueue]:
     """As an engine makes it."""
     with IoQueue() as queue:
         yield queue
+
+
+@pytest.fixture
+def equal_drives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new run on several drives takes them for equally fast, and measures none."""
+    monkeypatch.setattr(drives_module, "_measured", lambda folders, nbytes: [Bandwidth(1e9, 1e9)] * len(folders))
 
 
 @pytest.fixture(params=BACKENDS)

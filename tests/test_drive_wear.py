@@ -14,12 +14,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import offload
-from offload.aio import Bandwidth, IoQueue, aligned_empty
+from offload.aio import IoQueue, aligned_empty
 from offload.cli.main import app
 from offload.report.drive_wear import forecast, warning
 from offload.runs.inspection import inspect
 from offload.swapper.store import Rating, Written
-from offload.swapper.store import drives as drives_module
 from offload.swapper.store.spill_file import SpillFile
 from tests.support.oracle import Job, start, train_step
 
@@ -48,10 +47,9 @@ def begin(folder: Path, drives: int = 1, **more: Any) -> offload.Engine:
 
 @pytest.mark.parametrize("drives", [1, 2])
 def test_what_goes_to_each_drive_is_what_was_asked_for_and_commits(
-    drives: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    drives: int, tmp_path: Path, equal_drives: None
 ) -> None:
     # Else a row of stripes may be so long, by what was measured, that all of so small a store lies on the first.
-    monkeypatch.setattr(drives_module, "_measured", lambda folders, nbytes: [Bandwidth(1e9, 1e9)] * len(folders))
     engine = begin(tmp_path, drives)
     before = engine.io_bytes().written, sum(each.run_bytes for each in engine.drive_writes())
     for step in range(3):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from offload.aio import Bandwidth, IoQueue
+from offload.aio import IoQueue
 from offload.errors import OffloadError
 from offload.states import State
 from offload.swapper.store import drives as drives_module
@@ -42,9 +42,8 @@ def room() -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def _small_drives(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_drives(equal_drives: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drives_module, "_STRIPE_BYTES", PAGE)
-    monkeypatch.setattr(drives_module, "_measured", lambda folders, nbytes: [Bandwidth(1e9, 1e9)] * len(folders))
 
 
 # -- what a run does ----------------------------------------------------------------------------------

@@ -5,15 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from offload.aio import Bandwidth, IoQueue, crc32c
+from offload.aio import IoQueue, crc32c
 from offload.errors import IoError, StoreError
-from offload.swapper.store import drives as drives_module
 from tests.support.filesystems import mounted
 from tests.support.store_runs import PAGE, SPEC, Contents, Run, label_of
 
@@ -21,15 +20,7 @@ OWN_NBYTES = (8192, 8192, 4096, 4096)
 """Bytes of the copies of both units, weight and moment of each. The frozen half of the second's weight is not there."""
 
 
-@pytest.fixture(scope="module")
-def queue() -> Iterator[IoQueue]:
-    with IoQueue() as queue:
-        yield queue
-
-
-@pytest.fixture(autouse=True)
-def _drives_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drives_module, "_measured", lambda folders, nbytes: [Bandwidth(1e9, 1e9)] * len(folders))
+pytestmark = pytest.mark.usefixtures("equal_drives")
 
 
 class Edited:

@@ -7,12 +7,11 @@ import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from offload.aio import Bandwidth, IoQueue
+from offload.aio import IoQueue
 from offload.engine.model_io.weight_source import StoreSource
 from offload.errors import StoreError
 from offload.runs.verify import RunChecking
@@ -22,16 +21,7 @@ from offload.swapper.store.rank_folder import Lock
 from tests.support.filesystems import mounted
 from tests.support.store_runs import PAGE, SPEC, TRAINABLE, Contents, Run
 
-
-@pytest.fixture(scope="module")
-def queue() -> Iterator[IoQueue]:
-    with IoQueue() as queue:
-        yield queue
-
-
-@pytest.fixture(autouse=True)
-def _drives_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drives_module, "_measured", lambda folders, nbytes: [Bandwidth(1e9, 1e9)] * len(folders))
+pytestmark = pytest.mark.usefixtures("equal_drives")
 
 
 OF_TWO = StoreSpec(SPEC.partitions, 2, {"world_size": 2, "units": []}, frozen=SPEC.frozen)
