@@ -40,10 +40,22 @@ test-avx2: $(VENV)/.dev ## Run the tests of arithmetic as a processor with no mo
 	else echo "make test-avx2: this processor has no AVX2, so there is nothing to limit; nothing was run"; fi
 
 # Of each kind of use one file: graphs, looking at weights, modules, features together, tight budgets, autocast.
-ON_DEVICE := $(foreach name,activation_graphs activation_input_forms activation_input_caches activation_inputs_kept autograd param_access param_access_refused module_kinds feature_combinations random_budgets autocast muon sinkgd,tests/test_$(name).py)
+ON_DEVICE := tests/activations/test_activation_graphs.py \
+	tests/activations/test_activation_input_forms.py \
+	tests/activations/test_activation_input_caches.py \
+	tests/activations/test_activation_inputs_kept.py \
+	tests/models/test_autograd.py \
+	tests/params/test_param_access.py \
+	tests/params/test_param_access_refused.py \
+	tests/models/test_module_kinds.py \
+	tests/models/test_feature_combinations.py \
+	tests/swapper/test_random_budgets.py \
+	tests/models/test_autocast.py \
+	tests/optim/test_muon.py \
+	tests/optim/test_sinkgd.py
 
 # Without those whose plain optimizer computes on a CPU, and has its bits.
-ON_GPU := $(filter-out tests/test_muon.py tests/test_sinkgd.py,$(ON_DEVICE))
+ON_GPU := $(filter-out tests/optim/test_muon.py tests/optim/test_sinkgd.py,$(ON_DEVICE))
 
 device: $(VENV)/.torch ## Build the test device, which takes half a minute and is done once for each state of its sources
 	$(BIN)/python -W ignore tests/device/build.py # torch alone misses NumPy

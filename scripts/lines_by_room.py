@@ -2,7 +2,7 @@
 
 A room is a folder of `offload/`; the folders inside of `engine/` and `swapper/` are rooms of their own. Each line of a
 file is of one kind: code, comment, docstring or blank. `.ci/run` prints the table, so that growth is seen in the log;
-`tests/test_code_limits.py` counts with the same functions. Needs the standard library alone.
+`tests/repository/test_code_limits.py` counts with the same functions. Needs the standard library alone.
 """
 
 from __future__ import annotations

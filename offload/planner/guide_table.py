@@ -25,7 +25,7 @@ from offload.planner.recommend import Planned
 from offload.planner.report import text as report
 from offload.sizes import GIB, format_size, format_time
 
-# tests/test_plan_table.py generates rows anew and compares them with the pages: write the pages after any change.
+# tests/planner/test_plan_table.py generates rows anew and compares them with the pages: write these after any change.
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "plan-table.md"
 
 MODELS = ((13, 40), (30, 60), (70, 80))

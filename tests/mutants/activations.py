@@ -8,7 +8,7 @@ _PACKAGE = "offload.engine.activations"
 
 
 def _streams(name: str, module: str, old: str, new: str) -> Mutant:
-    tests = "tests/test_activation_streams.py"
+    tests = "tests/activations/test_activation_streams.py"
     return Mutant(f"{name}, an input on the test device", f"{_PACKAGE}.{module}", old, new, tests)
 
 

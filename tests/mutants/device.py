@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-_ON_DEVICE = "tests/test_device_engine.py"
+_ON_DEVICE = "tests/accelerators/test_device_engine.py"
 _ACCELERATOR = "offload.swapper.memory.accelerator"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-_TESTS = "tests/test_ranks_secondary.py"
+_TESTS = "tests/ranks/test_ranks_secondary.py"
 
 MUTANTS = (
     Mutant(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-_TWO = "tests/test_sequence_parallel.py::test_two_ranks_that_share_sequences_equal_one_rank"
+_TWO = "tests/ranks/test_sequence_parallel.py::test_two_ranks_that_share_sequences_equal_one_rank"
 
 MUTANTS = (
     Mutant(

@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant
 
 _STORE = "offload.swapper.store.store"
 _WORKER = "offload.engine.optim.update_worker"
-_TESTS = "tests/test_storm_mutants.py"
+_TESTS = "tests/harness/test_storm_mutants.py"
 
 
 def _mutant(name: str, module: str, old: str, new: str) -> Mutant:

@@ -6,10 +6,10 @@ from tests.mutants.mutant import Mutant
 
 _FORWARD = "offload.engine.tiles.chunked_forward"
 _STATE = "offload.engine.tiles.forward_state"
-_TILES = "tests/test_tiles.py"
-_ENGINE = "tests/test_tiles_engine.py"
-_TILE_MLP = "tests/test_tile_mlp.py"
-_REFUSED = "tests/test_tiles_refused.py"
+_TILES = "tests/activations/test_tiles.py"
+_ENGINE = "tests/activations/test_tiles_engine.py"
+_TILE_MLP = "tests/activations/test_tile_mlp.py"
+_REFUSED = "tests/activations/test_tiles_refused.py"
 
 MUTANTS = (
     Mutant(
@@ -150,13 +150,13 @@ MUTANTS = (
         "offload.engine.tiles.linear",
         "bias and i == last,",
         "bias,",
-        "tests/test_tiled_linear.py",
+        "tests/activations/test_tiled_linear.py",
     ),
     Mutant(
         "draw the weights of a tiled layer for the inputs of a block",
         "offload.engine.tiles.linear",
         "bound = self.whole_inputs**-0.5",
         "bound = self.in_features**-0.5",
-        "tests/test_tiled_linear.py",
+        "tests/activations/test_tiled_linear.py",
     ),
 )

@@ -1,4 +1,4 @@
-"""Trains a tiny GPT-2 with DeepSpeed, saves, and goes on: makes the data of `tests/test_deepspeed_checkpoints.py`.
+"""Trains a tiny GPT-2 with DeepSpeed, saves, and goes on: makes `tests/data/deepspeed_checkpoints.tar.xz`.
 
 It needs DeepSpeed 0.19.8 beside torch and transformers, in an environment of its own, and runs on the CPU:
 

@@ -1,4 +1,4 @@
-"""A fit of `tests/test_lightning.py` on the ranks that torchrun starts: `lightning_ranks.py FOLDER`."""
+"""A fit of `tests/trainers/test_lightning.py` on the ranks that torchrun starts: `lightning_ranks.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from offload.integrations.lightning import OffloadStrategy
-from tests.test_lightning import Net, config, rows, trainer
+from tests.trainers.test_lightning import Net, config, rows, trainer
 
 
 class Divided(Net):

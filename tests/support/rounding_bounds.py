@@ -16,7 +16,7 @@ deviations, which chance exceeds once in 10**9, are `5 sqrt(n)` units.
 A rule of an optimizer divides a gradient by its own size, so the direction of a step has the gradient's relative
 error, and the weights are apart by that share of the way that they have gone. It is stated for tensors, by their
 2-norms: one element may have a gradient of nothing but noise. A real fault changes more than such a share;
-`tests/test_rounding_bounds.py` has those that are seen.
+`tests/harness/test_rounding_bounds.py` has those that are seen.
 """
 
 from __future__ import annotations

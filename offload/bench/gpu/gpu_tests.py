@@ -12,8 +12,12 @@ from offload.bench.gpu.work import Save, Work
 
 _ROOT = Path(__file__).resolve().parents[3]
 """Root of the checkout, if the package is part of one."""
-FILES = tuple(
-    f"tests/test_{name}.py" for name in ("gpu", "kernels_cuda", "kernels_blocks", "pinning", "deepnvme_files")
+FILES = (
+    "tests/accelerators/test_gpu.py",
+    "tests/kernels/test_kernels_cuda.py",
+    "tests/kernels/test_kernels_blocks.py",
+    "tests/swapper/test_pinning.py",
+    "tests/aio/test_deepnvme_files.py",
 )
 _LAST_LINES = 30
 

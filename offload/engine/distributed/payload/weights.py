@@ -6,8 +6,8 @@ Each rank computes with the values of the codes, also of its own shard, so all h
 shard itself stays exact in its tier: updates, commits and checkpoints know nothing of codes.
 
 A unit that is on the device may be gathered again for a rank that lacks it. Its shard there has the values of codes,
-whose codes give the same values again (`tests/test_ranks_quantized_weights.py` tries all), so nothing changes under
-compute that reads them.
+whose codes give the same values again (`tests/ranks/test_ranks_quantized_weights.py` tries all), so nothing changes
+under compute that reads them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Tests of the I/O engine and DeepNVMe's names for it."""

@@ -1,0 +1,1 @@
+"""Tests of `offload bench` and the programs in `bench/`."""

@@ -1,0 +1,1 @@
+"""Tests of checkpoints and resumes: what continues, and with how many ranks."""

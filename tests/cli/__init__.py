@@ -1,0 +1,1 @@
+"""Tests of commands: their options, output, exit codes and signals."""

@@ -1,0 +1,1 @@
+"""Tests of the JSON: its keys, errors, notices and derived values."""

@@ -1,0 +1,273 @@
+"""A common mistake in a config is an error with the place, the expectation, the value and the fix.
+
+Beside the table of tests/config/test_config_bad_values.py; the words are held here, from the key's dotted path to the
+way out.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.config import load_config, resolve_batch
+from offload.errors import ConfigError
+
+BATCH = "train_batch_size must be"
+WHOLE = "train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks, but it is"
+
+
+def zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, **keys}}
+
+
+def optimizer(kind: str, **params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": kind, "params": params}}
+
+
+def schedule(kind: str, **params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": kind, "params": params}}
+
+
+def batch(total: int, micro: int | None = None, accumulation: int | None = None) -> dict[str, Any]:
+    return {
+        "train_batch_size": total,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+    }
+
+
+WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
+    # the three batch sizes, on 4 ranks
+    "three that contradict": (
+        batch(32, 4, 4),
+        f"{BATCH} {WHOLE} 32, and 4 * 4 * 4 is 64; change one of the three, or leave one out",
+    ),
+    "a micro-batch that does not divide": (
+        batch(30, micro=4),
+        f"{BATCH} a multiple of train_micro_batch_size_per_gpu * ranks, but it is 30, and 4 * 4 is 16; change one",
+    ),
+    "a micro-batch above the whole": (batch(4, micro=8), "but it is 4, and 8 * 4 is 32; change one of them"),
+    "an accumulation that does not divide": (
+        batch(10, accumulation=4),
+        f"{BATCH} a multiple of gradient_accumulation_steps * ranks, but it is 10, and 4 * 4 is 16; change one",
+    ),
+    "fewer samples than ranks": (batch(6), "but it is 6, and 1 * 4 is 4; change one of them"),
+    # wrong types
+    "a word for a number": (batch("many"), "train_batch_size should be a whole number, got 'many'"),  # type: ignore[arg-type]
+    "a list for a number": (batch([32]), "train_batch_size should be a whole number, got [32]"),  # type: ignore[arg-type]
+    "a fraction of an element": (
+        zero(sub_group_size=1.5),
+        "zero_optimization.sub_group_size should be a whole number, got 1.5",
+    ),
+    "zero micro-batches": (
+        {"train_micro_batch_size_per_gpu": 0},
+        "train_micro_batch_size_per_gpu should be greater than 0, got 0",
+    ),
+    "a word for a switch": ({"fp16": {"enabled": "maybe"}}, "fp16.enabled should be true or false, got 'maybe'"),
+    "a word for a rate": (optimizer("AdamW", lr="high"), "optimizer.params.lr should be a number, got 'high'"),
+    "a switch for a block": (
+        {"bf16": True},
+        'bf16 should be a block, as {...}, got True; write "bf16": {"enabled": true}',
+    ),
+    "a switch off for a block": ({"fp16": False}, 'got False; write "fp16": {"enabled": false}'),
+    "a word for tiles": (
+        {"offload": {"tile_mlp": "always"}},
+        "offload.tile_mlp should be 'auto', false or a number of chunks of at least 1, got 'always'",
+    ),
+    "a switch for tiles": ({"offload": {"tile_mlp": True}}, "a number of chunks of at least 1, got True"),
+    "no tiles": ({"offload": {"tile_mlp": 0}}, "a number of chunks of at least 1, got 0"),
+    "a word for a mode": ({"fp16": "O2"}, """got 'O2'; write "fp16": {"enabled": true}"""),
+    "a stage for a block": (
+        {"zero_optimization": 2},
+        'zero_optimization should be a block, as {...}, got 2; write "zero_optimization": {"stage": 2}',
+    ),
+    "a word for a stage": (
+        {"zero_optimization": "ZeRO-3"},
+        """got 'ZeRO-3'; write "zero_optimization": {"stage": 3}""",
+    ),
+    "a rate for the params": (
+        {"optimizer": {"type": "Lion", "params": 0.01}},
+        'optimizer.params should be a block, as {...}, got 0.01; write "params": {"lr": 0.01}',
+    ),
+    "a dtype for a block": ({"data_types": "bf16"}, """write "data_types": {"grad_accum_dtype": "bf16"}"""),
+    "weights of another dtype than the mode": (
+        {"data_types": {"param_dtype": "bf16"}},
+        'data_types.param_dtype is bf16, but the weights are fp32; set "bf16": {"enabled": true}, or leave it out',
+    ),
+    "fp32 weights in a mode of 16 bits": (
+        {"data_types": {"param_dtype": "float32"}, "fp16": {"enabled": True}},
+        "data_types.param_dtype is fp32, but the weights are fp16; switch bf16 and fp16 off, or leave it out",
+    ),
+    "sums of gradients": (
+        {"gradient_allreduce_op": "sum"},
+        "gradient_allreduce_op should be 'mean', got 'sum'; for a sum multiply the loss by the number of ranks",
+    ),
+    "steps that the caller ends": (
+        {"managed_gradient_accumulation": False},
+        "managed_gradient_accumulation should be True, got False; to mark the end of a step, call "
+        "engine.set_gradient_accumulation_boundary",
+    ),
+    "a word for a clip": (
+        {"gradient_clipping": "off"},
+        "gradient_clipping should be a number, got 'off'; 0 switches clipping off",
+    ),
+    "a word for a budget": (
+        {"offload": {"host_memory": "16 GB of RAM"}},
+        "offload.host_memory should be a size such as '16GiB', '800MB' or a number of bytes, got '16 GB of RAM'",
+    ),
+    "an empty folder": (
+        {"offload": {"nvme_path": ""}},
+        "offload.nvme_path should be a folder on the drive, or a list of folders, one for each drive, got ''",
+    ),
+    # unknown keys
+    "a plural of ours": ({"offload": {"nvme_paths": "/x"}}, 'offload.nvme_paths; did you mean "nvme_path"?'),
+    "deep in ours": ({"offload": {"debug": {"poisn": True}}}, 'offload.debug.poisn; did you mean "poison"?'),
+    "beside every": (
+        {"offload": {"durability": {"every": 10, "seconds": 1}}},
+        "unknown key offload.durability.seconds; remove it; keys with an effect are every",
+    ),
+    "another spelling": (
+        {"zero_optimisation": {"stage": 3}},
+        'unknown key zero_optimisation; did you mean "zero_optimization"?',
+    ),
+    "a block at the wrong level": (
+        {"offload_param": {"device": "cpu"}},
+        "unknown key offload_param; did you mean zero_optimization.offload_param?",
+    ),
+    "a rate at the wrong level": (
+        {"optimizer": {"type": "AdamW", "lr": 1e-4}},
+        "unknown key optimizer.lr; did you mean optimizer.params.lr?",
+    ),
+    "a device at the wrong level": (
+        zero(device="cpu"),
+        "unknown key zero_optimization.device; did you mean zero_optimization.offload_param.device or "
+        "zero_optimization.offload_optimizer.device?",
+    ),
+    "a block of the top level in another": (
+        zero(aio={"queue_depth": 8}),
+        'unknown key zero_optimization.aio; "aio" belongs at the top level, beside the other blocks',
+    ),
+    # older spellings
+    "a bucket by both names": (
+        zero(prefetch_bucket_size=1, stage3_prefetch_bucket_size=2),
+        '"zero_optimization.prefetch_bucket_size" is the older name of '
+        '"zero_optimization.stage3_prefetch_bucket_size", which is set too; keep one of them',
+    ),
+    "weights by both names": (
+        zero(cpu_offload_params=True, offload_param={"device": "nvme", "nvme_path": "/x"}),
+        "zero_optimization contains both cpu_offload_params and offload_param; leave cpu_offload_params out",
+    ),
+    "two modes, one by its older name": (
+        {"fp16": {"enabled": True}, "bfloat16": {"enabled": True}},
+        "fp16 and bf16 are both enabled; leave one of them on",
+    ),
+    # optimizers
+    "another's moments": (
+        optimizer("SGD", lr=0.1, betas=[0.9, 0.99]),
+        "optimizer contains params.betas, and SGD takes lr, momentum, dampening, weight_decay, nesterov",
+    ),
+    "a beta too many": (
+        optimizer("AdamW", betas=[0.9, 0.99, 0.999]),
+        "optimizer.params.betas should have at most 2 items, not 3, got [0.9, 0.99, 0.999]",
+    ),
+    "a beta alone": (optimizer("AdamW", betas=0.9), "optimizer.params.betas should be a list, got 0.9"),
+    "a switched-off correction": (
+        optimizer("Adam", bias_correction=False),
+        "optimizer.params.bias_correction should be True, got False",
+    ),
+    "one of 8 bits": (
+        optimizer("AdamW8bit"),
+        "optimizer.type should be 'Adam', 'AdamW', 'Lamb', 'Adagrad', 'Lion', 'SGD', 'Muon' or 'SinkGD', or an "
+        "optimizer of torch, as 'torch.optim.NAdam', got 'AdamW8bit'; set one of these, or pass optimizer= to "
+        "offload.initialize",
+    ),
+    "an optimizer that is a word": (
+        {"optimizer": "Lion"},
+        """optimizer should be a block, as {...}, got 'Lion'; write "optimizer": {"type": "Lion", "params": {"lr":""",
+    ),
+    # schedules
+    "a schedule that is a word": (
+        {"scheduler": "WarmupDecayLR"},
+        """scheduler should be a block, as {...}, got 'WarmupDecayLR'; write "scheduler": {"type": "WarmupDecayLR", """,
+    ),
+    "half a cycle": (schedule("OneCycle", cycle_min_lr=0.1), "scheduler.params.cycle_max_lr is required"),
+    "a schedule by its name": (
+        {"scheduler": {"name": "WarmupLR"}},
+        "unknown key scheduler.name; remove it; keys with an effect are type, params",
+    ),
+    "a schedule of another library": (schedule("cosine"), "got 'cosine'; did you mean \"WarmupCosineLR\"?"),
+    "Trainer's name of the block": (
+        {"lr_scheduler": {"type": "WarmupLR"}},
+        'unknown key lr_scheduler; did you mean "scheduler"?',
+    ),
+    # tiers
+    "a fourth stage": (
+        {"zero_optimization": {"stage": 4}},
+        "zero_optimization.stage should be less than or equal to 3, got 4",
+    ),
+    "a tier as a word": (
+        zero(offload_param="cpu"),
+        """zero_optimization.offload_param should be a block, as {...}, got 'cpu'; write "offload_param": {"device":""",
+    ),
+    "weights on nvme without a path": (
+        zero(offload_param={"device": "nvme"}),
+        'zero_optimization.offload_param.device is nvme, but no "nvme_path" is given; set it beside the device, or '
+        'once in the "offload" block',
+    ),
+    "states on nvme with a path of null": (
+        zero(offload_optimizer={"device": "nvme", "nvme_path": None}),
+        'zero_optimization.offload_optimizer.device is nvme, but no "nvme_path" is given',
+    ),
+    "more than all": (
+        zero(offload_optimizer={"device": "cpu", "ratio": 1.5}),
+        "zero_optimization.offload_optimizer.ratio should be less than or equal to 1, got 1.5",
+    ),
+    "one of several GPUs": (
+        {"offload": {"device": "cuda:1"}},
+        "offload.device should be 'auto', 'cpu', 'cuda' or the type of another accelerator, as 'xpu', got 'cuda:1'",
+    ),
+    "a resume of true": (
+        {"offload": {"resume": True}},
+        "offload.resume should be 'never', 'auto', 'must' or 'restart', got True",
+    ),
+    # files
+    "a block twice": (
+        '{"fp16": {"enabled": true}, "zero_optimization": {}, "fp16": {"enabled": false}}',
+        "ds.json: the key 'fp16' appears twice in one block; keep one of them",
+    ),
+    "a key twice, far in": (
+        '{"zero_optimization": {"offload_param": {"device": "cpu", "pin_memory": true, "device": "nvme"}}}',
+        "ds.json: the key 'device' appears twice in one block; keep one of them",
+    ),
+    "Python for JSON": (
+        '{\n  "fp16": {"enabled": True}\n}',
+        "ds.json is not JSON: Expecting value at line 2, column 23",
+    ),
+    "a comma that is missing": (
+        '{\n  "train_batch_size": 4\n  "gradient_clipping": 1\n}',
+        "ds.json is not JSON: Expecting ',' delimiter at line 3, column 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_the_message_names_the_place_the_value_and_the_fix(case: str, tmp_path: Path) -> None:
+    content, message = WRONG[case]
+    source: Any = content
+    if isinstance(content, str):
+        source = tmp_path / "ds.json"
+        source.write_text(content)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve_batch(load_config(source), 4)
+
+
+def test_the_error_for_a_misplaced_key_names_its_block() -> None:
+    """Somebody else's keys may lie there, so it is no error, and a line names it."""
+    notices = load_config({"lr": 1e-4, "host_memory": "1GiB", "note": "x", "enabled": True}).notices
+    assert notices == (
+        "config keys that are not supported and are ignored: enabled, host_memory (did you mean offload.host_memory?), "
+        "lr (did you mean optimizer.params.lr?), note",
+    )

@@ -1,0 +1,222 @@
+"""Keys of a config that have no effect are reported on stderr, also without logging set up."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.config import load_config
+from tests.config.test_reference_configs import MEANINGS
+from tests.support import warm_process
+from tests.support.rank_pool import shared_pool
+
+SCRIPT = """
+import json, sys
+import torch
+import offload
+config = json.loads(sys.argv[1])
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if "own" in sys.argv else None
+engine = offload.initialize(model=model, optimizer=optimizer, config=config)[0]
+print("trains", flush=True)
+engine.destroy()
+"""
+BASE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "offload": {"device": "cpu"},
+}
+
+
+def notices_of(folder: Path, given: dict[str, Any], *options: str) -> list[str]:
+    """The lines on stderr of a script that trains by `given`, beside the one that says where states are."""
+    done = warm_process.run(["-c", SCRIPT, json.dumps({**BASE, **given}), *options], cwd=folder)
+    assert done.returncode == 0 and done.stdout == "trains\n", done.stderr
+    return beside_the_headline(done.stderr)
+
+
+def beside_the_headline(errors: str) -> list[str]:
+    """The lines of a start that change with its config, of which one says where states are."""
+    lines = errors.splitlines()
+    (headline,) = [line for line in lines if re.match(r"offload: \w+ on \w+: weights on ", line)]
+    lines.remove(headline)
+    return lines
+
+
+def test_nothing_where_all_is_done(tmp_path: Path) -> None:
+    assert notices_of(tmp_path, {"zero_optimization": {"stage": 3}}) == []
+
+
+def test_one_line_for_all_that_changes_speed_alone(tmp_path: Path) -> None:
+    zero = {"stage": 3, "contiguous_gradients": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    (line,) = notices_of(tmp_path, {"zero_optimization": zero, "aio": {"use_gds": True}})
+    assert line.startswith("offload: config keys without effect, since this library")
+    for key in ("contiguous_gradients", "offload_optimizer.pin_memory", "aio.use_gds"):
+        assert key in line
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"flops_profiler": {"enabled": True}}, "config keys that are not supported and are ignored: flops_profiler"),
+        ({"sparse_gradients": True}, "config keys that are not supported and are ignored: sparse_gradients"),
+        ({"gradient_clipping": "auto"}, 'clipped to a global norm of 1, which "auto" means where no Trainer sets the'),
+    ],
+)
+def test_a_line_for_what_is_not_done(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (line,) = notices_of(tmp_path, given)
+    assert line.startswith("offload: ") and message in line
+
+
+def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
+    (line,) = notices_of(tmp_path, {}, "own")
+    assert line == "offload: the optimizer AdamW of the config is not used, because optimizer= is given"
+
+
+# -- files that DeepSpeed users have, by each way to train ----------------------------------------------
+
+BY_A_LOOP = """
+import sys
+import torch
+import offload
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if "own" in sys.argv else None
+engine = offload.initialize(model=model, optimizer=optimizer, config="ds_config.json")[0]
+for _ in range(2 * engine.gradient_accumulation_steps()):
+    engine.backward(engine(torch.ones(1, 4, dtype=engine.module.weight.dtype)).float().mean())
+    engine.step()
+engine.destroy()
+"""
+BY_TRAINER = """
+import torch, transformers
+from offload.hf import OffloadTrainer
+transformers.logging.set_verbosity_error()
+size = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 128, "bos_token_id": 0, "eos_token_id": 0}
+model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size))
+data = [{"input_ids": ids, "labels": ids} for ids in torch.zeros(8, 8, dtype=torch.long)]
+more = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "num_train_epochs": 2}
+args = transformers.TrainingArguments("output", per_device_train_batch_size=4, **more)
+trainer = OffloadTrainer(model=model, args=args, train_dataset=data, offload_config="ds_config.json")
+trainer.evaluate(data)
+trainer.train()
+trainer.engine.destroy()
+"""
+BY_ACCELERATE = """
+import torch
+from offload.hf import Accelerator
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 4)), batch_size=4)
+accelerator = Accelerator(cpu=True, offload_config="ds_config.json")
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for (x,) in loader:
+    accelerator.backward(model(x).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+accelerator.engine.destroy()
+"""
+CLIPPED = (
+    'gradients are clipped to a global norm of 1, since the config does not say; "gradient_clipping": 0 turns clipping '
+    "off, as in older DeepSpeed"
+)
+
+
+def lines_of(folder: Path, name: str, script: str, *options: str) -> list[str]:
+    """What a plain process says on stderr that trains by one of the files; how fast this processor is left out."""
+    (folder / "ds_config.json").write_text(MEANINGS[name].text)
+    done = warm_process.run(["-c", script, *options], cwd=folder, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr
+    return [line for line in beside_the_headline(done.stderr) if "products are" not in line]
+
+
+@pytest.mark.parametrize("name", MEANINGS)
+def test_each_key_of_a_file_that_is_not_honoured_and_nothing_else(name: str, tmp_path: Path) -> None:
+    meaning = MEANINGS[name]
+    expected = [start + ", ".join(keys) for start, keys in meaning.notices]
+    expected += [] if '"gradient_clipping"' in meaning.text else [CLIPPED]
+    notices_of = lines_of(tmp_path, name, BY_A_LOOP, *([] if meaning.optimizer else ["own"]))
+    assert notices_of == [f"offload: {line}" for line in expected]
+
+
+@pytest.mark.parametrize("script", [BY_TRAINER, BY_ACCELERATE], ids=["Trainer", "Accelerate"])
+def test_the_same_by_trainer_and_accelerate(script: str, tmp_path: Path) -> None:
+    """Once a run, also where it evaluates before it trains; what clips is said by the arguments and the script."""
+    name = "stage 3 on the CPU"
+    ((start, keys),) = MEANINGS[name].notices
+    assert lines_of(tmp_path, name, script) == [f"offload: {start}{', '.join(keys)}"]
+
+
+def test_a_path_may_be_used_though_no_tier_is_nvme(tmp_path: Path) -> None:
+    """With little memory states move to the drive, so the line at the start must not say that the path is ignored."""
+    script = SCRIPT.replace(
+        "torch.nn.Linear(4, 4)", "torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in '.' * 16))"
+    )
+    zero = {"stage": 3, "offload_param": {"device": "cpu", "nvme_path": "swap"}, "offload_optimizer": {"device": "cpu"}}
+    config = {**BASE, "zero_optimization": zero, "offload": {"device": "cpu", "host_memory": "44MiB"}}
+    done = warm_process.run(["-c", script, json.dumps(config)], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "to disk" in done.stderr and (tmp_path / "swap" / "default").is_dir()
+    assert "nvme_path is used only if" in done.stderr and "ignored" not in done.stderr
+
+
+class _Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def lines_on_rank(zero: dict[str, object], tier: str = "none") -> list[str]:
+    """The warnings of this rank where it makes an engine of that block of ZeRO, with weights in that tier."""
+    listener = _Heard()
+    logger = logging.getLogger("offload")
+    logger.addHandler(listener)
+    try:
+        config = {**BASE, "zero_optimization": {**zero, "offload_param": {"device": tier}}}
+        offload.initialize(model=torch.nn.Linear(4, 4), config=config)[0].destroy()
+    finally:
+        logger.removeHandler(listener)
+    return listener.lines
+
+
+def test_stages_1_and_2_on_several_ranks_are_reported_once_as_stage_3() -> None:
+    with shared_pool(2) as ranks:
+        for stage in (1, 2):
+            first, second = ranks.run(lines_on_rank, {"stage": stage})
+            assert second == [] and len(first) == 1, (first, second)
+            assert first[0].startswith(f"offload: ZeRO stage {stage} on 2 ranks is trained as stage 3: ")
+        assert ranks.run(lines_on_rank, {"stage": 3}) == [[], []]
+        first, _ = ranks.run(lines_on_rank, {"stage": 2}, "cpu")
+        assert "offload: offload_param is honoured at ZeRO stage 2 too, as at stage 3" in first
+        assert not any("one process" in line for line in first)
+    assert not any("ZeRO stage" in line for line in lines_on_rank({"stage": 2})), "one rank has nothing to part"
+
+
+def test_who_names_no_stage_hears_of_none() -> None:
+    """A loop of plain PyTorch gives tiers by keywords, and has never heard of ZeRO's stages."""
+    plain = load_config({"zero_optimization": {"offload_param": {"device": "cpu"}}})
+    named = load_config({"zero_optimization": {"stage": 0, "offload_param": {"device": "cpu"}}})
+    assert not any("stage" in line for line in plain.notices)
+    assert "offload_param is honoured at ZeRO stage 0 too, as at stage 3" in named.notices
+
+
+def test_a_config_without_a_stage_tells_how_each_rank_keeps_whole_states() -> None:
+    with shared_pool(2) as ranks:
+        for zero in ({}, {"stage": 0, "mics_shard_size": -1}):
+            divided, _ = ranks.run(lines_on_rank, zero)
+            advice = '"stage": 0 without "mics_shard_size" keeps all of them on each rank, as in DeepSpeed'
+            assert "are partitioned" in divided[0] and advice in divided[0]
+        for zero in ({"stage": 0}, {"stage": 0, "mics_shard_size": "auto"}, {"stage": 1, "mics_shard_size": 1}):
+            whole, _ = ranks.run(lines_on_rank, zero)
+            assert not any("partitioned" in line for line in whole), whole

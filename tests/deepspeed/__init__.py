@@ -1,0 +1,1 @@
+"""Tests of DeepSpeed's API, scripts, schedules and checkpoints."""

@@ -1,0 +1,1 @@
+"""Tests of mixtures of experts, stacked or not."""

@@ -1,0 +1,1 @@
+"""Tests of Ctrl-C, exceptions, errors of threads, and the ends of engines."""

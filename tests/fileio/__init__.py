@@ -1,0 +1,1 @@
+"""Tests of files beside the store: atomic writes, locks, safetensors, `torch.save`."""

@@ -1,0 +1,1 @@
+"""Tests of the texts of `offload train`, and their rows of tokens."""

@@ -1,0 +1,1 @@
+"""Tests of from autograd to the update: hooks, sums, spills."""

@@ -1,0 +1,1 @@
+"""Tests of the tests' own tools: samples, workers, mutants, storms, the late device."""

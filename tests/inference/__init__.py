@@ -1,0 +1,1 @@
+"""Tests of `offload.inference`, `offload score` and `offload generate`."""

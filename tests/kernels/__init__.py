@@ -1,0 +1,1 @@
+"""Tests of arithmetic: each kernel is its formula, on every processor."""

@@ -1,0 +1,1 @@
+"""Tests of ranks on several hosts: `offload launch`, torchrun, Slurm, Kubernetes."""

@@ -1,0 +1,1 @@
+"""Tests of steps of several micro-batches, in either order."""

@@ -1,0 +1,1 @@
+"""Tests of models that come from a folder and go into one."""

@@ -1,0 +1,1 @@
+"""Tests of what trains: any modules, graphs and libraries of models."""

@@ -1,0 +1,385 @@
+"""Whatever users do with graphs: the same bits on disk with room for two units as in memory, and as ordinary PyTorch.
+
+Each loop is written once and runs with the engine and with `PlainEngine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models.test_module_kinds import DISK, MEMORY
+from tests.support import models, rounding_bounds
+from tests.support.autograd_modules import (
+    Borrowing,
+    BorrowingData,
+    Customs,
+    HooksInside,
+    KeepsParameters,
+    KeepsViews,
+    Launching,
+    Mapped,
+    PenaltyInside,
+    Pushed,
+    ReadingAddresses,
+    SavedOnCpuInside,
+    Selective,
+    Sparse,
+    Wrapping,
+)
+from tests.support.module_kinds import Layers
+from tests.support.oracle import Job, PlainEngine, room_for, run, start, train_step
+
+Loop = Callable[[Any, Job], list[float]]
+
+
+def _sum(engine: Any) -> float:
+    return sum(float(value.double().sum()) for value in engine.module.state_dict().values())
+
+
+def _losses(engine: Any, one_step: Callable[[int], float], steps: int = 4) -> list[float]:
+    return [one_step(step) for step in range(steps)] + [_sum(engine)]
+
+
+def two_losses(engine: Any, job: Job) -> list[float]:
+    """Of one forward, with the accumulation that counts both."""
+
+    def one(step: int) -> float:
+        logits = engine(models.tokens(step, 0, (4, 16), 61)).float().flatten(0, 1)
+        first, second = logits.logsumexp(1).mean(), logits.square().mean()
+        engine.backward(first, retain_graph=True)
+        engine.step()
+        engine.backward(second)
+        engine.step()
+        return float(first.detach()) + float(second.detach())
+
+    return _losses(engine, one)
+
+
+def two_losses_at_once(engine: Any, job: Job) -> list[float]:
+    """Without accumulation: both before one step."""
+
+    def one(step: int) -> float:
+        logits = engine(models.tokens(step, 0, (4, 16), 61)).float().flatten(0, 1)
+        first, second = logits.logsumexp(1).mean(), logits.square().mean()
+        engine.backward(first, retain_graph=True)
+        engine.backward(second)
+        engine.step()
+        return float(first.detach()) + float(second.detach())
+
+    return _losses(engine, one)
+
+
+def forgotten(engine: Any, job: Job) -> list[float]:
+    """`model.zero_grad()` in the middle of accumulation."""
+
+    def one(step: int) -> float:
+        engine.backward(job.loss(engine, step, 0) * 1000)
+        engine.module.zero_grad()
+        if isinstance(engine, PlainEngine):
+            engine.zero_grad()
+        return train_step(engine, job, step)
+
+    return _losses(engine, one)
+
+
+def twice_through_a_graph(engine: Any, job: Job) -> list[float]:
+    def one(step: int) -> float:
+        loss = job.loss(engine, step, 0)
+        engine.backward(loss, retain_graph=True)
+        engine.step()
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return _losses(engine, one)
+
+
+def plain_backward(engine: Any, job: Job) -> list[float]:
+    """`loss.backward()` instead of `engine.backward(loss)`: never divided."""
+
+    def one(step: int) -> float:
+        loss = job.loss(engine, step, 0)
+        if isinstance(engine, PlainEngine):
+            engine.backward(loss)
+        else:
+            loss.backward()
+        engine.step()
+        return float(loss.detach())
+
+    return _losses(engine, one)
+
+
+def penalty_on_inputs(engine: Any, job: Job) -> list[float]:
+    """The norm of the gradient at an inner activation is part of the loss: a double backward."""
+
+    def one(step: int) -> float:
+        seen: list[torch.Tensor] = []
+        handle = engine.module.embedding.register_forward_hook(lambda m, i, output: seen.append(output) and None)
+        loss = job.loss(engine, step, 0)
+        handle.remove()
+        (slope,) = torch.autograd.grad(loss, seen, create_graph=True)
+        total = loss + 10 * slope.float().square().sum()
+        engine.backward(total)
+        engine.step()
+        return float(total.detach())
+
+    return _losses(engine, one)
+
+
+def penalty_on_weights(engine: Any, job: Job) -> list[float]:
+    """The same with the gradients of weights."""
+
+    def one(step: int) -> float:
+        loss = job.loss(engine, step, 0)
+        slopes = torch.autograd.grad(loss, list(engine.module.layers.parameters()), create_graph=True)
+        total = loss + sum(slope.float().square().sum() for slope in slopes)
+        engine.backward(total)
+        engine.step()
+        return float(total.detach())
+
+    return _losses(engine, one)
+
+
+def penalty_outside(engine: Any, job: Job) -> list[float]:
+    """An L2 penalty over all parameters, computed while no module runs; the embedding is used by the model as well."""
+
+    def one(step: int) -> float:
+        penalty = sum(parameter.float().square().sum() for parameter in engine.module.parameters())
+        loss = job.loss(engine, step, 0) + 0.01 * penalty
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return _losses(engine, one)
+
+
+def gradients_between(engine: Any, job: Job) -> list[float]:
+    """`torch.autograd.grad` in the middle of accumulation changes nothing that accumulates."""
+
+    def one(step: int) -> float:
+        engine.backward(job.loss(engine, step, 0))
+        engine.step()
+        asked = torch.autograd.grad(job.loss(engine, step, 1), list(engine.module.parameters()))
+        engine.backward(job.loss(engine, step, 2))
+        engine.step()
+        return sum(float(gradient.double().norm()) for gradient in asked)
+
+    return _losses(engine, one)
+
+
+def evaluated_between(engine: Any, job: Job) -> list[float]:
+    """eval(), no_grad and inference_mode in the middle of accumulation."""
+
+    def one(step: int) -> float:
+        engine.backward(job.loss(engine, step, 0))
+        engine.step()
+        engine.module.eval()
+        with torch.no_grad():
+            loss = float(job.loss(engine, step, 5))
+        with torch.inference_mode():
+            loss += float(job.loss(engine, step, 6))
+        engine.module.train()
+        engine.backward(job.loss(engine, step, 1))
+        engine.step()
+        return loss
+
+    return _losses(engine, one)
+
+
+def hooked_modules(engine: Any, job: Job) -> list[float]:
+    """Hooks of the user that see and change inputs, outputs and gradients."""
+    layer = engine.module.layers[1]
+    norms: list[float] = []
+    handles = [
+        layer.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.5,)),
+        layer.register_forward_hook(lambda module, inputs, output: output + module.bias),
+        layer.register_full_backward_hook(lambda module, inner, outer: norms.append(float(outer[0].norm())) and None),
+        layer.register_full_backward_pre_hook(lambda module, outer: (outer[0] * 2,)),
+        engine.module.register_forward_hook(lambda module, inputs, output: output * 1.5),
+    ]
+
+    def one(step: int) -> float:
+        loss = job.loss(engine, step, 0)
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach()) + norms[-1]
+
+    found = _losses(engine, one)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def _with_saved(hooks: Callable[[], Any]) -> Loop:
+    def loop(engine: Any, job: Job) -> list[float]:
+        def one(step: int) -> float:
+            with hooks():
+                loss = job.loss(engine, step, 0)
+            engine.backward(loss)
+            engine.step()
+            return float(loss.detach())
+
+        return _losses(engine, one)
+
+    return loop
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    """The user's own pack hook, which must get what is not a weight."""
+    packed: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor]:
+        packed.append(tensor.numel())
+        return (tensor.clone(),)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value[0]):
+        yield
+    assert packed, "the hooks of the user were asked"
+
+
+def in_place(engine: Any, job: Job) -> list[float]:
+    """A tensor that backward needs is changed: torch's own check is still there."""
+
+    def squash(module: nn.Module, inputs: Any) -> Any:
+        seen.append(torch.tanh(inputs[0]))
+        return (seen[-1],)
+
+    seen: list[torch.Tensor] = []
+
+    def one(step: int) -> float:
+        handle = engine.module.head.register_forward_pre_hook(squash)
+        loss = job.loss(engine, step, 0)
+        handle.remove()
+        with torch.no_grad():
+            seen.pop().add_(1)
+        with pytest.raises(RuntimeError, match=r"inplace|in place"):
+            engine.backward(loss)
+        engine.zero_grad()
+        loss = job.loss(engine, step, 0)
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return _losses(engine, one)
+
+
+# -- functions of the user ----------------------------------------------------------------------------
+
+
+def drops_the_loss(engine: Any, job: Job) -> list[float]:
+    """The graph, and with it what a function keeps in `ctx`, is gone before the step."""
+
+    def one(step: int) -> float:
+        loss = job.loss(engine, step, 0)
+        engine.backward(loss)
+        found = float(loss.detach())
+        del loss
+        engine.step()
+        return found
+
+    return _losses(engine, one)
+
+
+def trains(engine: Any, job: Job) -> list[float]:
+    return _losses(engine, lambda step: train_step(engine, job, step))
+
+
+LAYERS = Job(Layers, models.mixture_loss)
+
+TWO = LAYERS._replace(accumulation=2)
+
+LOOPS: dict[str, tuple[Loop, Job, int]] = {
+    "two losses of one forward before a step": (two_losses, TWO, 2),
+    "two losses before a step, without accumulation": (two_losses_at_once, LAYERS, 2),
+    "`model.zero_grad()` in the middle of accumulation": (forgotten, TWO, 2),
+    "`torch.vmap` over a part of the model": (trains, LAYERS._replace(model=Mapped), 2),
+    "`torch.func.jvp` inside of a forward": (trains, LAYERS._replace(model=Pushed), 2),
+    "selective checkpointing": (trains, LAYERS._replace(model=Selective), 2),
+    "`retain_graph`: twice through one graph": (twice_through_a_graph, TWO, 2),
+    "`loss.backward()` instead of `engine.backward(loss)`": (plain_backward, LAYERS, 2),
+    "double backward: a penalty on a gradient at activations": (penalty_on_inputs, LAYERS, 6),
+    "double backward: a penalty on gradients of weights": (penalty_on_weights, LAYERS, 6),
+    "double backward inside of a forward": (trains, LAYERS._replace(model=PenaltyInside), 6),
+    "an L2 penalty over `model.parameters()`, outside of the model": (penalty_outside, LAYERS, 2),
+    "`torch.autograd.grad` in the middle of accumulation": (gradients_between, TWO, 2),
+    "`eval()`, `no_grad`, `inference_mode` in the middle of accumulation": (evaluated_between, TWO, 2),
+    "hooks of the user on modules, forward and backward": (hooked_modules, LAYERS, 2),
+    "the user's `saved_tensors_hooks` round the model": (_with_saved(counting), LAYERS, 2),
+    "`save_on_cpu` round the model": (_with_saved(torch.autograd.graph.save_on_cpu), LAYERS, 2),
+    "the user's `saved_tensors_hooks` inside of the model": (trains, LAYERS._replace(model=HooksInside), 3),
+    "`save_on_cpu` inside of the model": (trains, LAYERS._replace(model=SavedOnCpuInside), 5),
+    "a tensor that backward needs, changed in place: torch's error": (in_place, LAYERS, 2),
+    "an `autograd.Function` that saves a weight": (trains, LAYERS._replace(model=Customs), 2),
+    "an `autograd.Function` that keeps a parameter in `ctx`": (trains, LAYERS._replace(model=KeepsParameters), 2),
+    "an `autograd.Function` that keeps a view of a weight in `ctx`, the loss dropped before `step()`": (
+        drops_the_loss,
+        LAYERS._replace(model=KeepsViews),
+        5,
+    ),
+    "an `autograd.Function` that is given the weight of a module that does not run": (
+        trains,
+        LAYERS._replace(model=Borrowing),
+        3,
+    ),
+    "an `autograd.Function` that is given the `.data` of such a weight": (
+        trains,
+        LAYERS._replace(model=BorrowingData),
+        3,
+    ),
+    "`data_ptr()` of the weight of a module that does not run": (trains, LAYERS._replace(model=ReadingAddresses), 3),
+    "address and strides of such a weight, as Triton kernels of a fused loss read them (Liger)": (
+        trains,
+        LAYERS._replace(model=Launching),
+        3,
+    ),
+    "activations of a subclass that wraps other tensors (`TwoTensor`)": (trains, LAYERS._replace(model=Wrapping), 2),
+}
+
+ROWS = [pytest.param(name, marks=pytest.mark.works("Graphs", name, "right")) for name in LOOPS]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in its jvp
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.numeric
+def test_same_bits_and_as_pytorch(name: str, dtype: str, tmp_path: Path) -> None:
+    loop, job, units = LOOPS[name]
+    job = job._replace(dtype=dtype)
+
+    def found(placement: tuple[str, str], **options: Any) -> list[float]:
+        engine = start(job, placement, tmp_path / placement[0], **options)
+        values = loop(engine, job)
+        assert all(entry.pins == 0 for entry in engine._core.components.pager._entries)
+        engine.destroy(remove=True)
+        return values
+
+    in_memory = found(MEMORY)
+    assert found(DISK, device_memory=room_for(job, units)) == in_memory
+    expected = loop(PlainEngine(job), job)
+    rounding_bounds.same_norms(in_memory, expected, job)
+
+
+@pytest.mark.works("Modules", "`nn.Embedding(sparse=True)`: as if it were dense", "right")
+@pytest.mark.numeric
+def test_sparse_gradients_train_with_the_same_bits(tmp_path: Path) -> None:
+    sparse = run(LAYERS._replace(model=Sparse), DISK, tmp_path / "sparse")
+    rounding_bounds.same_training(sparse, run(LAYERS, DISK, tmp_path / "dense"), LAYERS, reordered=True)
+
+
+@pytest.mark.works("Graphs", "`state_dict()` in the middle of a forward", "right")
+def test_a_state_dict_in_the_middle_of_a_forward(tmp_path: Path) -> None:
+    job = models.GPT2
+    engine = start(job, DISK, tmp_path / "asked", device_memory=room_for(job, 3))
+    engine.module.transformer.h[1].register_forward_pre_hook(lambda *_: engine.module.state_dict() and None)
+    losses = [train_step(engine, job, step) for step in range(job.steps)]
+    engine.destroy(remove=True)
+    assert losses == run(job, DISK, tmp_path / "plain").losses

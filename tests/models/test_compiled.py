@@ -1,0 +1,145 @@
+"""Compiled blocks train from the disk as in memory, and as blocks that are not compiled."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models.test_module_kinds import DISK, MEMORY
+from tests.support import models, rounding_bounds
+from tests.support.module_kinds import WIDTH, Layers
+from tests.support.oracle import Job, plain_loop, room_for, run, start, train_step
+
+
+class Eager(Layers):
+    def layer(self, index: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH))
+
+
+class Compiled(Eager):
+    """Each layer is compiled by itself."""
+
+    backend = "aot_eager"
+
+    def layer(self, index: int) -> nn.Module:
+        block = super().layer(index)
+        block.compile(backend=self.backend)
+        return block
+
+
+class CompiledByFunction(Compiled):
+    def layer(self, index: int) -> nn.Module:
+        compiled: Any = torch.compile(Eager.layer(self, index), backend=self.backend)
+        return compiled
+
+
+class CompiledByInductor(Compiled):
+    backend = "inductor"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_yet() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.sample(2)
+@pytest.mark.filterwarnings("ignore")  # of torch.compile itself
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(Compiled, marks=pytest.mark.works("Graphs", "`block.compile()`", "right")),
+        pytest.param(CompiledByFunction, marks=pytest.mark.works("Graphs", "`torch.compile(block)`", "right")),
+        pytest.param(CompiledByInductor, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.numeric
+def test_compiled_blocks_train_with_the_same_bits(model: Callable[[], nn.Module], dtype: str, tmp_path: Path) -> None:
+    job = Job(model, models.mixture_loss, dtype=dtype)
+    on_disk = run(job, DISK, tmp_path / "disk", device_memory=room_for(job, 2))
+    torch.compiler.reset()
+    assert on_disk.losses == run(job, MEMORY, tmp_path / "memory").losses
+    eager = plain_loop(job._replace(model=Eager))
+    rounding_bounds.same_losses(on_disk.losses, eager.losses, job)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.works("Engines and processes", "compiled blocks, engine after engine", "right")
+def test_compiled_blocks_of_engine_after_engine(tmp_path: Path) -> None:
+    job = Job(Compiled, models.mixture_loss, steps=2)
+    losses = []
+    for turn in range(3):
+        losses.append(run(job, DISK, tmp_path / str(turn)).losses)
+        gc.collect()
+    assert losses[0] == losses[1] == losses[2]
+
+
+class Counted(Compiled):
+    """Each layer is compiled by a backend that keeps its graphs."""
+
+    graphs: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def backend(graph: Any, inputs: Any) -> Any:  # type: ignore[override]
+        Counted.graphs.append(graph.graph)
+        return graph.forward
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.works("Graphs", "hooks stay outside of compiled graphs, which are made once", "right")
+def test_a_compiled_block_is_one_graph_and_stays_it(tmp_path: Path) -> None:
+    """Whatever address its weights have, step after step."""
+    Counted.graphs.clear()
+    job = Job(Counted, models.mixture_loss, steps=3)
+    engine = start(job, DISK, tmp_path, device_memory=room_for(job, 2))
+    train_step(engine, job, 0)
+    made = len(Counted.graphs)
+    for step in (1, 2):
+        train_step(engine, job, step)
+    engine.destroy(remove=True)
+    assert 1 <= made <= len(engine.module.layers) and len(Counted.graphs) == made
+    for graph in Counted.graphs:
+        calls = [node.target.__name__ for node in graph.nodes if node.op.startswith("call")]
+        assert calls == ["linear", "gelu", "linear"], "all of a block"
+
+
+def llama(recompute: bool, compiled: bool) -> nn.Module:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    numbers = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = LlamaConfig(**numbers, max_position_embeddings=32, vocab_size=64, use_cache=False)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    if recompute:
+        model.gradient_checkpointing_enable()
+    for block in model.model.layers if compiled else ():
+        block.compile(backend="aot_eager")
+    return model
+
+
+def llama_loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    ids = models.tokens(step, micro, (2, 16), 64)
+    return model(input_ids=ids, labels=ids).loss
+
+
+@pytest.mark.sample(1)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_layers_of_a_llama(recompute: bool, tmp_path: Path) -> None:
+    """The modules within have no hooks: with activation checkpointing these are run alone, uncompiled."""
+    eager = Job(functools.partial(llama, recompute, False), llama_loss, steps=3)
+    room = room_for(eager, 2)
+    expected = run(eager, DISK, tmp_path / "eager", device_memory=room)
+    compiled = eager._replace(model=functools.partial(llama, recompute, True))
+    for placement, options in ((DISK, {"device_memory": room}), (MEMORY, {})):
+        found = run(compiled, placement, tmp_path / placement[0], **options)
+        assert found.losses == expected.losses and found.norms == expected.norms

@@ -1,0 +1,1 @@
+"""Tests of optimizers, their states and the forms of these."""

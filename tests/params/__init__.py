@@ -1,0 +1,1 @@
+"""Tests of parameters between steps: reads, edits, `requires_grad`."""

@@ -1,0 +1,1 @@
+"""Tests of `offload plan`, `offload probe`, and the simulation."""

@@ -1,0 +1,1 @@
+"""Tests of several ranks: ZeRO stages, replicas, tensor, sequence and pipeline parallelism."""

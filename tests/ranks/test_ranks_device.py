@@ -1,0 +1,72 @@
+"""Ranks whose devices have memory and streams of their own: every placement has the bits of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.test_ranks_replicas import experts_of_one_rank
+from tests.support.device_ranks import device_pool
+from tests.support.oracle import PLACEMENTS, Job, Result, assert_same
+from tests.support.rank_jobs import JOBS, rows_loss
+from tests.support.rank_pool import RankPool, train
+
+JOB = JOBS["gpt2"]._replace(steps=3, dtype="bf16", accumulation=2)
+CASES = {
+    "stage 3": JOB,
+    "stage 2": JOB._replace(stage=2),
+    "stage 1, sums sent in bf16": JOB._replace(stage=1, sent="bf16"),
+    "stage 0, whole states, sums beside the backward": JOB._replace(stage=0, shard_size=1, overlap=True, dtype="fp32"),
+    "ranks without gradients of a unit": Job(
+        experts_of_one_rank, rows_loss, steps=3, accumulation=2, stage=1, overlap=True, shard_size=1
+    ),
+    "experts": JOBS["mixture"]._replace(steps=3, dtype="bf16"),
+    "weights and gradients in codes": JOB._replace(quantized="weights gradients"),
+}
+
+
+def train_in(job: Job, folder: Path, placements: Sequence[tuple[str, str]]) -> list[Result]:
+    """Trains in one placement after the other; weights come back on the CPU."""
+    results = [train(job, each, folder / "-".join(each), device_memory=1 << 24) for each in placements]
+    return [
+        result._replace(weights={name: weight.to("cpu") for name, weight in result.weights.items()})
+        for result in results
+    ]
+
+
+# -- on the test device, whose streams are late -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def late() -> Iterator[RankPool]:
+    with device_pool(2, "test") as two:
+        yield two
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits_as_on_a_cpu(name: str, late: RankPool, ranks: RankPool, tmp_path: Path) -> None:
+    job, placements = CASES[name], [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")]
+    expected = ranks.run(train, job, ("cpu", "cpu"), tmp_path / "cpu")[0]
+    for results in late.run(train_in, job, tmp_path / "device", placements):
+        for placement, result in zip(placements, results, strict=True):
+            assert_same(expected, result, f"{placement}")
+
+
+# -- on a GPU -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def on_gpu() -> Iterator[RankPool]:
+    with device_pool(2, "cuda") as two:
+        yield two
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits_in_every_placement_on_a_gpu(name: str, on_gpu: RankPool, tmp_path: Path) -> None:
+    one, other = on_gpu.run(train_in, CASES[name], tmp_path, PLACEMENTS)
+    for placement, result, same in zip(PLACEMENTS, one, other, strict=True):
+        assert_same(one[0], result, f"{placement}")
+        assert_same(result, same, "the two ranks")

@@ -1,0 +1,336 @@
+"""Ranks hold replicas of the model, each in shards (`mics_shard_size`): they train as one replica, with equal bits."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.aio import IoQueue, aligned_empty, crc32c
+from offload.engine.distributed.communication import Communication, Sent
+from offload.engine.distributed.mesh import Mesh
+from offload.engine.gradients.reduce_scatter import ReduceScatterAccumulator
+from offload.errors import ConfigError
+from offload.runs.inspection import inspect
+from offload.runs.verify import CheckpointReport, open_checking
+from offload.sizes import align_up
+from offload.swapper.weight_updates import WeightUpdates
+from tests.checkpoints.test_resume_other_ranks import Case, begun, loaded, resumed, states_in
+from tests.ranks.test_ranks_killed import Run
+from tests.ranks.test_ranks_paths import Experts
+from tests.support import models, rounding_bounds
+from tests.support.matrix_models import MUON
+from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, small_pieces, trained
+from tests.support.rank_jobs import JOBS, rows_loss
+from tests.support.rank_pool import RankPool, pool, rank_and_size, start, train
+
+MEMORY, DISK = ("none", "none"), ("nvme", "nvme")
+JOB = JOBS["gpt2"]._replace(steps=2, lr=3e-4, shard_size=2)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    """Four ranks: two replicas of two shards, if the config says so."""
+    with pool(4) as ranks:
+        yield ranks
+
+
+def test_a_replica_is_ranks_that_follow_each_other() -> None:
+    mesh = Mesh(replicas=2, shards=3)
+    assert mesh.replica_groups == [[0, 1, 2], [3, 4, 5]] and mesh.shard_groups == [[0, 3], [1, 4], [2, 5]]
+    assert [mesh.shard_of(rank) for rank in range(mesh.ranks)] == [0, 1, 2, 0, 1, 2]
+    assert mesh.shards_among([0, 2, 3, 5], rank=4) == [0, 2]
+    assert str(mesh) == "6 ranks (2 replicas of 3 shards)" and str(Mesh(shards=6)) == "6 ranks"
+
+
+# -- bits ---------------------------------------------------------------------------------------------
+
+
+class Trained(NamedTuple):
+    """What a rank has in the end."""
+
+    result: Result
+    checksums: dict[str, int]
+    """Of its partition of each state of each unit."""
+
+
+def train_and_look(job: Job, placement: tuple[str, str], folder: Path) -> Trained:
+    engine = start(job, placement, folder)
+    result = trained(engine, job)
+    engine.synchronize()  # the last update, whose states are read here
+    held, checksums = engine._core.components.shards, dict[str, int]()
+    for unit in range(len(held.layouts)):
+        for state, nbytes in held.states(unit).items():
+            buffer = aligned_empty(nbytes)
+            for future in held.read(unit, state, 0, buffer):
+                future.wait()
+            checksums[f"{unit} {state.value}"] = crc32c(buffer)
+    engine.destroy(remove=True)
+    return Trained(result, checksums)
+
+
+SAME_ROWS = {
+    "AdamW, sums of a step": models.GPT2._replace(model=JOB.model, dtype="bf16", stage=1, accumulation=2, steps=3),
+    "Lamb, some frozen": models.MIXTURE._replace(optimizer="Lamb", lr=1e-2, steps=3),
+    "Muon": MUON._replace(dtype="bf16", steps=2, clip=1.0),
+    "an optimizer of torch": models.GPT2._replace(model=JOB.model, optimizer="torch.optim.NAdam", clip=0.0, steps=2),
+}
+"""Jobs in which all ranks have the same rows, so that the mean of their gradients is that of one, exactly."""
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", SAME_ROWS)
+def test_two_replicas_have_the_bits_of_one(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Each rank has all states. Squares, norms and steps count once, whatever the number of replicas."""
+    job = SAME_ROWS[name]
+    alone = train_and_look(job, DISK, tmp_path / "one")
+    for result, checksums in ranks.run(train_and_look, job._replace(shard_size=1), DISK, tmp_path / "both"):
+        assert_same(result, alone.result)
+        assert checksums == alone.checksums
+
+
+def train_in_pieces(job: Job, folder: Path) -> Trained:
+    """Trains on disk with tiles that are far smaller than a unit."""
+    with pytest.MonkeyPatch.context() as patches:
+        small_pieces(patches)
+        return train_and_look(job, DISK, folder)
+
+
+def test_two_replicas_step_matrices_tile_by_tile(ranks: RankPool, tmp_path: Path) -> None:
+    """A rank with whole units has no parts of matrices, so it needs no tile that has all of them."""
+    job = MUON._replace(dtype="fp16", steps=2)
+    one = train_in_pieces(job, tmp_path / "one")
+    for result, checksums in ranks.run(train_in_pieces, job._replace(shard_size=1), tmp_path / "both"):
+        assert_same(result, one.result)
+        assert checksums == one.checksums
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAME_ROWS)
+def test_two_replicas_of_two_shards_have_the_bits_of_one(
+    name: str, four: RankPool, ranks: RankPool, tmp_path: Path
+) -> None:
+    job = SAME_ROWS[name]
+    one = ranks.run(train_and_look, job, DISK, tmp_path / "one")
+    both = four.run(train_and_look, job._replace(shard_size=2), DISK, tmp_path / "both")
+    for rank, (result, checksums) in enumerate(both):
+        assert_same(result, one[rank % 2].result)
+        assert checksums == one[rank % 2].checksums
+
+
+@pytest.mark.numeric
+@pytest.mark.works("Several ranks", "replicas of shards (`mics_shard_size`), in any tier", "right")
+@pytest.mark.parametrize("shard_size", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_replicas_train_on_all_rows_and_stay_equal(shard_size: int, four: RankPool, tmp_path: Path) -> None:
+    job = JOB._replace(accumulation=2, shard_size=shard_size)
+    each = four.run(train_and_look, job._replace(overlap=False), MEMORY, tmp_path / "memory")
+    beside = four.run(train_and_look, job._replace(overlap=True), DISK, tmp_path / "disk")
+    for rank, (result, checksums) in enumerate(each):
+        assert_same(result, beside[rank].result, "placements")
+        assert checksums == each[rank % shard_size].checksums
+        assert shard_size == 1 or checksums != each[1 - rank % 2].checksums
+    losses = [sum(column) / 4 for column in zip(*(result.losses for result, _ in each), strict=True)]
+    alone = train(job._replace(shard_size=-1), DISK, tmp_path / "alone")
+    rounding_bounds.same_training(each[0].result._replace(losses=losses), alone, job, reordered=True)
+
+
+def experts_of_one_replica() -> nn.Module:
+    """Expert 1 is used in the second replica alone, expert 2 by one of its ranks, expert 3 by nobody."""
+    return Experts(((0,), (0,), (0, 1), (1, 2)))
+
+
+@pytest.mark.slow
+def test_a_replica_without_gradients_of_a_unit_takes_those_of_the_other(four: RankPool, tmp_path: Path) -> None:
+    job = Job(experts_of_one_replica, rows_loss, steps=2)
+    one = four.run(train, job, DISK, tmp_path / "one replica")[0]
+    results = four.run(train, job._replace(shard_size=2), DISK, tmp_path / "two")
+    for result in results:
+        assert_same(results[0], result)
+    rounding_bounds.same_training(results[0], one, job, reordered=True)
+
+
+def experts_of_one_rank() -> nn.Module:
+    """Ranks use experts in other orders: expert 0 by rank 0 alone, 3 by rank 1 alone."""
+    return Experts(((0, 1, 2), (2, 3, 1)))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_without_gradients_of_a_unit_takes_those_of_the_other(
+    stage: int, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Whole gradients are summed in the memory of those that a rank has, be it for a step or for each micro-batch."""
+    job = Job(experts_of_one_rank, rows_loss, steps=3, accumulation=2, stage=stage, overlap=True)
+    one = ranks.run(train, job, DISK, tmp_path / "one replica")[0]
+    results = ranks.run(train, job._replace(shard_size=1), DISK, tmp_path / "two")
+    assert_same(*results)
+    rounding_bounds.same_training(results[0], one, job, reordered=True)
+
+
+# -- bytes --------------------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    sent: Communication
+    units: list[int]
+    """Elements of each unit, all of which train."""
+    held: list[int]
+    """Those that this rank updates."""
+    reduction_nbytes: int
+
+
+def second_step(job: Job, folder: Path) -> Step:
+    """Trains two steps with room for all units on the device; the first records the order of uses."""
+    engine = start(job, ("cpu", "cpu"), folder, device_memory="64MiB")
+    before = engine.communication()
+    for step in range(2):
+        before = engine.communication()
+        engine.backward(job.loss(engine, step, 0))
+        engine.step()
+    components = engine._core.components
+    gradients = components.gradients
+    assert isinstance(gradients, ReduceScatterAccumulator)
+    buffers = (*gradients._memory._received, *gradients._room[0], *gradients._over_replicas._memory)
+    found = Step(
+        sent=engine.communication().since(before),
+        units=[layout.trainable_stop for layout in components.layouts],
+        held=list(map(len, components.trainable)),
+        reduction_nbytes=sum(memory.nbytes for memory in buffers),
+    )
+    engine.destroy(remove=True)
+    return found
+
+
+def test_weights_cross_no_replica_and_gradients_do_as_sums_of_a_shard(four: RankPool, tmp_path: Path) -> None:
+    """With s shards and r replicas a rank sends (s - 1) / s of weights and of gradients to its replica.
+
+    An all-reduce of its shard's sums, in fp32, makes it send 2 (r - 1) / r of them to ranks of other replicas. Memory
+    is for two buckets, for what is received, and for two sums of a shard.
+    """
+    fp32, bf16 = 4, 2
+    for found in four.run(second_step, JOB._replace(sent="bf16"), tmp_path):
+        numel, largest = sum(found.units), max(found.units)
+        assert found.held == [each // 2 for each in found.units]
+        assert found.sent.weights == Sent(len(found.units), numel // 2 * fp32)
+        assert found.sent.gradients == Sent(2 * len(found.units), numel // 2 * bf16 + numel // 2 * fp32)
+        assert found.reduction_nbytes == 3 * align_up(largest * bf16) + 2 * align_up(largest // 2 * fp32)
+
+
+def trained_with_late_updates(job: Job, folder: Path) -> Result:
+    """Trains in memory; each unit is updated some time after its step has returned."""
+    at_once = WeightUpdates.device_tier
+
+    def late(self: WeightUpdates, unit: int) -> torch.Tensor:
+        time.sleep(0.03)
+        return at_once(self, unit)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(WeightUpdates, "device_tier", late)
+        return train(job, MEMORY, folder)
+
+
+def test_whole_weights_are_used_after_their_update(ranks: RankPool, tmp_path: Path) -> None:
+    """Their units never leave the device, so that no gather makes a use wait for the update."""
+    job = JOB._replace(shard_size=1)
+    in_time = ranks.run(train, job, MEMORY, tmp_path / "in time")
+    for found, expected in zip(ranks.run(trained_with_late_updates, job, tmp_path / "late"), in_time, strict=True):
+        assert_same(found, expected)
+
+
+def test_whole_states_send_no_weights_and_twice_their_gradients(ranks: RankPool, tmp_path: Path) -> None:
+    """With one shard, as DDP does: an all-reduce makes each of n ranks send 2 (n - 1) / n of all gradients, in fp32.
+
+    They are summed where they are, in two buckets; a third piece of memory is for a rank without a gradient.
+    """
+    for found in ranks.run(second_step, JOB._replace(shard_size=1), tmp_path):
+        assert found.held == found.units, "each rank updates all"
+        assert found.sent.weights == Sent(0, 0)
+        assert found.sent.gradients == Sent(len(found.units), sum(found.units) * 4)
+        assert found.reduction_nbytes == 3 * align_up(max(found.units) * 4)
+
+
+# -- files --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_killed_in_two_replicas_and_resumed_in_one_has_the_same_bits(tmp_path: Path) -> None:
+    """Without a clip, since one replica adds up squares by shards. Rank 1 dies when it is about to commit step 2."""
+    job = JOBS["gpt2"]._replace(steps=3, dtype="bf16", clip=0.0)
+    unbroken = Run(tmp_path / "unbroken", job=job)
+    unbroken.end()
+    killed = Run(tmp_path / "run", dies=(1, 2), job=job._replace(shard_size=1))
+    killed.end()
+    assert killed.output_of(0).startswith("rank 1 (process")
+    again = Run(tmp_path / "run", job=job)
+    again.end()
+    assert again.resumed() == [1, 1] or again.resumed() == [2, 2]
+    losses = {step: loss for step, loss, _ in unbroken.steps()}
+    assert {step: loss for step, loss, _ in again.steps()} == losses
+    expected = torch.load(unbroken.log / "weights0", weights_only=True)
+    for rank in range(2):
+        assert_same_tensors(torch.load(again.log / f"weights{rank}", weights_only=True), expected)
+
+
+def intact(path: Path) -> int:
+    """Compares all bytes of a run or a checkpoint with their checksums, and returns the number of ranks."""
+    with contextlib.closing(open_checking(path)) as checking, IoQueue() as queue:
+        report = checking.run(queue, lambda _: None)
+    assert report.whole
+    return report.world_size if isinstance(report, CheckpointReport) else len(report.ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.works("Several ranks", "another `mics_shard_size`, or number of replicas, at a resume", "right")
+def test_files_of_two_replicas_are_those_of_any_arrangement(four: RankPool, ranks: RankPool, tmp_path: Path) -> None:
+    """One replica saves a checkpoint, with the generators of all ranks; each rank has swap files of its own."""
+    two = Case(JOBS["gpt2"]._replace(dtype="bf16", shard_size=2))
+    four.run(begun, two, tmp_path)
+    run, saved = tmp_path / "swap" / "default", tmp_path / "saved"
+    states = states_in(run)
+    names = {path.name for path in next(saved.glob("*/manifest.json")).parent.iterdir()}
+    of_ranks = {f"progress.rank{rank}.safetensors" for rank in range(4)}
+    assert names == {"manifest.json", "states.rank0.safetensors", "states.rank1.safetensors", *of_ranks}
+    assert intact(saved) == intact(run) == inspect(run)["world_size"] == 4 and not inspect(run)["leftovers"]
+    for copy in ("again", "lost"):
+        shutil.copytree(tmp_path / "swap", tmp_path / copy / "swap")
+    same = four.run(resumed, two, tmp_path / "again")
+    for (_, losses, weights, notices), other in zip(same, four.run(loaded, two, tmp_path), strict=True):
+        assert losses == other[0] and not any("rank 0" in notice for notice in notices)
+        assert_same_tensors(weights, other[1])
+    one = dataclasses.replace(two, job=two.job._replace(shard_size=-1))
+    shutil.rmtree(tmp_path / "lost" / "swap" / "default" / "rank3")
+    assert_same_tensors(states, ranks.run(resumed, one, tmp_path / "lost")[0][0])
+    after, by_load = four.run(resumed, one, tmp_path), four.run(loaded, one, tmp_path)
+    assert_same_tensors(states, after[0][0])
+    for (_, losses, weights, notices), other in zip(after, by_load, strict=True):
+        assert losses == other[0]
+        assert_same_tensors(weights, other[1])
+        assert any(n.startswith("resharded from 4 ranks (2 replicas of 2 shards) to 4 ranks: ") for n in notices)
+    assert sorted(path.name for path in run.iterdir()) == [f"rank{rank}" for rank in range(4)]
+
+
+# -- errors -------------------------------------------------------------------------------------------
+
+
+def refused(folder: Path, sizes: tuple[int, int]) -> str:
+    """Returns this rank's error of a start with its own size."""
+    with pytest.raises(ConfigError) as error:
+        start(JOB._replace(shard_size=sizes[rank_and_size()[0]]), MEMORY, folder)
+    return str(error.value)
+
+
+def test_a_size_that_does_not_fit_is_an_error_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    for message in ranks.run(refused, tmp_path, (3, 3)):
+        assert message.startswith("zero_optimization.mics_shard_size is 3, ") and "a divisor of 2" in message
+    for message in ranks.run(refused, tmp_path, (1, 2)):
+        assert message.startswith("the mics_shard_size of rank 1 and of rank 0 differ: 2, not 1; ")
+    with pytest.raises(ConfigError, match="1 rank cannot be divided"):
+        offload.initialize(model=JOB.model(), config=config(JOB, MEMORY, tmp_path))

@@ -1,0 +1,1 @@
+"""Tests of logs, metrics, timelines and `offload report`."""

@@ -1,0 +1,1 @@
+"""Tests of the code's numbers and layers, the documents, the installer."""

@@ -1,0 +1,1 @@
+"""Tests of swap files: commits, kills, power cuts, damage, drives."""

@@ -1,0 +1,393 @@
+"""A start, a removal or a check touches its own run alone, wherever drives and folders were moved."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import offload
+from offload.aio import IoQueue
+from offload.cli.main import app
+from offload.errors import IoError, StoreError
+from offload.fileio import locked_dir
+from offload.swapper.store import Store, find_removal, remove_run, run_status
+from offload.swapper.store.format.commit_record import was_committed
+from offload.swapper.store.rank_folder import Lock, reserve, write_in_place
+from tests.store.test_store import SPEC, blob, created, text_of
+from tests.support import models, rank_pool, warm_process
+from tests.support.fault_injection import flip_bit
+from tests.support.oracle import config, start, train_step
+
+JOB = models.GPT2._replace(dtype="bf16")
+DISK = ("nvme", "nvme")
+
+
+def train(drives: list[Path], steps: int, **options: Any) -> offload.Engine:
+    engine = start(JOB, DISK, drives[0], nvme_path=list(map(str, drives)), **options)
+    for step in range(engine.global_steps, steps):
+        train_step(engine, JOB, step)
+    return engine
+
+
+def verified(run: Path) -> int:
+    return CliRunner().invoke(app, ["verify", str(run)]).exit_code
+
+
+@pytest.fixture
+def drives(tmp_path: Path) -> list[Path]:
+    """Two drives with a run of two steps."""
+    found = [tmp_path / "a", tmp_path / "b"]
+    train(found, 2).destroy()
+    return found
+
+
+# -- drives that have gone elsewhere ------------------------------------------------------------------
+
+
+def test_a_first_drive_that_is_not_mounted(drives: list[Path], tmp_path: Path) -> None:
+    a = drives[0]
+    a.rename(tmp_path / "unmounted")
+    for resume in ("auto", "never"):
+        with pytest.raises(StoreError, match=r"holds drive 1 of a run whose first drive is .*/a/default/rank0"):
+            train(drives, 1, resume=resume)
+    shutil.rmtree(a)
+    (tmp_path / "unmounted").rename(a)
+    assert verified(a / "default") == 0
+    train(drives, 3, resume="must").destroy()
+
+
+def test_a_drive_that_is_added_in_front(drives: list[Path], tmp_path: Path) -> None:
+    for paths in ([tmp_path / "new", drives[0]], [drives[1]], [tmp_path / "new", drives[1]], [drives[1], drives[0]]):
+        with pytest.raises(StoreError):
+            train(paths, 1)
+        assert verified(drives[0] / "default") == 0
+
+
+def test_a_later_drive_of_a_run_that_trains(drives: list[Path]) -> None:
+    engine = train(drives, 3, resume="must")
+    for paths in ([drives[1]], [drives[1], drives[0]]):
+        with pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
+            train(paths, 1)
+    train_step(engine, JOB, 3)
+    engine.destroy()
+    assert verified(drives[0] / "default") == 0
+
+
+def test_what_a_removal_that_was_cut_short_has_left_is_no_strangers(drives: list[Path]) -> None:
+    a, b = drives
+    rest = b / "default" / "rank0"
+    shutil.copytree(rest, b / "kept")
+    train(drives, 2, resume="must").finish({})
+    assert not rest.exists() and run_status(drives, "default").finished is not None
+    rest.parent.mkdir(exist_ok=True)
+    (b / "kept").rename(rest)
+    train(drives, 1).destroy()
+    assert verified(a / "default") == 0
+
+
+def test_one_folder_under_two_names(tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "drive")
+    with pytest.raises(StoreError, match="names a folder twice"):
+        train([tmp_path / "drive", tmp_path / "link"], 1)
+
+
+def test_a_process_that_changes_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    train([Path("swap")], 2).destroy()
+    monkeypatch.chdir(tmp_path / "one")
+    engine = train([Path("swap")], 1)
+    monkeypatch.chdir(tmp_path / "other")
+    for step in (1, 2):
+        train_step(engine, JOB, step)
+    engine.destroy()
+    for name, steps in (("one", 3), ("other", 2)):
+        assert verified(tmp_path / name / "swap" / "default") == 0
+        monkeypatch.chdir(tmp_path / name)
+        engine = train([Path("swap")], 0, resume="must")
+        assert engine.global_steps == steps
+        engine.destroy()
+
+
+# -- removal ------------------------------------------------------------------------------------------
+
+
+def test_the_removal_of_a_copy_leaves_the_original(drives: list[Path], tmp_path: Path) -> None:
+    shutil.copytree(drives[0], tmp_path / "copy")
+    assert find_removal(tmp_path / "copy" / "default").folders == (tmp_path / "copy" / "default" / "rank0",)
+    remove_run(tmp_path / "copy" / "default")
+    assert not (tmp_path / "copy" / "default").exists() and verified(drives[0] / "default") == 0
+
+
+def test_a_removal_deletes_by_name(drives: list[Path]) -> None:
+    notes = drives[1] / "default" / "rank0" / "notes.txt"
+    notes.write_text("mine")
+    removal = remove_run(drives[0] / "default")
+    assert removal.strangers == ("rank0/notes.txt",)
+    assert notes.read_text() == "mine" and [path.name for path in notes.parent.iterdir()] == ["notes.txt"]
+
+
+def test_a_folder_that_only_looks_like_a_rank(tmp_path: Path) -> None:
+    folder = tmp_path / "mine" / "rank0"
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    for command in (["verify"], ["export"], ["rm", "--yes"], ["inspect"]):
+        more = [str(tmp_path / "out")] if command == ["export"] else []
+        CliRunner().invoke(app, [*command, str(folder.parent), *more])
+        assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+def _removed_without_the_first(folder: Path) -> None:
+    engine = rank_pool.start(JOB, DISK, folder)
+    train_step(engine, JOB, 0)
+    if engine.global_rank == 0:
+        Store.remove = lambda store, notes: store.close()  # type: ignore[method-assign]  # as if it were killed before
+    engine.destroy(remove=True)
+
+
+def test_a_run_of_two_ranks_has_ended_before_anything_of_it_goes(tmp_path: Path) -> None:
+    with rank_pool.pool(2) as ranks:
+        ranks.run(_removed_without_the_first, tmp_path)
+    assert was_committed(tmp_path / "default" / "rank0") and not (tmp_path / "default" / "rank1").exists()
+    status = run_status([tmp_path], "default")
+    assert not status.exists and status.finished is not None and status.finished["steps"] == 1
+    train([tmp_path], 1).destroy(remove=True)
+
+
+# -- a start ------------------------------------------------------------------------------------------
+
+
+def test_a_start_that_failed_has_nothing_more_to_remove(
+    tmp_path: Path,
+    queue: IoQueue,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed = Store([tmp_path], "run", 0, SPEC._replace(partitions=SPEC.partitions * 1000, frozen=()), queue)
+    monkeypatch.setattr("offload.swapper.store.swap_files.find_shortage", lambda *_: _raise(OSError(28, "full")))
+    with pytest.raises(OSError, match="full"):
+        failed.create()
+    monkeypatch.undo()
+    assert not (tmp_path / "run").exists()
+    other = created(tmp_path, queue)
+    failed.remove()
+    other.commit(0, blob("zero"))
+    other.close()
+    assert was_committed(tmp_path / "run" / "rank0")
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_a_start_that_failed_leaves_the_note_of_the_end(tmp_path: Path, queue: IoQueue) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "finished.json").write_text('{"steps": 3}')
+    huge = SPEC._replace(partitions=({state: 1 << 50 for state in SPEC.partitions[0]},), frozen=())
+    store = Store([tmp_path], "run", 0, huge, queue)
+    with pytest.raises(StoreError, match="the swap files need"):
+        store.create()
+    assert run_status([tmp_path], "run").finished == {"steps": 3}
+    store = created(tmp_path, queue)
+    assert run_status([tmp_path], "run").finished == {"steps": 3}, "nothing is committed yet"
+    store.commit(0, blob("zero"))
+    store.close()
+    assert run_status([tmp_path], "run")[:2] == (True, None)
+
+
+def test_a_run_that_another_process_has_made_meanwhile(tmp_path: Path, queue: IoQueue) -> None:
+    store = created(tmp_path, queue)
+    store.commit(0, blob("zero"))
+    store.close()
+    late = Store([tmp_path], "run", 0, SPEC, queue)  # it had looked before
+    with pytest.raises(StoreError, match="holds a run that did not end"):
+        late.create()
+    again = Store([tmp_path], "run", 0, SPEC, queue)
+    assert text_of(again.open()) == "zero"
+    again.close()
+
+
+def test_a_lock_of_a_folder_that_was_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process removes the folder and makes it anew between the two calls of whoever locks it."""
+    (tmp_path / "rank0").mkdir()
+    real, others = locked_dir._flock, list[Lock]()
+
+    def remade(descriptor: int, operation: int) -> None:
+        monkeypatch.undo()
+        shutil.rmtree(tmp_path / "rank0")
+        (tmp_path / "rank0").mkdir()
+        others.append(Lock(tmp_path / "rank0"))
+        real(descriptor, operation)
+
+    monkeypatch.setattr(locked_dir, "_flock", remade)
+    with pytest.raises(StoreError, match="in use by"):
+        Lock(tmp_path / "rank0")
+    others[0].release()
+    Lock(tmp_path / "rank0").release()
+
+
+def test_a_file_system_without_locks_is_not_said_to_be_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(locked_dir, "_flock", refuses)
+    (tmp_path / "rank0").mkdir()
+    with pytest.raises(StoreError, match=r"cannot be locked \(No locks available\).*set nvme_path to") as caught:
+        Lock(tmp_path / "rank0")
+    assert "in use" not in str(caught.value)
+
+
+# -- files of another kind ----------------------------------------------------------------------------
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", ["commit", "blob.0", "blob.1", "manifest.json"])
+@pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
+def test_a_path_that_is_no_regular_file_is_refused(name: str, kind: str, tmp_path: Path) -> None:
+    train([tmp_path], 2).destroy()
+    rank = tmp_path / "default" / "rank0"
+    (rank / name).rename(tmp_path / "away")
+    if kind == "fifo":
+        os.mkfifo(rank / name)
+    elif kind == "link":
+        (rank / name).symlink_to(tmp_path / "away")
+    else:
+        (rank / name).mkdir()
+    script = f"from offload.cli.main import app; app(['verify', {str(tmp_path / 'default')!r}])"
+    done = warm_process.python(script, timeout=120)
+    assert done.returncode in ((0, 1) if name.startswith("blob") else (1, 2)), done.stdout
+    assert done.returncode == 0 or name in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("obstacle", ["run", "rank0"])
+@pytest.mark.parametrize("kind", ["file", "link", "folder"])
+def test_a_folder_of_a_rank_that_cannot_be_made(obstacle: str, kind: str, tmp_path: Path) -> None:
+    """A link to a folder is one; all else in the way ends with an error, in a process that would not end in a loop."""
+    path = tmp_path / "drive" / "run" if obstacle == "run" else tmp_path / "drive" / "run" / "rank0"
+    path.parent.mkdir(parents=True)
+    if kind == "file":
+        path.touch()
+    else:
+        path.symlink_to(tmp_path / "away")
+    if kind == "folder":
+        (tmp_path / "away").mkdir()
+    script = f"""
+from pathlib import Path
+from offload.errors import StoreError
+from offload.swapper.store.rank_folder import lock_folders
+try:
+    lock_folders([Path({str(tmp_path / "drive" / "run" / "rank0")!r})])[0].release()
+except StoreError as error:
+    print(error)
+"""
+    done = warm_process.python(script, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if kind == "folder":
+        assert not done.stdout and (tmp_path / "drive" / "run" / "rank0" / "lock").exists()
+    else:
+        assert f"{path} exists and is not a folder; remove it, or choose another run name" in done.stdout
+
+
+@pytest.mark.parametrize("write", [lambda path: write_in_place(path, b"x"), lambda path: reserve(path, 4096)])
+def test_a_small_file_that_cannot_be_opened_is_an_error_of_io(write: Callable[[Path], None], tmp_path: Path) -> None:
+    (tmp_path / "blob.0").symlink_to(tmp_path / "away")
+    for path in (tmp_path / "blob.0", tmp_path / "none" / "blob.0", tmp_path):
+        with pytest.raises(IoError, match=f"cannot open {path}: "):
+            write(path)
+    assert not (tmp_path / "away").exists()
+
+
+# -- damage of the last commit ------------------------------------------------------------------------
+
+
+def _damage(run: Path, state: str, offset: int = 0) -> None:
+    """Flip a bit of what the last commit names."""
+    from offload.swapper.store.inspection import look
+
+    found = look(run / "rank0")
+    assert found.manifest is not None
+    slots = found.commits[0].record.slots
+    row = found.manifest.spec.places()[0]
+    place = next(places for each, places in row.items() if each.value == state)[slots[0]]
+    flip_bit(run / "rank0" / "states", place.offset(offset))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("found_by", ["training", "verify"])
+def test_after_damage_the_commit_before_is_taken(found_by: str, tmp_path: Path) -> None:
+    engine = train([tmp_path], 3)
+    losses = [train_step(engine, JOB, step) for step in (3, 4)]
+    engine.destroy(remove=True)
+    train([tmp_path], 4).destroy()
+    run = tmp_path / "default"
+    _damage(run, "weight")
+    if found_by == "verify":
+        result = CliRunner().invoke(app, ["verify", str(run)])
+        assert result.exit_code == 1 and "the commit before, step 3, is intact too" in result.output
+    else:
+        engine = train([tmp_path], 0, resume="must")
+        assert engine.global_steps == 4
+        with pytest.raises((offload.errors.EngineFailed, offload.errors.IoError)):
+            train_step(engine, JOB, 4)
+        engine.destroy()
+    engine = train([tmp_path], 0, resume="auto")
+    assert engine.global_steps == 3 and any(
+        "all data of step 3 was compared and is intact" in line for line in engine.notices
+    )
+    assert [train_step(engine, JOB, step) for step in (3, 4)] == losses
+    engine.destroy()
+    assert verified(run) == 0 and not (run / "rank0" / "suspect").exists()
+
+
+def test_a_store_without_an_intact_commit_is_an_error(tmp_path: Path) -> None:
+    train([tmp_path], 4).destroy()
+    run = tmp_path / "default"
+    _damage(run, "weight")
+    found = run / "rank0" / "states"
+    found.write_bytes(bytes(b ^ 1 if i % 4096 == 7 else b for i, b in enumerate(found.read_bytes())))
+    assert verified(run) == 1
+    with pytest.raises(StoreError, match=r"no commit is intact: step 4: .*; step 3: "):
+        train([tmp_path], 0, resume="auto")
+
+
+def test_bytes_behind_the_records_are_cut_off(tmp_path: Path) -> None:
+    train([tmp_path], 2).destroy()
+    commit = tmp_path / "default" / "rank0" / "commit"
+    with commit.open("ab") as file:
+        file.write(bytes(5000))
+    assert verified(tmp_path / "default") == 1
+    train([tmp_path], 3, resume="must").destroy()
+    assert commit.stat().st_size == 8192 and verified(tmp_path / "default") == 0
+
+
+@pytest.mark.slow
+def test_tiny_tiles_share_checksums(tmp_path: Path) -> None:
+    """Each commit holds a checksum for each tile, for which there was room before training."""
+    settings = config(JOB, DISK, tmp_path)
+    settings["zero_optimization"]["sub_group_size"] = 1
+    model = models.nn.Sequential(models.nn.Linear(1024, 1024), models.nn.Linear(1024, 512))
+    settings["bf16"] = {"enabled": True}
+    engine = offload.initialize(model=model, config=settings)[0]
+    sizes = set()
+    for _ in range(3):
+        engine.backward(engine(models.torch.ones(1, 1024, dtype=models.torch.bfloat16)).square().mean())
+        engine.step()
+        sizes.add(tuple((tmp_path / "default" / "rank0" / f"blob.{which}").stat().st_size for which in (0, 1)))
+    engine.destroy()
+    assert len(sizes) == 1 and verified(tmp_path / "default") == 0
+    train_on = offload.initialize(
+        model=models.nn.Sequential(models.nn.Linear(1024, 1024), models.nn.Linear(1024, 512)),
+        config={**settings, "offload": {**settings["offload"], "resume": "must"}},
+    )[0]
+    train_on.backward(train_on(models.torch.ones(1, 1024, dtype=models.torch.bfloat16)).square().mean())
+    train_on.step()
+    train_on.destroy()
+    assert verified(tmp_path / "default") == 0

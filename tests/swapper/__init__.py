@@ -1,0 +1,1 @@
+"""Tests of the pager, its memory and its prefetch."""

@@ -1,0 +1,112 @@
+"""Without `host_memory` a run on the CPU leaves room for gradients and activations, in a small container too."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import offload
+from offload.errors import BudgetError
+from offload.layout.budgets.device import beside_arenas
+from offload.layout.budgets.host import HOST_SHARE
+from offload.layout.budgets.machine import Machine
+from offload.layout.placement import place
+from offload.layout.tiers import PlacementRequest
+from offload.sizes import MIB
+from offload.states import Tier
+from tests.support.memory_limit import memory_limit
+from tests.swapper.test_tiers import MODE, parts_of
+
+STEPS, WIDTH, LAYERS = 2, 1024, 10
+
+
+@given(
+    numels=st.lists(st.integers(1 << 16, 1 << 24), min_size=1, max_size=12),
+    free=st.integers(256 * MIB, 4096 * MIB),
+    weights=st.sampled_from([Tier.HOST, Tier.DISK]),
+)
+def test_both_arenas_leave_room_for_a_backward(numels: list[int], free: int, weights: Tier) -> None:
+    parts = parts_of(numels)
+    request = PlacementRequest(weights=weights, states=Tier.DISK)
+    machine = Machine(free_host=free, free_device=0, host_addressable=True, drives=True)
+    placement = place(parts, MODE, request, machine)
+    room = free - placement.device_nbytes - beside_arenas(parts)
+    in_host = sum(placement.classes)
+    # The least that works is taken all the same: a run that may be too large begins.
+    assert in_host <= max(HOST_SHARE * room, least_of(numels, request, free))
+    assert in_host <= HOST_SHARE * free
+
+
+def least_of(numels: list[int], request: PlacementRequest, free: int) -> int:
+    """Returns the host memory of the least explicit budget, found from below."""
+    low, high = 0, free
+    while high - low > MIB:
+        middle = (low + high) // 2
+        try:
+            machine = Machine(free_host=free, free_device=0, host_addressable=True, drives=True)
+            place(parts_of(numels), MODE, replace(request, host_memory=middle), machine)
+            high = middle
+        except BudgetError:
+            low = middle
+    return high + MIB
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(LAYERS)]
+    return nn.Sequential(*layers)
+
+
+def train(folder: Path, tier: str) -> list[float]:
+    """Returns the losses of a model of 84M parameters in fp32, whose gradients alone are 336 MB."""
+    content = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": tier, "nvme_path": str(folder)},
+            "offload_optimizer": {"device": tier, "nvme_path": str(folder)},
+        },
+        "offload": {"device": "cpu", "durability": "none"},
+    }
+    with offload.init(content):
+        made = model()
+    engine = offload.initialize(model=made, config=content)[0]
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(STEPS):
+        inputs = torch.randn(4, WIDTH, generator=generator)
+        loss = (engine(inputs) - inputs).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy(remove=True)
+    return losses
+
+
+def test_a_model_larger_than_its_container_trains_with_default_budgets(tmp_path: Path) -> None:
+    """Weights, gradients and states take 1.3 GB, the container leaves some 700 MB to them."""
+    limit = resident_after_import() + 700 * MIB
+    with memory_limit(limit) as group:
+        group.run([sys.executable, "-m", "tests.swapper.test_default_budget", tmp_path])
+    assert json.loads((tmp_path / "losses.json").read_text()) == train(tmp_path, "none")
+
+
+def resident_after_import() -> int:
+    """Returns the RAM of its own, without files that are mapped, of a process that has imported this file."""
+    code = "import tests.swapper.test_default_budget; print(open('/proc/self/status').read())"
+    status = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssAnon:"))
+
+
+if __name__ == "__main__":
+    chosen = Path(sys.argv[1])
+    (chosen / "losses.json").write_text(json.dumps(train(chosen, "nvme")))

@@ -1,0 +1,215 @@
+"""Weights that never leave the device behave in graphs as in plain torch, and are safe between steps all the same.
+
+The parameters of such a unit keep their memory, so no hook stands between them and autograd. Torch itself notices that
+they have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import offload
+from offload.errors import EngineFailed, UsageError
+from offload.torch_internals import top_saved_tensor_hooks
+from tests.models.test_autograd import LAYERS
+from tests.models.test_autograd_refused import ShowsItsHead
+from tests.models.test_module_kinds import MEMORY, Clamped, Replaced
+from tests.support import models
+from tests.support.autograd_modules import KeepsViews
+from tests.support.module_kinds import Layers
+from tests.support.oracle import Job, config, run, start, train_step
+
+CPU = ("cpu", "cpu")
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Any:
+    engine = start(LAYERS, MEMORY, tmp_path)
+    yield engine
+    engine.destroy(remove=True)
+
+
+def test_a_graph_of_old_weights_is_refused_and_harms_nothing(engine: offload.Engine, tmp_path: Path) -> None:
+    old = LAYERS.loss(engine, 9, 0)
+    losses = [train_step(engine, LAYERS, 0)]
+    with pytest.raises(UsageError, match=r"made before step\(\)") as refused:
+        engine.backward(old)
+    assert "modified by an inplace operation" in str(refused.value.__cause__)
+    engine.zero_grad()
+    losses += [train_step(engine, LAYERS, step) for step in range(1, LAYERS.steps)]
+    assert losses == run(LAYERS, MEMORY, tmp_path / "plain").losses
+
+
+def test_a_plain_backward_through_it_is_torchs_own_error(engine: offload.Engine) -> None:
+    old = LAYERS.loss(engine, 9, 0)
+    train_step(engine, LAYERS, 0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        old.backward()
+
+
+def test_a_graph_from_before_an_edit_is_refused(engine: offload.Engine) -> None:
+    old = LAYERS.loss(engine, 9, 0)
+    with torch.no_grad():
+        engine.module.layers[1].weight.mul_(0.5)
+    LAYERS.loss(engine, 0, 0)  # the edit is written now
+    with pytest.raises(UsageError, match=r"made before step\(\)"):
+        engine.backward(old)
+
+
+def test_a_graph_from_before_a_load_is_refused(engine: offload.Engine, tmp_path: Path) -> None:
+    train_step(engine, LAYERS, 0)
+    engine.save_checkpoint(str(tmp_path / "saved"), tag="one")
+    old = LAYERS.loss(engine, 9, 0)
+    engine.load_checkpoint(str(tmp_path / "saved"), tag="one")
+    with pytest.raises(UsageError, match=r"made before step\(\)"):
+        engine.backward(old)
+
+
+def test_an_error_of_the_users_own_stays_torchs(engine: offload.Engine) -> None:
+    x = torch.ones(3, requires_grad=True)
+    kept = x.exp()
+    loss = LAYERS.loss(engine, 0, 0) + kept.sum()
+    kept.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        engine.backward(loss)
+
+
+@pytest.mark.works("Graphs", "the same, of a unit that never leaves the device", "right")
+def test_a_view_held_across_a_step_shows_the_new_weights_as_in_torch(engine: offload.Engine) -> None:
+    kept: list[torch.Tensor] = []
+    layer: Any = engine.module.layers[1]
+    handle = layer.register_forward_hook(lambda m, i, o: kept.append(m.weight.detach()) and None)
+    engine.backward(LAYERS.loss(engine, 0, 0))
+    handle.remove()
+    before = kept[0].clone()
+    engine.step()
+    now = layer.weight.clone()  # waits for the update
+    assert torch.equal(kept[0], now) and not torch.equal(now, before)
+
+
+def test_a_graph_that_holds_views_may_outlive_the_step(tmp_path: Path) -> None:
+    job = LAYERS._replace(model=KeepsViews)
+    engine = start(job, MEMORY, tmp_path)
+    losses = []
+    for step in range(2):
+        loss = job.loss(engine, step, 0)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy(remove=True)
+    assert losses == run(job, MEMORY, tmp_path / "other").losses[:2]
+
+
+def test_an_output_that_is_a_weight_is_a_copy(tmp_path: Path) -> None:
+    job = LAYERS._replace(model=ShowsItsHead)
+    engine = start(job, MEMORY, tmp_path)
+    seen = []
+    for step in range(2):
+        logits, weight = engine(models.tokens(step, 0, (4, 16), 61))
+        engine.backward(logits.square().mean() + weight.square().mean())
+        engine.step()
+        seen.append(weight)
+    assert not torch.equal(seen[0], seen[1])
+    engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("model", [Clamped, Replaced])
+def test_a_weight_changed_in_a_forward_is_refused(model: Callable[[], nn.Module], tmp_path: Path) -> None:
+    engine = start(Job(model, models.mixture_loss), MEMORY, tmp_path)
+    with pytest.raises(UsageError, match=r"layers\.0\.weight was changed in place"):
+        train_step(engine, Job(model, models.mixture_loss), 0)
+    with pytest.raises(EngineFailed):
+        engine.step()
+    engine.destroy()
+
+
+def test_an_evaluation_in_inference_mode_may_come_first(engine: offload.Engine, tmp_path: Path) -> None:
+    with torch.inference_mode():
+        LAYERS.loss(engine, 9, 0)
+    losses = [train_step(engine, LAYERS, step) for step in range(LAYERS.steps)]
+    assert losses == run(LAYERS, MEMORY, tmp_path / "plain").losses
+
+
+def test_a_graph_outlives_gathered(engine: offload.Engine, tmp_path: Path) -> None:
+    loss = LAYERS.loss(engine, 0, 0)
+    with offload.gathered(engine.module):
+        assert all(bool(torch.isfinite(parameter).all()) for parameter in engine.module.parameters())
+    engine.backward(loss)
+    engine.step()
+    losses = [loss.item(), *(train_step(engine, LAYERS, step) for step in range(1, LAYERS.steps))]
+    assert losses == run(LAYERS, MEMORY, tmp_path / "plain").losses
+
+
+def test_no_weights_and_no_graph_after_the_end(tmp_path: Path) -> None:
+    engine = start(LAYERS, MEMORY, tmp_path)
+    loss = LAYERS.loss(engine, 0, 0)
+    layer: Any = engine.module.layers[0]
+    engine.destroy(remove=True)
+    with pytest.raises(UsageError, match="destroyed"):
+        layer.weight.norm()
+    with pytest.raises(RuntimeError):
+        loss.backward()
+
+
+class Looks(Layers):
+    """Notes whether hooks for saved tensors are active, and what hooks of the user receive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.active: list[bool] = []
+
+    def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        self.active.append(top_saved_tensor_hooks() is not None)
+        return super().through(hidden, ids)
+
+
+@pytest.mark.parametrize(("placement", "active"), [(MEMORY, False), (CPU, True)])
+def test_saved_tensors_have_hooks_only_where_units_come_and_go(
+    placement: tuple[str, str], active: bool, tmp_path: Path
+) -> None:
+    job = LAYERS._replace(model=Looks)
+    engine = start(job, placement, tmp_path)
+    train_step(engine, job, 0)
+    assert engine.module.active == [active]
+    engine.destroy(remove=True)
+
+
+def test_hooks_of_the_user_around_the_model_receive_no_weights(engine: offload.Engine, tmp_path: Path) -> None:
+    """`save_on_cpu` would copy each to the host."""
+    shapes: list[torch.Size] = []
+    weights = {parameter.shape for parameter in engine.module.parameters()}
+    weights |= {shape[::-1] for shape in weights}
+    with saved_tensors_hooks(lambda tensor: (shapes.append(tensor.shape), tensor)[1], lambda tensor: tensor):
+        loss = LAYERS.loss(engine, 0, 0)
+    engine.backward(loss)
+    engine.step()
+    assert shapes and not weights & set(shapes)
+    losses = [loss.item(), *(train_step(engine, LAYERS, step) for step in range(1, LAYERS.steps))]
+    assert losses == run(LAYERS, MEMORY, tmp_path / "plain").losses
+
+
+def test_beside_units_that_come_and_go_every_bit_is_the_same(tmp_path: Path) -> None:
+    """`stage3_param_persistence_threshold` keeps the small units of a model on the device."""
+    job = models.MIXTURE._replace(accumulation=1)
+    expected = run(job, CPU, tmp_path / "all")
+    settings = config(job, CPU, tmp_path / "some", device_memory=160 << 10)
+    settings["zero_optimization"]["stage3_param_persistence_threshold"] = 6144
+    torch.manual_seed(job.seed)
+    engine = offload.initialize(model=job.model(), config=settings)[0]
+    pager = engine._core.components.pager
+    assert {pager.stays(unit) for unit in range(len(pager.sizes))} == {True, False}
+    old = job.loss(engine, 9, 0)
+    losses = [train_step(engine, job, 0)]
+    with pytest.raises(UsageError, match=r"made before step\(\)"):
+        engine.backward(old)
+    engine.zero_grad()
+    losses += [train_step(engine, job, step) for step in range(1, job.steps)]
+    engine.destroy(remove=True)
+    assert losses == expected.losses

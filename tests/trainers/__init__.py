@@ -1,0 +1,1 @@
+"""Tests of Trainer, Accelerate, Lightning, LLaMA-Factory, axolotl."""

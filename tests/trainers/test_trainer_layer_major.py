@@ -1,0 +1,353 @@
+"""A Trainer whose micro-batches pass through a block together trains as one whose micro-batches pass one by one."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import transformers
+
+from offload.hf import OffloadMixin, OffloadTrainer
+from tests.support import models
+from tests.support.oracle import least_host_memory, room_for
+from tests.support.trainer_runs import (
+    CHECKPOINTING,
+    DISK,
+    FEW,
+    MEMORY,
+    Run,
+    Texts,
+    arguments,
+    assert_close,
+    assert_same,
+    config,
+    ended,
+    offloaded,
+    result,
+    seeded,
+    stock,
+)
+from tests.trainers.test_trainer_kinds import _tokenizer as byte_tokenizer
+
+LAYERED, ONE_BY_ONE = "layer_major", "micro_batch_major"
+BY_FOUR = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
+"""Ten rows are two steps of four micro-batches and one of two."""
+
+
+def trainer(
+    folder: Path,
+    schedule: str,
+    model: Any = models.gpt2,
+    kind: Any = OffloadTrainer,
+    blocks: Any = None,
+    chunked_loss: bool | None = None,
+    more: Any = None,
+    **changed: Any,
+) -> Any:
+    """Returns a Trainer with a schedule; the data are `FEW` rows."""
+    content = config(folder, DISK, **blocks or {})
+    content["offload"] |= {"schedule": schedule} | (more or {})
+    return kind(
+        model=seeded(model),
+        args=arguments(folder, **BY_FOUR | changed),
+        train_dataset=Texts(FEW),
+        eval_dataset=Texts(5),
+        offload_config=content,
+        chunked_loss=chunked_loss,
+    )
+
+
+def trained(folder: Path, schedule: str, **changed: Any) -> Run:
+    with ended(trainer(folder / schedule, schedule, **changed)) as mine:
+        mine.train()
+        return result(mine)
+
+
+class Unlearned(transformers.GPT2LMHeadModel):
+    """A model that takes no `num_items_in_batch`: the Trainer divides its loss by the micro-batches of a step."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None) -> Any:  # type: ignore[override]
+        return super().forward(input_ids=input_ids, labels=labels)
+
+
+def unlearned() -> Any:
+    return Unlearned(models.gpt2().config)
+
+
+class Summed(OffloadTrainer):
+    """A Trainer whose loss is its own."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        outputs = model(**inputs)
+        loss = outputs.loss + outputs.logits.float().pow(2).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "fp16 with a skip": {"fp16": True, "blocks": {"fp16": {"enabled": True, "initial_scale_power": 17}}},
+    "autocast": {"bf16": True, "blocks": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}},
+    "two micro-batches of two": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+    "one micro-batch": {"gradient_accumulation_steps": 1},
+    "checkpointing of activations": {CHECKPOINTING: True},
+    "without a clip": {"max_grad_norm": 0.0},
+    "max_steps in the middle of an epoch": {"max_steps": 4},
+    "evaluation between steps": {"eval_strategy": "steps", "eval_steps": 1},
+    "a loss divided by the micro-batches": {"model": unlearned},
+    "a loss of the user's": {"kind": Summed},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "llama": {"model": models.llama},
+    "logs of several steps": {"logging_steps": 3},
+}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.works("Trainers", "several micro-batches, layer by layer: the bits of one after the other", "right")
+@pytest.mark.parametrize("changed", CASES.values(), ids=CASES)
+def test_losses_logs_and_weights_have_the_same_bits(changed: dict[str, Any], tmp_path: Path) -> None:
+    assert_same(trained(tmp_path, ONE_BY_ONE, **changed), trained(tmp_path, LAYERED, **changed))
+
+
+def test_logits_of_all_tokens_are_never_computed(tmp_path: Path) -> None:
+    """The loss in chunks holds in each micro-batch, while others are between the beginning of the model and its end."""
+    shapes: list[tuple[int, ...]] = []
+    with ended(trainer(tmp_path, LAYERED)) as mine:
+        mine.model.lm_head.register_forward_hook(lambda _, args, logits: shapes.append(tuple(logits.shape)))
+        mine.train()
+    assert len(shapes) == 20 and {shape[1] for shape in shapes} == {0}
+
+
+@pytest.mark.slow
+def test_further_micro_batches_read_no_more_weights_of_blocks(tmp_path: Path) -> None:
+    """By the counters of the engine: one by one each further micro-batch reads all weights of blocks twice again."""
+    job = models.GPT2._replace(model=lambda: models.gpt2(6, 64))
+    room: dict[str, Any] = {"device_memory": room_for(job, 2)}
+    room["host_memory"] = least_host_memory(job, tmp_path / "least", **room)
+
+    def read(folder: Path, schedule: str, micro_batches: int) -> int:
+        changed = {"gradient_accumulation_steps": micro_batches, "max_steps": 5, "model": job.model, "more": room}
+        with ended(trainer(folder, schedule, **changed)) as mine:
+            counter = Counter(mine)
+            mine.add_callback(counter)
+            mine.train()
+            return counter.read[4] - counter.read[2]
+
+    two, four = (read(tmp_path / f"one by one {count}", ONE_BY_ONE, count) for count in (2, 4))
+    layered = [read(tmp_path / f"layered {count}", LAYERED, count) for count in (2, 4)]
+    assert max(layered) < two and layered[1] - layered[0] < 0.2 * (four - two)
+
+
+class Counter(transformers.TrainerCallback):
+    """Bytes read until each step, in the store's own count, and the calls of the loop."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.read: list[int] = []
+        self.calls: list[str] = []
+        self._trainer = trainer
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.calls.append("begin")
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        self.calls.append("substep")
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.calls.append("end")
+        self._trainer.engine.synchronize()
+        self.read.append(self._trainer.engine.io_bytes().read)
+
+
+def test_callbacks_see_each_micro_batch(tmp_path: Path) -> None:
+    seen = []
+    for schedule in (ONE_BY_ONE, LAYERED):
+        with ended(trainer(tmp_path / schedule, schedule)) as mine:
+            counter = Counter(mine)
+            mine.add_callback(counter)
+            mine.train()
+            seen.append(counter.calls)
+    assert seen[0] == seen[1] == [*["begin", *["substep"] * 3, "end"] * 2, "begin", "substep", "end"] * 2
+
+
+# -- resuming -----------------------------------------------------------------------------------------
+
+
+class Break(transformers.TrainerCallback):
+    """Ends a training after its fourth step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 4
+
+
+@pytest.mark.slow
+def test_a_training_resumed_in_the_middle_of_an_epoch_keeps_its_bits_with_dropout(tmp_path: Path) -> None:
+    saved = {"model": models.gpt2_dropout, "save_strategy": "steps", "save_steps": 2}
+    unbroken = trained(tmp_path / "unbroken", LAYERED, **saved)
+    with ended(trainer(tmp_path / "broken", LAYERED, **saved)) as mine:
+        mine.add_callback(Break())
+        mine.train()
+    (tmp_path / "broken" / "out" / "checkpoint-4").rename(tmp_path / "fourth")
+    for checkpoint in (tmp_path / "broken" / "out" / "checkpoint-2", tmp_path / "fourth"):
+        with ended(trainer(tmp_path / "resumed", LAYERED, **saved)) as mine:
+            mine.train(resume_from_checkpoint=str(checkpoint))
+            assert_same(unbroken, result(mine))
+
+
+# -- dropout ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.works(
+    "Trainers", "dropout with accumulation and blocks computed again: the stock Trainer's losses", "right"
+)
+def test_dropout_is_the_stock_trainers_in_every_tier_unless_the_config_asks_for_turns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By itself the engine takes turns on disk alone, where it saves transfers: masks must not depend on that."""
+    changed: dict[str, Any] = {CHECKPOINTING: True} | BY_FOUR
+    expected = stock(tmp_path / "stock", models.gpt2_dropout, **changed)
+    memory, disk = (
+        offloaded(tmp_path / tier, tier, models.gpt2_dropout, rows=FEW, **changed) for tier in (MEMORY, DISK)
+    )
+    assert_close(disk, expected)
+    assert_same(memory, disk)
+    assert caplog.text.count("it draws random numbers, such as dropout's") == 1
+    asked = trained(tmp_path, LAYERED, model=models.gpt2_dropout, **changed)
+    assert asked.logs[0]["loss"] != disk.logs[0]["loss"]
+
+
+class Told(OffloadTrainer):
+    """A Trainer that notes where its losses begin and end."""
+
+    notes: ClassVar[list[str]] = []
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        self.notes.append("begin")
+        loss = super().compute_loss(*args, **kwargs)
+        self.notes.append("end")
+        return loss
+
+
+def test_a_model_without_dropout_takes_turns_after_two_steps_that_were_watched(tmp_path: Path) -> None:
+    """The Trainer watches the first for random numbers, the engine the second for values between blocks."""
+    Told.notes.clear()
+    with ended(trainer(tmp_path, "auto", kind=Told, max_steps=3, **{CHECKPOINTING: True})) as mine:
+        mine.train()
+    assert Told.notes == ["begin", "end"] * 8 + ["begin"] * 2 + ["end"] * 2
+
+
+# -- code of the user's -------------------------------------------------------------------------------
+
+
+class Steps(OffloadTrainer):
+    """A Trainer with a step of its own."""
+
+    steps = 0
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.steps += 1
+        changed = {**inputs, "labels": inputs["labels"].clone()}
+        return super().training_step(model, changed, *args, **kwargs)
+
+
+class Stores(OffloadTrainer):
+    """A Trainer whose loss reads what it has stored before the model ran."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        self.present = inputs["labels"]
+        outputs = model(**inputs)
+        loss = outputs.loss + 1e-3 * self.present.float().mean() * outputs.logits.float().pow(2).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(Steps, "Steps has a training_step of its own"), (Stores, "Stores.compute_loss stores self.present")],
+)
+def test_code_that_must_not_run_in_parts_runs_one_by_one_and_is_told_once(
+    kind: Any, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = trained(tmp_path, ONE_BY_ONE, kind=kind)
+    assert "one after the other: " + reason not in caplog.text
+    with caplog.at_level(logging.WARNING, "offload"):
+        assert_same(plain, trained(tmp_path, LAYERED, kind=kind))
+    assert caplog.text.count("micro-batches pass through the model one after the other: " + reason) == 1
+
+
+def test_a_step_that_a_script_sets_on_the_trainer_runs_one_by_one(tmp_path: Path) -> None:
+    plain = trained(tmp_path, ONE_BY_ONE, chunked_loss=False)
+    with ended(trainer(tmp_path / LAYERED, LAYERED, chunked_loss=False)) as mine:
+        usual, seen = mine.training_step, []
+        mine.training_step = lambda model, inputs, *args: seen.append(1) or usual(model, inputs, *args)
+        mine.train()
+        assert len(seen) == 20
+        assert_same(plain, result(mine))
+
+
+def test_a_step_beside_the_loops_runs_as_ever(tmp_path: Path) -> None:
+    """A callback may run a batch of its own, whose gradients count in the step."""
+
+    class Beside(transformers.TrainerCallback):
+        def on_substep_end(self, *_: Any, **__: Any) -> None:
+            batch = {name: value[None] for name, value in Texts()[21].items()}
+            mine.training_step(mine.model, batch, torch.tensor(11))
+
+    with ended(trainer(tmp_path, LAYERED, max_grad_norm=0.0)) as mine:
+        mine.add_callback(Beside())
+        mine.train()
+        logs = result(mine).logs
+    assert len(logs) == 6 and logs[0]["loss"] == pytest.approx(4.49, abs=0.01)
+    assert logs[0]["grad_norm"] > 4
+
+
+def test_a_step_that_failed_is_dropped_and_training_begins_again(tmp_path: Path) -> None:
+    expected = trained(tmp_path, LAYERED)
+    with ended(trainer(tmp_path / "failed", LAYERED)) as mine:
+        block = mine.model.transformer.h[1]
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("as the test wants it")
+
+        handle = block.register_forward_hook(fail)
+        with pytest.raises(RuntimeError, match="as the test wants it"):
+            mine.train()
+        handle.remove()
+        mine.train()
+        assert_same(expected, result(mine))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning", "ignore:.*chunked_nll:FutureWarning")
+def test_sft_trainer_of_trl_keeps_its_bits_and_its_own_metrics(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+
+    class OffloadSFTTrainer(OffloadMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
+        pass
+
+    rows = [{"input_ids": Texts()[row]["input_ids"].tolist()} for row in range(FEW)]
+
+    def run(schedule: str) -> tuple[Run, list[Any], str]:
+        content = config(tmp_path / schedule)
+        content["offload"]["schedule"] = schedule
+        more = {"max_length": 12, "bf16": False, CHECKPOINTING: False}
+        mine = OffloadSFTTrainer(
+            model=seeded(),
+            args=arguments(tmp_path / schedule, trl.SFTConfig, **BY_FOUR, **more),
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=byte_tokenizer(),
+            offload_config=content,
+        )
+        with ended(mine):
+            mine.train()
+            metrics = [(log.get("mean_token_accuracy"), log.get("num_tokens")) for log in mine.state.log_history]
+            return result(mine), metrics, mine.engine.schedule
+
+    plain, layered = run(ONE_BY_ONE), run(LAYERED)
+    assert_same(plain[0], layered[0])
+    assert plain[1] == layered[1] and any(accuracy for accuracy, _ in plain[1])
+    assert layered[2] == LAYERED and "one after the other" not in caplog.text

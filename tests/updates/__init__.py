@@ -1,0 +1,1 @@
+"""Tests of updates: their tiles, and those made under the backward."""
