@@ -203,7 +203,7 @@ BAD = {
     "--host-memory lots": "should be a size",
     "--host-memory 9KiB": "least that works",
     "--nvme-path text.py/inside": "cannot make the swap folder",
-    "--run ../up": "offload.run",
+    "--run ../up": "--run should match .* it names a folder",
 }
 
 

@@ -62,7 +62,7 @@ def test_every_bound_is_kept_by_code_and_held_by_a_test() -> None:
 @pytest.mark.parametrize(
     ("row", "lacking"),
     [
-        (Row("a", "1", "`timeline.py::_has_room`", "`test_timeline.py::test_rows_have_an_order`"), []),
+        (Row("a", "1", "`timeline.py::_has_room`", "`report/test_timeline.py::test_rows_have_an_order`"), []),
         (Row("a", "1", "`timeline.py::has_no_room`", "by construction"), ["timeline.py::has_no_room"]),
         (Row("a", "1", "`timeline.py::_has_room`", "`test_none.py::test_a`"), ["test_none.py::test_a"]),
         (Row("a", "1", "by construction", "by construction"), ["a: by construction"]),
