@@ -18,7 +18,7 @@ from offload.swapper.memory.device_arena import DeviceArena, DeviceBuffer
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.policy import Block, Eviction, Floor, find_room
 from offload.swapper.residency import Residency
-from offload.swapper.unit_table import UnitEntry, UnitTable
+from offload.swapper.unit_table import Transfer, UnitEntry, UnitSize, UnitTable
 from offload.timeline import Row
 
 
@@ -232,6 +232,42 @@ class DeviceCache:
             entry.copied.wait()
             entry.uploaded.wait()
         self._arena.close()
+
+    # -- reads in place -----------------------------------------------------------------------------
+
+    def reads_in_place(self, size: UnitSize) -> bool:
+        """Returns True if a read may fill the device buffer of a unit: the host addresses it, and no byte is elsewhere.
+
+        Such a read needs no host buffer, and no copy.
+        """
+        return self._device.host_addressable and self._peers is None and size.is_whole
+
+    def start_read(
+        self, entry: UnitEntry, device_buffer: DeviceBuffer, read: Callable[[int, memoryview], Future]
+    ) -> None:
+        """Starts the read of the newest weights of `entry` into `device_buffer`, which the unit owns from now on.
+
+        Args:
+            entry: a unit that `reads_in_place`.
+            device_buffer: room for the unit.
+            read: starts to read the partition from a byte offset into a buffer.
+        """
+        for event in device_buffer.after:
+            event.wait()
+        entry.transfer = Transfer(None, read(0, self._arena.view(device_buffer).numpy().data))
+        entry.device_buffer = device_buffer
+        self._table.move(entry, Residency.UPLOADING)
+
+    def finish_read(self, entry: UnitEntry) -> None:
+        """Waits for the read in place of `entry` without the lock, then delivers it, as `HostCache.finish_read`."""
+        if self._table.end_transfer(entry) is not None:
+            self._table.move(entry, Residency.DEVICE)
+
+    def latest_read(self) -> UnitEntry | None:
+        """Returns the unit that is read in place and used last; None if none is read in place."""
+        reading = [entry for entry in self._table.entries if entry.reading_in_place]
+        distance = self._table.access_order.distance
+        return max(reading, key=lambda entry: (distance(entry.index), -entry.index), default=None)
 
     # -- copies -------------------------------------------------------------------------------------
 

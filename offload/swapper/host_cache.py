@@ -15,7 +15,6 @@ from offload.swapper.policy import Block, Limits, next_to_fetch, victims
 from offload.swapper.residency import Residency
 from offload.swapper.store import Store
 from offload.swapper.unit_table import Transfer, UnitEntry, UnitTable
-from offload.timeline import Row
 
 
 class HostCache:
@@ -150,20 +149,8 @@ class HostCache:
 
         The first of several waiting threads delivers.
         """
-        transfer = entry.transfer
-        assert transfer is not None
-        failure: Exception | None = None
-        try:
-            with self._table.timeline.span(Row.WAITS, f"waits for read of {entry.size.title}"):
-                self._table.changed.without_lock(transfer.future.wait)
-        except Exception as error:  # not KeyboardInterrupt: the read continues, and a later call delivers it
-            failure = error
-        if failure is not None:
-            self._table.fail(failure, entry)
-            raise failure
-        # Another thread may have delivered this read, and even started the next one, while the lock was released.
-        if entry.transfer is transfer:
-            entry.transfer, entry.host_buffer = None, transfer.host_buffer
+        if (transfer := self._table.end_transfer(entry)) is not None:
+            entry.host_buffer = transfer.host_buffer
             self._table.move(entry, Residency.HOST)
 
     def read_ahead(self, limits: Limits, started: Callable[[UnitEntry], None], wait: bool) -> None:
@@ -242,4 +229,5 @@ class HostCache:
                 transfer, entry.transfer = entry.transfer, None
                 # Without the lock, which the callbacks of other reads may wait for on the thread that ends this one.
                 self._table.changed.without_lock(functools.partial(wait_for_all, [transfer.future]))
-                transfer.host_buffer.release()
+                if transfer.host_buffer is not None:
+                    transfer.host_buffer.release()

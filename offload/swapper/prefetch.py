@@ -176,25 +176,31 @@ class Prefetcher:
     # -- any thread ---------------------------------------------------------------------------------
 
     def _upload(self) -> None:
-        """Starts uploads of the units that come next, as long as their weights are in a host buffer and have room."""
+        """Starts uploads and reads in place of the units that come next, as long as they are possible and have room."""
         while (unit := self._next_upload()) is not None:
             entry = self._entries[unit]
             self._finish_if_done(entry)
-            buffer = None
-            if self._is_in_host(entry):
-                buffer = self._device_cache.allocate(entry, self._table.access_order.distance(unit))
+            in_host = self._is_in_host(entry)
+            if not in_host and not self._may_read_in_place(entry):
+                return
+            buffer = self._device_cache.allocate(entry, self._table.access_order.distance(unit))
             if buffer is None:
                 return
-            self._device_cache.upload(entry, buffer)
+            if in_host:
+                self._device_cache.upload(entry, buffer)
+            else:
+                self._device_cache.start_read(entry, buffer, self._host_cache.reader(entry, Priority.NORMAL))
 
     def _finish_if_done(self, entry: UnitEntry) -> None:
         """Delivers the read of `entry` if it has ended."""
         if entry.transfer is not None and entry.transfer.future.done():
-            self._host_cache.finish_read(entry)
+            cache = self._device_cache if entry.reading_in_place else self._host_cache
+            cache.finish_read(entry)
 
     def _next_upload(self) -> int | None:
         def is_missing(unit: int) -> bool:
-            return self._entries[unit].residency is not Residency.DEVICE
+            entry = self._entries[unit]
+            return entry.residency is not Residency.DEVICE and not entry.reading_in_place
 
         return next_to_fetch(self._table.access_order, self._nbytes, is_missing, self._limits)
 
@@ -204,6 +210,16 @@ class Prefetcher:
     @staticmethod
     def _is_in_host(entry: UnitEntry) -> bool:
         return entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
+
+    def _may_read_in_place(self, entry: UnitEntry) -> bool:
+        return entry.residency is Residency.DISK and not entry.updating and self.reads_in_place(entry)
+
+    def reads_in_place(self, entry: UnitEntry) -> bool:
+        """Returns True if reads of `entry` fill its device buffer.
+
+        A unit of which two fit into the host buffers is read into one of these, which keeps it for its next use.
+        """
+        return self._host_cache.streams(entry) and self._device_cache.reads_in_place(entry.size)
 
 
 class Fetcher:
@@ -233,6 +249,9 @@ class Fetcher:
             self._table.check()
             if entry.updating:
                 self._wait_for_update(entry)
+            elif entry.residency is Residency.DISK and self._prefetcher.reads_in_place(entry):
+                if (device_buffer := self._place(entry)) is not None:
+                    self._device_cache.start_read(entry, device_buffer, self._host_cache.reader(entry, Priority.URGENT))
             elif entry.residency is Residency.DISK:
                 if (host_buffer := self._host_cache.host_buffer(self._host_cache.buffer_nbytes(entry))) is None:
                     self._host_cache.wait_for_buffer(entry)
@@ -245,6 +264,8 @@ class Fetcher:
             elif entry.residency in (Residency.HOST, Residency.WRITING):
                 if (device_buffer := self._place(entry)) is not None:
                     self._device_cache.upload(entry, device_buffer)
+            elif entry.reading_in_place:
+                self._device_cache.finish_read(entry)
             else:  # UPLOADING on another thread
                 self._table.wait(f"waits for upload of {entry.size.title}")
         self._table.check()
@@ -266,15 +287,18 @@ class Fetcher:
             )
 
     def _place(self, entry: UnitEntry) -> DeviceBuffer | None:
-        """Returns a device buffer for `entry`, or None after a wait for an upload ahead that was in the way.
+        """Returns a device buffer for `entry`, or None after a wait for an upload or read ahead that was in the way.
 
         Raises:
             BudgetError: if the units in use leave no room.
         """
         device_buffer = self._device_cache.allocate(entry)
         if device_buffer is None:
-            if not self._prefetcher.busy_elsewhere:
+            if (reading := self._device_cache.latest_read()) is not None:
+                self._device_cache.finish_read(reading)  # its unit can be dropped then
+            elif self._prefetcher.busy_elsewhere:
+                # The upload of another thread ends without this one, and its unit can be dropped then.
+                self._table.wait(f"waits for an upload ahead of {entry.size.title}")
+            else:
                 raise self._device_cache.no_room(entry)
-            # The upload of another thread ends without this one, and its unit can be dropped then.
-            self._table.wait(f"waits for an upload ahead of {entry.size.title}")
         return device_buffer

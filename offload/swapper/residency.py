@@ -13,7 +13,8 @@ The other states stay in their tier; an update streams them through tiles and wr
     WRITING     A host buffer holds the newest copy, whose write to the store is in flight. The buffer stays.
     UPLOADING   The thread that acquires the unit is starting the copy from a host buffer to a device buffer, and
                 the gather of the other ranks' partitions. A unit that is too large for a host buffer is being
-                read and copied chunk by chunk.
+                read and copied chunk by chunk. On a CPU with one rank such a unit is read into its device
+                buffer instead (`reading_in_place`): the entry's transfer owns the read, the entry the buffer.
     DEVICE      A device buffer holds the newest copy, or will once the event `uploaded` is done; the host buffer
                 is read until then. A host buffer may hold the copy as well (`host_buffer is not None`): the write of an
                 update may still be in flight (`unwritten`), or there was room to keep the buffer.
@@ -26,7 +27,7 @@ The other states stay in their tier; an update streams them through tiles and wr
          │ │                              flushed │ │ │ weights_ready    │ upload            │
          │ │           weights_ready              │ │ ▼                  │                   │
          │ └────────────────────────────────────► WRITING ───────────────┤                   │
-         ├──────────────────────────── stream ───────────────────────────┘                   │
+         ├──────────────────── stream, or a read in place ───────────────┘                   │
          ├──────────────── evict ────────────── HOST                                    │
          └───────────────────── drop: to WRITING or HOST if the host buffer is kept ◄────────┘
 
@@ -64,7 +65,7 @@ ARROWS: Final[dict[tuple[Residency, Residency], str]] = {
     (_R.READING, _R.HOST): "finish_read",
     (_R.HOST, _R.UPLOADING): "upload",
     (_R.WRITING, _R.UPLOADING): "upload",
-    (_R.DISK, _R.UPLOADING): "stream",
+    (_R.DISK, _R.UPLOADING): "stream",  # or `DeviceCache.start_read`
     (_R.UPLOADING, _R.DEVICE): "upload",
     (_R.HOST, _R.DISK): "evict",
     (_R.WRITING, _R.HOST): "flushed",

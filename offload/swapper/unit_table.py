@@ -98,6 +98,29 @@ class UnitTable:
         with self.timeline.span(Row.WAITS, what):
             self.changed.wait()
 
+    def end_transfer(self, entry: UnitEntry) -> Transfer | None:
+        """Waits for the read of `entry` without the lock, and returns it to the first of several waiting threads.
+
+        Returns:
+            The transfer, which the caller delivers; None if another thread has received it.
+        """
+        transfer = entry.transfer
+        assert transfer is not None
+        failure: Exception | None = None
+        try:
+            with self.timeline.span(Row.WAITS, f"waits for read of {entry.size.title}"):
+                self.changed.without_lock(transfer.future.wait)
+        except Exception as error:  # not KeyboardInterrupt: the read continues, and a later call delivers it
+            failure = error
+        if failure is not None:
+            self.fail(failure, entry)
+            raise failure
+        # Another thread may have delivered this read, and even started the next one, while the lock was released.
+        if entry.transfer is not transfer:
+            return None
+        entry.transfer = None
+        return transfer
+
     def fail(self, error: BaseException, entry: UnitEntry | None = None) -> None:
         """Stops the engine: every waiter and every later `check` raises `EngineFailed` from the first `error`.
 
@@ -200,9 +223,9 @@ class UnitSize:
 
 
 class Transfer(NamedTuple):
-    """A read in flight, with the host buffer that the read fills."""
+    """A read in flight, with the host buffer that the read fills; None if it fills the unit's device buffer."""
 
-    host_buffer: HostBuffer
+    host_buffer: HostBuffer | None
     future: Future
 
 
@@ -243,3 +266,8 @@ class UnitEntry:
     """True while the update writes `fresh`, or the store does not contain all of it."""
     updates: int = 0
     """Number of changes of the weights so far. A view saved before a change must not be read after the change."""
+
+    @property
+    def reading_in_place(self) -> bool:
+        """True while a read fills the unit's device buffer."""
+        return self.residency is Residency.UPLOADING and self.transfer is not None

@@ -54,6 +54,9 @@ class WeightUpdates:
             for unit in units:
                 entry = self._entries[unit]
                 assert not entry.pins, f"unit {entry.size.name} is in use during step()"
+                while entry.reading_in_place:  # a prefetch from before step(), whose bytes are old from now on
+                    self._table.check()
+                    self._device_cache.finish_read(entry)
                 entry.updating = True
                 entry.updates += 1
                 if entry.size.stays:

@@ -35,6 +35,11 @@ class Entry:
         return self.reading is not None and self.reading.done
 
     @property
+    def reading_in_place(self) -> bool:
+        """Returns True while a read fills the device buffer."""
+        return self.residency is Residency.UPLOADING and self.reading is not None
+
+    @property
     def at_hand(self) -> bool:
         """Returns True if HOST holds the newest weights, or will hold them once a read has ended."""
         return self.host_buffer is not None or self.size.tier is not Tier.DISK

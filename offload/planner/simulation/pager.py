@@ -81,6 +81,12 @@ class SimulatedPager:
         while entry.updating or entry.residency is not Residency.DEVICE:
             if entry.updating:
                 yield from self.machine.counted("update", self._wait_for_update(entry))
+            elif entry.residency is Residency.DISK and self._reads_in_place(entry):
+                place = self._allocate_on_device(entry)
+                if place is None:
+                    yield from self.machine.counted("read", self._wait_for_place(entry))
+                else:
+                    self._start_read_in_place(entry, place, Priority.URGENT)
             elif entry.residency is Residency.DISK:
                 host_buffer = yield from self.machine.counted(
                     "room", self.take_host_buffer(entry.index, self._buffer_nbytes(entry))
@@ -94,13 +100,14 @@ class SimulatedPager:
                     yield from self._stream(entry, host_buffer)
                 else:
                     self._start_read(entry, host_buffer, Priority.URGENT)
-            elif entry.residency is Residency.READING:
+            elif entry.residency is Residency.READING or entry.reading_in_place:
                 yield from self.machine.counted("read", self.finish_read(entry))
             else:
                 place = self._allocate_on_device(entry)
                 if place is None:
-                    raise self._no_room(entry)
-                yield from self._upload(entry, place)
+                    yield from self.machine.counted("read", self._wait_for_place(entry))
+                else:
+                    yield from self._upload(entry, place)
 
     def _wait_for_update(self, entry: Entry) -> Acting[None]:
         """Waits for a change, and meanwhile asks the update worker to update this unit next."""
@@ -124,26 +131,53 @@ class SimulatedPager:
         yield from self.change()
         self.waiting_for_buffer -= 1
 
+    def _wait_for_place(self, entry: Entry) -> Acting[None]:
+        """Waits until a read in place is over, whose unit can be dropped then; raises the error if there is none."""
+        reading = [each for each in self.entries if each.reading_in_place]
+        if not reading:
+            raise self._no_room(entry)
+        yield from self.finish_read(
+            max(reading, key=lambda each: (self.access_order.distance(each.index), -each.index))
+        )
+
     def _start_read(self, entry: Entry, host_buffer: Block, priority: Priority) -> None:
         """Starts the read of a unit's partition into a host buffer."""
         entry.host_buffer = host_buffer
-        self._reading[entry.index] = entry
-        entry.reading = self.machine.read("weight read", "weights_read", entry.index, entry.size.shard_nbytes, priority)
+        self._read(entry, priority)
         self.move(entry, Residency.READING)
 
+    def _start_read_in_place(self, entry: Entry, place: Block, priority: Priority) -> None:
+        """Starts the read of a unit into its device buffer."""
+        entry.device_buffer = place
+        self._read(entry, priority)
+        self.move(entry, Residency.UPLOADING)
+
+    def _read(self, entry: Entry, priority: Priority) -> None:
+        self._reading[entry.index] = entry
+        entry.reading = self.machine.read("weight read", "weights_read", entry.index, entry.size.shard_nbytes, priority)
+
     def finish_read(self, entry: Entry) -> Acting[None]:
-        """Waits for a unit's read. The first actor to resume moves the unit to HOST; both actors may wait."""
+        """Waits for a unit's read. The first actor to resume delivers it; both actors may wait."""
         work = entry.reading
         yield from until(work)
         if entry.reading is work:
             entry.reading = None
             del self._reading[entry.index]
-            self.move(entry, Residency.HOST)
+            self.move(entry, Residency.DEVICE if entry.residency is Residency.UPLOADING else Residency.HOST)
 
     def streams(self, unit: int) -> bool:
         """Returns True if the host budget has no room for two such partitions, so that the unit moves in chunks."""
         size = self.entries[unit].size
         return size.tier is Tier.DISK and 2 * align_up(size.shard_nbytes) > self.host.nbytes
+
+    def stop_reading_in_place(self, entry: Entry) -> None:
+        """Ends a read in place whose bytes are old: what is left of it is not waited for, unlike in the real pager."""
+        entry.reading = None
+        del self._reading[entry.index]
+        self.move(entry, Residency.DEVICE)
+
+    def _reads_in_place(self, entry: Entry) -> bool:
+        return self.machine.on_cpu and entry.size.is_whole and self.streams(entry.index)
 
     def _buffer_nbytes(self, entry: Entry) -> int:
         return self.host.nbytes // 2 // PAGE * PAGE if self.streams(entry.index) else entry.size.shard_nbytes
@@ -229,11 +263,16 @@ class SimulatedPager:
             if entry.read_ended():
                 yield from self.finish_read(entry)
             # The order is strict: if the next unit is not ready, later ones must not take its room.
-            ready = entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
+            in_host = entry.residency in (Residency.HOST, Residency.WRITING)
+            in_place = entry.residency is Residency.DISK and self._reads_in_place(entry)
+            ready = (in_host or in_place) and not entry.updating
             place = self._allocate_on_device(entry, self.access_order.distance(unit)) if ready else None
             if place is None:
                 return
-            yield from self._upload(entry, place)
+            if in_host:
+                yield from self._upload(entry, place)
+            else:
+                self._start_read_in_place(entry, place, Priority.NORMAL)
 
     def _prefetch_reads(self, wait: bool = True) -> Acting[None]:
         """Completes reads that have ended, and starts those of the next units while host buffers are available."""
@@ -271,7 +310,8 @@ class SimulatedPager:
         """Returns the next unit in the access order to copy to the device, or None."""
 
         def wanting(unit: int) -> bool:
-            return self.entries[unit].residency is not Residency.DEVICE
+            entry = self.entries[unit]
+            return entry.residency is not Residency.DEVICE and not entry.reading_in_place
 
         return next_to_fetch(self.access_order, self._nbytes, wanting, self._limits)
 

@@ -26,6 +26,8 @@ class SimulatedWeightUpdates:
         """Marks units as being updated, and evicts their outdated weights from the device."""
         for entry in (self._pager.entries[unit] for unit in units):
             entry.updating = True
+            if entry.reading_in_place:
+                self._pager.stop_reading_in_place(entry)
             if entry.residency is Residency.DEVICE and not entry.size.stays:
                 self._pager.drop(entry)
 
