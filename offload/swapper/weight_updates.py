@@ -49,22 +49,21 @@ class WeightUpdates:
     # -- the thread that runs the model -------------------------------------------------------------
 
     def begin(self, units: Sequence[int]) -> None:
-        """Forbids every read of `units` until `weights_ready`. No use of them may be open."""
-        with self._lock:
-            for unit in units:
-                entry = self._entries[unit]
-                assert not entry.pins, f"unit {entry.size.name} is in use during step()"
-                while entry.reading_in_place:  # a prefetch from before step(), whose bytes are old from now on
-                    self._table.check()
-                    self._device_cache.finish_read(entry)
-                entry.updating = True
-                entry.updates += 1
-                if entry.size.stays:
-                    # A use in place has no end of its own: the update follows all compute so far.
-                    self._device.wait_event(entry.read)
-                    entry.read = self._device.record_event()
-                elif entry.residency is Residency.DEVICE:
-                    self._device_cache.drop(entry)
+        """Forbids every read of `units` until `weights_ready`. The lock is held, and no use of them is open."""
+        for unit in units:
+            entry = self._entries[unit]
+            assert not entry.pins, f"unit {entry.size.name} is in use during step()"
+            while entry.reading_in_place:  # a prefetch from before step(), whose bytes are old from now on
+                self._table.check()
+                self._device_cache.finish_read(entry)
+            entry.updating = True
+            entry.updates += 1
+            if entry.size.stays:
+                # A use in place has no end of its own: the update follows all compute so far.
+                self._device.wait_event(entry.read)
+                entry.read = self._device.record_event()
+            elif entry.residency is Residency.DEVICE:
+                self._device_cache.drop(entry)
 
     def wait(self, entry: UnitEntry) -> None:
         """Waits for a change while the update of a unit is under way. The lock is held."""

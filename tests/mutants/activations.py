@@ -13,7 +13,9 @@ def _streams(name: str, module: str, old: str, new: str) -> Mutant:
 
 
 def _input(name: str, module: str, old: str, new: str, tests: str) -> Mutant:
-    return Mutant(f"{name}, an input", f"{_PACKAGE}.{module}", old, new, f"tests/activations/test_activation_{tests}.py")
+    return Mutant(
+        f"{name}, an input", f"{_PACKAGE}.{module}", old, new, f"tests/activations/test_activation_{tests}.py"
+    )
 
 
 MUTANTS = (

@@ -1,4 +1,7 @@
-"""The pager, over a store in memory, evicts only buffers that may go, and streams a unit that is too large."""
+"""The pager, over a store in memory, evicts only buffers that may go, and streams a unit that is too large.
+
+Where a CPU computes such a unit is read in place: `test_reads_in_place`.
+"""
 
 from __future__ import annotations
 
@@ -82,12 +85,17 @@ class Twin:
 
 
 def pager_of(
-    pages: list[int], weights: int, device: int, trace: list[int] | None = None, twin: Twin | None = None
+    pages: list[int],
+    weights: int,
+    device: int,
+    trace: list[int] | None = None,
+    twin: Twin | None = None,
+    on: Device = CPU,
 ) -> tuple[Pager, MemoryStore]:
     store = MemoryStore(len(pages))
     sizes = [UnitSize(str(n), size * PAGE, Tier.DISK, (range(size * PAGE),)) for n, size in enumerate(pages)]
-    host = HostArena(Classes(0, weights * PAGE, 0, 0), CPU)
-    pager = Pager(sizes, host, DeviceArena(device * PAGE, CPU), CPU, store, Limits(), twin)  # type: ignore[arg-type]
+    host = HostArena(Classes(0, weights * PAGE, 0, 0), on)
+    pager = Pager(sizes, host, DeviceArena(device * PAGE, on), on, store, Limits(), twin)  # type: ignore[arg-type]
     if twin is not None:
         twin.pager = pager
     if trace:
@@ -146,7 +154,9 @@ def test_a_unit_that_is_about_to_be_used_keeps_its_host_buffer() -> None:
 
 
 def test_a_unit_larger_than_a_host_buffer_is_streamed_in_chunks() -> None:
-    pager, store = pager_of([7, 1], weights=4, device=8)
+    apart = Device(torch.device("cpu"))
+    apart.host_addressable = False
+    pager, store = pager_of([7, 1], weights=4, device=8, on=apart)
     assert pager.streams(0) and not pager.streams(1) and not pager.weight_updates.delivers(0)
     assert bool((pager.acquire(0) == 1).all())
     assert store.reads == [(0, start * PAGE) for start in (0, 2, 4, 6)]
