@@ -21,7 +21,7 @@ weights. A thread that acquires a unit may evict any host buffer that is clean a
 prefetched reads that are in its way. The remaining buffers belong to writes and updates in progress, which end by
 themselves. While such a thread waits for a host buffer no other thread allocates one (`waiting_for_buffer`). Device
 buffers of units that are not pinned can be dropped; that of an upload ahead on another thread can be once the upload is
-started, for which its thread waits for nobody. If pinned units fill the arena, waiting cannot help, and the pager
+started, for which its thread waits for nobody, and that of a read in place once the read has ended. If pinned units fill the arena, waiting cannot help, and the pager
 raises `BudgetError`. A thread waits for other ranks without the lock, and serves what they need meanwhile
 (`Peers.agree` calls `serve_gather`), so no worker and no buffer of any rank waits for another rank.
 """

@@ -22,6 +22,9 @@ an upload ahead (the begin of updates and loads, a cache that goes to another en
 
 With several ranks an upload is a collective, which belongs to the thread that runs the model (`may_upload_elsewhere`).
 On a CPU an upload is a copy by the calling thread; see there as well.
+
+A unit of which no two fit into the host buffers has none to be read ahead into. On a CPU with one rank it is read in
+place: the read fills its device buffer, which takes the place of the upload. Elsewhere it is streamed on demand.
 """
 
 from __future__ import annotations
