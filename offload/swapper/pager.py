@@ -15,15 +15,15 @@ ahead. The last two also start what comes next: see [Note: who starts what] in `
 a copy whose memory is reused at once (`HostCache._evict`, `DeviceArena.shrink`). Every change of an entry wakes all
 waiters.
 
-[Note: nobody waits in a circle] The update worker needs only its own tiles. If it gets no host buffer for fresh
-weights it waits as long as no thread waits for the worker; otherwise it updates the unit without delivering its
-weights. A thread that acquires a unit may evict any host buffer that is clean and not being copied, and finishes
-prefetched reads that are in its way. The remaining buffers belong to writes and updates in progress, which end by
-themselves. While such a thread waits for a host buffer no other thread allocates one (`waiting_for_buffer`). Device
-buffers of units that are not pinned can be dropped; that of an upload ahead on another thread can be once the upload is
-started, for which its thread waits for nobody, and that of a read in place once the read has ended. If pinned units fill the arena, waiting cannot help, and the pager
-raises `BudgetError`. A thread waits for other ranks without the lock, and serves what they need meanwhile
-(`Peers.agree` calls `serve_gather`), so no worker and no buffer of any rank waits for another rank.
+[Note: nobody waits in a circle] The update worker needs only its own tiles. If it gets no host buffer for fresh weights
+it waits as long as no thread waits for the worker; otherwise it updates the unit without delivering its weights. A
+thread that acquires a unit may evict any host buffer that is clean and not being copied, and finishes prefetched reads
+that are in its way. The remaining buffers belong to writes and updates in progress, which end by themselves. While such
+a thread waits for a host buffer no other thread allocates one (`waiting_for_buffer`). Device buffers of units that are
+not pinned can be dropped; that of an upload ahead on another thread can be once the upload is started, for which its
+thread waits for nobody, and that of a read in place once the read has ended. If pinned units fill the arena, waiting
+cannot help, and the pager raises `BudgetError`. A thread waits for other ranks without the lock, and serves what they
+need meanwhile (`Peers.agree` calls `serve_gather`), so no worker and no buffer of any rank waits for another rank.
 """
 
 from __future__ import annotations
