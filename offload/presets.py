@@ -231,4 +231,6 @@ def build(name: str, layers: int | None = None) -> nn.Module:
     if layers is not None:
         config.num_hidden_layers = layers
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    generation: Any = model.generation_config
+    generation.use_cache = True  # else text is generated slowly from a model that was saved
     return model

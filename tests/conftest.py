@@ -66,8 +66,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    return device_process.run_elsewhere(item) or None
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    return device_process.run_elsewhere(item, nextitem) or None
 
 
 def pytest_collection_finish() -> None:

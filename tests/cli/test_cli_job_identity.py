@@ -35,11 +35,11 @@ DONE = ("--steps", "1", "--resume", "auto")
         (("--seq-len", "16"), "the data differ (seq-len was 32, is 16"),
         (("--model", "llama"), "--model was gpt2-tiny, is "),
         (("--steps", "2"), "the steps were 1, are 2"),
-        (("--lr", "0.1"), "optimizer.params.lr was 0.0003, is 0.1"),
+        (("--lr", "0.1"), "--lr was 0.0003, is 0.1"),
         (("--dtype", "fp32"), "bf16.enabled was auto, is False"),
-        (("--seed", "7"), "offload.seed was 0, is 7"),
+        (("--seed", "7"), "--seed was 0, is 7"),
         (("--schedule", "constant"), 'the schedule was {"type": "WarmupCosineLR", '),
-        (("--accumulation", "3"), "gradient_accumulation_steps was None, is 3"),
+        (("--accumulation", "3"), "--accumulation was None, is 3"),
     ],
 )
 def test_another_job_is_no_job_that_is_done(more: tuple[str, str], message: str) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 import offload
 from offload.errors import ConfigError
@@ -46,6 +48,16 @@ def test_llama_8b_is_the_published_model() -> None:
     assert config.rope_parameters["rope_theta"] == 500000.0 and config.max_position_embeddings == 131072
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     assert head is not embedding and head.shape == embedding.shape == (128256, 4096)
+
+
+def test_a_saved_preset_generates_with_a_cache_though_it_trains_without(tmp_path: Path) -> None:
+    build("gpt2-tiny").save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not model.config.use_cache
+    lengths: list[int] = []
+    model.transformer.wte.register_forward_pre_hook(lambda module, given: lengths.append(given[0].shape[1]))
+    model.generate(torch.arange(1, 9)[None], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert lengths == [8, 1, 1, 1], "each token is computed once"
 
 
 def test_an_unknown_name_is_an_error() -> None:

@@ -70,8 +70,8 @@ MUTANTS = (
     ),
     Mutant(
         "skip the wait for a read of weights",
-        "offload.swapper.host_cache",
-        "self._table.changed.without_lock(transfer.future.wait)",
+        "offload.swapper.unit_table",
+        "self.changed.without_lock(transfer.future.wait)",
         "pass",
         "tests/swapper/test_io_completion_order.py",
     ),
@@ -114,9 +114,37 @@ MUTANTS = (
     Mutant(
         "take an upload ahead for a unit in use",
         "offload.swapper.prefetch",
-        "            if not self._prefetcher.busy_elsewhere:",
-        "            if True:",
+        "            elif self._prefetcher.busy_elsewhere:",
+        "            elif False:",
         "tests/swapper/test_early_start.py",
+    ),
+    Mutant(
+        "use a unit that is being read in place",
+        "offload.swapper.device_cache",
+        "        if self._table.end_transfer(entry) is not None:\n            self._table.move(entry, Residency.DEVICE)",
+        "        entry.transfer = None\n        self._table.move(entry, Residency.DEVICE)",
+        "tests/swapper/test_reads_in_place.py",
+    ),
+    Mutant(
+        "keep a unit that is read in place while its update begins",
+        "offload.swapper.weight_updates",
+        "            while entry.reading_in_place:",
+        "            while False:",
+        "tests/swapper/test_reads_in_place.py",
+    ),
+    Mutant(
+        "raise where a read in place is in the way",
+        "offload.swapper.prefetch",
+        "            if (reading := self._device_cache.latest_read()) is not None:",
+        "            if (reading := self._device_cache.latest_read()) is not None and False:",
+        "tests/swapper/test_reads_in_place.py",
+    ),
+    Mutant(
+        "read in place what several ranks hold",
+        "offload.swapper.device_cache",
+        "self._device.host_addressable and self._peers is None and size.is_whole",
+        "self._device.host_addressable and size.is_whole",
+        "tests/swapper/test_pager.py",
     ),
     Mutant(
         "upload ahead while a thread needs the room",
@@ -184,8 +212,8 @@ MUTANTS = (
     Mutant(
         "update weights that stay while compute reads them",
         "offload.swapper.weight_updates",
-        "                    entry.read = self._device.record_event()",
-        "                    pass",
+        "                entry.read = self._device.record_event()",
+        "                pass",
         "tests/accelerators/test_device_stream_order.py",
     ),
     Mutant(

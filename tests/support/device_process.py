@@ -82,7 +82,7 @@ def leave_time(config: pytest.Config, items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(0))
 
 
-def run_elsewhere(item: Any) -> bool:
+def run_elsewhere(item: Any, next_item: Any) -> bool:
     """Runs a test marked `test_device`, and its fixtures, in a process that has the device.
 
     Returns False if the test shall run here.
@@ -98,6 +98,8 @@ def run_elsewhere(item: Any) -> bool:
     report = pytest.TestReport(item.nodeid, item.location, {}, outcome, failure, "call")
     item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # The test before has left set up what it shares with this one, such as the folder, and the next may share less.
+    item.session._setupstate.teardown_exact(next_item)
     return True
 
 

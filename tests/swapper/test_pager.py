@@ -153,10 +153,18 @@ def test_a_unit_that_is_about_to_be_used_keeps_its_host_buffer() -> None:
     entry.pins -= 1
 
 
-def test_a_unit_larger_than_a_host_buffer_is_streamed_in_chunks() -> None:
-    apart = Device(torch.device("cpu"))
-    apart.host_addressable = False
-    pager, store = pager_of([7, 1], weights=4, device=8, on=apart)
+def apart() -> Device:
+    """Returns a device whose memory the host does not address."""
+    device = Device(torch.device("cpu"))
+    device.host_addressable = False
+    return device
+
+
+@pytest.mark.parametrize("replicas", [False, True], ids=["no CPU", "several ranks"])
+def test_a_unit_larger_than_a_host_buffer_is_streamed_in_chunks(replicas: bool) -> None:
+    pager, store = pager_of(
+        [7, 1], weights=4, device=8, twin=Twin() if replicas else None, on=CPU if replicas else apart()
+    )
     assert pager.streams(0) and not pager.streams(1) and not pager.weight_updates.delivers(0)
     assert bool((pager.acquire(0) == 1).all())
     assert store.reads == [(0, start * PAGE) for start in (0, 2, 4, 6)]
