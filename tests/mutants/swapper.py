@@ -121,8 +121,8 @@ MUTANTS = (
     Mutant(
         "use a unit that is being read in place",
         "offload.swapper.device_cache",
-        "        if self._table.end_transfer(entry) is not None:\n            self._table.move(entry, Residency.DEVICE)",
-        "        entry.transfer = None\n        self._table.move(entry, Residency.DEVICE)",
+        "        if self._table.end_transfer(entry) is not None:\n            self._table.move(entry",
+        "        entry.transfer = None\n        self._table.move(entry",
         "tests/swapper/test_reads_in_place.py",
     ),
     Mutant(
