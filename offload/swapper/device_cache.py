@@ -10,13 +10,13 @@ import torch
 
 from offload.aio.protocols import Future
 from offload.errors import BudgetError
-from offload.sizes import format_size
+from offload.sizes import align_up, format_size
 from offload.states import Tier
 from offload.swapper.chunked_upload import stream
 from offload.swapper.memory.device import DONE, Device, Event
 from offload.swapper.memory.device_arena import DeviceArena, DeviceBuffer
 from offload.swapper.memory.host_arena import HostBuffer
-from offload.swapper.policy import Block, Eviction, Floor, find_room
+from offload.swapper.policy import Block, Eviction, Floor, find_room, largest_beside
 from offload.swapper.residency import Residency
 from offload.swapper.unit_table import Transfer, UnitEntry, UnitSize, UnitTable
 from offload.timeline import Row
@@ -72,9 +72,8 @@ class DeviceCache:
         """Buffers of grown memory that belong to the caller of `grow`."""
         self._floors: dict[int, Floor] = {}
         """The result of `_floor_for` for each unit, until the memory grows or shrinks."""
-        moving = [(entry.index, entry.size.nbytes) for entry in table.entries if not entry.size.stays]
-        self._two_largest = sorted(moving, key=lambda each: -each[1])[:2]
-        """The two largest units that come and go, and their bytes: one of them is the largest beside any given unit."""
+        self._ascending = sorted((align_up(e.size.nbytes), e.index) for e in table.entries if not e.size.stays)
+        """Bytes and index of each unit that comes and goes."""
         for entry in table.entries:
             if entry.size.tier is Tier.DEVICE:
                 entry.tier_buffer = arena.take(entry.size.shard_nbytes)
@@ -143,9 +142,10 @@ class DeviceCache:
 
     def _floor_for(self, unit: int) -> Floor:
         """Returns the region in which `unit` and others come and go."""
-        largest = next((nbytes for other, nbytes in self._two_largest if unit != other), 0)
         # Units come and go in the longest region only, so grown memory takes over if it is longer.
-        floor = Floor(*max(self._first_floor(), self._grown, key=lambda region: region[1] - region[0]), largest)
+        start, stop = max(self._first_floor(), self._grown, key=lambda region: region[1] - region[0])
+        nbytes = self._table.entries[unit].size.nbytes
+        floor = Floor(start, stop, largest_beside(unit, nbytes, self._ascending, stop - start))
         self._floors[unit] = floor
         return floor
 

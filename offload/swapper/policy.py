@@ -51,7 +51,7 @@ class Eviction(NamedTuple):
 
 
 class Floor(NamedTuple):
-    """Region [start, stop) in which units come and go, and the bytes of the largest unit but the one to place."""
+    """Region [start, stop) in which units come and go, and the bytes of the largest unit beside the one to place."""
 
     start: int
     stop: int
@@ -101,8 +101,9 @@ def find_room(
 
     A unit in use cannot be moved, so it should not be placed in the middle. Offsets are ranked by, in this order:
 
-    1. The largest other unit fits beside this one once nothing else is in use. Two units then always fit into the
-       bytes of the two largest, whatever came and went before. A prefetch uses no other offset.
+    1. The largest other unit, of those that the region has room for beside this one (`largest_beside`), fits once
+       nothing else is in use. Two units then fit into the bytes of both, whatever came and went before. A prefetch
+       uses no other offset.
     2. The largest other unit fits now, without a further eviction.
     3. The evicted units are used late.
     4. Few bytes are evicted.
@@ -128,6 +129,22 @@ def find_room(
     best = max(((*score[:2], -len(place.victims)) for score, place in found), default=None)
     fitting = [place for score, place in found if (*score[:2], -len(place.victims)) == best]
     return space.scatter.choice(fitting) if fitting else None
+
+
+def largest_beside(unit: int, nbytes: int, ascending: Sequence[tuple[int, int]], room: int) -> int:
+    """Returns the bytes of the largest other unit that fits into `room` beside a unit; 0 if none does.
+
+    Args:
+        unit: the unit.
+        nbytes: its bytes.
+        ascending: aligned bytes and index of each unit that comes and goes, in ascending order.
+        room: bytes of the region.
+    """
+    left = room - align_up(max(nbytes, 1))
+    at = bisect.bisect_right(ascending, (left, NEVER)) - 1
+    if at >= 0 and ascending[at][1] == unit:
+        at -= 1
+    return ascending[at][0] if at >= 0 else 0
 
 
 class _Question(NamedTuple):

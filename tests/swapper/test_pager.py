@@ -172,6 +172,15 @@ def test_a_unit_larger_than_a_host_buffer_is_streamed_in_chunks(replicas: bool) 
     assert bool((pager.acquire(1) == 2).all())
 
 
+def test_small_units_come_ahead_though_the_device_has_room_for_no_more_than_the_largest() -> None:
+    pager, _ = pager_of([9, 2, 2, 2], weights=30, device=9, trace=[0, 1, 2, 3])
+    for unit in range(4):
+        pager.acquire(unit)
+        if unit:
+            assert unit == 3 or pager.residency(unit + 1) is Residency.DEVICE
+        pager.release(unit)
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_gather_beside_a_series_ends_the_series_on_the_rank_that_asked(ahead: bool) -> None:
     """The unit comes in the place of one that uses without a round count on."""

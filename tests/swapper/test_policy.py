@@ -18,6 +18,7 @@ from offload.swapper.policy import (
     _Question,
     find_room,
     keeps,
+    largest_beside,
     next_to_fetch,
     victims,
 )
@@ -85,25 +86,41 @@ def test_a_place_is_free_once_its_victims_are_gone(
     space.take_at(place.offset, wanted * PAGE)
 
 
-@given(st.lists(st.integers(0, 5), max_size=60), st.booleans())
-def test_with_room_for_two_units_any_two_can_be_in_use(uses: list[int], scatter: bool) -> None:
-    """Whatever came and went before; the arena is no larger than the two largest."""
+@given(st.lists(st.integers(0, 5), max_size=60), st.integers(9, 17), st.booleans())
+def test_two_units_that_have_room_together_can_be_in_use(uses: list[int], room: int, scatter: bool) -> None:
+    """Whatever came and went before; the arena has room for the largest, or for more, up to the two largest."""
     pages = [2, 3, 5, 6, 8, 9]
-    space = Allocator(17 * PAGE, random.Random(2) if scatter else None)
+    ascending = [(size * PAGE, unit) for unit, size in enumerate(pages)]
+    space = Allocator(room * PAGE, random.Random(2) if scatter else None)
     trace = AccessOrder.of(uses)
     at: dict[int, int] = {}
     held: list[int] = []
     for unit in uses:
         if unit not in at:
             free = [Block(other, offset, pages[other] * PAGE) for other, offset in at.items() if other not in held]
-            floor = Floor(0, 17 * PAGE, max(size for other, size in enumerate(pages) if other != unit) * PAGE)
+            floor = Floor(0, room * PAGE, largest_beside(unit, pages[unit] * PAGE, ascending, room * PAGE))
             place = find_room(space, pages[unit] * PAGE, free, trace, floor)
-            assert place is not None
+            if place is None:
+                assert pages[unit] + sum(pages[other] for other in held) > room
+                held = []
+                continue
             for victim in place.victims:
                 space.give(at.pop(victim), pages[victim] * PAGE)
             space.take_at(place.offset, pages[unit] * PAGE)
             at[unit] = place.offset
         held = [unit]  # the next one comes while this one is in use
+
+
+def test_the_largest_unit_beside_another_is_one_that_has_room() -> None:
+    ascending = [(2 * PAGE, 3), (4 * PAGE, 0), (4 * PAGE, 1), (9 * PAGE, 2)]
+
+    def beside(unit: int, nbytes: int, room: int) -> int:
+        return largest_beside(unit, nbytes, ascending, room * PAGE) // PAGE
+
+    assert beside(0, 4 * PAGE, 13) == 9 and beside(0, 4 * PAGE - 1, 13) == 9
+    assert beside(0, 4 * PAGE, 12) == 4 and beside(1, 4 * PAGE, 12) == 4, "not the largest, which has no room"
+    assert beside(2, 9 * PAGE, 13) == 4 and beside(2, 9 * PAGE, 12) == 2 and beside(2, 9 * PAGE, 10) == 0
+    assert beside(3, 2 * PAGE, 100) == 9 and beside(2, 9 * PAGE, 100) == 4, "itself is none"
 
 
 def test_the_nearest_that_is_not_there_comes_first() -> None:

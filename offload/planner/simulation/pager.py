@@ -17,7 +17,7 @@ from offload.sizes import PAGE, align_up, format_size
 from offload.states import Tier
 from offload.swapper.access_order import AccessOrder
 from offload.swapper.memory.allocator import Allocator
-from offload.swapper.policy import Block, Floor, Limits, find_room, keeps, next_to_fetch, victims
+from offload.swapper.policy import Block, Floor, Limits, find_room, keeps, largest_beside, next_to_fetch, victims
 from offload.swapper.prefetch import may_upload_elsewhere
 from offload.swapper.residency import ARROWS, Residency
 from offload.swapper.unit_table import UnitSize
@@ -44,6 +44,7 @@ class SimulatedPager:
         self.version = self.uses = self.hits = self.waiting_for_buffer = 0
         self.wanted: list[int] = []
         self.entries = [Entry(index, size, size.start) for index, size in enumerate(sizes)]
+        self._ascending = sorted((align_up(size.nbytes), unit) for unit, size in enumerate(sizes) if not size.stays)
         # Units whose reads have begun and are not delivered, by index. After each event an actor asks which have ended.
         self._reading: dict[int, Entry] = {}
         self._limits = limits
@@ -215,8 +216,8 @@ class SimulatedPager:
 
     def _allocate_on_device(self, entry: Entry, beyond: int = -1) -> Block | None:
         """Allocates a device buffer, evicting idle units whose next use is later than `beyond`; None without room."""
-        others = (e.size.nbytes for e in self.entries if e is not entry and not e.size.stays)
-        floor = Floor(0, self.device.nbytes, max(others, default=0))
+        beside = largest_beside(entry.index, entry.size.nbytes, self._ascending, self.device.nbytes)
+        floor = Floor(0, self.device.nbytes, beside)
         idle = [
             e.device_buffer
             for e in self.entries
