@@ -9,6 +9,7 @@ replaces. Counters, schedules, generators and buffers are copied, so the new run
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,13 +127,14 @@ def convert(
         IoError: if something cannot be read or written. Nothing is left of the new run then.
     """
     stores: list[Store] = []
+    run_id = uuid.uuid4().hex
     with contextlib.ExitStack() as opened:
         try:
             for rank, spec in enumerate(made.specs):
                 paths = [folder.parent.parent for folder in source.folders[rank]]
                 store = Store(paths, made.run, rank, spec, queue)
                 opened.callback(store.close)
-                store.create()
+                store.create(run_id=run_id)
                 stores.append(store)
             for rank, store in enumerate(stores):
                 StateConverter(source, made.before, made.after, rank, store, progress).run()

@@ -187,6 +187,7 @@ def _rank(found: Found) -> dict[str, Any]:
         "drive": found.drive,
         "holder": holder(found.folder),
         "id": None if manifest is None else manifest.id,
+        "run_id": found.run_id,
         "created": None if manifest is None else manifest.created,
         "states": list(states),
         "commits": [_commit(each, newest=index == 0) for index, each in enumerate(found.commits)],

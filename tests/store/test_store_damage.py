@@ -250,7 +250,7 @@ def test_a_disk_that_is_full_when_the_first_blob_comes(
 ) -> None:
     create = Store.create
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "create", lambda store, over: (create(store), fill(disk))[0])
+        patch.setattr(Store, "create", lambda store, **given: (create(store, **given), fill(disk))[0])
         with pytest.raises(IoError, match="No space left") as caught:
             start(JOB, DISK, disk / "swap")
         assert caught.value.errno == errno.ENOSPC

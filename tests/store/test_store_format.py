@@ -121,6 +121,7 @@ class Reader:
         serial = max(set.intersection(*(set(rank.commits) for rank in self.ranks)))
         for rank in self.ranks:
             rank.take(serial)
+        assert len({rank.manifest["run_id"] for rank in self.ranks if "run_id" in rank.manifest}) <= 1, "two runs"
         self.layout = self.ranks[0].manifest["layout"]
         assert self.layout["world_size"] == len(self.ranks)
         self.about = self.ranks[0].manifest["about"]

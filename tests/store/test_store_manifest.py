@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from offload.aio import IoQueue, crc32c
 from offload.errors import StoreError
+from offload.runs.verify import RunChecking
 from offload.sizes import PAGE
 from offload.states import State
 from offload.swapper.store import Store, StoreSpec, run_status
@@ -83,6 +85,26 @@ def test_another_format_is_refused(tmp_path: Path, queue: IoQueue) -> None:
     path = tmp_path / "run" / "rank0" / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
     with pytest.raises(StoreError, match=r"has store format 99; this version of offload reads format 3"):
+        read_manifest(path)
+
+
+def test_a_run_id_that_an_older_version_has_left_out_of_its_commits_is_no_damage(
+    tmp_path: Path, queue: IoQueue
+) -> None:
+    """Such a version reads no id and writes none; the file is that of the start."""
+    store = created(tmp_path, queue)
+    store.commit(1, blob("one"))
+    store.close()
+    path = tmp_path / "run" / "rank0" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"run_id": "the id"}))
+    assert read_manifest(path).run_id == "the id"
+    with contextlib.closing(RunChecking(tmp_path / "run")) as checking:
+        assert checking.run(queue).whole
+    store, text = opened(tmp_path, queue)
+    assert text == "one"
+    store.close()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"run_id": 7}))
+    with pytest.raises(StoreError, match="expected the id of a run, got 7"):
         read_manifest(path)
 
 

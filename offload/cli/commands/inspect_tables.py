@@ -105,6 +105,8 @@ def _rank_table(rank: Mapping[str, Any]) -> Table:
     """Returns the facts on one rank of a run."""
     table = Table(show_header=False, box=None, title=f"rank {rank['rank']}", title_justify="left")
     rows = [("used by", rank["holder"] or "nobody")]
+    if rank["run_id"]:
+        rows.append(("run id", f"{rank['run_id']}, made {rank['created']}"))
     if rank["other_format"]:
         rows.append(("other format", rank["other_format"]))
     if rank["drive"]:

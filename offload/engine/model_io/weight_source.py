@@ -22,6 +22,7 @@ from offload.swapper.store.format.run_notes import FINISHED, RESHARDED
 from offload.swapper.store.format.undo import Undo
 from offload.swapper.store.inspection import Commit, Found, is_rank, look
 from offload.swapper.store.rank_folder import Lock
+from offload.swapper.store.recovery import check_one_run
 
 if TYPE_CHECKING:
     import torch
@@ -100,6 +101,8 @@ class StoreSource:
             found = ranks_of(run, lock_and_look(run, self._open) if looked is None else looked)
             self.commits = commits_of_all(found, at)
             """Each rank's part of the commit."""
+            self.run_id = known_run_id(found)
+            """Id of the run; None if unknown."""
             self.folders = [each.folders for each in found]
             """Each rank's folder on each drive."""
             self._files = [self._open.enter_context(each.open_states()) for each in found]
@@ -211,6 +214,7 @@ def ranks_of(run: Path, found: Sequence[Found], *, replicas: bool = False) -> li
         # Read as another rank's, its bytes would be taken for other parameters.
         if each.manifest is not None:
             check_rank(each.manifest, each.rank, each.folder)
+    check_one_run([(each.folder, each.run_id) for each in ranks])
     # All of them are needed: the weights of a unit are divided among them.
     missing = sorted(set(range(size)) - {each.rank for each in ranks})
     if missing:
@@ -223,6 +227,11 @@ def ranks_of(run: Path, found: Sequence[Found], *, replicas: bool = False) -> li
             f"the ranks' folders in {run} belong to different models or settings; give the folders of one run"
         )
     return ranks
+
+
+def known_run_id(found: Sequence[Found]) -> str | None:
+    """Returns the id of the run of these ranks, which are of one; None if unknown."""
+    return next((each.run_id for each in found if each.run_id is not None), None)
 
 
 def commits_of_all(found: Sequence[Found], at: int | None = None) -> list[Commit]:

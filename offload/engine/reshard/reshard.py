@@ -28,7 +28,7 @@ from offload.engine.checkpoint.resharding import places
 from offload.engine.checkpoint.restore import CheckpointRestorer
 from offload.engine.distributed.all_or_nothing import AllOrNothing
 from offload.engine.distributed.mesh import Mesh
-from offload.engine.model_io.weight_source import StoreSource, lock_and_look, ranks_of
+from offload.engine.model_io.weight_source import StoreSource, known_run_id, lock_and_look, ranks_of
 from offload.engine.reshard.found_run import FoundRun, StoredShards
 from offload.engine.reshard.switch import Switch, carry_out, discard
 from offload.engine.training.snapshot import Snapshot
@@ -43,7 +43,7 @@ from offload.swapper.store import Store, StoreSpec, find_shortage, rank_folders
 from offload.swapper.store.format.commit_record import last_of_all
 from offload.swapper.store.format.manifest import compare
 from offload.swapper.store.inspection import Found, is_rank, look, store_id
-from offload.swapper.store.recovery import check_drives, check_startable
+from offload.swapper.store.recovery import check_drives, check_one_run, check_startable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,19 +122,25 @@ def _found(new: NewRanks) -> tuple[Mesh | None, int | None]:
     """Returns the arrangement of the ranks of the run, None without one; and of a grid the last commit of all columns.
 
     Nothing is locked yet. A commit that another process has replaced meanwhile is missed later, which is an error.
+
+    Raises:
+        StoreError: if the columns are of two runs.
     """
     run = new.folders[0]
     known: list[int] | None = new.ranks.by_first(lambda: _mesh_of(run))  # as JSON has it
     if new.everyone.size == 1:
         return (None if known is None else Mesh(*known)), None
     # By the first of each column: the others may not see all folders.
-    own: int | None = new.ranks.by_first(lambda: _last_commit(run))
-    return (None if known is None else Mesh(*known)), last_of_all(new.everyone.settle(lambda: own))
+    own = new.ranks.by_first(lambda: _last_commit(run))
+    every = new.everyone.settle(lambda: [str(run / "rank0"), *own])
+    check_one_run([(folder, run_id) for folder, _, run_id in every])
+    return (None if known is None else Mesh(*known)), last_of_all(serial for _, serial, _ in every)
 
 
-def _last_commit(run: Path) -> int | None:
-    """Returns the number of the last commit that all ranks of a run have; None without one."""
-    return last_of_all(each.whole[0].record.serial for each in _look(run) if each.whole)
+def _last_commit(run: Path) -> tuple[int | None, str | None]:
+    """Returns the number of the last commit that all ranks of a run have, and the id of the run; None without one."""
+    found = [each for each in _look(run) if each.whole]
+    return last_of_all(each.whole[0].record.serial for each in found), known_run_id(found)
 
 
 def _prepare(
@@ -312,7 +318,7 @@ def _write(new: NewRanks, found: FoundRun, queue: Queue, opened: contextlib.Exit
     rank, commits = new.ranks.rank, found.source.commits
     store = Store(new.drives, new.run, rank, new.spec, queue, first=commits[0].record.serial)
     opened.callback(store.close)
-    store.create()
+    store.create(run_id=found.source.run_id)
     shards = StoredShards(mode=new.mode, layouts=new.layouts, shares=new.shares, store=store)
     CheckpointRestorer(found, shards, EVERYTHING, queue, new.mesh.shard_of(rank)).run()
     # The drives have taken the writes of all ranks before. One rank goes on with their sum.

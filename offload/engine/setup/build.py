@@ -50,6 +50,8 @@ from offload.swapper.in_place.model_files import ModelFiles
 from offload.swapper.store import Rating, Store, StoreSpec, Written
 from offload.swapper.store.drive_spans import DriveSpans
 from offload.swapper.store.format.commit_record import last_of_all
+from offload.swapper.store.inspection import look
+from offload.swapper.store.recovery import check_one_run
 from offload.timeline import Timeline, open_timeline
 
 _T = TypeVar("_T")
@@ -351,21 +353,29 @@ def _written(plan: Plan) -> Written:
 
 
 def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
-    """Returns the number of the last commit that every rank holds, or None to start over. Raises `StoreError`."""
+    """Returns the number of the last commit that every rank holds, or None to start over. Changes nothing.
+
+    Raises:
+        StoreError: If a rank has no commit, or the commits are of two runs.
+    """
     if not plan.resume:
         return None
     newest = store.newest_serial()
     if plan.everyone is None:
         return newest
     # The ranks decide together: a single rank that resumed would wait for the others for ever.
-    everyone: list[int | None] = plan.everyone.share(newest)
+    folder = store.folders[0]
+    run_id = None if newest is None else look(folder).run_id
+    every = plan.everyone.share([newest, str(folder), run_id])
+    everyone: list[int | None] = [row[0] for row in every]
     if None not in everyone:
+        check_one_run([(path, run) for _, path, run in every])
         return last_of_all(everyone)
     # If a run was killed while it was created, some ranks have no commit, but then no rank has more than its first.
     if any(commit is not None and commit > 1 for commit in everyone):
         without = ", ".join(str(rank) for rank, commit in enumerate(everyone) if commit is None)
         raise StoreError(
-            f"rank {without} of {len(everyone)} has no commit in {store.folders[0].parent}, other ranks have: its "
+            f"rank {without} of {len(everyone)} has no commit in {folder.parent}, other ranks have: its "
             "folder was deleted, another drive is mounted there, or the run had another number of ranks; put the swap "
             "files of all ranks back, resume with as many ranks as the run had, or choose another run name"
         )

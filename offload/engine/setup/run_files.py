@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -59,10 +60,12 @@ class NewStore:
             return
         if plan.commit_every:
             scheduler_state(self._lr_scheduler)
+        run_id = uuid.uuid4().hex
         if plan.everyone is not None:
-            plan.everyone.share(None, "check its start")
+            # All take the first rank's: by it folders of ranks are known to belong together.
+            run_id = plan.everyone.share(run_id, "check its start")[0]
         self._made = True
-        store.create(over=plan.resume or plan.replace)
+        store.create(over=plan.resume or plan.replace, run_id=run_id)
         if plan.everyone is not None:
             # A rank commits only after this exchange: no commit exists beside files of an earlier run.
             plan.everyone.share(None, "create its store")

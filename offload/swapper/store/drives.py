@@ -118,7 +118,7 @@ def no_room(short: Shortage, slots: int) -> StoreError:
     )
 
 
-def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec) -> Manifest:
+def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec, run_id: str | None) -> Manifest:
     """Returns the manifest of a new store. Several drives are measured, and share the stripes by their speeds.
 
     Args:
@@ -126,6 +126,7 @@ def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec) 
         rank: The rank whose store it is.
         folders: The rank's folder on each drive, in order. The folders exist.
         spec: The contents of the store. All drives together must have room for the store.
+        run_id: The id on which the ranks have agreed; None if unknown.
     """
     drives = [folder.parent.parent for folder in folders]
     weights: Sequence[float] = [1.0]
@@ -141,6 +142,7 @@ def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec) 
         weights=whole_weights(weights),
         stripe_bytes=_STRIPE_BYTES,
         spec=spec,
+        run_id=run_id,
     )
 
 

@@ -89,6 +89,11 @@ class Found(NamedTuple):
         """Returns the commits whose blob is intact, newest first; the others cannot be read."""
         return tuple(commit for commit in self.commits if commit.blob is not None)
 
+    @property
+    def run_id(self) -> str | None:
+        """Returns the id of the run to which the folder belongs; None if unknown."""
+        return None if self.manifest is None else self.manifest.run_id
+
     def commit(self, serial: int) -> Commit | None:
         """Returns the intact commit with this serial; None if there is none."""
         return next((commit for commit in self.whole if commit.record.serial == serial), None)

@@ -70,6 +70,25 @@ def check_startable(folders: Sequence[Path], over: bool) -> None:
             )
 
 
+def check_one_run(found: Sequence[tuple[str | Path, str | None]]) -> None:
+    """Raises `StoreError` if the folders of ranks belong to two runs.
+
+    Folders of two runs of one model look alike: every checksum is right, and the weights would be those of neither.
+
+    Args:
+        found: For each rank its folder, and the id of its run. None is unknown, and goes with any.
+    """
+    known = [(folder, run_id) for folder, run_id in found if run_id is not None]
+    for folder, run_id in known:
+        if run_id != known[0][1]:
+            raise StoreError(
+                f"{folder} has the swap files of another run than {known[0][0]}: run id {run_id}, expected "
+                f"{known[0][1]}. Folders of two runs have been mixed: put the folders of all ranks of one run beside "
+                f"each other (`{shell_command('inspect', Path(folder).parent)}` shows the run id of each), or go back "
+                "to a checkpoint"
+            )
+
+
 def _place_of(folder: Path) -> tuple[str | None, int, Path | None]:
     """Returns the identity that a rank's folder claims. Raises `IoError` if its manifest exists and cannot be read."""
     return place_in(read_if_any(folder / "manifest.json"), folder)

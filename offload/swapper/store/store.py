@@ -103,11 +103,12 @@ class Store:
 
     # -- opening ------------------------------------------------------------------------------------
 
-    def create(self, over: bool = False) -> None:
+    def create(self, over: bool = False, run_id: str | None = None) -> None:
         """Makes new files: reserves all room and writes the manifests. No commit exists before `commit`.
 
         Args:
             over: True if commits of this run may be deleted.
+            run_id: The id of the run, the same on all ranks; None if unknown.
 
         Raises:
             StoreError: If there are files of another run, or there is no room.
@@ -120,7 +121,7 @@ class Store:
             self.close()  # the files found stay
             raise
         try:
-            self._files.create()
+            self._files.create(run_id)
             if self._checked:
                 self._sums.fill_zeros(self._places)
             else:

@@ -84,10 +84,13 @@ class SwapFiles:
         if short is not None:
             raise no_room(short._replace(need=self._spec.nbytes, free=short.free + taken), self._spec.slots)
 
-    def create(self) -> None:
+    def create(self, run_id: str | None) -> None:
         """Deletes the remainders of an earlier start, reserves all room and writes empty records and the manifests.
 
         After an error the caller must delete the files made so far, by `unlink`.
+
+        Args:
+            run_id: The id of the run, the same on all ranks; None if unknown.
 
         Raises:
             StoreError: If there is no room.
@@ -96,7 +99,7 @@ class SwapFiles:
         self._forget()
         drives = [folder.parent.parent for folder in self.folders]
         self._check_room(find_shortage(drives, self._spec.nbytes))
-        self._manifest = new_manifest(self._run, self._rank, self.folders, self._spec)
+        self._manifest = new_manifest(self._run, self._rank, self.folders, self._spec, run_id)
         self._states = self._open_states(create=True)
         self._check_room(find_drive_shortage(drives, self._drive_nbytes()))
         self._states.reserve(self._spec.nbytes)

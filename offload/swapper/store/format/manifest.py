@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,12 +144,16 @@ class Manifest:
     """For each drive, the number of its stripes in each row."""
     stripe_bytes: int
     spec: StoreSpec
+    # Not compared: an older version of offload leaves the id out of its commits, beside files that have it.
+    run_id: str | None = field(default=None, compare=False)
+    """Random id of the run, the same in the stores of all its ranks; None if unknown, as in runs of older versions."""
 
     def pack(self, drive: int = 0) -> bytes:
         """Returns the bytes of the manifest on one drive."""
         content = {
             "format": FORMAT_VERSION,
             "id": self.id,
+            **({} if self.run_id is None else {"run_id": self.run_id}),
             "run": self.run,
             "rank": self.rank,
             "created": self.created,
@@ -208,6 +212,7 @@ class Manifest:
                 weights=tuple(stripes["weights"]),
                 stripe_bytes=stripes["bytes"],
                 spec=spec,
+                run_id=content.get("run_id"),
             )
             # The layout is recomputed from the sizes. Extents that differ were written in another format, or are
             # damaged.
@@ -238,6 +243,8 @@ def _check(content: Mapping[str, Any]) -> None:
         raise ValueError(f"expected stripes of more than 0 bytes, got {_short(stripe)}")
     if not isinstance(content.get("drive", 0), int):
         raise ValueError(f"expected the number of a drive, got {_short(content['drive'])}")
+    if not isinstance(content.get("run_id", ""), str):
+        raise ValueError(f"expected the id of a run, got {_short(content['run_id'])}")
     for name in ("layout", "about"):
         if not isinstance(content[name], dict):
             raise ValueError(f"expected an object as {name}, got {_short(content[name])}")
