@@ -46,9 +46,18 @@ class _Unit:
         self.frozen = [handle for handle in handles if not handle.trainable]
         self.uses = 0
         self.kept = self.kept_whole = False
-        self.whole = False
-        """True if frozen parameters are materialized too, while the unit has a binding."""
+        self.whole = False  # True if frozen parameters are materialized too, while the unit has a binding
         self.binding: Binding | None = None
+
+    @property
+    def dispensable(self) -> bool:
+        """True if the unit is only kept. A frozen parameter that was materialized for one that keeps it remains so."""
+        return self.kept and not self.uses and not (self.kept_whole and self.frozen)
+
+    def check_not_gathered(self) -> None:
+        """Raises `UsageError` if a parameter of the unit, which the model needs, is gathered."""
+        if name := next((handle.name for handle in self.handles if handle.gathered), None):
+            raise UsageError(f"{name} is gathered: leave `with offload.gathered(...)` before the model runs")
 
 
 class UnitViews:
@@ -57,18 +66,10 @@ class UnitViews:
     def __init__(
         self, layouts: Sequence[UnitLayout], handles: Sequence[Sequence[ParamHandle]], pager: Pager, dtype: torch.dtype
     ) -> None:
-        """Makes every parameter a placeholder.
-
-        Args:
-            layouts: the segments of each unit.
-            handles: the parameters of each unit.
-            pager: brings units to the device and pins them there.
-            dtype: dtype of the weights that the model computes with.
-        """
+        """Makes every parameter, those of a unit in `handles`, a placeholder; the model computes in `dtype`."""
         self._pager, self._dtype = pager, dtype
-        # Forward hooks and autograd's threads bind and release units at the same time.
         self.lock = threading.RLock()
-        """Guards everything here."""
+        """Guards everything here: forward hooks and autograd's threads bind and release units at the same time."""
         # Equal ones are one object: blocks of a model share their places on the device.
         known: dict[ViewPlaces, ViewPlaces] = {}
         self._units = []
@@ -79,6 +80,7 @@ class UnitViews:
             ParamHandle.release(mine)
         self.shown: set[int] = set()  # units that stay, and whose parameters are ordinary ones now; others only read it
         self.outdated = 0  # changes of units that stay; others only read it
+        self._kept: list[_Unit] = []  # see `keep`; oldest first
         self._live: list[Binding] = []
         """Every binding that still owns a pin of the pager, oldest first."""
         self.bindings: dict[int, Binding] = {}
@@ -95,6 +97,10 @@ class UnitViews:
             if unit.stays:
                 self._show(index)
                 return
+            if unit.binding is None:
+                # A recomputation has come to the next unit. Pins of those before would leave no room to a prefetch.
+                for passed in [each for each in self._kept if each.dispensable]:
+                    self._end_keep(passed)
             self._bind(index)
             unit.uses += 1
 
@@ -112,7 +118,7 @@ class UnitViews:
     @outside_of_modes
     @uninterrupted
     def keep(self, index: int, whole: bool = True) -> None:
-        """Materializes the parameters of a unit until `end_kept`, or until the memory is needed.
+        """Materializes the parameters of a unit until `end_kept`, until another is used, or the memory is needed.
 
         A recomputation may keep a frozen parameter itself, not a view of it, and the unit could not be released any
         more. Without `whole` frozen parameters remain placeholders, whose weights `frozen_view` gives.
@@ -123,6 +129,8 @@ class UnitViews:
                 self._show(index)
                 return
             self._bind(index, whole)
+            if not unit.kept:
+                self._kept.append(unit)
             unit.kept = True
             unit.kept_whole |= whole
 
@@ -143,21 +151,16 @@ class UnitViews:
         with self.lock:
             self._let_go_of_recent()
             self._hide()
-            for unit in self._units:
-                if unit.kept:
-                    unit.kept = unit.kept_whole = False
-                    self._unbind_idle(unit)
+            for unit in tuple(self._kept):
+                unit.kept_whole = False
+                self._end_keep(unit)
             self._sweep()
 
     @uninterrupted
     def view(self, saved: Handle) -> torch.Tensor:
-        """Returns a view of a unit's weights, which pins the unit for as long as the view lives.
+        """Returns the view of a unit's weights that was saved, which pins the unit for as long as the view lives.
 
-        Args:
-            saved: the unit, and the place of the view in it.
-
-        Raises:
-            UsageError: if the weights have changed since the view was saved.
+        Raises `UsageError` if the weights have changed since.
         """
         let_deferred_in()  # a backward that is quick and mostly within changes obeys a Ctrl-C here at the latest
         # A gradient of newer weights than the forward's would be wrong without an error.
@@ -230,6 +233,7 @@ class UnitViews:
                 if not unit.stays and (unit.binding is not None or unit.uses or unit.kept):
                     unit.uses, unit.kept, unit.kept_whole = 0, False, False
                     self._unbind(unit)
+            self._kept.clear()
             self._let_go_of_recent()
             # A view that the user still holds keeps its pin: see [Note: lingering].
             self._sweep()
@@ -266,7 +270,7 @@ class UnitViews:
                 self._materialize(unit, frozen=True)
                 unit.whole = True
             return
-        _check_not_gathered(unit)
+        unit.check_not_gathered()
         binding = self._take(index)
         unit.binding, unit.whole = binding, whole or not unit.frozen
         if unit.whole:
@@ -287,7 +291,7 @@ class UnitViews:
         if index in self.shown:
             return
         unit = self._units[index]
-        _check_not_gathered(unit)
+        unit.check_not_gathered()
         self._pager.use_in_place(index)
         self.shown.add(index)
         if unit.binding is None:
@@ -336,13 +340,16 @@ class UnitViews:
             self._let_go_of_recent()
             self._sweep()
             return True
-        for unit in self._units:
-            # See `keep`: a frozen parameter that was materialized for one that keeps it must remain so.
-            if unit.kept and not unit.uses and not (unit.kept_whole and unit.frozen):
-                unit.kept = False
-                self._unbind_idle(unit)
-                return True
+        for unit in (unit for unit in self._kept if unit.dispensable):
+            self._end_keep(unit)
+            return True
         return False
+
+    def _end_keep(self, unit: _Unit) -> None:
+        """Ends `keep` of a unit, and releases what is not used. Raises `UsageError` as `_unbind` does."""
+        self._kept.remove(unit)
+        unit.kept = False
+        self._unbind_idle(unit)
 
     def _unbind_idle(self, unit: _Unit) -> None:
         """Releases a unit that is neither used nor kept, or the frozen parameters of one that is kept without them."""
@@ -391,10 +398,3 @@ class UnitViews:
                 del self.bindings[address]
             self._live.remove(binding)
             self._pager.release(binding.unit)
-
-
-def _check_not_gathered(unit: _Unit) -> None:
-    """Raises `UsageError` if a parameter of a unit that the model needs is gathered."""
-    for handle in unit.handles:
-        if handle.gathered:
-            raise UsageError(f"{handle.name} is gathered: leave `with offload.gathered(...)` before the model runs")
