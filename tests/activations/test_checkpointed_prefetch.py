@@ -1,0 +1,99 @@
+"""Where a model computes its blocks again, the backward finds their weights on the device, or on their way to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from offload.aio import Priority
+from offload.states import State
+from offload.swapper.pager import Pager
+from offload.swapper.residency import Residency
+from offload.swapper.store import Store
+from tests.support import models
+from tests.support.oracle import Job, least_host_memory, room_for, small_pieces, start, train_step
+
+LAYERS = 8
+
+
+def model() -> nn.Module:
+    """Returns a language model whose embedding, which is its head too, is as large as three blocks and a half."""
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=2200,
+        max_position_embeddings=64,
+        use_cache=False,
+        tie_word_embeddings=True,
+    )
+    made = transformers.LlamaForCausalLM(config)
+    made.activation_checkpointing_enable()
+    return made.train()
+
+
+JOB = Job(model, models.language_loss, dtype="bf16")
+
+
+def in_backward(engine: Any, begin: Callable[[], None]) -> None:
+    """Calls `begin` at the start of the next backward."""
+    real = engine.backward
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        begin()
+        return real(*args, **kwargs)
+
+    engine.backward = backward
+
+
+def test_blocks_are_on_the_device_at_each_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has room for three, whose pins would leave none, were they held until the end of the backward."""
+    engine = start(JOB, ("cpu", "cpu"), tmp_path, device_memory=room_for(JOB, 1))
+    for step in range(2):
+        train_step(engine, JOB, step)
+    found: list[tuple[str, Residency]] = []
+    acquire = Pager.acquire
+
+    def watched(pager: Pager, unit: int, ahead: bool = True) -> torch.Tensor:
+        found.append((pager.sizes[unit].name, pager.residency(unit)))
+        return acquire(pager, unit, ahead)
+
+    monkeypatch.setattr(Pager, "acquire", watched)
+    in_backward(engine, found.clear)
+    train_step(engine, JOB, 2)
+    blocks = [residency for name, residency in found if "layers" in name]
+    assert len(blocks) >= LAYERS
+    assert set(blocks[2:]) == {Residency.DEVICE}, "the head needs all of the device until the last block is used"
+    engine.destroy(remove=True)
+
+
+def test_reads_in_place_begin_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_pieces(monkeypatch)
+    budgets = {"host_memory": least_host_memory(JOB, tmp_path), "device_memory": room_for(JOB, 1)}
+    engine = start(JOB, ("nvme", "nvme"), tmp_path, **budgets)
+    for step in range(2):
+        train_step(engine, JOB, step)
+    priorities: list[Priority] = []
+    read = Store.read
+
+    def watched(
+        store: Store, unit: int, state: State, slot: int, first: int, buffer: memoryview, *more: Any, **options: Any
+    ) -> Any:
+        if state is State.WEIGHT:
+            priorities.append(more[0] if more else options["priority"])
+        return read(store, unit, state, slot, first, buffer, *more, **options)
+
+    monkeypatch.setattr(Store, "read", watched)
+    in_backward(engine, priorities.clear)
+    train_step(engine, JOB, 2)
+    assert priorities.count(Priority.NORMAL) >= LAYERS
+    assert priorities.count(Priority.URGENT) <= 1, "the embedding, which needs the whole device"
+    engine.destroy(remove=True)
