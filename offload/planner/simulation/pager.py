@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from offload.aio import Priority
 from offload.errors import BudgetError
 from offload.planner.simulation.clock import Work
-from offload.planner.simulation.entry import Entry
+from offload.planner.simulation.entry import Candidates, Entry
 from offload.planner.simulation.machine import Acting, Machine, until
 from offload.sizes import PAGE, align_up, format_size
 from offload.states import Tier
@@ -46,7 +46,9 @@ class SimulatedPager:
         self.entries = [Entry(index, size, size.start) for index, size in enumerate(sizes)]
         # Units whose reads have begun and are not delivered, by index. After each event an actor asks which have ended.
         self._reading: dict[int, Entry] = {}
+        self._candidates = Candidates(self.entries, self.streams)
         self._limits = limits
+        self._largest = sorted((0, 0, *(size.nbytes for size in sizes if not size.stays)), reverse=True)[:2]
         self._uploads_elsewhere = may_upload_elsewhere(machine.on_cpu, several_ranks=False)
 
     # -- the thread that runs the model -------------------------------------------------------------
@@ -215,8 +217,9 @@ class SimulatedPager:
 
     def _allocate_on_device(self, entry: Entry, beyond: int = -1) -> Block | None:
         """Allocates a device buffer, evicting idle units whose next use is later than `beyond`; None without room."""
-        others = (e.size.nbytes for e in self.entries if e is not entry and not e.size.stays)
-        floor = Floor(0, self.device.nbytes, max(others, default=0))
+        largest, second = self._largest
+        beside = second if entry.size.nbytes == largest and not entry.size.stays else largest
+        floor = Floor(0, self.device.nbytes, beside)
         idle = [
             e.device_buffer
             for e in self.entries
@@ -252,9 +255,13 @@ class SimulatedPager:
     def deliver(self) -> Acting[None]:
         """Acts as the callbacks of the I/O queue: a read ahead that has ended lets the next step begin."""
         while True:
-            yield lambda: self._uploads_elsewhere and any(map(Entry.read_ended, self._reading.values()))
+            yield self._has_ended_read
             yield from self._finish_ended_reads()
             yield from self.advance()
+
+    def _has_ended_read(self) -> bool:
+        """Returns True if a callback of the I/O queue has work."""
+        return self._uploads_elsewhere and any(map(Entry.read_ended, self._reading.values()))
 
     def _prefetch_uploads(self) -> Acting[None]:
         """Starts copies to the device of the next units in the access order whose weights are in a host buffer."""
@@ -282,7 +289,7 @@ class SimulatedPager:
             host_buffer = yield from self.machine.counted("room", self.take_host_buffer(unit, nbytes, beyond, wait))
             if host_buffer is None:
                 return
-            if self._wants_read(unit):
+            if unit in self._candidates.to_read:
                 self._start_read(self.entries[unit], host_buffer, Priority.NORMAL)
             else:  # another thread has started the read, during a wait for the buffer
                 self.host.give(host_buffer.offset, host_buffer.nbytes)
@@ -295,25 +302,18 @@ class SimulatedPager:
 
     def _next_read(self) -> int | None:
         """Returns the next unit in the access order to read into a host buffer, or None."""
-        return next_to_fetch(self.access_order, self._shard_nbytes, self._wants_read, self._limits)
-
-    def _wants_read(self, unit: int) -> bool:
-        """Returns True if a unit's weights are on DISK alone, and may be read into a buffer."""
-        entry = self.entries[unit]
-        on_disk = entry.residency is Residency.DISK and entry.host_buffer is None
-        return on_disk and not entry.updating and not self.streams(unit)
+        wanted = self._candidates.to_read
+        # Most of the time there is none.
+        return (
+            next_to_fetch(self.access_order, self._shard_nbytes, wanted.__contains__, self._limits) if wanted else None
+        )
 
     def _shard_nbytes(self, unit: int) -> int:
         return self.entries[unit].size.shard_nbytes
 
     def _next_upload(self) -> int | None:
         """Returns the next unit in the access order to copy to the device, or None."""
-
-        def wanting(unit: int) -> bool:
-            entry = self.entries[unit]
-            return entry.residency is not Residency.DEVICE and not entry.reading_in_place
-
-        return next_to_fetch(self.access_order, self._nbytes, wanting, self._limits)
+        return next_to_fetch(self.access_order, self._nbytes, self._candidates.to_upload.__contains__, self._limits)
 
     def _nbytes(self, unit: int) -> int:
         return self.entries[unit].size.nbytes
@@ -377,7 +377,13 @@ class SimulatedPager:
         """Changes a unit's residency; asserts that the real pager allows the change."""
         assert (entry.residency, to) in ARROWS, f"{entry.size.name}: {entry.residency} to {to}"
         entry.residency = to
+        self._candidates.note(entry)
         self.notify()
+
+    def set_updating(self, entry: Entry, updating: bool) -> None:
+        """Marks the begin or the end of a unit's update."""
+        entry.updating = updating
+        self._candidates.note(entry)
 
     def notify(self) -> None:
         """Wakes every actor that waits in `change`."""
