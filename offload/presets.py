@@ -17,6 +17,9 @@ from torch import nn
 
 from offload.errors import ConfigError
 
+LLAMA = "LlamaConfig"
+"""Class of the config of a Llama."""
+
 
 class Preset(NamedTuple):
     """A transformers config: its class and the settings that differ from that class's defaults."""
@@ -73,12 +76,12 @@ PRESETS = {
         },
     ),
     "gpt2-small": Preset("GPT2Config", "124M", {}),
-    "llama-1b": Preset("LlamaConfig", "1.2B", _llama(2048, 16, 32, 8, 8192, **_LLAMA_3)),
-    "llama-3b": Preset("LlamaConfig", "3.2B", _llama(3072, 28, 24, 8, 8192, **_LLAMA_3)),
-    "llama-7b": Preset("LlamaConfig", "6.7B", _llama(4096, 32, 32, 32, 11008)),
-    "llama-8b": Preset("LlamaConfig", "8.0B", _llama(4096, 32, 32, 8, 14336, **_LLAMA_3_1)),
-    "llama-13b": Preset("LlamaConfig", "13B", _llama(5120, 40, 40, 40, 13824)),
-    "llama-70b": Preset("LlamaConfig", "69B", _llama(8192, 80, 64, 8, 28672)),
+    "llama-1b": Preset(LLAMA, "1.2B", _llama(2048, 16, 32, 8, 8192, **_LLAMA_3)),
+    "llama-3b": Preset(LLAMA, "3.2B", _llama(3072, 28, 24, 8, 8192, **_LLAMA_3)),
+    "llama-7b": Preset(LLAMA, "6.7B", _llama(4096, 32, 32, 32, 11008)),
+    "llama-8b": Preset(LLAMA, "8.0B", _llama(4096, 32, 32, 8, 14336, **_LLAMA_3_1)),
+    "llama-13b": Preset(LLAMA, "13B", _llama(5120, 40, 40, 40, 13824)),
+    "llama-70b": Preset(LLAMA, "69B", _llama(8192, 80, 64, 8, 28672)),
 }
 
 
@@ -200,7 +203,15 @@ def check_positions(config: Any, seq_len: int) -> None:
     Raises:
         ConfigError: the model has fewer positions.
     """
-    longest = positions_of(config)
+    check_length(positions_of(config), seq_len)
+
+
+def check_length(longest: int | None, seq_len: int) -> None:
+    """Checks that a sequence is not longer than a model's positions; None has no limit.
+
+    Raises:
+        ConfigError: the sequence is longer.
+    """
     if longest is not None and longest < seq_len:
         raise ConfigError(f"--seq-len {seq_len} is more than the {longest} positions of this model; lower --seq-len")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -41,6 +43,23 @@ def status_line(console: Console) -> Iterator[Callable[[str], None]]:
         return
     with console.status("") as status:
         yield status.update
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Leaves cycles in memory inside the context: for a command that imports much, makes little garbage, and ends.
+
+    Python else looks for garbage among all objects of the imported modules, again and again, and once more at its end.
+    """
+    before = gc.isenabled()
+    gc.disable()
+    # At the end of the process only: it could not free any object that lives now.
+    atexit.register(gc.freeze)
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 _COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]{1,2})?)(?:([kmgbt])(i?))?", re.IGNORECASE)

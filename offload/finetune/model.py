@@ -17,6 +17,7 @@ from offload.errors import ConfigError, OffloadError
 from offload.losses.choice import would_be_chunked
 from offload.planner.model_shape import config_of, model_of
 from offload.presets import (
+    LLAMA,
     PRESETS,
     build,
     check_folder,
@@ -167,6 +168,9 @@ def allows_chunks(name: str) -> bool:
     Raises:
         ConfigError: the name is unknown, or the model cannot be built.
     """
+    # The answer for each of them, without transformers, whose import takes seconds.
+    if name in PRESETS and PRESETS[name].config == LLAMA:
+        return True
     config = config_of(name)
     with contextlib.suppress(ConfigError):  # some models cannot be cut; then all of their layers are built
         config = config_of(name, layers=1)

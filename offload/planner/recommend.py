@@ -5,13 +5,15 @@ Every candidate is tried by a prediction of its own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
 from offload.layout.budgets.device_need import growth
+from offload.layout.flat_layout import UnitLayout
 from offload.layout.schedule import MICRO_BATCH_MAJOR, Choice
 from offload.planner.activations import room as activation_room
 from offload.planner.activations.budgets import beside_weights, host_peak
@@ -163,10 +165,29 @@ def settled(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, 
         ConfigError: the config is wrong, or needs a drive that the machine does not have.
         BudgetError: a budget is too small.
     """
-    memory = settle(shape.layouts, content, _room(hardware), load.accumulation, matrices=shape.matrices)
+    memory = _settled(
+        shape.layouts, _Content(repr(content), content), _room(hardware), load.accumulation, shape.matrices
+    )
     if not hardware.drives and (memory.slots or memory.spilled):
         raise ConfigError("this machine has no drive, and the config needs one; give --drive or --nvme-path")
     return memory
+
+
+@dataclass(frozen=True)
+class _Content:
+    """A config as part of a question that was asked before if the text is the same."""
+
+    text: str
+    content: Mapping[str, Any] = field(compare=False)
+
+
+# Advice, reach and orders ask about a plan's own config again, and about each of theirs more than once.
+@functools.lru_cache(maxsize=64)
+def _settled(
+    layouts: tuple[UnitLayout, ...], asked: _Content, room: Room, accumulation: int, matrices: frozenset[str]
+) -> Memory:
+    """Returns the memory of a config; see `settle`."""
+    return settle(layouts, asked.content, room, accumulation, matrices=matrices)
 
 
 def _grown(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Memory:

@@ -156,11 +156,10 @@ class _Order:
         return next(filter(wanting, self._remaining()), None)
 
     def _remaining(self) -> Iterator[int]:
-        """Yields the uses that `upcoming` is about."""
-        yield from self._expected
-        rest = range(self.cursor, len(self.uses))
-        for position in itertools.chain(rest, range(self.cursor)) if self.wraps else rest:
-            yield self.uses[position]
+        """Returns the uses that `upcoming` is about. Each decision asks for them, so no Python code runs for a use."""
+        rest = itertools.islice(self.uses, self.cursor, None)
+        again = itertools.islice(self.uses, self.cursor if self.wraps else 0)
+        return itertools.chain(self._expected, rest, again)
 
 
 class AccessOrder:

@@ -284,7 +284,7 @@ def test_urgent_work_comes_in_between() -> None:
     assert clock.advance() and urgent.done and clock.now == 3.0
     while clock.advance():
         pass
-    assert {span.row: (span.start, span.end) for span in clock.spans} == {
+    assert {span.row: (span.start, span.end) for span in clock.spans()} == {
         "kernel": (0.0, 2.0),
         "read": (2.0, 3.0),
         "model": (0.0, 4.0),

@@ -174,6 +174,16 @@ def test_looking_at_what_lies_there_needs_no_torch(made: Path) -> None:
     assert "intact" in found[("verify", run)][1]
 
 
+def test_a_plan_of_a_llama_preset_or_of_a_count_needs_no_transformers() -> None:
+    machine = ("--gpu", "24GB", "--ram", "64GB", "--drive", "3GB/s,3GB/s")
+    counts = ("--parameters", "1B", "--layers", "4")
+    for model in (("--model", "llama-1b"), counts):
+        command = ("plan", *model, *machine)
+        code, output, loaded = commands(command)[command]
+        assert code == 0 and "it fits" in output, output
+        assert sorted(loaded) == ["numpy", "psutil", "rich", "torch"]
+
+
 def test_a_run_is_deleted_without_torch(made: Path) -> None:
     run = made / "drive" / "run"
     command = ("rm", str(run), "--yes")

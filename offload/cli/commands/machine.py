@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli.commands.bench import bench
-from offload.cli.console import BAD_INPUT, FAILED, Json, errors, status_line
+from offload.cli.console import BAD_INPUT, FAILED, Json, errors, status_line, without_collector
 from offload.cli.signals import signals
 from offload.errors import ConfigError
 from offload.sizes import format_size, parse_size
@@ -27,6 +27,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(bench, name="bench")
 
 
+@without_collector()
 def info(
     paths: Annotated[list[str] | None, typer.Argument(help="Folders for swap files, one for each drive.")] = None,
     nvme_path: Annotated[

@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from offload.cli.console import BAD_INPUT, errors
-from offload.deepspeed.import_hook import STAND_IN
 from offload.errors import UsageError
 
 _START = """import os, signal, sys
@@ -60,6 +59,8 @@ def with_stand_in(path: str | None) -> str:
     Args:
         path: the PYTHONPATH so far; None for none.
     """
+    from offload.deepspeed.import_hook import STAND_IN
+
     # In front, as the real package may be installed too. Every process inherits the variable.
     return os.pathsep.join([str(STAND_IN), *filter(None, [path])])
 

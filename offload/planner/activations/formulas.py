@@ -22,6 +22,7 @@ Attention is taken to keep no matrix of T * T, as torch's scaled_dot_product_att
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -83,12 +84,13 @@ def need(shape: Shape, load: Load) -> Need:
 
 def moving(shape: Shape, load: Load) -> list[Moving]:
     """Returns for each block what leaves the device in a micro-batch; nothing for blocks whose input stays."""
+    blocks = shape.blocks
     if not load.recompute:
-        return [Moving() for _ in shape.blocks]
+        return [Moving() for _ in blocks]
     # The newest of the recomputed blocks' inputs stays, since the backward begins with it.
     tiers = [index < load.on_disk for index in range(load.on_disk + load.on_host)]
-    stay = [Moving()] * (len(shape.blocks) - len(tiers))
-    return [Moving(input_nbytes(shape, load, each), on) for each, on in zip(shape.blocks, tiers, strict=False)] + stay
+    stay = [Moving()] * (len(blocks) - len(tiers))
+    return [Moving(input_nbytes(shape, load, each), on) for each, on in zip(blocks, tiers, strict=False)] + stay
 
 
 def input_nbytes(shape: Shape, load: Load, block: Block) -> int:
@@ -122,12 +124,10 @@ def mlp_numel(shape: Shape, use: Use) -> int:
 
 def _on_device(shape: Shape, load: Load, blocks: tuple[Block, ...]) -> int:
     """Returns the most bytes on the device at a time."""
-    inside = {position for block in blocks for position in block.uses}
-    last = max(inside, default=-1)
-    outside = [(position, use) for position, use in enumerate(shape.uses) if position not in inside]
-    before = sum(use.saved for position, use in outside if position < last)
+    first, behind = _outside(blocks, len(shape.uses))
+    before = sum(shape.uses[position].saved for position in first)
     # The head and the norm before it have gone when the backward reaches the last block.
-    tail = _tail(shape, load, [use for position, use in outside if position > last])
+    tail = _tail(shape, load, [shape.uses[position] for position in behind])
     saved = [sum(_saved(shape, load, shape.uses[position]) for position in block.uses) for block in blocks]
     work = [max(_work(shape, load, shape.uses[position]) for position in block.uses) for block in blocks]
     again = recomputed(shape, load)
@@ -136,6 +136,18 @@ def _on_device(shape: Shape, load: Load, blocks: tuple[Block, ...]) -> int:
     in_block = max((of + more for of, more in zip(saved, work[: len(again)], strict=False)), default=0)
     beside = _borders(shape, load) + _tied_gradients(shape, load) + _inputs(shape, load, again)
     return load.alive * load.batch * before + beside + max(kept, in_block)
+
+
+@functools.lru_cache
+def _outside(blocks: tuple[Block, ...], count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the positions of uses in no block, of `count` uses: those before the last block's end, and the others.
+
+    A search for the longest sequence asks hundreds of times about one model.
+    """
+    inside = {position for block in blocks for position in block.uses}
+    last = max(inside, default=-1)
+    outside = [position for position in range(count) if position not in inside]
+    return tuple(each for each in outside if each < last), tuple(each for each in outside if each > last)
 
 
 def _tied_gradients(shape: Shape, load: Load) -> int:

@@ -24,6 +24,7 @@ from offload.layout.frozen.opaque import opaque_parameters
 from offload.layout.optimizers.matrices import matrices_of
 from offload.planner.model_shape.counter import Counter
 from offload.planner.model_shape.experts import without_choice
+from offload.planner.model_shape.from_preset import from_preset
 from offload.planner.model_shape.shape import Experts, Shape
 from offload.presets import (
     PRESETS,
@@ -60,6 +61,10 @@ def from_name(
     Raises:
         ConfigError: the name or config is invalid, or the model's code does not run on fake tensors.
     """
+    named = units.named if isinstance(units, Division) else units
+    known = None if named or layers is not None else from_preset(name, sequence, dtype.itemsize)
+    if known is not None:
+        return known
     config = config_of(name, layers)
     if quantized_bits(config) is not None:
         raise ConfigError(

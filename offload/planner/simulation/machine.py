@@ -173,9 +173,10 @@ class Machine:
 
     def spent(self, on: str, work: Work | None) -> Acting[None]:
         """Waits on the update worker for the end of `work` and adds the time to `on`, a field of `Worked`."""
-        start = self.clock.now
-        yield from until(work)
-        self._worked[on] += self.clock.now - start
+        if work is not None and not work.done:
+            start = self.clock.now
+            yield from until(work)
+            self._worked[on] += self.clock.now - start
 
 
 def until(work: Work | None) -> Acting[None]:

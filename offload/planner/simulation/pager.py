@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from offload.aio import Priority
 from offload.errors import BudgetError
 from offload.planner.simulation.clock import Work
-from offload.planner.simulation.entry import Entry
+from offload.planner.simulation.entry import Candidates, Entry
 from offload.planner.simulation.machine import Acting, Machine, until
 from offload.sizes import PAGE, align_up, format_size
 from offload.states import Tier
@@ -47,6 +47,7 @@ class SimulatedPager:
         self._ascending = sorted((align_up(size.nbytes), unit) for unit, size in enumerate(sizes) if not size.stays)
         # Units whose reads have begun and are not delivered, by index. After each event an actor asks which have ended.
         self._reading: dict[int, Entry] = {}
+        self._candidates = Candidates(self.entries, self.streams)
         self._limits = limits
         self._uploads_elsewhere = may_upload_elsewhere(machine.on_cpu, several_ranks=False)
 
@@ -253,9 +254,13 @@ class SimulatedPager:
     def deliver(self) -> Acting[None]:
         """Acts as the callbacks of the I/O queue: a read ahead that has ended lets the next step begin."""
         while True:
-            yield lambda: self._uploads_elsewhere and any(map(Entry.read_ended, self._reading.values()))
+            yield self._has_ended_read
             yield from self._finish_ended_reads()
             yield from self.advance()
+
+    def _has_ended_read(self) -> bool:
+        """Returns True if a callback of the I/O queue has work."""
+        return self._uploads_elsewhere and any(map(Entry.read_ended, self._reading.values()))
 
     def _prefetch_uploads(self) -> Acting[None]:
         """Starts copies to the device of the next units in the access order whose weights are in a host buffer."""
@@ -283,7 +288,7 @@ class SimulatedPager:
             host_buffer = yield from self.machine.counted("room", self.take_host_buffer(unit, nbytes, beyond, wait))
             if host_buffer is None:
                 return
-            if self._wants_read(unit):
+            if unit in self._candidates.to_read:
                 self._start_read(self.entries[unit], host_buffer, Priority.NORMAL)
             else:  # another thread has started the read, during a wait for the buffer
                 self.host.give(host_buffer.offset, host_buffer.nbytes)
@@ -296,25 +301,18 @@ class SimulatedPager:
 
     def _next_read(self) -> int | None:
         """Returns the next unit in the access order to read into a host buffer, or None."""
-        return next_to_fetch(self.access_order, self._shard_nbytes, self._wants_read, self._limits)
-
-    def _wants_read(self, unit: int) -> bool:
-        """Returns True if a unit's weights are on DISK alone, and may be read into a buffer."""
-        entry = self.entries[unit]
-        on_disk = entry.residency is Residency.DISK and entry.host_buffer is None
-        return on_disk and not entry.updating and not self.streams(unit)
+        wanted = self._candidates.to_read
+        # Most of the time there is none.
+        return (
+            next_to_fetch(self.access_order, self._shard_nbytes, wanted.__contains__, self._limits) if wanted else None
+        )
 
     def _shard_nbytes(self, unit: int) -> int:
         return self.entries[unit].size.shard_nbytes
 
     def _next_upload(self) -> int | None:
         """Returns the next unit in the access order to copy to the device, or None."""
-
-        def wanting(unit: int) -> bool:
-            entry = self.entries[unit]
-            return entry.residency is not Residency.DEVICE and not entry.reading_in_place
-
-        return next_to_fetch(self.access_order, self._nbytes, wanting, self._limits)
+        return next_to_fetch(self.access_order, self._nbytes, self._candidates.to_upload.__contains__, self._limits)
 
     def _nbytes(self, unit: int) -> int:
         return self.entries[unit].size.nbytes
@@ -378,7 +376,13 @@ class SimulatedPager:
         """Changes a unit's residency; asserts that the real pager allows the change."""
         assert (entry.residency, to) in ARROWS, f"{entry.size.name}: {entry.residency} to {to}"
         entry.residency = to
+        self._candidates.note(entry)
         self.notify()
+
+    def set_updating(self, entry: Entry, updating: bool) -> None:
+        """Marks the begin or the end of a unit's update."""
+        entry.updating = updating
+        self._candidates.note(entry)
 
     def notify(self) -> None:
         """Wakes every actor that waits in `change`."""

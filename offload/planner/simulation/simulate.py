@@ -140,9 +140,8 @@ def simulate(
         worked=Worked(*((new - old) / counted for new, old in zip(after.worked, first.worked, strict=True))),
         spans=tuple(
             span._replace(start=span.start - before.now, end=span.end - before.now)
-            for span in machine.clock.spans
             # A span belongs to the step in which it ends.
-            if before.now < span.end <= after.now
+            for span in machine.clock.spans(before.now, after.now)
         ),
     )
 
@@ -184,8 +183,12 @@ class _Loop:
         ready: Callable[[], bool] | None = next(model, None)
         worker_ready, read_ended = next(worker), next(callbacks)
         while ready is not None:
-            if worker_ready() and (self._computing or not ready()):
-                worker_ready = next(worker)
+            if worker_ready():
+                # A worker that could go on lets the model's thread begin first.
+                if self._computing or not ready():
+                    worker_ready = next(worker)
+                else:
+                    ready = next(model, None)
             elif ready():
                 ready = next(model, None)
             elif read_ended():

@@ -44,27 +44,31 @@ class UpdateCost(NamedTuple):
 class _Job:
     """A unit's update in progress."""
 
-    def __init__(self, unit: int, cost: UpdateCost, has_buffer: bool, delivered: bool, priority: Priority) -> None:
+    def __init__(
+        self, unit: int, tier: Tier, cost: UpdateCost, has_buffer: bool, delivered: bool, priority: Priority
+    ) -> None:
         self.unit, self.cost, self.has_buffer, self.delivered = unit, cost, has_buffer, delivered
+        read = cost.state_nbytes or cost.gradient_nbytes or (tier is Tier.DISK and not has_buffer)
+        self.buffered = bool(read or (tier is Tier.DEVICE and cost.written_nbytes))
+        """True if its tiles take a buffer, for a read or a copy."""
         self.priority = priority
         """Urgency of its reads."""
         self.next_start = 0
         self.unwritten_tiles = 0
         self.computed = False
 
-    def needs_buffer(self, tier: Tier) -> bool:
-        """Returns True if its tiles take a buffer, for a read or a copy. `tier` is that of the weights."""
-        read = self.cost.state_nbytes or self.cost.gradient_nbytes or (tier is Tier.DISK and not self.has_buffer)
-        return bool(read or (tier is Tier.DEVICE and self.cost.written_nbytes))
-
 
 class _Tile(NamedTuple):
     job: _Job
-    buffered: bool
     start: int
     stop: int
     reads: list[Work]
     writes: list[Work]
+    """The write of the tile, once it has begun; empty before, and for one that is not stored."""
+
+    def is_written(self) -> bool:
+        """Returns True if nothing of the tile is on its way to the drives."""
+        return not self.writes or self.writes[0].done
 
 
 class SimulatedUpdater:
@@ -147,7 +151,7 @@ class SimulatedUpdater:
         """Runs the worker: read the next tiles, compute one, retire written ones. The coroutine never returns."""
         while True:
             # The model's thread may have waited for the work just done, and runs first.
-            yield lambda: True
+            yield _at_once
             # Taken before the worker looks at any state, so that no change between the look and the wait is missed.
             seen = self._pager.version
             yield from self._retire()
@@ -167,10 +171,10 @@ class SimulatedUpdater:
 
     def _retire(self) -> Acting[None]:
         """Frees tiles whose writes have ended, the oldest first."""
-        while self._writing and all(write.done for write in self._writing[0].writes):
+        while self._writing and self._writing[0].is_written():
             tile = self._writing.popleft()
             job = tile.job
-            self._free += tile.buffered
+            self._free += job.buffered
             job.unwritten_tiles -= 1
             if job.computed and job.unwritten_tiles == 0:
                 yield from self._written(job)
@@ -182,8 +186,7 @@ class SimulatedUpdater:
         job = self._job
         if job is None:
             return None
-        buffered = job.needs_buffer(self._pager.entries[job.unit].size.tier)
-        if not self._free if buffered else len(self._reading) >= TILE_BUFFERS:
+        if not self._free if job.buffered else len(self._reading) >= TILE_BUFFERS:
             return None
         start, stop = job.next_start, job.cost.numel
         if job.cost.stops:
@@ -194,9 +197,9 @@ class SimulatedUpdater:
         job.unwritten_tiles += 1
         if stop == job.cost.numel:
             self._job = None
-        self._free -= buffered
+        self._free -= job.buffered
         reads = yield from self._read_tile(job, start, stop)
-        return _Tile(job, buffered, start, stop, reads, [])
+        return _Tile(job, start, stop, reads, [])
 
     def _next_job(self) -> Acting[_Job | None]:
         """Starts the next update: that of the unit that the model's thread waits for, else the first in the queue.
@@ -247,7 +250,7 @@ class SimulatedUpdater:
         assert cost is not None
         delivered = has_buffer or entry.size.tier is Tier.DEVICE
         self.undelivered += not delivered
-        return _Job(unit, cost, has_buffer, delivered, priority)
+        return _Job(unit, entry.size.tier, cost, has_buffer, delivered, priority)
 
     def _read_tile(self, job: _Job, start: int, stop: int) -> Acting[list[Work]]:
         """Starts the reads of elements [start, stop): states, weights that no host buffer holds, spilled gradients."""
@@ -291,6 +294,10 @@ class SimulatedUpdater:
             yield from self._pager.advance()
         self._weights.written(job.unit)
         yield from self._pager.advance()
+
+
+def _at_once() -> bool:
+    return True
 
 
 def _share(nbytes: int, start: int, stop: int, numel: int) -> int:

@@ -25,7 +25,7 @@ class SimulatedWeightUpdates:
     def begin_updates(self, units: Sequence[int]) -> None:
         """Marks units as being updated, and evicts their outdated weights from the device."""
         for entry in (self._pager.entries[unit] for unit in units):
-            entry.updating = True
+            self._pager.set_updating(entry, True)
             if entry.reading_in_place:
                 self._pager.stop_reading_in_place(entry)
             if entry.residency is Residency.DEVICE and not entry.size.stays:
@@ -64,7 +64,8 @@ class SimulatedWeightUpdates:
             fresh = Residency.WRITING if unwritten else Residency.HOST
             if entry.residency is not fresh:
                 self._pager.move(entry, fresh)
-        entry.updating = entry.in_update = False
+        entry.in_update = False
+        self._pager.set_updating(entry, False)
         self._pager.notify()
 
     def written(self, unit: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.cli.commands.planning.plan_options import PlanOptions
-from offload.cli.console import BAD_INPUT, FAILED, errors, parse_count, status_line
+from offload.cli.console import BAD_INPUT, FAILED, errors, parse_count, status_line, without_collector
 from offload.cli.options import takes_options
 from offload.cli.progress import measuring
 from offload.cli.signals import exit_on_signal
@@ -29,6 +29,7 @@ _LONGEST = ("inputs of blocks", "all logits", "in chunks", "states", "step", "to
 
 
 @takes_options(PlanOptions)
+@without_collector()
 def plan(typed: PlanOptions) -> None:
     """Predict where a run's states go and how fast a step will be, without a run.
 
@@ -37,7 +38,6 @@ def plan(typed: PlanOptions) -> None:
     from rich.console import Console
 
     with _working("loading torch"):
-        from offload.finetune.options import Start, recipe
         from offload.planner.advice import advise, compare
         from offload.planner.config_file import write_config
         from offload.planner.reach import reach
@@ -62,6 +62,8 @@ def plan(typed: PlanOptions) -> None:
             orders = compare(planned)
     with errors(FAILED):
         if typed.write is not None:
+            from offload.finetune.options import Start, recipe
+
             # As in `offload train`, the default learning rate depends on whether the model folder contains weights.
             folder = None if typed.model is None or typed.model in PRESETS else Path(typed.model)
             # Without a config file the written config also contains the recipe of `offload train`.
@@ -168,7 +170,6 @@ def _planned(typed: PlanOptions) -> Planned:
 
 def _model(typed: PlanOptions) -> Model:
     """Returns the options that describe the model."""
-    from offload.finetune.model import allows_chunks
     from offload.planner.request import Model
 
     return Model(
@@ -177,16 +178,18 @@ def _model(typed: PlanOptions) -> Model:
         layers=typed.layers,
         adapters=_adapters(typed),
         # A count is that of a Llama, whose loss may be computed in chunks.
-        chunks=typed.model is None or typed.chunked_loss is False or allows_chunks(typed.model),
+        chunks=typed.model is None or typed.chunked_loss is False or _allows_chunks(typed.model),
     )
+
+
+def _allows_chunks(name: str) -> bool:
+    from offload.finetune.model import allows_chunks
+
+    return allows_chunks(name)
 
 
 def _adapters(typed: PlanOptions) -> Adapters | None:
     """Returns the adapters that the options ask for; None for a model that trains as a whole."""
-    from offload.config import load_config, read_json
-    from offload.finetune.lora import adapt, parse_lora
-    from offload.planner.model_shape import Adapters
-
     given = (("nf4", typed.load_in_4bit), ("int8", typed.load_in_8bit))
     forms: list[str | None] = [form for form, wanted in given if wanted]
     if len(forms) > 1 or (forms and (typed.lora is None or typed.config is not None)):
@@ -199,6 +202,10 @@ def _adapters(typed: PlanOptions) -> Adapters | None:
         raise ConfigError(
             "--lora needs the layers of a model: give --model, a preset as llama-13b or a folder with a config.json"
         )
+    from offload.config import load_config, read_json
+    from offload.finetune.lora import adapt, parse_lora
+    from offload.planner.model_shape import Adapters
+
     if typed.config is not None:
         forms.append(load_config(read_json(typed.config)).offload.frozen)
     lora = parse_lora(typed.lora)
