@@ -147,6 +147,20 @@ MUTANTS = (
         "tests/swapper/test_pager.py",
     ),
     Mutant(
+        "leave room on the device for a unit that has none",
+        "offload.swapper.policy",
+        "    left = room - align_up(max(nbytes, 1))",
+        "    left = NEVER",
+        "tests/swapper/test_pager.py",
+    ),
+    Mutant(
+        "pin what a backward has passed until its end",
+        "offload.engine.params.unit_views",
+        "[each for each in self._kept if each.dispensable]",
+        "[]",
+        "tests/activations/test_checkpointed_prefetch.py",
+    ),
+    Mutant(
         "upload ahead while a thread needs the room",
         "offload.swapper.prefetch",
         "                entry.pins and entry.residency is not Residency.DEVICE for entry in self._entries\n",
