@@ -158,7 +158,9 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     torch.manual_seed(config.offload.seed)  # the same on all ranks here, so that all build the same initial weights
     model, source, always = _model(options, folder, lora, content, data.largest_id)
     # The prediction runs the model as it is, before placeholders replace its parameters and chunks its logits.
-    predicted, notices = _prediction(options, model, content, always, resuming) if world_size == 1 else ({}, ())
+    predicted, notices = (
+        _prediction(options, model, content, always, _has_files(config)) if world_size == 1 else ({}, ())
+    )
     loss = choose_loss(model, options.chunked_loss, off="--no-chunked-loss", evaluation=True)
     where = _new_folders(config)
     engine = _engine(options, model, content, config, rank, say)
@@ -357,7 +359,7 @@ def _resumed(engine: Engine, mine: Identity, loss: ChosenLoss) -> tuple[tuple[st
 
 
 def _prediction(
-    options: Options, model: nn.Module, content: Mapping[str, Any], always: Mapping[str, Any], resuming: bool
+    options: Options, model: nn.Module, content: Mapping[str, Any], always: Mapping[str, Any], has_files: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the prediction of a step under the log's keys, and a line about it. No failure here stops the run."""
     found = probe.kept()
@@ -366,7 +368,7 @@ def _prediction(
     try:
         chunked = would_be_chunked(model, options.chunked_loss)
         again = options.gradient_checkpointing
-        planned = predict(found, model, content, options.seq_len, always, again, chunked, resuming)
+        planned = predict(found, model, content, options.seq_len, always, again, chunked, has_files)
     except Exception as error:  # a failed prediction must not stop the run; the line contains the reason
         kind = "" if isinstance(error, OffloadError) else f"{type(error).__name__}: "
         return {}, (f"no prediction: {kind}{error}",)
@@ -375,5 +377,9 @@ def _prediction(
 
 def _resumes(config: Config) -> bool:
     """Returns True if there is a run to resume."""
-    wanted = config.offload.resume in ("auto", "must") and bool(config.drives)
-    return wanted and run_status(config.drives, config.offload.run).exists
+    return config.offload.resume in ("auto", "must") and _has_files(config)
+
+
+def _has_files(config: Config) -> bool:
+    """Returns True if the run has swap files, which a start takes over or deletes."""
+    return bool(config.drives) and run_status(config.drives, config.offload.run).exists

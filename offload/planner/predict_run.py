@@ -32,7 +32,7 @@ def predict(
     always: Mapping[str, Any],
     recompute: bool = False,
     chunked_loss: bool = False,
-    resuming: bool = False,
+    has_files: bool = False,
 ) -> Planned:
     """Returns the plan of a run on one rank. The model is not yet part of an engine, and stays as it is.
 
@@ -44,14 +44,14 @@ def predict(
         always: keyword arguments of each forward, beside the batch.
         recompute: True if activations are computed again in the backward.
         chunked_loss: True if never all logits are in memory.
-        resuming: True if the run's swap files exist already, so that free disk space does not matter.
+        has_files: True if the run has swap files, whose room it takes over, so that free disk space does not matter.
 
     Raises:
         ConfigError: the config has no plan, or the probe is of another device.
         BudgetError: a budget is too small.
     """
     config = load_config(content)
-    machine = _machine(found, config, resuming)
+    machine = _machine(found, config, has_files)
     batch = resolve_batch(config, 1)
     division = division_of(config)
     shape = from_training(model, sequence, DTYPES[config.dtype], division, always, config.offload.frozen)
@@ -74,7 +74,7 @@ def _schedule(config: Config, recompute: bool) -> str:
     return asked
 
 
-def _machine(found: Probed, config: Config, resuming: bool) -> Hardware:
+def _machine(found: Probed, config: Config, has_files: bool) -> Hardware:
     """Returns the probed machine with the memory that is free now."""
     device = compute_device(config.offload.device)
     if bool(found.machine["gpu"]) != (device.type == "cuda"):
@@ -86,7 +86,7 @@ def _machine(found: Probed, config: Config, resuming: bool) -> Hardware:
     machine = probed(found, free_host_memory(), drives, config.dtype, config.torch_autocast.enabled)
     if device.type == "cuda":
         machine = replace(machine, gpu_memory=int(torch.cuda.mem_get_info(device)[0]))
-    if resuming:
+    if has_files:
         machine = replace(machine, drives=tuple(drive._replace(free=None) for drive in machine.drives))
     return machine
 

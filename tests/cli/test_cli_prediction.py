@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from offload.finetune import model as language_model
 from offload.finetune.lora import adapt, parse_lora
 from offload.hardware import probe
 from offload.hardware.probe.disturb import Others
+from offload.planner import hardware
 from offload.planner.model_shape import from_name, from_training
 from offload.presets import build
 from tests.support.cli_in_process import isolated_cache, run_folder
@@ -105,6 +107,15 @@ def test_a_run_that_goes_on_is_foreseen_again() -> None:
     facts("--steps", "4", "--log", "log", "--resume", "auto")
     lines = [json.loads(line) for line in Path("log").read_text().splitlines() if '"loss"' in line]
     assert [line["step"] for line in lines if "predicted" in line.get("about", {})] == [1, 3]
+
+
+def test_the_room_of_a_run_that_is_replaced_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep()
+    facts("--steps", "1", "--keep")
+    full = SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=1))
+    monkeypatch.setattr(hardware, "shutil", full)  # of the plan alone: the store looks by itself
+    facts("--steps", "1", "--log", "log", "--keep", "--resume", "restart")
+    assert "predicted" in json.loads(Path("log").read_text().splitlines()[0])["about"]
 
 
 @pytest.mark.sample(1)
