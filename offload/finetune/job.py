@@ -149,9 +149,8 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     mine = _identity(options, folder, data, steps, content)
     if (done := find_finished(config, mine)) is not None:
         return done
-    resuming = _resumes(config)
     # This check must follow `find_finished`: the output folder of a finished run contains a model and would be refused.
-    check_output(options.output, may_be_there=resuming or is_marked(options.output, mine))
+    check_output(options.output, may_be_there=_resumes(config) or is_marked(options.output, mine))
     check_apart(options.output, config)
     let_segments_grow(config.offload.device)  # before CUDA is used, for the dtype; `initialize` reports the result
     content = _with_dtype(content, say)
