@@ -265,9 +265,7 @@ class DeviceCache:
 
     def latest_read(self) -> UnitEntry | None:
         """Returns the unit that is read in place and used last; None if none is read in place."""
-        reading = [entry for entry in self._table.entries if entry.reading_in_place]
-        distance = self._table.access_order.distance
-        return max(reading, key=lambda entry: (distance(entry.index), -entry.index), default=None)
+        return self._table.used_last(entry for entry in self._table.entries if entry.reading_in_place)
 
     # -- copies -------------------------------------------------------------------------------------
 

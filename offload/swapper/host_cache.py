@@ -62,13 +62,11 @@ class HostCache:
 
     def wait_for_buffer(self, entry: UnitEntry) -> None:
         """Waits until a host buffer for `entry` may have become free or evictable. The caller tries again."""
-        reading = [entry for entry in self._table.entries if entry.residency is Residency.READING]
+        reading = self._table.used_last(e for e in self._table.entries if e.residency is Residency.READING)
         # Prefetches in flight occupy the memory. A buffer can be evicted once its read has been delivered, so this
         # thread delivers the read whose use is furthest away.
-        if reading:
-            self.finish_read(
-                max(reading, key=lambda entry: (self._table.access_order.distance(entry.index), -entry.index))
-            )
+        if reading is not None:
+            self.finish_read(reading)
             return
         # The update worker takes no buffer while this count is above 0, or freed memory might never reach this
         # thread.

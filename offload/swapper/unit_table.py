@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -97,6 +97,11 @@ class UnitTable:
         """Waits for a change without the lock. The table must be consistent; `what` is the title on the timeline."""
         with self.timeline.span(Row.WAITS, what):
             self.changed.wait()
+
+    def used_last(self, entries: Iterable[UnitEntry]) -> UnitEntry | None:
+        """Returns the entry whose next use is furthest away, the lowest index of equals; None if there is none."""
+        distance = self.access_order.distance
+        return max(entries, key=lambda entry: (distance(entry.index), -entry.index), default=None)
 
     def end_transfer(self, entry: UnitEntry) -> Transfer | None:
         """Waits for the read of `entry` without the lock, and returns it to the first of several waiting threads.
