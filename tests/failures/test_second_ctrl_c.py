@@ -17,6 +17,15 @@ from tests.support import warm_process
 LONG = 240.0
 """Seconds that a process may take to begin, or to end: a slow machine that does much else."""
 AT_ONCE = "stopped at once by a second Ctrl-C; steps that were committed are kept"
+FOREVER = """\
+import time
+
+def forever():
+    while True:
+        time.sleep(0.01)
+
+"""
+"""A function that waits for a signal. One long sleep would miss a signal that comes just before its system call."""
 BLOCK = "import ctypes; mutex = ctypes.create_string_buffer(64); lock = ctypes.CDLL(None).pthread_mutex_lock\n"
 BLOCKED = "(lock(mutex), lock(mutex))"
 """A call of native code that never returns: no handler of Python's runs in it."""
@@ -109,15 +118,15 @@ ENDINGS = {
     "in a finally": """\
 try:
     print("ready", flush=True)
-    time.sleep(1000)
+    forever()
 finally:
     print("ending", flush=True)
-    time.sleep(1000)
+    forever()
 """,
     "at exit": """\
-atexit.register(lambda: (print("ending", flush=True), time.sleep(1000)))
+atexit.register(lambda: (print("ending", flush=True), forever()))
 print("ready", flush=True)
-time.sleep(1000)
+forever()
 """,
     "beside a thread": """\
 def work():
@@ -126,10 +135,10 @@ def work():
     while threading.main_thread().is_alive():
         time.sleep(0.01)
     print("ending", flush=True)
-    time.sleep(1000)
+    forever()
 
 threading.Thread(target=work).start()
-time.sleep(1000)
+forever()
 """,
 }
 """Scripts that take long to end."""
@@ -137,7 +146,7 @@ time.sleep(1000)
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_second_ends_it_at_once(ending: str, tmp_path: Path) -> None:
-    process = begin(tmp_path, f"import atexit, threading, time\n{ENDINGS[ending]}")
+    process = begin(tmp_path, f"{FOREVER}import atexit, threading\n{ENDINGS[ending]}")
     wait_for(process, "ready")
     process.send_signal(signal.SIGINT)
     wait_for(process, "ending")
@@ -145,8 +154,8 @@ def test_the_second_ends_it_at_once(ending: str, tmp_path: Path) -> None:
 
 
 def test_the_second_ends_native_code_that_does_not_return(tmp_path: Path) -> None:
-    text = f"{BLOCK}import atexit, time\natexit.register(lambda: (print('ending', flush=True), {BLOCKED}))\n"
-    process = begin(tmp_path, text + "print('ready', flush=True)\ntime.sleep(1000)\n")
+    text = f"{FOREVER}{BLOCK}import atexit\natexit.register(lambda: (print('ending', flush=True), {BLOCKED}))\n"
+    process = begin(tmp_path, text + "print('ready', flush=True)\nforever()\n")
     wait_for(process, "ready")
     process.send_signal(signal.SIGINT)
     wait_for(process, "ending")
@@ -155,11 +164,11 @@ def test_the_second_ends_native_code_that_does_not_return(tmp_path: Path) -> Non
 
 def test_a_script_that_catches_each_is_never_ended(tmp_path: Path) -> None:
     text = (
-        "import time\n"
+        f"{FOREVER}"
         "for number in range(3):\n"
         "    try:\n"
         "        print('ready', flush=True)\n"
-        "        time.sleep(1000)\n"
+        "        forever()\n"
         "    except KeyboardInterrupt:\n"
         "        print('caught', number, flush=True)\n"
     )
@@ -174,7 +183,8 @@ def test_a_script_that_catches_each_is_never_ended(tmp_path: Path) -> None:
 
 def test_offload_run_itself(tmp_path: Path) -> None:
     """The real command, from its start: also while it imports."""
-    (tmp_path / "train.py").write_text("import time\nprint('ready', flush=True); time.sleep(1000)\n")
+    text = "import time\nprint('ready', flush=True); [time.sleep(0.01) for _ in range(100_000)]\n"
+    (tmp_path / "train.py").write_text(text)
     command = [sys.executable, "-m", "offload", "run", "train.py"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for(process, "ready")
@@ -184,7 +194,7 @@ def test_offload_run_itself(tmp_path: Path) -> None:
 def test_while_the_imports_of_offload_run_take_their_time(tmp_path: Path) -> None:
     from offload.cli.commands.run import _START
 
-    blocked = _START.replace("from offload", "print('ready', flush=True)\nimport time\ntime.sleep(1000)\nfrom offload")
+    blocked = _START.replace("from offload", f"print('ready', flush=True)\n{FOREVER}forever()\nfrom offload")
     process = subprocess.Popen(
         [sys.executable, "-c", blocked, "train.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -195,12 +205,12 @@ def test_while_the_imports_of_offload_run_take_their_time(tmp_path: Path) -> Non
 # -- offload train ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("work", ["time.sleep(1000)", BLOCKED], ids=["sleep", "native"])
+@pytest.mark.parametrize("work", ["forever()", BLOCKED], ids=["sleep", "native"])
 def test_the_second_ends_a_training_that_saves_its_model(work: str, tmp_path: Path) -> None:
     process = warm_process.begin(
         [
             "-c",
-            f"{BLOCK}import signal, time\n"
+            f"{FOREVER}{BLOCK}import signal\n"
             "from offload.cli.commands.train_run import Signals\n"
             "with Signals() as signals, signals.hold():\n"
             "    print('ready', flush=True)\n"

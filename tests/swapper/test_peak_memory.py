@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import transformers
 import offload
 from offload.presets import build
 from offload.sizes import MIB
-from tests.support.oracle import Job, config, least_host_memory, train_step
+from tests.support.oracle import Job, config, least_host_memory
 from tests.support.process_measures import DiskBytes
 from tests.swapper.test_memory_report import forked
 
@@ -59,21 +58,21 @@ def _train(job: Job, folder: str) -> dict[str, float]:
     with offload.init(None):
         net = job.model()
     engine = offload.initialize(model=net, config=config(job, ("nvme", "nvme"), Path(folder)))[0]
-    per_step = []
+    disk, own, on_drive = DiskBytes(), [], []
     for step in range(job.steps):
-        disk = DiskBytes()
-        before = engine.io_bytes()
-        train_step(engine, job, step)
-        after = engine.io_bytes()
-        per_step.append((after.read - before.read + after.written - before.written, disk.read + disk.written))
+        # By the end of a backward the updates of the step before are done, however busy the machine was.
+        engine.backward(job.loss(engine, step, 0))
+        moved = engine.io_bytes()
+        own.append(moved.read + moved.written)
+        on_drive.append(disk.read + disk.written)
+        engine.step()
     engine.destroy(remove=True)
     return {
         "parameters": engine.parameter_count,
         "host": engine.host_memory,
         "device": engine.device_memory,
-        # On a busy machine an update may begin before `step()` has returned: then one step has some of the next one's.
-        "own_bytes": statistics.median(own for own, _ in per_step[1:]),
-        "disk_bytes": statistics.median(on_drive for _, on_drive in per_step[1:]),
+        "own_bytes": (own[-1] - own[1]) / (job.steps - 2),
+        "disk_bytes": (on_drive[-1] - on_drive[1]) / (job.steps - 2),
     }
 
 
@@ -95,7 +94,7 @@ def test_peak_and_bytes_are_the_formula(model: Callable[[], torch.nn.Module], tm
     # An update reads 12 and writes 12, the backward reads 2: less what stays on the device, and less the 2 of old
     # weights that an update finds in a lease.
     assert 22 <= mine["own_bytes"] / parameters <= 26.1
-    assert mine["disk_bytes"] >= 0.9 * mine["own_bytes"], "the page cache did not do it"
+    assert mine["disk_bytes"] >= 0.98 * mine["own_bytes"], "the page cache did not do it"
 
 
 @pytest.mark.sample(2)
