@@ -85,7 +85,7 @@ format: $(VENV)/.dev ## Format everything, and write the pages of the configurat
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE) $(NATIVE_TESTS)
 	$(BIN)/python -W ignore::RuntimeWarning:runpy -m offload.config
-	$(BIN)/python -m tests.support.command_line_page
+	$(BIN)/python -m tests.pages.command_line_page
 
 # Not --quiet, with which mkdocs does not count its warnings.
 docs: $(VENV)/.docs ## Build the documentation into site/, where every broken link is an error

@@ -31,10 +31,12 @@ from offload.aio.backend import refusals
 from offload.engine.setup import dtype_choice
 from offload.swapper.memory.host_arena import process_memory
 from offload.swapper.store import drives as drives_module
-from tests.support import device_process, sampling, what_works_page, workers
+from tests.pages import what_works_page
+from tests.support import sampling
+from tests.support.processes import device_process, workers
 
 if TYPE_CHECKING:
-    from tests.support.rank_pool import RankPool
+    from tests.support.ranks.rank_pool import RankPool
 
 # One tree of commands for a process: typer's runner makes that of all commands again for each call.
 typer.testing._get_command = functools.cache(typer.main.get_command)
@@ -117,7 +119,7 @@ def engines_end() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
     """Two ranks, which the tests of this process share."""
-    from tests.support.rank_pool import shared_pool
+    from tests.support.ranks.rank_pool import shared_pool
 
     with shared_pool(2) as two:
         yield two

@@ -21,7 +21,7 @@ from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_choice import compute_device, host_side_of, open_device
 from offload.swapper.memory.host_side import TorchHostSide
 from offload.torch_internals import SHALLOW_COPY_QUERY, set_data
-from tests.support.accelerator_modules import CUDA, XPU, Torch
+from tests.accelerators.accelerator_modules import CUDA, XPU, Torch
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from offload.swapper.memory import host_side
 from offload.swapper.memory.host_arena import Classes, Copied, HostArena
 from offload.swapper.memory.host_side import bytes_taken_by_torch
-from tests.support.accelerator_modules import PAGE, opened
+from tests.accelerators.accelerator_modules import PAGE, opened
 
 
 def pinning(monkeypatch: pytest.MonkeyPatch, works: bool = True) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ import torch
 from offload.swapper.memory import accelerator
 from offload.swapper.memory.cuda_host_side import CudaHostSide
 from offload.swapper.memory.device import DONE
-from tests.support.accelerator_modules import CUDA, Event, Stream, opened
+from tests.accelerators.accelerator_modules import CUDA, Event, Stream, opened
 
 
 def test_a_copy_runs_on_its_own_stream_and_leaves_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from offload.swapper.memory.device import DeviceRoom
 from offload.swapper.store import spill_file as scratch
 from tests.micro_batches.test_gradient_accumulation import as_accelerate, as_ddp, counted, no_sync_with_steps
 from tests.support import models
-from tests.support.late_device import LateDevice, Ticks, use_device
+from tests.support.devices.late_device import LateDevice, Ticks, use_device
 from tests.support.oracle import (
     Job,
     assert_same,

@@ -20,7 +20,7 @@ from offload.swapper.memory.cuda_host_side import CudaHostSide
 from offload.swapper.memory.device import DONE, DeviceRoom
 from offload.swapper.memory.device_arena import DeviceArena
 from tests.support import models
-from tests.support.late_device import LateDevice, Ticks, use_device
+from tests.support.devices.late_device import LateDevice, Ticks, use_device
 from tests.support.oracle import assert_same, start, train_step, trained
 
 JOB = models.GPT2

@@ -15,8 +15,8 @@ from offload.errors import UsageError
 from offload.layout.budgets.device_need import ArenaHistory, DeviceNeed, growth, next_growth
 from offload.sizes import GIB, MIB, PAGE
 from offload.swapper.memory.device import DeviceRoom
-from tests.support.grown_device import CALM, JOB, grown, sizes, small
-from tests.support.late_device import Ticks
+from tests.accelerators.grown_device import CALM, JOB, grown, sizes, small
+from tests.support.devices.late_device import Ticks
 from tests.support.oracle import assert_same_tensors, run, train_step, weights_of
 
 

@@ -12,9 +12,9 @@ from torch import nn
 from offload.engine.training.snapshot import GeneratorStates
 from offload.swapper.prefetch import Fetcher
 from offload.swapper.unit_table import UnitEntry
+from tests.accelerators.grown_device import JOB, grown, small, too_much
 from tests.support import models
-from tests.support.grown_device import JOB, grown, small, too_much
-from tests.support.late_device import Ticks
+from tests.support.devices.late_device import Ticks
 from tests.support.oracle import Job, assert_same_tensors, run, train_step, weights_of
 
 

@@ -13,8 +13,8 @@ from offload.sizes import PAGE
 from offload.swapper.memory import torch_allocator
 from offload.swapper.memory.device import DONE
 from offload.swapper.memory.device_arena import DeviceArena
-from tests.support.grown_device import JOB, grown, small, too_much
-from tests.support.late_device import LateDevice, Ticks
+from tests.accelerators.grown_device import JOB, grown, small, too_much
+from tests.support.devices.late_device import LateDevice, Ticks
 from tests.support.oracle import assert_same_tensors, run, train_step, weights_of
 
 

@@ -21,7 +21,7 @@ from offload.sizes import MIB
 from offload.swapper.host_cache import HostCache
 from offload.swapper.memory.device import DONE
 from tests.support import models
-from tests.support.late_device import LateDevice, Ticks, use_device
+from tests.support.devices.late_device import LateDevice, Ticks, use_device
 from tests.support.oracle import (
     PLACEMENTS,
     Job,

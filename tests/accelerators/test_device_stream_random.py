@@ -15,7 +15,7 @@ from offload.engine.gradients import small_gradients
 from offload.sizes import GIB, MIB
 from offload.swapper.memory.device import DeviceRoom
 from tests.support import models
-from tests.support.late_device import LateDevice, Ticks, use_device
+from tests.support.devices.late_device import LateDevice, Ticks, use_device
 from tests.support.least_budget import budget
 from tests.support.oracle import (
     PLACEMENTS,

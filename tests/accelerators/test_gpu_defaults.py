@@ -21,9 +21,9 @@ from offload.finetune import job
 from offload.kernels import settings
 from offload.notices import Remark
 from tests.support import models
-from tests.support.cli_in_process import isolated_cache, run_folder
-from tests.support.late_device import LateDevice, use_device
+from tests.support.devices.late_device import LateDevice, use_device
 from tests.support.oracle import start, train_step
+from tests.support.processes.cli_in_process import isolated_cache, run_folder
 
 __all__ = ["isolated_cache", "run_folder"]  # fixtures
 

@@ -22,7 +22,7 @@ from offload.swapper.memory.device import DONE, Device, DeviceRoom
 from offload.swapper.memory.host_arena import Classes, HostArena
 from tests.accelerators.test_gradient_downloads import Engine, HeldDevice, numbers
 from tests.support import models
-from tests.support.late_device import LateDevice, Ticks, use_device
+from tests.support.devices.late_device import LateDevice, Ticks, use_device
 from tests.support.oracle import (
     Job,
     assert_same,

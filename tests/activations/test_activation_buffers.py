@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from offload.errors import UsageError
-from tests.support.checkpointed import JOB, MEMORY, WIDTH, Block, Stack, running, small_inputs_move
+from tests.support.modules.checkpointed import JOB, MEMORY, WIDTH, Block, Stack, running, small_inputs_move
 from tests.support.oracle import Job, assert_same, run, train_step
 
 AREA = "Activation checkpointing"

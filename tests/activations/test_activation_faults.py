@@ -18,8 +18,17 @@ from offload.aio import DirectFile, File
 from offload.errors import IoError, StoreError, UsageError
 from offload.swapper.memory.host_arena import process_memory
 from offload.swapper.store.spill_file import SpillFile
-from tests.support.checkpointed import JOB, batch, gives_back, kept, running, small_inputs_move, square_loss, stack
-from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.drives.fault_injection import LateQueue, use_queue
+from tests.support.modules.checkpointed import (
+    JOB,
+    batch,
+    gives_back,
+    kept,
+    running,
+    small_inputs_move,
+    square_loss,
+    stack,
+)
 from tests.support.oracle import Job, train_step
 
 AREA = "Activation checkpointing"

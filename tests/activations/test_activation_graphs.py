@@ -16,10 +16,20 @@ import offload
 from offload.errors import UsageError
 from tests.models.test_autograd import LOOPS, Loop
 from tests.models.test_module_kinds import DISK, MEMORY
-from tests.support.checkpointed import JOB, Block, Stack, batch, gives_back, kept, running, small_inputs_move, used
-from tests.support.checkpointed import TIERS as ALL_TIERS
-from tests.support.device_process import engine_device
+from tests.support.modules.checkpointed import (
+    JOB,
+    Block,
+    Stack,
+    batch,
+    gives_back,
+    kept,
+    running,
+    small_inputs_move,
+    used,
+)
+from tests.support.modules.checkpointed import TIERS as ALL_TIERS
 from tests.support.oracle import Job, room_for, train_step
+from tests.support.processes.device_process import engine_device
 
 AREA = "Activation checkpointing"
 TIERS = ("cpu", "nvme")

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from offload.aio import File
-from tests.support.checkpointed import JOB, gives_back, running, small_inputs_move, square_loss, stack
-from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.drives.fault_injection import LateQueue, use_queue
+from tests.support.modules.checkpointed import JOB, gives_back, running, small_inputs_move, square_loss, stack
 from tests.support.oracle import train_step
 
 DEEP = JOB._replace(model=stack(14))

@@ -12,7 +12,7 @@ from torch import nn
 
 import offload
 from tests.support import models
-from tests.support.checkpointed import MEMORY, running, small_inputs_move
+from tests.support.modules.checkpointed import MEMORY, running, small_inputs_move
 from tests.support.oracle import Job, assert_same, run
 
 AREA = "Activation checkpointing"

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.checkpointed import JOB, MEMORY, Block, Stack, batch, small_inputs_move
-from tests.support.device_process import engine_device
+from tests.support.modules.checkpointed import JOB, MEMORY, Block, Stack, batch, small_inputs_move
 from tests.support.oracle import Job, assert_same, run
+from tests.support.processes.device_process import engine_device
 
 AREA = "Activation checkpointing"
 TIERS = ("cpu", "nvme")

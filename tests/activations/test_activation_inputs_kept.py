@@ -10,9 +10,20 @@ import torch
 from torch import nn
 
 from tests.support import models
-from tests.support.checkpointed import INPUT, JOB, MEMORY, WIDTH, Block, Stack, batch, running, small_inputs_move, used
-from tests.support.device_process import engine_device
+from tests.support.modules.checkpointed import (
+    INPUT,
+    JOB,
+    MEMORY,
+    WIDTH,
+    Block,
+    Stack,
+    batch,
+    running,
+    small_inputs_move,
+    used,
+)
 from tests.support.oracle import Job, assert_same, run, start, train_step
+from tests.support.processes.device_process import engine_device
 
 AREA = "Activation checkpointing"
 TIERS = ("cpu", "nvme")

@@ -22,13 +22,13 @@ from offload.engine.params import saved_tensors
 from offload.errors import EngineFailed, UsageError
 from offload.swapper.memory.host_arena import process_memory
 from offload.torch_internals import top_saved_tensor_hooks
-from tests.support.checkpointed import JOB, gives_back, running, small_inputs_move, square_loss, stack
-from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.drives.fault_injection import LateQueue, use_queue
+from tests.support.modules.checkpointed import JOB, gives_back, running, small_inputs_move, square_loss, stack
 from tests.support.oracle import train_step
 
 AREA = "Activation checkpointing"
 DEEP = JOB._replace(model=stack(12))
-WATCHED = ("/offload/engine/activations/", "/tests/support/fault_injection.py")
+WATCHED = ("/offload/engine/activations/", "/tests/support/drives/fault_injection.py")
 """Where calls are counted. The second has the waits for I/O."""
 
 

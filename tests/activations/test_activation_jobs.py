@@ -16,7 +16,7 @@ from torch import nn
 import offload
 from offload.swapper.memory.device import Device
 from tests.support import models
-from tests.support.checkpointed import JOB, MEMORY, Stack, batch, kept, running, small_inputs_move, stack
+from tests.support.modules.checkpointed import JOB, MEMORY, Stack, batch, kept, running, small_inputs_move, stack
 from tests.support.oracle import (
     Job,
     Result,
@@ -30,9 +30,9 @@ from tests.support.oracle import (
     trained,
     weights_of,
 )
-from tests.support.rank_jobs import JOBS
-from tests.support.rank_pool import RankPool, train
-from tests.support.rank_pool import start as start_rank
+from tests.support.ranks.rank_jobs import JOBS
+from tests.support.ranks.rank_pool import RankPool, train
+from tests.support.ranks.rank_pool import start as start_rank
 
 AREA = "Activation checkpointing"
 DISK = ("nvme", "nvme")

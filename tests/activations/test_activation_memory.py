@@ -26,7 +26,7 @@ from offload.sizes import MIB, PAGE
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.host_arena import HostArena, HostMemory, process_memory
 from tests import device
-from tests.support.checkpointed import JOB, WIDTH, batch, gives_back, kept, peak, running, stack, used
+from tests.support.modules.checkpointed import JOB, WIDTH, batch, gives_back, kept, peak, running, stack, used
 from tests.support.oracle import Job, config, least_host_memory, room_for, run, train_step
 
 pytestmark = pytest.mark.test_device

@@ -16,8 +16,8 @@ import offload
 from offload.engine.activations.kept_input import KeptInput
 from offload.engine.activations.kept_inputs import KeptInputs
 from tests import device
-from tests.support.checkpointed import JOB, WIDTH, batch, gives_back, kept, running, small_inputs_move, stack
-from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.drives.fault_injection import LateQueue, use_queue
+from tests.support.modules.checkpointed import JOB, WIDTH, batch, gives_back, kept, running, small_inputs_move, stack
 
 pytestmark = pytest.mark.test_device
 DEPTH = 14

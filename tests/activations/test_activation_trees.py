@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpointed import TIERS, small_inputs_move
-from tests.support.module_trees import TREES, Tree, job_of, room
+from tests.support.modules.checkpointed import TIERS, small_inputs_move
+from tests.support.modules.module_trees import TREES, Tree, job_of, room
 from tests.support.oracle import assert_same, run
 from tests.support.sampling import examples
 

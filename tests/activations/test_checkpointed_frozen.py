@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 
 from tests.support import models
-from tests.support.mixtures import few_tokens, qwen
+from tests.support.modules.mixtures import few_tokens, qwen
 from tests.support.oracle import Job, assert_same, run
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")

@@ -13,9 +13,9 @@ from torch import nn
 
 import offload
 from offload.engine.tiles import known_mlps
+from tests.activations.tiled_models import DISK, JOBS, lora_in_mlps, of, tiled_by_hand
 from tests.support import models
 from tests.support.oracle import PlainEngine, config, run
-from tests.support.tiled_models import DISK, JOBS, lora_in_mlps, of, tiled_by_hand
 
 
 def begun(model: nn.Module, folder: Path, **options: Any) -> tuple[Any, ...]:

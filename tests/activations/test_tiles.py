@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from tests.activations.in_pieces import Gated, equal, gradients, in_pieces, inputs
 from tests.activations.test_causal_lm_loss import Peak
 from tests.support import models
-from tests.support.in_pieces import Gated, equal, gradients, in_pieces, inputs
 from tests.support.oracle import DTYPES
 from tests.support.rounding_bounds import unit
 

@@ -13,9 +13,10 @@ from torch import nn
 
 import offload
 from offload.engine.gradients.accumulator import GradientAccumulator
+from tests.activations.in_pieces import Gated
 from tests.activations.test_causal_lm_loss import Peak
-from tests.support import models, rank_jobs, rank_pool, rounding_bounds
-from tests.support.in_pieces import Gated
+from tests.activations.tiled_models import DISK, JOBS, TIERS, of, tiled_by_hand
+from tests.support import models, rounding_bounds
 from tests.support.oracle import (
     DTYPES,
     Job,
@@ -29,8 +30,8 @@ from tests.support.oracle import (
     train_step,
     trained,
 )
-from tests.support.rank_pool import RankPool
-from tests.support.tiled_models import DISK, JOBS, TIERS, of, tiled_by_hand
+from tests.support.ranks import rank_jobs, rank_pool
+from tests.support.ranks.rank_pool import RankPool
 
 
 @pytest.mark.numeric

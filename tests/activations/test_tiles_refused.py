@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import offload
-from tests.support.in_pieces import Gated, inputs
+from tests.activations.in_pieces import Gated, inputs
 
 
 @pytest.mark.parametrize(

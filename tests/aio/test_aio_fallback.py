@@ -14,7 +14,7 @@ from offload.aio import backend as backend_module
 from offload.aio.backend import refusals
 from offload.errors import ConfigError
 from offload.sizes import PAGE
-from tests.support.seccomp import FILTER_ALL, refusing, run_python
+from tests.support.processes.seccomp import FILTER_ALL, refusing, run_python
 
 WORK = """
 from offload.aio import DirectFile, IoQueue
@@ -59,7 +59,7 @@ def test_a_backend_that_is_named_is_not_replaced(tmp_path: Path) -> None:
     code = """
 from offload.aio import IoQueue
 from offload.errors import ConfigError
-from tests.support.seccomp import FILTER_ALL, refusing, run_python
+from tests.support.processes.seccomp import FILTER_ALL, refusing, run_python
 try:
     IoQueue("io_uring")
 except ConfigError as error:

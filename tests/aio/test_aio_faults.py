@@ -16,8 +16,8 @@ import pytest
 
 from offload.aio import DirectFile, IoFuture, IoQueue, aligned_empty
 from offload.errors import IoError, UsageError
-from tests.support import warm_process
-from tests.support.filesystems import disk, mounted
+from tests.support.drives.filesystems import disk, mounted
+from tests.support.processes import warm_process
 
 MIB = 1 << 20
 WITHOUT_JOURNAL = ("mkfs.ext4", "-q", "-O", "^has_journal")

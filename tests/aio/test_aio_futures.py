@@ -15,7 +15,7 @@ import pytest
 
 from offload.aio import DirectFile, IoFuture, IoQueue, aligned_empty
 from offload.errors import IoError
-from tests.support import warm_process
+from tests.support.processes import warm_process
 
 
 def test_a_callback_is_called_once_with_its_future(backend: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from offload.aio import _native, aligned_empty, crc32c, huge_page_share, prefer_node, release_pages
 from offload.aio import memory as aio_memory
-from tests.support.seccomp import refusing
+from tests.support.processes.seccomp import refusing
 
 HUGE = 2 << 20
 

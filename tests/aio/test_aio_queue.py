@@ -16,8 +16,8 @@ import pytest
 
 from offload.aio import DirectFile, IoQueue, Priority, aligned_empty
 from offload.errors import IoError, UsageError
-from tests.support import warm_process
-from tests.support.aio_queues import noise, queue
+from tests.aio.aio_queues import noise, queue
+from tests.support.processes import warm_process
 
 __all__ = ["queue"]  # fixtures
 

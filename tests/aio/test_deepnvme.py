@@ -17,7 +17,7 @@ import torch
 from offload.aio import IoQueue
 from offload.deepnvme import aio_handle
 from offload.errors import IoError, UsageError
-from tests.support.nvme_handles import DTYPES, content, handle, noise
+from tests.aio.nvme_handles import DTYPES, content, handle, noise
 
 __all__ = ["handle"]  # fixtures
 

@@ -14,8 +14,8 @@ import torch
 
 from offload.deepnvme import aio_handle
 from offload.errors import IoError, UsageError
-from tests.support import warm_process
-from tests.support.nvme_handles import content, handle, noise
+from tests.aio.nvme_handles import content, handle, noise
+from tests.support.processes import warm_process
 
 __all__ = ["handle"]  # fixtures
 

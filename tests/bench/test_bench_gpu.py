@@ -19,7 +19,7 @@ from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.sizes import GIB
 from tests import ROOT
-from tests.support import warm_process
+from tests.support.processes import warm_process
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -13,7 +13,7 @@ from offload.bench.gpu.planned import Fitted, fit, largest_step
 from offload.bench.gpu.work import StepSize
 from offload.planner.memory import Room
 from offload.sizes import GIB, MIB
-from tests.support.gpu_bench import small
+from tests.bench.gpu_bench import small
 
 
 @pytest.mark.slow

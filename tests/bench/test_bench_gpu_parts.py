@@ -27,7 +27,7 @@ from offload.bench.gpu.training import Waits, measure_steps
 from offload.bench.gpu.work import PLACEMENTS, Work, config_for
 from offload.hardware.probe import DtypeRates, Rates
 from tests import ROOT
-from tests.support.gpu_bench import numel_of, small
+from tests.bench.gpu_bench import numel_of, small
 
 FIGURES = {
     "parameters",

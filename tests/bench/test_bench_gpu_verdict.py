@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from offload.bench.gpu.parts import add_exposure, bounds, invalid, judge, refused
-from tests.support.gpu_bench import placed
+from tests.bench.gpu_bench import placed
 
 
 def test_the_exit_code_knows_other_bits_and_failed_parts_but_no_skipped_ones() -> None:

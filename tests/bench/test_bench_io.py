@@ -21,7 +21,7 @@ from offload.bench.io import Case, Fio, Row, _of_fio, make_plan, measure
 from offload.bench.io import plot as draw
 from offload.cli.main import app
 from offload.errors import ConfigError
-from tests.support import warm_process
+from tests.support.processes import warm_process
 
 KEYS = {"backend", "op", "block_bytes", "depth", "bytes", "gb_per_s", "of_fio", "cpu_s_per_gb", "p50_us", "p99_us"}
 SMALL = ("--size", "1MiB", "--request", "256KiB", "--rounds", "1", "--block-size", "64KiB", "--depth", "4")

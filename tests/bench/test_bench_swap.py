@@ -23,7 +23,7 @@ from offload.bench.swap_plan import Plan, make_plan
 from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.swapper.store import Shortage
-from tests.support import warm_process
+from tests.support.processes import warm_process
 
 MIB = 1 << 20
 UNITS, UNIT_BYTES = 32, 1 << 18

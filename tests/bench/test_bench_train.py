@@ -23,7 +23,7 @@ from offload.bench.train.rounds import Result, measure
 from offload.cli.main import app
 from offload.errors import UsageError
 from offload.sizes import MIB
-from tests.support import warm_process
+from tests.support.processes import warm_process
 
 RATES = Rates(read=1e9, write=1e9, mixed=1e9)
 TINY = ("--model gpt2-tiny --seq-len 16 --rounds 1 --steps 1 --threads 1 --dtype fp32").split()

@@ -12,7 +12,7 @@ import torch
 import offload
 from offload.errors import StoreError, UsageError
 from offload.runs.import_checkpoint import open_foreign
-from tests.support.checkpoint_runs import engine, folder, inspect, names, saved_checkpoint
+from tests.checkpoints.checkpoint_runs import engine, folder, inspect, names, saved_checkpoint
 
 __all__ = ["engine", "folder", "saved_checkpoint"]  # fixtures
 

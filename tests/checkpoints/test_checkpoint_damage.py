@@ -13,9 +13,10 @@ from offload.aio import IoQueue
 from offload.engine.checkpoint import save as checkpoint_save
 from offload.errors import EngineFailed, IoError, StoreError
 from offload.states import State
-from tests.support import filesystems, models
-from tests.support.fault_injection import flip_bit
-from tests.support.filesystems import sync
+from tests.support import models
+from tests.support.drives import filesystems
+from tests.support.drives.fault_injection import flip_bit
+from tests.support.drives.filesystems import sync
 from tests.support.oracle import assert_same_tensors, run, start, train_step, weights_of
 
 DISK, CPU = ("nvme", "nvme"), ("cpu", "cpu")

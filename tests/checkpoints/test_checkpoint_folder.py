@@ -22,9 +22,10 @@ from offload.engine.checkpoint.directory import begin_folder, end_folder, only_s
 from offload.engine.checkpoint.files import Manifest, checkpoints, read_manifest
 from offload.errors import StoreError
 from offload.swapper.store import rank_folder
-from tests.support import models, warm_process
-from tests.support.checkpoint_runs import CPU, DISK, engine, everything, folder, inspect, names, saved_checkpoint
+from tests.checkpoints.checkpoint_runs import CPU, DISK, engine, everything, folder, inspect, names, saved_checkpoint
+from tests.support import models
 from tests.support.oracle import start, train_step
+from tests.support.processes import warm_process
 
 __all__ = ["engine", "folder", "saved_checkpoint"]  # fixtures
 

@@ -13,11 +13,11 @@ import pytest
 import offload
 from offload.engine.checkpoint.directory import remove
 from offload.errors import StoreError
-from tests.support import pipelines
-from tests.support import tensor_parallel as tp
 from tests.support.oracle import Job, Result, assert_same_tensors, config
-from tests.support.pipelines import Plan
-from tests.support.rank_pool import RankPool, rank_and_size, shared_pool
+from tests.support.ranks import pipelines
+from tests.support.ranks import tensor_parallel as tp
+from tests.support.ranks.pipelines import Plan
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, shared_pool
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
 TENSOR = Job(tp.Net, tp.one_loss, steps=3, lr=3e-4)

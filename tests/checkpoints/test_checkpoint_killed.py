@@ -16,7 +16,7 @@ import offload
 from offload.engine.checkpoint import directory as checkpoint_folder
 from offload.engine.checkpoint import save as checkpoint_save
 from tests.support import models
-from tests.support.fault_injection import die
+from tests.support.drives.fault_injection import die
 from tests.support.oracle import config, dies, processes, start, train_step
 
 JOB = models.DROPOUT._replace(dtype="bf16", steps=4)

@@ -12,8 +12,8 @@ from torch import nn
 
 from offload.engine.checkpoint import restore as checkpoint_fill
 from offload.fileio import buffered_copy as flow
+from tests.checkpoints.checkpoint_runs import DISK
 from tests.support import models
-from tests.support.checkpoint_runs import DISK
 from tests.support.oracle import assert_same_tensors, start, train_step, weights_of
 
 

@@ -11,7 +11,7 @@ import torch
 
 from offload.errors import StoreError, UsageError
 from tests.support.oracle import assert_same_tensors, weights_of
-from tests.support.user_script import (
+from tests.support.processes.user_script import (
     Counter,
     Script,
     Setup,

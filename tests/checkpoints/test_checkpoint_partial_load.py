@@ -16,7 +16,7 @@ from offload.errors import IoError
 from offload.states import State
 from offload.swapper.store.format.commit_record import read_records
 from offload.swapper.store.format.manifest import read_manifest
-from tests.support.fault_injection import flip_bit
+from tests.support.drives.fault_injection import flip_bit
 
 
 class Pair(nn.Module):

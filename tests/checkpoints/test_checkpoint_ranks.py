@@ -16,8 +16,8 @@ from offload.errors import IoError, RankError, StoreError, UsageError
 from offload.states import State
 from tests.support import rounding_bounds
 from tests.support.oracle import Job, assert_same_tensors, config, weights_of
-from tests.support.rank_jobs import JOBS
-from tests.support.rank_pool import RankPool, rank_and_size, start
+from tests.support.ranks.rank_jobs import JOBS
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, start
 
 DISK, CPU = ("nvme", "nvme"), ("cpu", "cpu")
 

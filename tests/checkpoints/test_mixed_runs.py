@@ -19,10 +19,10 @@ from offload.runs.inspection import inspect
 from offload.swapper.store.inspection import look
 from offload.swapper.store.store import Store
 from tests.checkpoints.test_checkpoint_ranks import train
-from tests.support import tensor_parallel as tp
 from tests.support.oracle import Job, assert_same_tensors, start, train_step, weights_of
-from tests.support.rank_jobs import JOBS
-from tests.support.rank_pool import RankPool, pool, rank_and_size, shared_pool
+from tests.support.ranks import tensor_parallel as tp
+from tests.support.ranks.rank_jobs import JOBS
+from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, shared_pool
 
 DISK = ("nvme", "nvme")
 JOB = JOBS["gpt2"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from offload.engine.training.registered_objects import RegisteredObjects
-from tests.support.user_script import Counter
+from tests.support.processes.user_script import Counter
 
 
 class Picky(Counter):

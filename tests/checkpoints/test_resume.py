@@ -12,9 +12,10 @@ import torch
 import offload
 from offload.errors import StoreError
 from offload.swapper.store import run_status
-from tests.support import models, warm_process
-from tests.support.module_kinds import Layers
+from tests.support import models
+from tests.support.modules.module_kinds import Layers
 from tests.support.oracle import Job, assert_same, assert_same_tensors, config, kill_and_resume, run, start, train_step
+from tests.support.processes import warm_process
 
 DISK = ("nvme", "nvme")
 

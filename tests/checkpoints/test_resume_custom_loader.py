@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import offload
-from tests.support import user_script
+from tests.support.processes import user_script
 
 STEPS = 9
 

@@ -22,11 +22,11 @@ from offload.swapper.modes import MODES
 from offload.swapper.store import rank_folders
 from offload.swapper.store.inspection import look
 from offload.swapper.store.store import Store
-from tests.support import pipelines as pp
-from tests.support import tensor_parallel as tp
-from tests.support.fault_injection import die
+from tests.support.drives.fault_injection import die
 from tests.support.oracle import Job, assert_same_tensors, train_step
-from tests.support.rank_pool import pool, rank_and_size
+from tests.support.ranks import pipelines as pp
+from tests.support.ranks import tensor_parallel as tp
+from tests.support.ranks.rank_pool import pool, rank_and_size
 
 JOB = Job(tp.Net, tp.one_loss, lr=3e-4)
 COLUMNS = ("default-tp0of2", "default-tp1of2")

@@ -32,12 +32,12 @@ from offload.swapper.store.rank_folder import Lock
 from offload.swapper.store.recovery import check_startable
 from tests.checkpoints.test_checkpoint_ranks import train
 from tests.support import models
-from tests.support.fault_injection import die
-from tests.support.filesystems import disk
-from tests.support.matrix_models import MUON
+from tests.support.drives.fault_injection import die
+from tests.support.drives.filesystems import disk
+from tests.support.modules.matrix_models import MUON
 from tests.support.oracle import Job, assert_same_tensors, config, dies, weights_of
-from tests.support.rank_jobs import JOBS, language_rows_loss, rows_loss
-from tests.support.rank_pool import RankPool, pool, rank_and_size, shared_pool, start
+from tests.support.ranks.rank_jobs import JOBS, language_rows_loss, rows_loss
+from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, shared_pool, start
 
 DISK, CACHED = ("nvme", "nvme"), ("cpu", "nvme")
 NARROW = {"moments": "int8", "master": "bf24"}

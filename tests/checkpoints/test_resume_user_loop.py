@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 from offload.errors import ConfigError, UsageError
 from offload.fileio.plain_json import from_plain, to_plain
 from tests.support.oracle import processes
-from tests.support.user_script import (
+from tests.support.processes.user_script import (
     SAMPLES,
     STEPS,
     Counter,

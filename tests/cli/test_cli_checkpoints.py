@@ -17,10 +17,11 @@ import offload
 from offload.cli.main import app
 from offload.engine.checkpoint.files import read_manifest
 from offload.fileio.safetensors_stream import read_header
-from tests.support import models, rank_pool
+from tests.support import models
 from tests.support.exported_runs import FROZEN, LLAMA, tensors
 from tests.support.oracle import Job, assert_same_tensors, start, train_step
-from tests.support.rank_pool import RankPool
+from tests.support.ranks import rank_pool
+from tests.support.ranks.rank_pool import RankPool
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
 

@@ -12,9 +12,9 @@ import transformers
 from offload.finetune.identity import Identity
 from offload.losses import causal_model, chunked
 from tests.support import models, rounding_bounds
-from tests.support.cli_in_process import all_lines, call, facts, run_folder
 from tests.support.model_folders import make_folder
 from tests.support.oracle import Job
+from tests.support.processes.cli_in_process import all_lines, call, facts, run_folder
 
 __all__ = ["run_folder"]
 

@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from offload.cli.main import app
-from tests.support import warm_process
+from tests.support.processes import warm_process
 
 
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

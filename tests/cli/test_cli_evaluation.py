@@ -12,7 +12,7 @@ import torch
 from offload.finetune.corpus import packing, token_stream
 from offload.finetune.evaluation import HeldOut, choose
 from offload.report.log import read_log
-from tests.support.cli_in_process import all_lines, call, facts, log, run_folder
+from tests.support.processes.cli_in_process import all_lines, call, facts, log, run_folder
 
 __all__ = ["run_folder"]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import warm_process
-from tests.support.cli_process import begin, finish, losses
 from tests.support.model_folders import MARKING_TEMPLATE, make_folder, write_lines
+from tests.support.processes import warm_process
+from tests.support.processes.cli_process import begin, finish, losses
 
 TRAIN = "train --model model --data chats.jsonl --seq-len 64 --batch-size 2 --device cpu --lr 1e-2 --steps 40".split()
 ADAPTERS = ("--lora", "r=4,dropout=0.1,targets=all-linear")

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support import rounding_bounds
-from tests.support.cli_process import begin, begin_ranks, finish, losses
 from tests.support.model_folders import MARKING_TEMPLATE, make_folder, write_lines
+from tests.support.processes.cli_process import begin, begin_ranks, finish, losses
 
 TRAIN = "train --model model --data data.jsonl --seq-len 64 --device cpu --dtype fp32 --lr 3e-4 --steps 4".split()
 

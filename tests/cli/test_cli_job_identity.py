@@ -17,8 +17,8 @@ from offload.cli.main import app
 from offload.errors import StoreError
 from offload.finetune.identity import weights_of
 from offload.finetune.output import check_output
-from tests.support.cli_in_process import call, facts, log, run_folder, swap_files
 from tests.support.model_folders import make_folder
+from tests.support.processes.cli_in_process import call, facts, log, run_folder, swap_files
 
 __all__ = ["run_folder"]
 

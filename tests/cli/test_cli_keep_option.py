@@ -8,7 +8,7 @@ import pytest
 
 from offload.swapper.store import swap_files as swap_files_module
 from offload.swapper.store.drives import Shortage
-from tests.support.cli_in_process import call, run_folder, swap_files
+from tests.support.processes.cli_in_process import call, run_folder, swap_files
 
 __all__ = ["run_folder"]
 

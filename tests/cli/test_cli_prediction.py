@@ -21,8 +21,8 @@ from offload.hardware.probe.disturb import Others
 from offload.planner import hardware
 from offload.planner.model_shape import from_name, from_training
 from offload.presets import build
-from tests.support.cli_in_process import isolated_cache, run_folder
 from tests.support.model_folders import make_folder
+from tests.support.processes.cli_in_process import isolated_cache, run_folder
 
 __all__ = ["isolated_cache", "run_folder"]  # fixtures
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli_process import begin, begin_ranks, begin_torchrun, evaluated, finish, losses
+from tests.support.processes.cli_process import begin, begin_ranks, begin_torchrun, evaluated, finish, losses
 
 TRAIN = ("train", "--dtype", "fp32", "--seq-len", "32", "--lr", "3e-4")
 

@@ -18,7 +18,7 @@ import transformers
 
 from offload.cli.signals import exit_on_signal, signals
 from offload.hardware.probe import DTYPES, DtypeRates, Probed, Rates, keep
-from tests.support import warm_process
+from tests.support.processes import warm_process
 
 LONG = 240.0
 """Seconds that a process may take to begin, or to end: a slow machine that does much else."""

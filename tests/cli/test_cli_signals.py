@@ -23,7 +23,7 @@ from offload.cli.commands.train_run import Signals, Stopped
 from offload.cli.main import app
 from offload.cli.signals import ENDING
 from offload.presets import PRESETS
-from tests.support import warm_process
+from tests.support.processes import warm_process
 
 STEPS = 40
 ARGUMENTS = ("--batch-size", "2", "--seq-len", "32", "--device", "cpu", "--log", "log")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.swapper.store import run_status
-from tests.support.cli_in_process import call, facts, log, run_folder, swap_files
+from tests.support.processes.cli_in_process import call, facts, log, run_folder, swap_files
 
 STEP_KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "read_bytes", "written_bytes", "drives", "time"}
 LISTS = ("losses", "grad_norms", "step_seconds", "read_bytes", "written_bytes")

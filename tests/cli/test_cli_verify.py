@@ -22,7 +22,7 @@ from offload.swapper.store import drives as drives_module
 from offload.swapper.store.format.manifest import Extents
 from offload.swapper.store.inspection import look
 from tests.support import models
-from tests.support.fault_injection import flip_bit
+from tests.support.drives.fault_injection import flip_bit
 from tests.support.oracle import start, train_step
 
 JOB = models.GPT2._replace(dtype="bf16")

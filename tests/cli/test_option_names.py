@@ -11,7 +11,7 @@ from offload.config import load_config
 from offload.errors import ConfigError
 from offload.finetune.option_names import in_options
 from offload.finetune.options import Options, merge
-from tests.support.cli_in_process import call, run_folder
+from tests.support.processes.cli_in_process import call, run_folder
 
 __all__ = ["run_folder"]
 

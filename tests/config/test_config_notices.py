@@ -15,8 +15,8 @@ import torch
 import offload
 from offload.config import load_config
 from tests.config.test_reference_configs import MEANINGS
-from tests.support import warm_process
-from tests.support.rank_pool import shared_pool
+from tests.support.processes import warm_process
+from tests.support.ranks.rank_pool import shared_pool
 
 SCRIPT = """
 import json, sys

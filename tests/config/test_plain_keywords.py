@@ -12,7 +12,7 @@ from torch import nn
 
 import offload
 from offload.errors import ConfigError, UsageError
-from tests.support.device_process import engine_device
+from tests.support.processes.device_process import engine_device
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -24,9 +24,9 @@ from offload.planner import request as ask
 from offload.precision import Rates
 from offload.swapper.store import inspection as look
 from tests.support import models
-from tests.support.cli_in_process import isolated_cache, run_folder
 from tests.support.oracle import config, start, train_step
-from tests.support.rank_pool import rank_and_size, shared_pool
+from tests.support.processes.cli_in_process import isolated_cache, run_folder
+from tests.support.ranks.rank_pool import rank_and_size, shared_pool
 
 __all__ = ["isolated_cache", "run_folder"]  # fixtures
 

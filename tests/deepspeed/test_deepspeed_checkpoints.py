@@ -1,7 +1,7 @@
 """Checkpoints that DeepSpeed 0.19.8 has written: training goes on from them as it did there, and nothing is executed.
 
 `tests/data/deepspeed_checkpoints.tar.xz` contains them, with the losses that DeepSpeed had afterwards;
-`tests/support/deepspeed_run.py` has made them.
+`tests/deepspeed/deepspeed_run.py` has made them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from offload.errors import StoreError
 from tests import ROOT
 from tests.support import rounding_bounds
 from tests.support.oracle import Job, assert_same_tensors
-from tests.support.rank_pool import RankPool
+from tests.support.ranks.rank_pool import RankPool
 
 pytest.importorskip("transformers")
-from tests.support.deepspeed_run import AFTER, BEFORE, VOCABULARY, config, losses, model
+from tests.deepspeed.deepspeed_run import AFTER, BEFORE, VOCABULARY, config, losses, model
 
 DATA = ROOT / "tests" / "data" / "deepspeed_checkpoints.tar.xz"
 TAG = f"global_step{BEFORE}"
@@ -147,7 +147,7 @@ def test_weights_alone(data: Path, tmp_path: Path) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_universal_checkpoint_of_ours_holds_the_run(dtype: str, tmp_path: Path) -> None:
-    """From a run and from a checkpoint. `tests/support/deepspeed_run.py --universal` has DeepSpeed go on from it."""
+    """From a run and from a checkpoint. `tests/deepspeed/deepspeed_run.py --universal` has DeepSpeed go on from it."""
     engine = start(tmp_path / "one", dtype)
     losses(engine, range(BEFORE))
     engine.save_checkpoint(tmp_path / "saved", client_state={"best": 0.5})

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tests.support import warm_process
+from tests.support.processes import warm_process
 
 pytest.importorskip("accelerate")
 
@@ -180,6 +180,6 @@ def test_a_module_that_is_a_command_says_what_is_wrong(name: str, tmp_path: Path
 @pytest.mark.works("Trainers", "accelerate with a `DeepSpeedPlugin`, in `offload run`", "right")
 def test_libraries_train_save_and_resume_as_without_deepspeed(tmp_path: Path) -> None:
     """The scripts compare what they have trained."""
-    command = [sys.executable, "-m", "offload.deepspeed", "-m", "tests.support.deepspeed_scripts", str(tmp_path)]
+    command = [sys.executable, "-m", "offload.deepspeed", "-m", "tests.deepspeed.scripts", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0 and done.stdout.endswith("right\n"), done.stdout[-2000:] + done.stderr[-6000:]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from offload.errors import UsageError
-from tests.support import deepspeed_names
-from tests.support.deepspeed_names import ABSENT, NAMES, REFUSED, RIGHT
+from tests.pages import deepspeed_names
+from tests.pages.deepspeed_names import ABSENT, NAMES, REFUSED, RIGHT
 
 
 def found(path: str) -> Any:
@@ -66,5 +66,5 @@ def test_each_name_is_listed_once() -> None:
 
 def test_the_page_is_of_this_table() -> None:
     assert deepspeed_names.PAGE.read_text(encoding="utf-8") == deepspeed_names.document(), (
-        "run: python -m tests.support.deepspeed_names"
+        "run: python -m tests.pages.deepspeed_names"
     )

@@ -16,8 +16,8 @@ import torch
 
 import offload
 from tests.support import models
-from tests.support.device_process import engine_device
 from tests.support.oracle import Job, config
+from tests.support.processes.device_process import engine_device
 
 JOB = models.MIXTURE
 LRS = [0.25, 0.25, 0.375, 0.5]

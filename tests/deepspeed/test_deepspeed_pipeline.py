@@ -19,9 +19,9 @@ from offload.errors import ConfigError, OffloadError, UsageError
 from tests.support import models, rounding_bounds
 from tests.support.oracle import Job, Result, assert_same_tensors, config
 from tests.support.oracle import run as train_alone
-from tests.support.pipelines import VOCABULARY, Head, micro_batch
-from tests.support.rank_pool import RankPool, rank_and_size, shared_pool
-from tests.support.tensor_parallel import Block
+from tests.support.ranks.pipelines import VOCABULARY, Head, micro_batch
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, shared_pool
+from tests.support.ranks.tensor_parallel import Block
 
 WIDTH, SEED = 32, 7
 DISK = ("nvme", "nvme")

@@ -18,7 +18,7 @@ from tests.support import rounding_bounds
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
 
-SCRIPT = ROOT / "tests" / "support" / "deepspeed_scripts" / "trl_trainers.py"
+SCRIPT = ROOT / "tests" / "deepspeed" / "scripts" / "trl_trainers.py"
 STEPS = 3
 
 

@@ -21,7 +21,7 @@ from tests import ROOT
 from tests.config.test_reference_configs import MEANINGS, each_file, written
 from tests.support import rounding_bounds
 
-SCRIPT = ROOT / "tests" / "support" / "deepspeed_scripts" / "trainer_by_file.py"
+SCRIPT = ROOT / "tests" / "deepspeed" / "scripts" / "trainer_by_file.py"
 MACHINE = ("--gpu", "24GB", "--ram", "64GB", "--drive", "7GB/s,4GB/s")
 COMMENTED = "fp16 with comments"
 

@@ -25,8 +25,8 @@ from tests.support.param_states import (
     halved,
     same_but_for_roundings,
 )
-from tests.support.rank_pool import RankPool, rank_and_size
-from tests.support.rank_pool import start as start_rank
+from tests.support.ranks.rank_pool import RankPool, rank_and_size
+from tests.support.ranks.rank_pool import start as start_rank
 
 
 def rows_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:

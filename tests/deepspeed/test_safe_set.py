@@ -12,7 +12,7 @@ import torch
 
 import offload
 from tests.support import models, rounding_bounds
-from tests.support.fault_injection import die
+from tests.support.drives.fault_injection import die
 from tests.support.oracle import Job, PlainEngine, dies, start, train_step
 from tests.support.param_states import (
     AREA,

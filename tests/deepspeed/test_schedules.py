@@ -18,7 +18,7 @@ from offload import schedules
 from offload.config import SCHEDULES, load_config
 from offload.engine.training import build_scheduler as schedule_choice
 from tests.support import rounding_bounds
-from tests.support.user_script import Script, Setup, assert_equal, train
+from tests.support.processes.user_script import Script, Setup, assert_equal, train
 
 LR = 0.01
 """Of the optimizer."""

@@ -26,7 +26,7 @@ from tests.support import rounding_bounds
 
 pytestmark = pytest.mark.slow  # processes that import torch and transformers
 
-FOLDER = ROOT / "tests" / "support" / "deepspeed_scripts"
+FOLDER = ROOT / "tests" / "deepspeed" / "scripts"
 BY_DEEPSPEED = [4.847640037536621, 4.875646114349365, 4.736739158630371]
 BY_DEEPSPEED += [4.761690139770508, 4.690145492553711, 4.739435195922852]
 """Losses of DeepSpeed 0.19.8: `DS_ACCELERATOR=cpu torchrun hello_deepspeed.py --checkpoint_dir OUT`, one rank."""

@@ -13,10 +13,10 @@ from torch import nn
 
 from offload.errors import OffloadError
 from tests.support import models, rounding_bounds
-from tests.support import sequence_parallel as sp
 from tests.support.oracle import Job, Result, config, weights_of
-from tests.support.rank_pool import RankPool, rank_and_size
-from tests.support.rank_pool import train as train_alone
+from tests.support.ranks import sequence_parallel as sp
+from tests.support.ranks.rank_pool import RankPool, rank_and_size
+from tests.support.ranks.rank_pool import train as train_alone
 
 MEMORY = ("none", "none")
 LLAMA = sp.JOBS["llama"]

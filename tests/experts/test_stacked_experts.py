@@ -9,8 +9,9 @@ import pytest
 from torch import nn
 
 import offload
+from tests.experts.stacked_experts import CPU, DISK, MEMORY, SIXTEEN, device_nbytes
 from tests.support import models
-from tests.support.mixtures import FAMILIES, mixtral, stacks_of
+from tests.support.modules.mixtures import FAMILIES, mixtral, stacks_of
 from tests.support.oracle import (
     Job,
     accumulated_step,
@@ -21,7 +22,6 @@ from tests.support.oracle import (
     same_bits,
     start,
 )
-from tests.support.stacked_experts import CPU, DISK, MEMORY, SIXTEEN, device_nbytes
 
 
 @pytest.mark.works("Modules", "stacked experts of Mixtral, Qwen3-MoE, gpt-oss, each a unit of its own", "right")

@@ -17,10 +17,10 @@ from offload.planner.model_shape import drawn, from_name, from_training
 from offload.planner.recommend import Planned, plan
 from offload.planner.report.text import heading
 from offload.states import State
+from tests.experts.stacked_experts import CPU, DISK, SIXTEEN, moved, of_experts
 from tests.support import models
-from tests.support.mixtures import FAMILIES, qwen, stacks_of, visits
+from tests.support.modules.mixtures import FAMILIES, qwen, stacks_of, visits
 from tests.support.oracle import Job, config, start, train_step, weights_of
-from tests.support.stacked_experts import CPU, DISK, SIXTEEN, moved, of_experts
 
 
 @pytest.mark.sample(1)

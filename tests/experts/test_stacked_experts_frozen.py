@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from tests.support import mixtures
-from tests.support.mixtures import few_tokens, visits
+from tests.experts.stacked_experts import DISK, MEMORY, SIXTEEN, adapted, moved, of_experts
+from tests.support.modules import mixtures
+from tests.support.modules.mixtures import few_tokens, visits
 from tests.support.oracle import Job, assert_same, assert_same_tensors, run, same_bits, start, train_step
-from tests.support.stacked_experts import DISK, MEMORY, SIXTEEN, adapted, moved, of_experts
 
 
 @pytest.mark.works("Training", "LoRA beside stacked experts that are frozen: only visited ones are read", "right")

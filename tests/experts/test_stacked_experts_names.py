@@ -9,9 +9,9 @@ import torch
 
 import offload
 from offload.errors import UsageError
-from tests.support.mixtures import few_tokens, qwen
+from tests.experts.stacked_experts import DISK, MEMORY, SIXTEEN
+from tests.support.modules.mixtures import few_tokens, qwen
 from tests.support.oracle import assert_same_tensors, run, start, train_step, weights_of
-from tests.support.stacked_experts import DISK, MEMORY, SIXTEEN
 
 
 def test_the_parameters_are_those_of_the_model(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import torch
 import offload
 from offload.states import State
 from tests.support import rounding_bounds
-from tests.support.mixtures import qwen, visits
+from tests.support.modules.mixtures import qwen, visits
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, weights_of
-from tests.support.rank_jobs import my_rows
-from tests.support.rank_pool import RankPool, rank_and_size, start, train
+from tests.support.ranks.rank_jobs import my_rows
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, start, train
 
 DISK, HOST = ("nvme", "nvme"), ("cpu", "cpu")
 STACK = "model.layers.0.mlp.experts.down_proj"

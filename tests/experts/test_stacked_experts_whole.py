@@ -8,10 +8,10 @@ import pytest
 
 from offload.errors import StoreError
 from offload.layout.experts.stacks import find_stacks
+from tests.experts.stacked_experts import DISK, SIXTEEN, adapted
 from tests.support import models
-from tests.support.mixtures import mixtral, stacks_of
+from tests.support.modules.mixtures import mixtral, stacks_of
 from tests.support.oracle import Job, start
-from tests.support.stacked_experts import DISK, SIXTEEN, adapted
 
 
 def test_the_loop_takes_the_place_of_an_implementation_that_needs_all(tmp_path: Path) -> None:

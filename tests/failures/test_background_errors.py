@@ -15,7 +15,7 @@ from offload.aio.protocols import Future
 from offload.errors import EngineFailed, IoError
 from offload.swapper.store import Store
 from tests.support import models
-from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import run, start, train_step
 
 DISK = ("nvme", "nvme")

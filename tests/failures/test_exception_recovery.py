@@ -15,9 +15,9 @@ import offload
 from offload.errors import BudgetError
 from tests.models.test_module_kinds import DISK
 from tests.support import models
-from tests.support.module_kinds import AdaptersRecomputed
+from tests.support.modules.module_kinds import AdaptersRecomputed
+from tests.support.modules.recomputed_regions import ReentrantRegion, Region
 from tests.support.oracle import Job, room_for, run, start, train_step
-from tests.support.recomputed_regions import ReentrantRegion, Region
 
 
 class Boom(Exception):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 import offload
 from offload.errors import UsageError
 from tests.support import models
-from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import Job, run, start, train_step
 
 DISK = ("nvme", "nvme")

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import interrupts
-from tests.support import warm_process
-from tests.support.late_device import LateDevice, Ticks, use_device
+from tests.support.devices.late_device import LateDevice, Ticks, use_device
 from tests.support.oracle import Job, room_for, start, train_step
+from tests.support.processes import warm_process
 
 BLOCKS = 6
 AT = 3
@@ -192,7 +192,7 @@ def test_a_ctrl_c_as_the_backward_ends_leaves_no_setting_behind(
 
 def process(device: str, folder: Path, *moments: str) -> tuple[list[str], int]:
     """Runs `slow_backward`; returns its lines and its status. Each Ctrl-C was obeyed within one unit."""
-    arguments = ["-m", "tests.support.slow_backward", device, str(folder), *moments]
+    arguments = ["-m", "tests.failures.slow_backward", device, str(folder), *moments]
     done = warm_process.run(arguments, cwd=warm_process.ROOT, timeout=300)
     lines = done.stdout.splitlines()
     obeyed = [int(line.split()[1]) for line in lines if line.startswith("obeyed")]

@@ -32,7 +32,7 @@ from offload.errors import EngineFailed
 from offload.interrupts import defer_signals
 from offload.swapper.memory.interruptible_lock import InterruptibleLock
 from offload.swapper.pager import Pager
-from tests.support.late_device import LateDevice, use_device
+from tests.support.devices.late_device import LateDevice, use_device
 from tests.support.oracle import Job, start, train_step
 from tests.support.sampling import examples
 

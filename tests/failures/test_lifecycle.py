@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import offload
-from tests.support import models, warm_process
+from tests.support import models
 from tests.support.oracle import assert_same_tensors, config, room_for, run, start, train_step, weights_of
+from tests.support.processes import warm_process
 
 DISK = ("nvme", "nvme")
 MIB = 1 << 20

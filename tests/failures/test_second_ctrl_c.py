@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import warm_process
+from tests.support.processes import warm_process
 
 LONG = 240.0
 """Seconds that a process may take to begin, or to end: a slow machine that does much else."""

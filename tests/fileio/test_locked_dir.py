@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from offload.fileio import DirLock, LockHeldError, holder_of, locked_dir, this_process
-from tests.support import warm_process
+from tests.support.processes import warm_process
 
 
 def test_one_holder_at_a_time_that_others_can_name(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.finetune.options import Options, merge
-from tests.support.cli_process import begin, finish, losses
 from tests.support.model_folders import MARKING_TEMPLATE, make_folder, write_lines
+from tests.support.processes.cli_process import begin, finish, losses
 
 SMALL = "train --seq-len 32 --batch-size 1 --device cpu --lr 1e-3 --accumulation 4".split()
 LAYERED, ONE_BY_ONE = "layer_major", "micro_batch_major"

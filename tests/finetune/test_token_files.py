@@ -16,7 +16,7 @@ import torch
 from offload.errors import ConfigError
 from offload.finetune.corpus import packing, token_memory, token_stream
 from offload.finetune.corpus.documents import Completion, Record, Text
-from tests.support import warm_process
+from tests.support.processes import warm_process
 
 RECORDS: list[Record] = [
     *(Text("", f"{n} " * (7 * n % 40)) for n in range(60)),

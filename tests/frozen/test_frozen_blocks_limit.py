@@ -13,9 +13,9 @@ import torch
 
 from offload.kernels.blocks import BLOCK_FORMATS
 from offload.sizes import GIB, MIB
+from tests.frozen.limited_training import STEPS, in_memory
 from tests.model_files.test_pretrained_large import write_folder
-from tests.support.limited_training import STEPS, in_memory
-from tests.support.memory_limit import memory_limit
+from tests.support.processes.memory_limit import memory_limit
 
 SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 28, "num_attention_heads": 32}
 """1.4 billion parameters: 1.2 in matrices of linear layers, the others in two tables of 32,000 words."""
@@ -39,7 +39,7 @@ def test_codes_that_exceed_the_memory_limit_train_as_their_values_in_memory(fold
     frozen = BLOCK_FORMATS["nf4"].stored_nbytes(matrices) + 2 * (written - matrices)
     assert written > 1e9 and frozen > LIMIT
     with memory_limit(LIMIT) as group:
-        module = "tests.support.limited_training"
+        module = "tests.frozen.limited_training"
         peak = group.run([sys.executable, "-m", module, folder / "model", folder / "swap", folder])
         print(
             f"\n{peak / MIB:.0f} MiB of its own, {group.charged / MIB:.0f} MiB charged; frozen {frozen / MIB:.0f} MiB"

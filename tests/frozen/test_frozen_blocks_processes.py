@@ -13,11 +13,11 @@ import offload
 from offload.cli.main import app
 from offload.errors import UsageError
 from tests.frozen.test_frozen_blocks import AREA, JOB
-from tests.support import rank_pool
 from tests.support.frozen_blocks import dequantized
 from tests.support.oracle import assert_same_tensors, weights_of
-from tests.support.rank_jobs import language_rows_loss, losses_and_weights
-from tests.support.rank_pool import RankPool
+from tests.support.ranks import rank_pool
+from tests.support.ranks.rank_jobs import language_rows_loss, losses_and_weights
+from tests.support.ranks.rank_pool import RankPool
 
 ROWS = JOB._replace(loss=language_rows_loss)
 

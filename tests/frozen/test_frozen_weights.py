@@ -19,7 +19,7 @@ from offload.errors import EngineFailed, IoError
 from offload.states import State
 from offload.swapper.store.inspection import look
 from tests.support import models
-from tests.support.fault_injection import flip_bit
+from tests.support.drives.fault_injection import flip_bit
 from tests.support.oracle import (
     DTYPES,
     assert_same,

@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from tests.frozen.test_frozen_weights import DISK, JOB, by_formula, exported, frozen_bytes
-from tests.support import rank_pool
 from tests.support.oracle import assert_same, assert_same_tensors, kill_and_resume, run, weights_of
-from tests.support.rank_jobs import language_rows_loss
-from tests.support.rank_pool import RankPool
+from tests.support.ranks import rank_pool
+from tests.support.ranks.rank_jobs import language_rows_loss
+from tests.support.ranks.rank_pool import RankPool
 
 
 def test_a_run_that_was_killed_goes_on_with_them(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from offload.states import State
 from offload.swapper.store.inspection import look
 from tests.support import models
-from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import DTYPES, assert_same_tensors, room_for, start, train_step, weights_of
 
 

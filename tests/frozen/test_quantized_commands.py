@@ -18,9 +18,9 @@ from offload.finetune.lora import adapt, parse_lora
 from offload.finetune.model import find_folder
 from offload.planner.model_shape.from_model import Adapters, from_adapted, from_name, from_training
 from offload.presets import quantized_bits
+from tests.frozen.quantized_models import WITH_BITSANDBYTES, folder, in_values, loaded, settings
 from tests.support import models
 from tests.support.model_folders import make_folder, write_lines
-from tests.support.quantized_models import WITH_BITSANDBYTES, folder, in_values, loaded, settings
 
 LORA = "r=4,targets=all-linear"
 

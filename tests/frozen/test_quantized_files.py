@@ -14,10 +14,10 @@ from torch import nn
 
 import offload
 from offload.errors import ConfigError, StoreError
-from tests.support import rank_pool
+from tests.frozen.quantized_models import WITH_BITSANDBYTES, folder, job, loaded
 from tests.support.oracle import assert_same_tensors, start, train_step, trained, weights_of
-from tests.support.quantized_models import WITH_BITSANDBYTES, folder, job, loaded
-from tests.support.rank_pool import RankPool
+from tests.support.ranks import rank_pool
+from tests.support.ranks.rank_pool import RankPool
 
 pytestmark = WITH_BITSANDBYTES
 

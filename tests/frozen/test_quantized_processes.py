@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import rank_pool
+from tests.frozen.quantized_models import WITH_BITSANDBYTES, InMemory, folder, in_values, job
 from tests.support.oracle import (
     Job,
     Result,
@@ -20,9 +20,9 @@ from tests.support.oracle import (
     train_step,
     weights_of,
 )
-from tests.support.quantized_models import WITH_BITSANDBYTES, InMemory, folder, in_values, job
-from tests.support.rank_jobs import language_rows_loss, losses_and_weights
-from tests.support.rank_pool import RankPool
+from tests.support.ranks import rank_pool
+from tests.support.ranks.rank_jobs import language_rows_loss, losses_and_weights
+from tests.support.ranks.rank_pool import RankPool
 
 pytestmark = WITH_BITSANDBYTES
 

@@ -15,6 +15,7 @@ from offload.errors import ConfigError, UsageError
 from offload.layout.flat_layout import layouts_of
 from offload.layout.frozen.choice import stored_weights
 from offload.layout.units import find_units
+from tests.frozen.quantized_models import FOUR_BITS, WITH_BITSANDBYTES, InMemory, folder, job
 from tests.support import models
 from tests.support.oracle import (
     Job,
@@ -29,7 +30,6 @@ from tests.support.oracle import (
     start,
     train_step,
 )
-from tests.support.quantized_models import FOUR_BITS, WITH_BITSANDBYTES, InMemory, folder, job
 
 pytestmark = WITH_BITSANDBYTES
 

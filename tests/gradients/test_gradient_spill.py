@@ -23,7 +23,7 @@ from offload.swapper.memory.host_arena import Classes, HostArena
 from offload.swapper.store import spill_file as scratch
 from offload.timeline import OFF
 from tests.support import models
-from tests.support.fault_injection import LateQueue
+from tests.support.drives.fault_injection import LateQueue
 from tests.support.oracle import (
     Job,
     Result,

@@ -12,7 +12,7 @@ import torch
 
 from offload.aio import aligned_empty
 from tests import device
-from tests.support import warm_process
+from tests.support.processes import warm_process
 
 pytestmark = pytest.mark.test_device
 

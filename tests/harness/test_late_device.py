@@ -15,8 +15,8 @@ import torch
 from offload import kernels
 from offload.engine.gradients import accumulator, values
 from tests.support import models
-from tests.support.backward_thread import use_backward_thread
-from tests.support.late_device import LateDevice, Ticks, use_device
+from tests.support.devices.backward_thread import use_backward_thread
+from tests.support.devices.late_device import LateDevice, Ticks, use_device
 from tests.support.oracle import processes, start, train_step
 
 TWOS = 16

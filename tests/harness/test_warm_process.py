@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import warm_process
+from tests.support.processes import warm_process
 
 
 def test_a_program_runs_as_main(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.support import warm_process
 from tests.support.oracle import processes
-from tests.support.workers import fork_from_one, order
+from tests.support.processes import warm_process
+from tests.support.processes.workers import fork_from_one, order
 
 
 def test_the_order_of_the_tests_does_not_depend_on_that_of_the_files() -> None:
@@ -63,7 +63,7 @@ def test_tests_that_are_named_or_run_by_one_process_fork_nothing(source: pytest.
 
 _IMPORTED = """
 import sys
-from tests.support.warm_workers import _import_tests
+from tests.support.processes.warm_workers import _import_tests
 _import_tests(["-p", "no:hypothesispytest", "."])
 print([name for name in ("test_right", "test_wrong") if name in sys.modules])
 print(type(sys.modules["test_right"].__loader__).__name__)

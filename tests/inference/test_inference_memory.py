@@ -15,7 +15,7 @@ import offload
 from offload.fileio.safetensors_stream import Tensor, Writer
 from offload.losses import chunk_loss_of
 from offload.sizes import MIB, PAGE
-from tests.support.process_measures import DiskBytes, peak_memory, peak_rss
+from tests.support.processes.process_measures import DiskBytes, peak_memory, peak_rss
 
 LAYERS = 24
 IDS = [[1, 300, 17]] * 2

@@ -25,7 +25,7 @@ from offload.kernels import AdamWStep, Partition, Segment, cuda
 from offload.kernels.cuda import compiled, driver, nvrtc, operations
 from offload.kernels.cuda import kernels as launches
 from offload.kernels.cuda.driver import ADDRESS, FLOAT, INT, Arguments, Signature
-from tests.support.fake_cuda import COMPILER, FakeCuda, fake_cuda
+from tests.kernels.fake_cuda import COMPILER, FakeCuda, fake_cuda
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 

@@ -15,7 +15,7 @@ from offload import kernels
 from offload.kernels import AdamWStep, Noise, Partition, Segment, cuda
 from offload.kernels.cuda.kernels import GRADS, WEIGHTS, Kernels
 from offload.kernels.moments import encode_moments
-from tests.support.fake_cuda import COMPILER, fake_cuda
+from tests.kernels.fake_cuda import COMPILER, fake_cuda
 from tests.support.sampling import examples
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import warm_process
-from tests.support.launched_hosts import put_python, put_ssh
-from tests.support.rank_pool import free_port
+from tests.launch.launched_hosts import put_python, put_ssh
+from tests.support.processes import warm_process
+from tests.support.ranks.rank_pool import free_port
 
 HOSTS = "alpha slots=1\nbeta slots=1\n"
 _LAUNCH = "import sys; sys.executable = sys.argv[1]; sys.argv[1:] = sys.argv[2:]; "

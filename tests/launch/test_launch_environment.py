@@ -10,8 +10,8 @@ import pytest
 
 from offload.errors import ConfigError, UsageError
 from offload.launch.environment import exported, parse_environment_file, ranks_environment
-from tests.support import warm_process
-from tests.support.rank_pool import free_port
+from tests.support.processes import warm_process
+from tests.support.ranks.rank_pool import free_port
 
 SLURM = {
     "SLURM_JOB_ID": "4711",

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from tests import ROOT
-from tests.support.launched_hosts import put_ssh
+from tests.launch.launched_hosts import put_ssh
 from tests.support.oracle import assert_same_tensors
 
-SCRIPT = ROOT / "tests" / "support" / "launched_training.py"
+SCRIPT = ROOT / "tests" / "launch" / "launched_training.py"
 STEPS, CUT_AT = 60, 5
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

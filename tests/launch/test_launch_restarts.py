@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from tests import ROOT
-from tests.support import warm_process
 from tests.support.oracle import assert_same_tensors
-from tests.support.rank_pool import free_port
+from tests.support.processes import warm_process
+from tests.support.ranks.rank_pool import free_port
 
-SCRIPT = ROOT / "tests" / "support" / "launched_training.py"
+SCRIPT = ROOT / "tests" / "launch" / "launched_training.py"
 pytestmark = pytest.mark.timeout(1200)
 
 

@@ -10,7 +10,7 @@ from offload.errors import UsageError
 from tests.micro_batches.test_gradient_accumulation import as_accelerate, as_ddp, counted
 from tests.support import models
 from tests.support.oracle import assert_same_tensors, weights_of
-from tests.support.rank_pool import RankPool, start
+from tests.support.ranks.rank_pool import RankPool, start
 
 JOB = models.MIXTURE._replace(accumulation=4)
 LOOPS = {"counted": counted, "accelerate": as_accelerate, "ddp": as_ddp}

@@ -19,7 +19,7 @@ import offload
 from offload.errors import EngineFailed, UsageError
 from offload.swapper.memory.device import DeviceRoom
 from tests.support import models
-from tests.support.late_device import LateDevice, use_device
+from tests.support.devices.late_device import LateDevice, use_device
 from tests.support.oracle import Job, accumulated_step, assert_same, room_for, start, trained, weights_of
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")

@@ -10,8 +10,8 @@ from torch import nn
 
 from tests.support.oracle import Job, accumulated_step, assert_same_tensors, weights_of
 from tests.support.param_states import gpt2
-from tests.support.rank_jobs import language_rows_loss
-from tests.support.rank_pool import RankPool, start
+from tests.support.ranks.rank_jobs import language_rows_loss
+from tests.support.ranks.rank_pool import RankPool, start
 
 
 def loss_from_the_second_step_on(model: nn.Module, step: int, micro: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from offload.engine.params.meta_init import materialize
 from offload.errors import ConfigError, UsageError
 from tests.support import models
 from tests.support.oracle import Job, assert_same_tensors, config
-from tests.support.rank_pool import RankPool
+from tests.support.ranks.rank_pool import RankPool
 
 
 def _weights(job: Job, placement: tuple[str, str], folder: Path, **options: object) -> dict[str, torch.Tensor]:

@@ -17,8 +17,8 @@ import offload
 from offload.cli.main import app
 from offload.engine.training.training_state import TrainingState
 from offload.errors import StoreError
-from tests.support.fsdp_run import AFTER, BEFORE, Network, batch, changed, go_on, optimizer_of, save
-from tests.support.rank_pool import RankPool
+from tests.model_files.fsdp_run import AFTER, BEFORE, Network, batch, changed, go_on, optimizer_of, save
+from tests.support.ranks.rank_pool import RankPool
 
 
 def start(folder: Path, grouped: bool = False) -> offload.Engine:
@@ -227,7 +227,7 @@ def test_weights_alone(engine: offload.Engine, plain: Path, tmp_path: Path) -> N
     """A folder of a model without its optimizer."""
     import torch.distributed.checkpoint as dcp
 
-    from tests.support.fsdp_run import quiet
+    from tests.model_files.fsdp_run import quiet
 
     model = Network()
     with quiet():

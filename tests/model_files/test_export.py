@@ -17,10 +17,11 @@ import offload
 from offload import kernels
 from offload.cli.main import app
 from offload.states import State
-from tests.support import models, rank_pool
+from tests.support import models
 from tests.support.exported_runs import DISK, FROZEN, LLAMA, ended, exported, run, tensors, tied_by_hand, trained
 from tests.support.oracle import Job, assert_same_tensors, train_step, weights_of
-from tests.support.rank_pool import RankPool
+from tests.support.ranks import rank_pool
+from tests.support.ranks.rank_pool import RankPool
 
 
 def image_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:

@@ -19,11 +19,11 @@ from offload.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_c
 from offload.engine.model_io import weight_stream
 from offload.engine.model_io.grid.strips import strips
 from offload.errors import UsageError
-from tests.support import pipelines
-from tests.support import tensor_parallel as tp
 from tests.support.oracle import Job, assert_same_tensors
-from tests.support.pipelines import Plan
-from tests.support.rank_pool import RankPool, shared_pool
+from tests.support.ranks import pipelines
+from tests.support.ranks import tensor_parallel as tp
+from tests.support.ranks.pipelines import Plan
+from tests.support.ranks.rank_pool import RankPool, shared_pool
 
 DISK = ("nvme", "nvme")
 TENSOR = Job(tp.Net, tp.one_loss, steps=1, lr=3e-4, dtype="bf16")

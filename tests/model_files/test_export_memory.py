@@ -17,7 +17,7 @@ from offload.runs.export import export, make_plan, read_nbytes
 from tests.support import models
 from tests.support.exported_runs import DISK, ended, exported, tensors
 from tests.support.oracle import Job, assert_same_tensors, config
-from tests.support.process_measures import peak_memory, peak_rss
+from tests.support.processes.process_measures import peak_memory, peak_rss
 
 
 @pytest.fixture

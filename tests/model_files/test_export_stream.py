@@ -27,8 +27,8 @@ from offload.runs.export import export
 from offload.sizes import PAGE
 from offload.states import State
 from offload.swapper.modes import MODES
+from tests.support.drives.fault_injection import LateQueue
 from tests.support.exported_runs import FROZEN, ended
-from tests.support.fault_injection import LateQueue
 
 
 @pytest.fixture(scope="module")

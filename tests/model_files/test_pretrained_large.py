@@ -22,7 +22,7 @@ from offload.fileio.safetensors_stream import Tensor, Writer
 from offload.runs.export import export, make_plan, open_source
 from offload.sizes import GIB, MIB
 from tests.support.oracle import processes
-from tests.support.process_measures import peak_in, peak_memory, peak_rss
+from tests.support.processes.process_measures import peak_in, peak_memory, peak_rss
 
 SMALL = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
 LARGE = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24}

@@ -12,7 +12,7 @@ from offload.errors import OffloadError
 from tests.support import models
 from tests.support.oracle import assert_same_tensors, train_step
 from tests.support.pretrained_models import CAUSAL, FAMILIES, T, loaded, written
-from tests.support.rank_pool import RankPool
+from tests.support.ranks.rank_pool import RankPool
 
 
 def _on_ranks(given: Path, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -13,7 +13,6 @@ import offload
 from offload.config import load_config
 from offload.errors import ConfigError
 from tests.support import models, rounding_bounds
-from tests.support.device_process import plain_device
 from tests.support.oracle import (
     DTYPES,
     Job,
@@ -27,6 +26,7 @@ from tests.support.oracle import (
     train_step,
     trained,
 )
+from tests.support.processes.device_process import plain_device
 
 pytestmark = pytest.mark.numeric
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.models.test_module_kinds import DISK, MEMORY
 from tests.support import models, rounding_bounds
-from tests.support.autograd_modules import (
+from tests.support.modules.autograd_modules import (
     Borrowing,
     BorrowingData,
     Customs,
@@ -33,7 +33,7 @@ from tests.support.autograd_modules import (
     Sparse,
     Wrapping,
 )
-from tests.support.module_kinds import Layers
+from tests.support.modules.module_kinds import Layers
 from tests.support.oracle import Job, PlainEngine, room_for, run, start, train_step
 
 Loop = Callable[[Any, Job], list[float]]

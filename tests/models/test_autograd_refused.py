@@ -15,9 +15,9 @@ from offload.errors import UsageError
 from tests.models.test_autograd import LAYERS
 from tests.models.test_module_kinds import DISK, MEMORY
 from tests.support import models
-from tests.support.autograd_modules import KeepsViews
-from tests.support.fault_injection import LateQueue, use_queue
-from tests.support.module_kinds import Layers
+from tests.support.drives.fault_injection import LateQueue, use_queue
+from tests.support.modules.autograd_modules import KeepsViews
+from tests.support.modules.module_kinds import Layers
 from tests.support.oracle import Job, room_for, run, start, train_step
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.models.test_module_kinds import DISK, MEMORY
 from tests.support import models, rounding_bounds
-from tests.support.module_kinds import WIDTH, Layers
+from tests.support.modules.module_kinds import WIDTH, Layers
 from tests.support.oracle import Job, plain_loop, room_for, run, start, train_step
 
 

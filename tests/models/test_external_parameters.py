@@ -12,7 +12,7 @@ from torch import nn
 import offload
 from offload.errors import UsageError
 from tests.support import models, rounding_bounds
-from tests.support.autograd_modules import Launching
+from tests.support.modules.autograd_modules import Launching
 from tests.support.oracle import Job, plain_loop, room_for, start, train_step
 
 DISK = ("nvme", "nvme")

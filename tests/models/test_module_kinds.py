@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from offload.errors import ConfigError, EngineFailed, UsageError
 from tests.support import models, rounding_bounds
-from tests.support.module_kinds import (
+from tests.support.modules.module_kinds import (
     Adapters,
     AdaptersRecomputed,
     AdaptersReentrant,
@@ -41,8 +41,7 @@ from tests.support.module_kinds import (
     Views,
     convolution_loss,
 )
-from tests.support.oracle import Job, assert_same, plain_loop, room_for, run, start, train_step
-from tests.support.recomputed_regions import (
+from tests.support.modules.recomputed_regions import (
     FrozenRegion,
     ReentrantRegion,
     ReentrantRegionOfAll,
@@ -51,6 +50,7 @@ from tests.support.recomputed_regions import (
     RegionOfAll,
     RegionOfTwo,
 )
+from tests.support.oracle import Job, assert_same, plain_loop, room_for, run, start, train_step
 from tests.swapper.test_placements import image_loss
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.support import rounding_bounds
-from tests.support.module_trees import TREES, Tree, job_of, room, unclipped
+from tests.support.modules.module_trees import TREES, Tree, job_of, room, unclipped
 from tests.support.oracle import assert_same, plain_loop, run
 from tests.support.sampling import examples
 

@@ -21,8 +21,8 @@ from offload.planner.model_shape import from_count
 from offload.planner.recommend import plan
 from offload.runs.inspection import inspect
 from offload.sizes import GIB
+from tests.optim.narrow_states import JOB, RULES, bytes_of_a_parameter
 from tests.support.kernel_inputs import default_settings
-from tests.support.narrow_states import JOB, RULES, bytes_of_a_parameter
 from tests.support.oracle import (
     assert_same,
     assert_same_tensors,

@@ -29,8 +29,8 @@ from offload.planner.recommend import plan
 from offload.sizes import GIB
 from offload.states import State, Tier
 from tests.kernels.test_kernels_bf24 import joined, split
+from tests.optim.narrow_states import JOB, RULES, bytes_of_a_parameter
 from tests.support import models
-from tests.support.narrow_states import JOB, RULES, bytes_of_a_parameter
 from tests.support.oracle import (
     Result,
     assert_same,
@@ -42,8 +42,8 @@ from tests.support.oracle import (
     start,
     train_step,
 )
-from tests.support.rank_pool import RankPool
-from tests.support.rank_pool import train as train_on_ranks
+from tests.support.ranks.rank_pool import RankPool
+from tests.support.ranks.rank_pool import train as train_on_ranks
 
 DISK, HOST = ("nvme", "nvme"), ("cpu", "cpu")
 BF24: dict[str, Any] = {"master": "bf24"}

@@ -23,9 +23,9 @@ from offload.errors import IoError
 from offload.swapper.store import Store
 from tests.optim.test_int8_moments import assert_close_to_nearest
 from tests.support import models
-from tests.support.fault_injection import flip_bit
+from tests.support.drives.fault_injection import flip_bit
 from tests.support.oracle import Job, assert_same_tensors, start, train_step, weights_of
-from tests.support.rank_pool import RankPool
+from tests.support.ranks.rank_pool import RankPool
 
 DISK = ("nvme", "nvme")
 JOB = models.GPT2._replace(dtype="bf16", steps=4)

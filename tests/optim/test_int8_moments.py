@@ -27,9 +27,9 @@ from offload.planner.recommend import plan
 from offload.runs.inspection import inspect
 from offload.sizes import GIB
 from offload.states import State
+from tests.optim.narrow_states import JOB, RULES, bytes_of_a_parameter
 from tests.support import models
 from tests.support.kernel_inputs import default_settings
-from tests.support.narrow_states import JOB, RULES, bytes_of_a_parameter
 from tests.support.oracle import (
     Job,
     Result,
@@ -42,7 +42,7 @@ from tests.support.oracle import (
     trained,
     weights_of,
 )
-from tests.support.rank_pool import RankPool
+from tests.support.ranks.rank_pool import RankPool
 
 __all__ = ["default_settings"]  # fixtures
 

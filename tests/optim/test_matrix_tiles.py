@@ -16,8 +16,8 @@ from offload.planner.model_shape import Shape, from_training
 from offload.planner.step_time import prediction
 from offload.states import State
 from offload.swapper.modes import make_mode
-from tests.support.matrix_models import MUON, SINKGD
 from tests.support.models import gpt2
+from tests.support.modules.matrix_models import MUON, SINKGD
 from tests.support.oracle import assert_same, kill_and_resume, run, start, train_step
 
 DISK = ("nvme", "nvme")

@@ -19,10 +19,10 @@ from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import from_training
 from offload.precision import has_products_in_bf16, products_in_bf16
 from offload.states import State
+from tests.optim.resuming import assert_resumes_and_loads
 from tests.support import rounding_bounds
-from tests.support.device_process import engine_device
-from tests.support.matrix_models import MUON, Words, words_loss
 from tests.support.models import gpt2, llama, mixtral
+from tests.support.modules.matrix_models import MUON, Words, words_loss
 from tests.support.oracle import (
     Job,
     assert_same,
@@ -37,7 +37,7 @@ from tests.support.oracle import (
     train_step,
     weights_of,
 )
-from tests.support.resuming import assert_resumes_and_loads
+from tests.support.processes.device_process import engine_device
 
 DISK = ("nvme", "nvme")
 SOME = (DISK, ("cpu", "cpu"), ("none", "nvme"), ("none", "none"))

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from offload.kernels import _native
+from tests.optim.narrow_states import FORMS, JOB, RULES, bytes_of_a_parameter
 from tests.support.early_updates import counts
 from tests.support.early_updates import train_step as early_step
 from tests.support.kernel_inputs import ISAS, default_settings
-from tests.support.narrow_states import FORMS, JOB, RULES, bytes_of_a_parameter
 from tests.support.oracle import (
     Job,
     Result,
@@ -24,8 +24,8 @@ from tests.support.oracle import (
     start,
     trained,
 )
-from tests.support.rank_pool import RankPool
-from tests.support.rank_pool import train as train_on_ranks
+from tests.support.ranks.rank_pool import RankPool
+from tests.support.ranks.rank_pool import train as train_on_ranks
 
 __all__ = ["default_settings"]  # fixtures
 

@@ -11,6 +11,7 @@ import torch
 
 import offload
 from offload.errors import ConfigError, StoreError, UsageError
+from tests.optim.resuming import assert_resumes_and_loads
 from tests.support import rounding_bounds
 from tests.support.oracle import (
     Job,
@@ -26,7 +27,6 @@ from tests.support.oracle import (
 )
 from tests.support.param_states import GPT2
 from tests.support.param_states import MIXTURE as THREE_BLOCKS
-from tests.support.resuming import assert_resumes_and_loads
 
 pytestmark = pytest.mark.numeric
 

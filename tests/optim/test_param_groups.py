@@ -15,7 +15,7 @@ import offload
 from offload.errors import UsageError
 from tests.params.test_requires_grad_changes import AREA, DISK, JOB
 from tests.support import rounding_bounds
-from tests.support.module_kinds import Layers
+from tests.support.modules.module_kinds import Layers
 from tests.support.oracle import PlainEngine, assert_same_tensors, config, run, train_step, weights_of
 
 MISSING = object()

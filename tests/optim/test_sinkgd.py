@@ -11,8 +11,9 @@ import torch
 from offload.config import load_config
 from offload.engine.optim.matrices.directions import balance
 from offload.errors import ConfigError
-from tests.support.matrix_models import SINKGD
-from tests.support.narrow_states import JOB, bytes_of_a_parameter
+from tests.optim.narrow_states import JOB, bytes_of_a_parameter
+from tests.optim.resuming import assert_resumes_and_loads
+from tests.support.modules.matrix_models import SINKGD
 from tests.support.oracle import (
     assert_same,
     assert_same_tensors,
@@ -24,7 +25,6 @@ from tests.support.oracle import (
     start,
     train_step,
 )
-from tests.support.resuming import assert_resumes_and_loads
 from tests.support.rounding_bounds import sum_error
 
 DISK = ("nvme", "nvme")

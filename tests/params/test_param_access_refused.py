@@ -12,9 +12,9 @@ from torch import nn
 
 import offload
 from offload.errors import UsageError
+from tests.params.param_actions import DISK, Action, rows
 from tests.support import models
 from tests.support.oracle import assert_same_tensors, room_for, run, start, train_step
-from tests.support.param_actions import DISK, Action, rows
 from tests.support.param_states import GPT2
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import offload
+from tests.params.param_actions import DISK
 from tests.support import rounding_bounds
 from tests.support.oracle import PlainEngine, assert_same_tensors, room_for, run, start, train_step
-from tests.support.param_actions import DISK
 from tests.support.param_states import GPT2
 
 # -- what an edit is ----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import nn
 import offload
 from offload.errors import EngineFailed, UsageError
 from tests.support import models, rounding_bounds
-from tests.support.module_kinds import Layers
+from tests.support.modules.module_kinds import Layers
 from tests.support.oracle import Job, PlainEngine, assert_same_tensors, config, run, start, train_step, weights_of
 
 DISK = ("nvme", "nvme")

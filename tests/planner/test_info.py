@@ -19,7 +19,7 @@ from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.hardware import info
 from offload.hardware import system as machine
-from tests.support.seccomp import refusing
+from tests.support.processes.seccomp import refusing
 
 
 def test_a_report_for_people_and_one_for_programs(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, from_count
 from offload.planner.report.text import Asked, lines
 from offload.sizes import GIB, format_size
-from tests.support.plan_command import found, run
+from tests.planner.plan_command import found, run
 
 MACHINE = ("--gpu", "24GB", "--ram", "64GB", "--drive", "7GB/s,4GB/s")
 COUNT = ("--parameters", "13B", "--layers", "10")

@@ -12,7 +12,7 @@ from offload.planner.activations.formulas import CHUNK_TOKENS, Moving, Need, mov
 from offload.planner.activations.kept import Wish, auto_tile, placed
 from offload.planner.activations.load import Load
 from offload.planner.model_shape import Shape, from_count
-from tests.support.activation_plans import BLOCKS, HIDDEN, INPUT, TOKENS, WORDS, small
+from tests.planner.activation_plans import BLOCKS, HIDDEN, INPUT, TOKENS, WORDS, small
 from tests.support.sampling import examples
 
 LOGITS = 4 * TOKENS * WORDS

@@ -10,7 +10,7 @@ from offload.planner.activations.formulas import need
 from offload.planner.activations.load import Load
 from offload.planner.advice import advise
 from offload.planner.model_shape import Shape, from_count
-from tests.support.activation_plans import card, config
+from tests.planner.activation_plans import card, config
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.activation_plans import COUNT, MACHINE, config, llama
-from tests.support.plan_command import found, run
+from tests.planner.activation_plans import COUNT, MACHINE, config, llama
+from tests.planner.plan_command import found, run
 
 
 @pytest.fixture(autouse=True)

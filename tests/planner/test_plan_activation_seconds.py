@@ -8,7 +8,7 @@ from offload.planner import recommend as choice
 from offload.planner.activations.load import Load
 from offload.planner.model_shape import Shape, from_count
 from offload.planner.step_time import passes, step_order
-from tests.support.activation_plans import card, config
+from tests.planner.activation_plans import card, config
 
 
 @pytest.fixture(scope="module")

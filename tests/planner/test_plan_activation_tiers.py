@@ -19,7 +19,7 @@ from offload.planner.activations.room import Room, longest_sequence, room_of, wi
 from offload.planner.hardware import described, parse_drive
 from offload.planner.model_shape import Shape, from_count
 from offload.sizes import GIB
-from tests.support.activation_plans import AUTO, BLOCKS, CPU, DEVICE, INPUT, KEPT, NVME, card, config, small
+from tests.planner.activation_plans import AUTO, BLOCKS, CPU, DEVICE, INPUT, KEPT, NVME, card, config, small
 
 
 @pytest.fixture(scope="module")

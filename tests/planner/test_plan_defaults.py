@@ -15,8 +15,8 @@ from offload.finetune.model import allows_chunks
 from offload.planner.hardware import described, parse_memory
 from offload.planner.published.gpus import GPUS, find_gpu
 from offload.sizes import GIB
+from tests.planner.plan_command import found, run
 from tests.support import models
-from tests.support.plan_command import found, run
 
 MACHINE = ("--gpu", "12GB", "--ram", "64GB", "--drive", "7GB/s,4GB/s")
 TINY = ("--model", "gpt2-tiny", "--seq-len", "128")

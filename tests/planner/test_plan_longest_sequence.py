@@ -19,7 +19,7 @@ from offload.planner.model_shape import Shape, from_count, from_name
 from offload.planner.report import reach as report
 from offload.sizes import GIB
 from tests import ROOT
-from tests.support.activation_plans import AUTO, CPU, DEVICE, KEPT, NVME, card, config, llama
+from tests.planner.activation_plans import AUTO, CPU, DEVICE, KEPT, NVME, card, config, llama
 
 
 @pytest.fixture(scope="module")

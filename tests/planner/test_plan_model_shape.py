@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from offload.planner.model_shape import from_count, from_name
-from tests.support.activation_plans import llama
+from tests.planner.activation_plans import llama
 
 
 def test_a_shape_of_another_length_is_that_of_a_count_of_it() -> None:

@@ -24,9 +24,9 @@ from offload.planner.simulation.simulate import Budgets, Expected, Use, simulate
 from offload.planner.simulation.updater import UpdateCost
 from offload.states import Tier
 from offload.swapper.policy import Limits
+from tests.planner.simulated_cases import PAGE, Case, cost, unit
 from tests.support.oracle import small_pieces
 from tests.support.sampling import examples
-from tests.support.simulated_cases import PAGE, Case, cost, unit
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,12 @@ from torch import nn
 
 import offload
 from offload.errors import ConfigError, OffloadError, StoreError, UsageError
-from tests.support import pipelines, rounding_bounds
+from tests.support import rounding_bounds
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, room_for
 from tests.support.oracle import run as train_alone
-from tests.support.pipelines import JOB, Plan
-from tests.support.rank_pool import RankPool, pool, rank_and_size, shared_pool
+from tests.support.ranks import pipelines
+from tests.support.ranks.pipelines import JOB, Plan
+from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, shared_pool
 
 DISK, HOST, MEMORY = ("nvme", "nvme"), ("cpu", "cpu"), ("none", "none")
 CLIPPED = JOB._replace(clip=0.05)

@@ -15,11 +15,11 @@ from torch.utils.data import TensorDataset
 import offload
 from offload.errors import NumericsError
 from tests.support import models, rounding_bounds
-from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import PLACEMENTS, Job, Result, assert_same, assert_same_tensors, config, room_for, weights_of
 from tests.support.param_states import gpt2
-from tests.support.rank_jobs import JOBS, language_rows_loss, rows_loss
-from tests.support.rank_pool import RankPool, rank_and_size, start, train
+from tests.support.ranks.rank_jobs import JOBS, language_rows_loss, rows_loss
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, start, train
 
 DISK = ("nvme", "nvme")
 
@@ -75,7 +75,7 @@ def train_on_a_late_device(job: Job, folder: Path, placement: tuple[str, str]) -
 
     Its memory is not hidden from the host, on which gloo carries out the collectives.
     """
-    from tests.support.late_device import LateDevice, use_device
+    from tests.support.devices.late_device import LateDevice, use_device
 
     device = LateDevice(rank_and_size()[0], 0.5)
     with pytest.MonkeyPatch.context() as patch:
@@ -98,7 +98,7 @@ def give_memory_back(job: Job, folder: Path) -> Result:
     """On a device whose arena grows after the first step, and is given back on each rank at another moment."""
     from offload.engine.setup import initialize
     from offload.swapper.memory.device import DeviceRoom
-    from tests.support.late_device import LateDevice
+    from tests.support.devices.late_device import LateDevice
 
     rank = rank_and_size()[0]
     real, device = initialize.open_device, LateDevice(rank, 0.5)

@@ -17,8 +17,8 @@ from offload.layout.flat_layout import layouts_of
 from offload.layout.units import find_units
 from tests.support import models, rounding_bounds
 from tests.support.oracle import Job, Result, accumulated_step, assert_same, assert_same_tensors, trained, weights_of
-from tests.support.rank_jobs import JOBS, my_rows
-from tests.support.rank_pool import RankPool, rank_and_size, start, train
+from tests.support.ranks.rank_jobs import JOBS, my_rows
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, start, train
 
 FP32 = 4
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")

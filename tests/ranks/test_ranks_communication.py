@@ -12,8 +12,8 @@ from torch import nn
 
 from offload.engine.distributed.communication import Communication, Sent
 from tests.support.oracle import Job, Result, assert_same, trained
-from tests.support.rank_jobs import JOBS
-from tests.support.rank_pool import RankPool, start
+from tests.support.ranks.rank_jobs import JOBS
+from tests.support.ranks.rank_pool import RankPool, start
 
 FP32 = 4
 

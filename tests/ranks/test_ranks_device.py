@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks.device_ranks import device_pool
 from tests.ranks.test_ranks_replicas import experts_of_one_rank
-from tests.support.device_ranks import device_pool
 from tests.support.oracle import PLACEMENTS, Job, Result, assert_same
-from tests.support.rank_jobs import JOBS, rows_loss
-from tests.support.rank_pool import RankPool, train
+from tests.support.ranks.rank_jobs import JOBS, rows_loss
+from tests.support.ranks.rank_pool import RankPool, train
 
 JOB = JOBS["gpt2"]._replace(steps=3, dtype="bf16", accumulation=2)
 CASES = {

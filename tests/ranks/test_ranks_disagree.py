@@ -15,8 +15,8 @@ from torch import nn
 from offload.engine.setup import initialize
 from offload.errors import ConfigError, RankError, UsageError
 from tests.support.param_states import gpt2
-from tests.support.rank_jobs import JOBS
-from tests.support.rank_pool import RankPool, rank_and_size, start
+from tests.support.ranks.rank_jobs import JOBS
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, start
 
 DISK = ("nvme", "nvme")
 

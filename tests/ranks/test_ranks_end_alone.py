@@ -14,10 +14,10 @@ import torch
 import offload
 from offload.errors import IoError, OffloadError, RankError
 from offload.swapper.store.store import Store
-from tests.support import sequence_parallel as sp
-from tests.support import tensor_parallel as tp
 from tests.support.oracle import Job, train_step
-from tests.support.rank_pool import pool, rank_and_size
+from tests.support.ranks import sequence_parallel as sp
+from tests.support.ranks import tensor_parallel as tp
+from tests.support.ranks.rank_pool import pool, rank_and_size
 
 DISK = ("nvme", "nvme")
 JOB = Job(tp.Net, tp.one_loss, lr=3e-4)

@@ -20,10 +20,10 @@ import torch
 from offload.errors import RankError
 from offload.swapper.store import Store
 from tests.support import models
-from tests.support.fault_injection import LateQueue, die, use_queue
+from tests.support.drives.fault_injection import LateQueue, die, use_queue
 from tests.support.oracle import Job, assert_same_tensors, processes, weights_of
-from tests.support.rank_jobs import language_rows_loss
-from tests.support.rank_pool import free_port, meet, start
+from tests.support.ranks.rank_jobs import language_rows_loss
+from tests.support.ranks.rank_pool import free_port, meet, start
 from tests.support.sampling import drawn
 
 DISK = ("nvme", "nvme")

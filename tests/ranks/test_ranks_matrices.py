@@ -21,8 +21,8 @@ from offload.layout.flat_layout import lay_out
 from offload.layout.optimizers.whole import divided
 from offload.swapper.modes import make_mode
 from tests.support import rounding_bounds
-from tests.support.matrix_models import MUON, SINKGD, words_loss
 from tests.support.models import token_loss, tokens
+from tests.support.modules.matrix_models import MUON, SINKGD, words_loss
 from tests.support.oracle import (
     Job,
     Result,
@@ -33,8 +33,8 @@ from tests.support.oracle import (
     train_step,
     weights_of,
 )
-from tests.support.rank_jobs import message_of_a_failing_drive, my_rows
-from tests.support.rank_pool import RankPool, shared_pool, start, train
+from tests.support.ranks.rank_jobs import message_of_a_failing_drive, my_rows
+from tests.support.ranks.rank_pool import RankPool, shared_pool, start, train
 
 DISK = ("nvme", "nvme")
 PLACES = (DISK, ("none", "none"), ("cpu", "nvme"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support import models, rank_pool, rounding_bounds
+from tests.support import models, rounding_bounds
 from tests.support.oracle import (
     Job,
     Result,
@@ -19,8 +19,9 @@ from tests.support.oracle import (
     train_step,
     weights_of,
 )
-from tests.support.rank_jobs import JOBS, message_of_a_failing_drive
-from tests.support.rank_pool import train
+from tests.support.ranks import rank_pool
+from tests.support.ranks.rank_jobs import JOBS, message_of_a_failing_drive
+from tests.support.ranks.rank_pool import train
 
 DISK = ("nvme", "nvme")
 PLACES = (("none", "none"), ("nvme", "nvme"), ("cpu", "nvme"))

@@ -20,8 +20,8 @@ from offload.layout.flat_layout import layouts_of
 from offload.layout.units import find_units
 from offload.sizes import align_up
 from tests.support.oracle import Job, Result, assert_same
-from tests.support.rank_jobs import JOBS
-from tests.support.rank_pool import RankPool, rank_and_size, start, train
+from tests.support.ranks.rank_jobs import JOBS
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, start, train
 
 FP32 = 4
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")

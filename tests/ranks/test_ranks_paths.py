@@ -18,10 +18,10 @@ from torch import nn
 
 from offload.errors import EngineFailed, RankError
 from tests.support import rounding_bounds
-from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import Job, Result, assert_same
-from tests.support.rank_jobs import JOBS, rows_loss
-from tests.support.rank_pool import RankPool, rank_and_size, start, train
+from tests.support.ranks.rank_jobs import JOBS, rows_loss
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, start, train
 
 DISK = ("nvme", "nvme")
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import offload
+from tests.ranks.int8_collectives import ALL, DISK, HOST, JOB, MEMORY
 from tests.ranks.test_ranks_killed import Run
 from tests.ranks.test_ranks_overlap import train_late
 from tests.ranks.test_ranks_replicas import train_and_look as train_and_sum
-from tests.support.int8_collectives import ALL, DISK, HOST, JOB, MEMORY
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, weights_of
-from tests.support.rank_jobs import JOBS
-from tests.support.rank_pool import RankPool, pool, start, train
+from tests.support.ranks.rank_jobs import JOBS
+from tests.support.ranks.rank_pool import RankPool, pool, start, train
 
 
 @pytest.fixture(scope="module")

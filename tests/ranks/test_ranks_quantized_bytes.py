@@ -11,11 +11,11 @@ import pytest
 from offload.engine.distributed.communication import Communication, Sent
 from offload.layout import config_request
 from offload.sizes import align_up
+from tests.ranks.int8_collectives import BLOCK, BYTES, HOST, JOB, Seen, train_and_look
 from tests.ranks.test_ranks_overlap import least_budget
-from tests.support.int8_collectives import BLOCK, BYTES, HOST, JOB, Seen, train_and_look
 from tests.support.oracle import Job, assert_same_tensors
-from tests.support.rank_jobs import JOBS
-from tests.support.rank_pool import RankPool, pool, start
+from tests.support.ranks.rank_jobs import JOBS
+from tests.support.ranks.rank_pool import RankPool, pool, start
 
 
 @pytest.fixture(scope="module")

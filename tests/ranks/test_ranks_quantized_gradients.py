@@ -11,11 +11,11 @@ import torch
 
 import offload
 from offload.layout.flat_layout import UnitLayout
+from tests.ranks.int8_collectives import HOST, JOB, MEMORY, flat, through_codes
 from tests.support import models
-from tests.support.int8_collectives import HOST, JOB, MEMORY, flat, through_codes
 from tests.support.oracle import Job, assert_same_tensors, weights_of
-from tests.support.rank_jobs import language_rows_loss
-from tests.support.rank_pool import RankPool, rank_and_size, start
+from tests.support.ranks.rank_jobs import language_rows_loss
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, start
 
 
 class Made(NamedTuple):

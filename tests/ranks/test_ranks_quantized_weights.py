@@ -14,11 +14,11 @@ from offload.engine.distributed.payload.weights import WeightGathers
 from offload.errors import RankError
 from offload.kernels.blocks import BLOCK_FORMATS, dequantize, quantize
 from offload.layout.collectives.gathers import CodedGathers
-from tests.support.int8_collectives import BLOCK, BYTES, HOST, JOB, MEMORY, flat, through_codes, train_and_look
+from tests.ranks.int8_collectives import BLOCK, BYTES, HOST, JOB, MEMORY, flat, through_codes, train_and_look
+from tests.ranks.streamed_device import Streamed
 from tests.support.oracle import DTYPES, assert_same_tensors, rounded
-from tests.support.rank_jobs import JOBS
-from tests.support.rank_pool import RankPool, pool, rank_and_size, start
-from tests.support.streamed_device import Streamed
+from tests.support.ranks.rank_jobs import JOBS
+from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, start
 
 
 @pytest.mark.numeric

@@ -28,10 +28,10 @@ from tests.checkpoints.test_resume_other_ranks import Case, begun, loaded, resum
 from tests.ranks.test_ranks_killed import Run
 from tests.ranks.test_ranks_paths import Experts
 from tests.support import models, rounding_bounds
-from tests.support.matrix_models import MUON
+from tests.support.modules.matrix_models import MUON
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, small_pieces, trained
-from tests.support.rank_jobs import JOBS, rows_loss
-from tests.support.rank_pool import RankPool, pool, rank_and_size, start, train
+from tests.support.ranks.rank_jobs import JOBS, rows_loss
+from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, start, train
 
 MEMORY, DISK = ("none", "none"), ("nvme", "nvme")
 JOB = JOBS["gpt2"]._replace(steps=2, lr=3e-4, shard_size=2)

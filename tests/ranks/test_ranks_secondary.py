@@ -24,10 +24,10 @@ from offload.layout.flat_layout import layouts_of
 from offload.layout.units import find_units
 from offload.planner.memory import Memory, Room, settle
 from offload.sizes import GIB, align_up
+from tests.ranks.streamed_device import Streamed
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, train_step, weights_of
-from tests.support.rank_jobs import JOBS, my_rows
-from tests.support.rank_pool import RankPool, pool, rank_and_size, start
-from tests.support.streamed_device import Streamed
+from tests.support.ranks.rank_jobs import JOBS, my_rows
+from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, start
 
 MEMORY, HOST, DISK = ("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")
 JOB = JOBS["gpt2"]._replace(steps=2, lr=3e-4, dtype="bf16")
@@ -158,7 +158,7 @@ def test_weights_that_change_between_two_uses_are_gathered_over_all_ranks(four: 
 
 
 def train_on_a_late_device(job: Job, folder: Path) -> Result:
-    from tests.support.late_device import LateDevice, use_device
+    from tests.support.devices.late_device import LateDevice, use_device
 
     device = LateDevice(rank_and_size()[0], 0.5)
     with pytest.MonkeyPatch.context() as patch:

@@ -15,10 +15,10 @@ import pytest
 from offload.engine.distributed.communication import Communication
 from tests.ranks.test_ranks_secondary import NODE, least
 from tests.support import models
-from tests.support import sequence_parallel as sp
 from tests.support.oracle import Job, Result, assert_same, train_step, weights_of
-from tests.support.rank_jobs import language_rows_loss
-from tests.support.rank_pool import RankPool, shared_pool, start
+from tests.support.ranks import sequence_parallel as sp
+from tests.support.ranks.rank_jobs import language_rows_loss
+from tests.support.ranks.rank_pool import RankPool, shared_pool, start
 
 HOST, DISK = ("cpu", "cpu"), ("nvme", "nvme")
 ADAPTERS = Job(models.lora, language_rows_loss, steps=2, accumulation=2, lr=3e-4, dtype="bf16")

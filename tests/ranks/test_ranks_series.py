@@ -16,8 +16,8 @@ from torch import nn
 from offload.engine.distributed.communication import Communication
 from tests.support import rounding_bounds
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, trained, weights_of
-from tests.support.rank_jobs import JOBS, rows_loss
-from tests.support.rank_pool import RankPool, rank_and_size, shared_pool, start
+from tests.support.ranks.rank_jobs import JOBS, rows_loss
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, shared_pool, start
 
 
 @pytest.fixture(scope="module")

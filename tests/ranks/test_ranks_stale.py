@@ -7,8 +7,8 @@ from pathlib import Path
 
 from offload.errors import RankError, StoreError
 from tests.support import models
-from tests.support.rank_jobs import language_rows_loss
-from tests.support.rank_pool import pool, rank_and_size, start
+from tests.support.ranks.rank_jobs import language_rows_loss
+from tests.support.ranks.rank_pool import pool, rank_and_size, start
 
 DISK = ("nvme", "nvme")
 JOB = models.GPT2._replace(loss=language_rows_loss)

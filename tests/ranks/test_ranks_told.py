@@ -13,8 +13,8 @@ import torch
 from offload.engine.distributed.heartbeat import Heartbeat
 from offload.errors import OffloadError, RankError
 from offload.notices import exception_line
-from tests.support.rank_jobs import JOBS
-from tests.support.rank_pool import RankPool, rank_and_size, start
+from tests.support.ranks.rank_jobs import JOBS
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, start
 
 WORDS = "the batch\nis empty" + " and empty" * 100
 LINE = r"ValueError: the batch is empty and empty [ a-z]*…"

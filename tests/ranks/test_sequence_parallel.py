@@ -18,10 +18,10 @@ from offload.engine.distributed.communication import Sent
 from offload.engine.sequence.attention import repeats_of
 from offload.errors import ConfigError, OffloadError
 from tests.support import models, rounding_bounds
-from tests.support import sequence_parallel as sp
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, room_for, weights_of
-from tests.support.rank_pool import RankPool, rank_and_size, shared_pool
-from tests.support.rank_pool import train as train_alone
+from tests.support.ranks import sequence_parallel as sp
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, shared_pool
+from tests.support.ranks.rank_pool import train as train_alone
 
 MEMORY, HOST, DISK = ("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")
 LLAMA = sp.JOBS["llama"]

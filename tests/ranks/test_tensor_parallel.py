@@ -14,9 +14,9 @@ from torch.utils.data import TensorDataset
 import offload
 from offload.errors import ConfigError, OffloadError, StoreError, UsageError
 from tests.support import rounding_bounds
-from tests.support import tensor_parallel as tp
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, room_for
-from tests.support.rank_pool import RankPool, rank_and_size, shared_pool, train
+from tests.support.ranks import tensor_parallel as tp
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, shared_pool, train
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
 JOB = Job(tp.Net, tp.one_loss, steps=3, lr=3e-4)

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.engine.pipeline import torch_stage
 from offload.engine.pipeline.split_backward import split
-from tests.support import pipelines
 from tests.support.oracle import Job, assert_same
-from tests.support.pipelines import JOB, Plan
-from tests.support.rank_pool import RankPool
+from tests.support.ranks import pipelines
+from tests.support.ranks.pipelines import JOB, Plan
+from tests.support.ranks.rank_pool import RankPool
 
 DISK = ("nvme", "nvme")
 

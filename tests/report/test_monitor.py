@@ -15,8 +15,8 @@ from offload.engine.metrics.step_meter import cause_of
 from offload.engine.metrics.writers import cut
 from offload.errors import NumericsError
 from offload.timeline import OFF, Row
+from tests.report.monitor_runs import CSV, DISK, JOB, loss, model, no_thread_stays, rows, start, values
 from tests.support.models import GPT2
-from tests.support.monitor_runs import CSV, DISK, JOB, loss, model, no_thread_stays, rows, start, values
 from tests.support.oracle import (
     PLACEMENTS,
     assert_same,
@@ -27,7 +27,7 @@ from tests.support.oracle import (
     train_step,
     weights_of,
 )
-from tests.support.rank_pool import RankPool
+from tests.support.ranks.rank_pool import RankPool
 
 __all__ = ["no_thread_stays"]  # fixtures
 

@@ -20,7 +20,7 @@ from offload.engine.metrics.reporter import Line, Reporter, line
 from offload.engine.metrics.writers import Record, events
 from offload.errors import ConfigError
 from offload.finetune.options import Options, merge
-from tests.support.monitor_runs import DISK, JOB, model, no_thread_stays, start
+from tests.report.monitor_runs import DISK, JOB, model, no_thread_stays, start
 from tests.support.oracle import config, run, train_step
 
 __all__ = ["no_thread_stays"]  # fixtures

@@ -22,7 +22,7 @@ from offload.report.log import read_log
 from offload.report.page import page
 from offload.report.phases import ADVICE, PARTS, advice, bound, parts, verdict
 from offload.report.timeline_view import read_window
-from tests.support.report_log import ABOUT, step, trace, written
+from tests.report.report_log import ABOUT, step, trace, written
 from tests.support.sampling import examples
 
 

@@ -19,7 +19,7 @@ from offload.report.figures import figures
 from offload.report.log import read_log
 from offload.report.page import page
 from offload.report.timeline_view import read_window
-from tests.support.report_log import ABOUT, step, trace, written
+from tests.report.report_log import ABOUT, step, trace, written
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 

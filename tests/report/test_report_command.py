@@ -17,7 +17,7 @@ from offload.report.figures import figures
 from offload.report.log import read_log
 from offload.report.page import BEGIN
 from offload.report.phases import ADVICE, verdict
-from tests.support.report_log import ABOUT, step, written
+from tests.report.report_log import ABOUT, step, written
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from offload.report.log import read_log
 from offload.report.page import page
 from offload.report.spans import Span, both, total, union
 from offload.report.timeline_view import read_window
-from tests.support.report_log import ABOUT, step, written
+from tests.report.report_log import ABOUT, step, written
 
 
 def span(row: str, name: str, start: float, end: float, lane: int = 0) -> Span:

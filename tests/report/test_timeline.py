@@ -14,9 +14,10 @@ from offload.aio import IoFuture
 from offload.engine.metrics.compute_spans import NO_SPANS
 from offload.engine.metrics.span_relay import Relay
 from offload.timeline import OFF, Phase, Row, Timeline, now
+from tests.report.timeline_reader import DISK, JOB, _content, counters, names, read, row, threads
 from tests.support import models
-from tests.support.fault_injection import LateQueue, use_queue
-from tests.support.late_device import LateDevice, use_device
+from tests.support.devices.late_device import LateDevice, use_device
+from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import (
     PLACEMENTS,
     assert_same,
@@ -25,7 +26,6 @@ from tests.support.oracle import (
     train_step,
     trained,
 )
-from tests.support.timeline_reader import DISK, JOB, _content, counters, names, read, row, threads
 
 # -- what it holds ------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from offload.engine.api.running_api import IoBytes
 from offload.errors import ConfigError, EngineFailed
 from offload.presets import PRESETS
 from offload.timeline import Row, path_of
-from tests.support import warm_process
-from tests.support.fault_injection import LateQueue, use_queue
+from tests.report.timeline_reader import DISK, JOB, Net, names, read, row
+from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import (
     assert_same_tensors,
     config,
@@ -27,9 +27,9 @@ from tests.support.oracle import (
     start,
     train_step,
 )
-from tests.support.rank_pool import RankPool
-from tests.support.rank_pool import start as start_rank
-from tests.support.timeline_reader import DISK, JOB, Net, names, read, row
+from tests.support.processes import warm_process
+from tests.support.ranks.rank_pool import RankPool
+from tests.support.ranks.rank_pool import start as start_rank
 
 # -- however a run ends -------------------------------------------------------------------------------
 

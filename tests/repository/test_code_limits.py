@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from tests import ROOT
-from tests.support.docstring_sections import lacks, public_functions, source_of
-from tests.support.lines_by_room import lines_by_room
+from tests.repository.docstring_sections import lacks, public_functions, source_of
+from tests.repository.lines_by_room import lines_by_room
 
 PACKAGE = ROOT / "offload"
 BESIDE = ("tests", "bench", "examples", "scripts")

@@ -13,7 +13,7 @@ from typing import Any
 import offload
 from offload import aio, checkpointing, deepnvme, errors, hf, kernels, losses, schedules
 from tests import ROOT
-from tests.support import command_line_page
+from tests.pages import command_line_page
 
 PAGES = sorted((ROOT / "docs" / "reference").rglob("*.md"))
 NAMED = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)]
@@ -87,7 +87,7 @@ def members(kind: type) -> Iterator[tuple[str, Any]]:
 
 def test_the_commands_are_as_they_say_themselves() -> None:
     assert command_line_page.document() == command_line_page.PAGE.read_text(encoding="utf-8"), (
-        "run: python -m tests.support.command_line_page"
+        "run: python -m tests.pages.command_line_page"
     )
     helps = {command: command_line_page.help_of(*command) for command in command_line_page.commands()}
     silent = [command for command, words in helps.items() if "\nCommands:" not in words and "--json" not in words]

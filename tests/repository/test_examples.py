@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests import ROOT
-from tests.support import warm_process
+from tests.support.processes import warm_process
 
 EXAMPLES = ROOT / "examples"
 RUN_HERE = {"train_loop", "trainer", "tiny_model", "finetune", "lora", "export", "resume"}

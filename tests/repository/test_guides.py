@@ -13,7 +13,7 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from tests import ROOT
-from tests.support import warm_process
+from tests.support.processes import warm_process
 
 GUIDES = ROOT / "docs" / "guides"
 PAGES = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.lines_by_room import SCRIPT, lines_by_room
+from tests.repository.lines_by_room import SCRIPT, lines_by_room
 
 MIXED = '''"""A module.
 

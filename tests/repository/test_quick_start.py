@@ -16,7 +16,7 @@ import pytest
 
 from offload.config import load_config
 from tests import ROOT
-from tests.support import warm_process
+from tests.support.processes import warm_process
 
 
 def run_blocks(page: str, folder: Path) -> str:

@@ -21,9 +21,20 @@ from offload.states import State
 from offload.swapper.store import drives as drives_module
 from offload.swapper.store import run_status
 from offload.swapper.store.rank_folder import sync_names
-from tests.support.power_cut import Disk, Event, Image, all_but, everything, nothing, only, put, some, some_events
-from tests.support.store_runs import PAGE, TRAINABLE, Contents, Run, _memory, everything_that_runs_do, label_of
-from tests.support.write_recorder import PlainQueue, Recorder, RecordingQueue
+from tests.store.store_runs import PAGE, TRAINABLE, Contents, Run, _memory, everything_that_runs_do, label_of
+from tests.support.drives.power_cut import (
+    Disk,
+    Event,
+    Image,
+    all_but,
+    everything,
+    nothing,
+    only,
+    put,
+    some,
+    some_events,
+)
+from tests.support.drives.write_recorder import PlainQueue, Recorder, RecordingQueue
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,10 @@ import offload
 from offload.cli.main import app
 from offload.deepspeed.runtime.engine import DeepSpeedEngine
 from offload.errors import StoreError
-from tests.support import rank_pool
-from tests.support.fault_injection import die
+from tests.support.drives.fault_injection import die
 from tests.support.models import GPT2, MIXTURE
 from tests.support.oracle import Result, assert_same, dies, start, train_step, weights_of
+from tests.support.ranks import rank_pool
 
 DISK = ("nvme", "nvme")
 JOB = GPT2._replace(steps=2)

@@ -13,8 +13,8 @@ import pytest
 
 from offload.aio import IoQueue, crc32c
 from offload.errors import IoError, StoreError
-from tests.support.filesystems import mounted
-from tests.support.store_runs import PAGE, SPEC, Contents, Run, label_of
+from tests.store.store_runs import PAGE, SPEC, Contents, Run, label_of
+from tests.support.drives.filesystems import mounted
 
 OWN_NBYTES = (8192, 8192, 4096, 4096)
 """Bytes of the copies of both units, weight and moment of each. The frozen half of the second's weight is not there."""

@@ -21,7 +21,7 @@ from offload.swapper.store import Store, StoreSpec, remove_run, run_status, swap
 from offload.swapper.store import store as store_module
 from offload.swapper.store.format.commit_record import MAX_UNITS, Record
 from offload.swapper.store.format.manifest import Manifest
-from tests.support import filesystems
+from tests.support.drives import filesystems
 
 SIZES = {State.WEIGHT: 8192, State.EXP_AVG: 16384}
 SPEC = StoreSpec((SIZES, SIZES, {State.WEIGHT: 4096}), 2, {"model": "test"}, frozen=(0, 0, 4096))

@@ -16,7 +16,7 @@ from offload.swapper.store import Store
 from offload.swapper.store.format.checksum_table import ChecksumTable
 from offload.swapper.store.requests import Compared
 from tests.store.test_store import SIZES, SPEC, blob, created, damage, opened, update
-from tests.support.fault_injection import flip_bit
+from tests.support.drives.fault_injection import flip_bit
 
 
 def read_in(store: Store, unit: int, state: State, nbytes: int) -> None:

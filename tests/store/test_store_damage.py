@@ -23,8 +23,9 @@ from offload.states import State
 from offload.swapper.store import Store
 from offload.swapper.store.format.commit_record import Record, read_records
 from offload.swapper.store.format.manifest import read_manifest
-from tests.support import filesystems, models
-from tests.support.fault_injection import flip_bit
+from tests.support import models
+from tests.support.drives import filesystems
+from tests.support.drives.fault_injection import flip_bit
 from tests.support.oracle import Job, least_host_memory, processes, run, small_pieces, start, train_step
 
 DISK = ("nvme", "nvme")

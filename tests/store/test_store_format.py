@@ -17,8 +17,9 @@ from offload.aio import Bandwidth
 from offload.aio import crc32c as their_crc32c
 from offload.states import State
 from offload.swapper.store import drives as drives_module
-from tests.support import models, rank_pool
+from tests.support import models
 from tests.support.oracle import start, train_step, weights_of
+from tests.support.ranks import rank_pool
 
 STATES = ("weight", "residual", "exp_avg", "exp_avg_sq")
 NUMBERED = (*STATES, "master", "sum", "momentum_buffer", "packed", "moment_scales")

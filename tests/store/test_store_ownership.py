@@ -21,9 +21,11 @@ from offload.swapper.store import Store, find_removal, remove_run, run_status
 from offload.swapper.store.format.commit_record import was_committed
 from offload.swapper.store.rank_folder import Lock, reserve, write_in_place
 from tests.store.test_store import SPEC, blob, created, text_of
-from tests.support import models, rank_pool, warm_process
-from tests.support.fault_injection import flip_bit
+from tests.support import models
+from tests.support.drives.fault_injection import flip_bit
 from tests.support.oracle import config, start, train_step
+from tests.support.processes import warm_process
+from tests.support.ranks import rank_pool
 
 JOB = models.GPT2._replace(dtype="bf16")
 DISK = ("nvme", "nvme")

@@ -27,7 +27,7 @@ from offload.swapper.store.format.checksum_table import ChecksumTable
 from offload.swapper.store.format.checksums import ChecksumRange, Key, Passages, Slot
 from offload.swapper.store.requests import Compared
 from offload.timeline import Timeline
-from tests.support.fault_injection import flip_bit
+from tests.support.drives.fault_injection import flip_bit
 
 TRAINABLE, ALL = 12288, 20480
 SPEC = StoreSpec(

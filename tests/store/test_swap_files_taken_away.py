@@ -18,8 +18,8 @@ from offload.runs.verify import RunChecking
 from offload.swapper.store import Store, StoreSpec, remove_run
 from offload.swapper.store import drives as drives_module
 from offload.swapper.store.rank_folder import Lock
-from tests.support.filesystems import mounted
-from tests.support.store_runs import PAGE, SPEC, TRAINABLE, Contents, Run
+from tests.store.store_runs import PAGE, SPEC, TRAINABLE, Contents, Run
+from tests.support.drives.filesystems import mounted
 
 pytestmark = pytest.mark.usefixtures("equal_drives")
 

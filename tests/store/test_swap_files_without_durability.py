@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from tests import ROOT
-from tests.support import models, warm_process
+from tests.support import models
 from tests.support.oracle import start, train_step
+from tests.support.processes import warm_process
 
 DISK = ("nvme", "nvme")
 PROGRAM = """

@@ -14,7 +14,7 @@ from offload.errors import ConfigError
 from offload.hardware import mounts
 from offload.hardware.mounts import Mount, folder_notices, mount_of
 from offload.notices import Remark
-from tests.support.cli_in_process import call, run_folder
+from tests.support.processes.cli_in_process import call, run_folder
 
 __all__ = ["run_folder"]
 

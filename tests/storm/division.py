@@ -16,8 +16,8 @@ from torch import nn
 
 import offload
 from offload.errors import OffloadError
-from tests.support import pipelines, sequence_parallel, tensor_parallel
 from tests.support.oracle import Job
+from tests.support.ranks import pipelines, sequence_parallel, tensor_parallel
 
 PLANS = ("weights", "sequence")
 """Ways in which torch divides the layers of `tensor_parallel.Net`."""

@@ -35,10 +35,10 @@ from offload.swapper.memory.host_arena import process_memory
 from tests.storm.division import Pipeline, is_of_a_lost_rank, mine_of
 from tests.storm.plan import Plan
 from tests.storm.weather import Weather
-from tests.support.checkpointed import small_inputs_move
 from tests.support.least_budget import budget
+from tests.support.modules.checkpointed import small_inputs_move
 from tests.support.oracle import accumulated_step, small_pieces, start, train_step, weights_of
-from tests.support.rank_pool import meet
+from tests.support.ranks.rank_pool import meet
 
 FAILED = 3
 """Exit status after an `OffloadError`."""

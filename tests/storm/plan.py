@@ -11,10 +11,11 @@ from torch import nn
 
 from offload.losses import chunk_loss_of
 from tests.storm.division import PLANS, SCHEDULES, Division
-from tests.support import models, pipelines, tensor_parallel
-from tests.support.matrix_models import Words
+from tests.support import models
+from tests.support.modules.matrix_models import Words
 from tests.support.oracle import PLACEMENTS, Job
-from tests.support.rank_jobs import language_rows_loss, rows_loss
+from tests.support.ranks import pipelines, tensor_parallel
+from tests.support.ranks.rank_jobs import language_rows_loss, rows_loss
 
 # -- models -------------------------------------------------------------------------------------------
 

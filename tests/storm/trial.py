@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 from tests.storm.life import FAILED, is_of_the_drive, live
 from tests.storm.plan import Plan
 from tests.storm.weather import IMAGE
+from tests.support.drives.power_cut import put
 from tests.support.oracle import processes
-from tests.support.power_cut import put
-from tests.support.rank_pool import free_port
+from tests.support.ranks.rank_pool import free_port
 
 PATIENCE = 240
 """Seconds without a line of any rank, after which a life waits for ever."""

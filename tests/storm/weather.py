@@ -26,10 +26,10 @@ import pytest
 from offload.aio import File, IoFuture
 from offload.errors import IoError
 from tests.storm.plan import Fault, Plan
-from tests.support.fault_injection import LateQueue, use_queue
-from tests.support.late_device import LateDevice, Ticks, use_device
-from tests.support.power_cut import Cut, Disk, Event, everything, nothing, some, some_events
-from tests.support.write_recorder import Recorder
+from tests.support.devices.late_device import LateDevice, Ticks, use_device
+from tests.support.drives.fault_injection import LateQueue, use_queue
+from tests.support.drives.power_cut import Cut, Disk, Event, everything, nothing, some, some_events
+from tests.support.drives.write_recorder import Recorder
 
 IMAGE = "image.pickle"
 """What a power cut has left."""

@@ -1,1 +1,1 @@
-"""Helper modules of the tests: reference loops, models, processes, fault injection, bounds, generated pages."""
+"""Helper modules of the tests: reference loops, models, processes, fault injection, bounds."""

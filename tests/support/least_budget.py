@@ -11,7 +11,7 @@ import pytest
 import offload
 from offload.sizes import PAGE
 from tests.support.oracle import Job, room_for, start
-from tests.support.rank_pool import rank_and_size
+from tests.support.ranks.rank_pool import rank_and_size
 
 
 def least(job: Job, placement: tuple[str, str], folder: Path, which: str, **options: Any) -> int:

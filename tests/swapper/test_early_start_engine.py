@@ -14,8 +14,8 @@ import offload
 from offload.sizes import MIB
 from offload.swapper.residency import Residency
 from tests.support import models
-from tests.support.fault_injection import LateQueue, use_queue
-from tests.support.late_device import LateDevice, Ticks, use_device
+from tests.support.devices.late_device import LateDevice, Ticks, use_device
+from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import (
     Job,
     assert_same,

@@ -25,7 +25,7 @@ from offload.swapper.pager import Pager
 from offload.swapper.policy import Limits
 from offload.swapper.residency import Residency
 from offload.swapper.unit_table import UnitSize
-from tests.support.late_device import LateDevice, Ticks
+from tests.support.devices.late_device import LateDevice, Ticks
 
 STEPS = 5
 

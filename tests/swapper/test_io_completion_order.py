@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import models
-from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import Job, assert_same, room_for, run
 
 JOBS = {"gpt2": models.GPT2, "mixture": models.MIXTURE, "dropout": models.DROPOUT._replace(accumulation=2)}

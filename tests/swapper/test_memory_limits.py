@@ -9,7 +9,7 @@ import pytest
 
 from offload.sizes import MIB
 from offload.swapper.memory import limits
-from tests.support.memory_limit import memory_limit
+from tests.support.processes.memory_limit import memory_limit
 
 PROGRAM = """
 import pathlib, sys

@@ -16,7 +16,7 @@ from offload.aio import aligned_empty, resident_bytes
 from offload.sizes import MIB, align_up
 from tests.support import models
 from tests.support.oracle import Job, processes, start, train_step
-from tests.support.process_measures import peak_in
+from tests.support.processes.process_measures import peak_in
 
 TOLERANCE = 64 * MIB
 """What may be resident beside base and budgets: activations of one layer, libraries that come with the first step."""

@@ -14,7 +14,7 @@ import offload
 from offload.presets import build
 from offload.sizes import MIB
 from tests.support.oracle import Job, config, least_host_memory
-from tests.support.process_measures import DiskBytes
+from tests.support.processes.process_measures import DiskBytes
 from tests.swapper.test_memory_report import forked
 
 ALLOWANCE = 512 * MIB

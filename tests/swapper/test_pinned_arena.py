@@ -9,7 +9,7 @@ import torch
 
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.host_arena import Classes, Copied, HostArena, HostBuffer, HostMemory
-from tests.support.fake_pinning import PAGE, SMALL, FakeCuda, Install, install
+from tests.swapper.fake_pinning import PAGE, SMALL, FakeCuda, Install, install
 
 __all__ = ["install"]  # fixtures
 

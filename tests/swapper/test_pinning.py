@@ -19,9 +19,9 @@ from offload.swapper.memory.accelerator import PIN_CHUNK, PIN_LEAST, Accelerator
 from offload.swapper.memory.cuda_host_side import CudaHostSide, memory_node
 from offload.swapper.memory.device import Device
 from tests.support import models
-from tests.support.fake_pinning import PAGE, SMALL, Install, host_memory, install, pages, pinned
-from tests.support.late_device import use_device
+from tests.support.devices.late_device import use_device
 from tests.support.oracle import assert_same, run
+from tests.swapper.fake_pinning import PAGE, SMALL, Install, host_memory, install, pages, pinned
 
 __all__ = ["install"]  # fixtures
 

@@ -14,7 +14,7 @@ import offload
 from offload.swapper.host_cache import HostCache
 from offload.swapper.policy import Limits
 from tests.support import models
-from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import Job, assert_same, config, room_for, run, start, train_step
 
 DISK = ("nvme", "nvme")

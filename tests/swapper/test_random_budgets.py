@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import offload
 from offload.sizes import align_up
 from offload.swapper.memory.host_arena import process_memory
-from tests.support.module_trees import TREES, Tree, job_of, room
+from tests.support.modules.module_trees import TREES, Tree, job_of, room
 from tests.support.oracle import (
     PLACEMENTS,
     Result,

@@ -24,7 +24,7 @@ from offload.swapper.policy import Limits
 from offload.swapper.residency import Residency
 from offload.swapper.unit_table import UnitSize
 from tests.support import models
-from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import (
     Job,
     assert_same,

@@ -22,8 +22,8 @@ from tests.models.test_autograd import LAYERS
 from tests.models.test_autograd_refused import ShowsItsHead
 from tests.models.test_module_kinds import MEMORY, Clamped, Replaced
 from tests.support import models
-from tests.support.autograd_modules import KeepsViews
-from tests.support.module_kinds import Layers
+from tests.support.modules.autograd_modules import KeepsViews
+from tests.support.modules.module_kinds import Layers
 from tests.support.oracle import Job, config, run, start, train_step
 
 CPU = ("cpu", "cpu")

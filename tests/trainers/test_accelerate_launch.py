@@ -17,12 +17,13 @@ import yaml
 from torch import nn
 
 from tests import ROOT
-from tests.support import rounding_bounds, warm_process
-from tests.support.rank_pool import free_port
+from tests.support import rounding_bounds
+from tests.support.processes import warm_process
+from tests.support.ranks.rank_pool import free_port
 
 pytest.importorskip("accelerate")
 
-SCRIPT = ROOT / "tests" / "support" / "deepspeed_scripts" / "accelerate_ranks.py"
+SCRIPT = ROOT / "tests" / "deepspeed" / "scripts" / "accelerate_ranks.py"
 
 _RANK = """
 import os, runpy, sys

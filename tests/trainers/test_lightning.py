@@ -237,7 +237,7 @@ def test_what_an_engine_cannot_do_is_an_error_with_the_way_out(tmp_path: Path, s
 
 @pytest.mark.slow  # two processes that import Lightning
 def test_two_ranks_train_as_one_with_the_whole_batch(tmp_path: Path, strategies: Callable[..., Any]) -> None:
-    script = ROOT / "tests" / "support" / "lightning_ranks.py"
+    script = ROOT / "tests" / "trainers" / "lightning_ranks.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(script), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

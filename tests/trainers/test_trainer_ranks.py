@@ -13,7 +13,7 @@ import transformers
 from offload.hf import Accelerator
 from tests.support import models, rounding_bounds
 from tests.support.oracle import assert_same_tensors
-from tests.support.rank_pool import RankPool, pool, rank_and_size
+from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size
 from tests.support.trainer_runs import (
     CHECKPOINTING,
     Run,

@@ -13,6 +13,7 @@ from torch import nn
 import offload
 from offload.errors import NumericsError
 from tests.support import models
+from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.early_updates import (
     await_early_updates,
     backward,
@@ -20,9 +21,8 @@ from tests.support.early_updates import (
     finish_step_before,
     train_step,
 )
-from tests.support.fault_injection import LateQueue, use_queue
 from tests.support.oracle import assert_same, assert_same_tensors, config, run, start, weights_of
-from tests.support.updated_early import DISK, JOB, MEMORY, in_all_ways, trained
+from tests.updates.updated_early import DISK, JOB, MEMORY, in_all_ways, trained
 
 # -- the step confirms --------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from tests.support.early_updates import (
     train_step,
 )
 from tests.support.oracle import assert_same_tensors, config, start, weights_of
-from tests.support.updated_early import DISK, JOB, MEMORY, in_all_ways, trained
+from tests.updates.updated_early import DISK, JOB, MEMORY, in_all_ways, trained
 
 # -- nobody sees the result early ---------------------------------------------------------------------
 

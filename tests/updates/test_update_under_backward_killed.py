@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import models
+from tests.support.drives.fault_injection import die, die_after_writes
 from tests.support.early_updates import await_early_updates, finish_step_before, train_step
-from tests.support.fault_injection import die, die_after_writes
 from tests.support.oracle import (
     Job,
     Result,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tests.support.device_process import engine_device
+from tests.support.processes.device_process import engine_device
 
 TIERS = ("none", "cpu", "nvme")
 

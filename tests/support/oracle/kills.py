@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import warm_process
-from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle.job import Job, Result
 from tests.support.oracle.training import start, train_step, weights_of
+from tests.support.processes import warm_process
 
 
 def processes() -> Any:
@@ -30,9 +30,9 @@ def processes() -> Any:
     modules = [
         "pytest",
         "tests.support.models",
-        "tests.support.fault_injection",
+        "tests.support.drives.fault_injection",
         "transformers.models.gpt2.modeling_gpt2",
-        "tests.support.frozen_heap",
+        "tests.support.processes.frozen_heap",
     ]
     context.set_forkserver_preload(modules)
     _fork_the_server()

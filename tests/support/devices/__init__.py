@@ -1,0 +1,1 @@
+"""Accelerators that there are not: a CPU whose copies are late, and its memory."""

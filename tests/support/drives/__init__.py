@@ -1,0 +1,1 @@
+"""Drives that fail, are cut off or full, and file systems of a test."""

@@ -1,0 +1,1 @@
+"""Modules of all kinds, and the losses of them."""

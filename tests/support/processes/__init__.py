@@ -1,0 +1,1 @@
+"""Processes of a test: warm ones, commands, limits of their memory and calls."""

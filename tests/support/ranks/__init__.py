@@ -1,0 +1,1 @@
+"""Ranks of a test, and what they train together."""
