@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tests.storm import trial
 from tests.storm.plan import KINDS, Plan, draw, simpler
+from tests.support.oracle import start_server
 
 
 def main() -> int:
@@ -32,6 +33,7 @@ def main() -> int:
     parser.add_argument("--kind", choices=KINDS, default="", help="what ranks do in each storm; default: as drawn")
     parser.add_argument("--stop", action="store_true", help="begin no storm after the first failure")
     arguments = parser.parse_args()
+    start_server("tests.storm.imported")
     folder = Path(tempfile.mkdtemp(prefix="offload-storm-", dir=arguments.folder))
     storms = _Storms(folder, arguments.kind)
     seeds = _Shared(_seeds(arguments.seed, arguments.count, arguments.minutes))

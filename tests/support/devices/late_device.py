@@ -28,7 +28,6 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from offload.engine.gradients import accumulator
 from offload.engine.setup import initialize
@@ -286,7 +285,11 @@ class Operations(TorchDispatchMode):
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.is_view or not self._device.memory.holds(ranges((args, kwargs))):
+        return self._carried_out(func, args, kwargs, [] if func.is_view else ranges(tensors_in((args, kwargs))))
+
+    def _carried_out(self, func: Any, args: Any, kwargs: Any, touched: Sequence[tuple[int, int]]) -> Any:
+        """Returns the result of an operation that reads, or writes, the ranges `touched`."""
+        if not self._device.memory.holds(touched):
             return func(*args, **(kwargs or {}))
         with self._device.memory.window():
             return func(*args, **(kwargs or {}))
@@ -305,26 +308,40 @@ class Ticks(Operations):
         self._device.memory.guard(-1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        read = [] if func.is_view else ranges((args, kwargs))
-        at_once = self._of_host((args, kwargs))
+        tensors = tensors_in((args, kwargs))
+        read = [] if func.is_view else ranges(tensors)
+        at_once = self._of_host(tensors)
         self._device.tick(read, at_once=at_once)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self._device.made([] if func.is_view or at_once else ranges(result))
+        result = self._carried_out(func, args, kwargs, read)
+        self._device.made([] if func.is_view or at_once else ranges(tensors_in(result)))
         return result
 
-    def _of_host(self, tree: Any) -> bool:
+    def _of_host(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Returns whether an operation on these tensors is one of the host, which has ended when it returns.
 
         Memory that is neither torch's own nor the device's, as of a buffer of the queue, is the host's.
         """
-        tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.nbytes]
+        tensors = [t for t in tensors if t.nbytes]
         foreign = all(not (t.is_meta or t.untyped_storage().resizable()) for t in tensors)
         return bool(tensors) and foreign and not self._device.memory.holds(ranges(tensors))
 
 
-def ranges(tree: Any) -> list[tuple[int, int]]:
-    """Returns the memory of the tensors in a tree: (first address, last address) of each."""
-    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Returns the tensors of an operation's arguments or results: alone, or in lists, tuples and dicts.
+
+    Torch's `tree_leaves` asks a registry about each leaf, which took most of the time of a tick.
+    """
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return []
+    return [tensor for each in tree for tensor in tensors_in(each)]
+
+
+def ranges(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Returns the memory of tensors: (first address, last address) of each."""
     return [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.nbytes and not t.is_meta]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from tests.support.oracle.bits import assert_same, assert_same_tensors, same_bits
 from tests.support.oracle.job import DTYPES, PLACEMENTS, TIERS, Job, Result, config
-from tests.support.oracle.kills import dies, kill_and_resume, processes
+from tests.support.oracle.kills import dies, kill_and_resume, processes, start_server
 from tests.support.oracle.plain_engine import PLAIN, PlainEngine, PlainOptimizer, rounded
 from tests.support.oracle.training import (
     accumulated_step,
@@ -50,6 +50,7 @@ __all__ = [
     "same_bits",
     "small_pieces",
     "start",
+    "start_server",
     "train_step",
     "trained",
     "weights_of",

@@ -27,16 +27,26 @@ from tests.support.processes import warm_process
 def processes() -> Any:
     """Returns a context whose processes start from a server that has imported what tests need, and no more."""
     context = multiprocessing.get_context("forkserver")
-    modules = [
+    context.set_forkserver_preload(_preloaded())
+    _fork_the_server()
+    return context
+
+
+def start_server(*modules: str) -> None:
+    """Starts the server of `processes` with modules that it imports beside: before its first process, in a program."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_preloaded(*modules))
+    forkserver.ensure_running()
+
+
+def _preloaded(*more: str) -> list[str]:
+    return [
         "pytest",
         "tests.support.models",
         "tests.support.drives.fault_injection",
         "transformers.models.gpt2.modeling_gpt2",
+        *more,
         "tests.support.processes.frozen_heap",
     ]
-    context.set_forkserver_preload(modules)
-    _fork_the_server()
-    return context
 
 
 @functools.cache
