@@ -78,6 +78,17 @@ def release_pages_at(address: int, nbytes: int) -> None:
         raise OSError(ctypes.get_errno(), "madvise")
 
 
+def release_heap() -> None:
+    """Returns memory that was allocated by malloc and freed to the kernel, where the C library can. See malloc_trim(3).
+
+    glibc takes blocks of up to 32 MiB from its heap once as large ones were freed, as tensors of a few million elements
+    are. What is freed below a block in use stays resident.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+    if trim is not None:
+        trim(0)
+
+
 def prefer_node(buffer: memoryview, node: int) -> bool:
     """Makes a NUMA node the preferred source of the pages of `buffer`. See mbind(2).
 

@@ -32,7 +32,7 @@ from offload.errors import UsageError
 CHUNK_TOKENS = 1024
 """Default tokens of a chunk: enough for the matrix units of a GPU, half a GiB of logits at 128 thousand words."""
 
-_SCALED_NUMEL = 1 << 24
+_SCALED_NUMEL = 1 << 22
 """Elements of a gradient that are scaled at a time."""
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from offload.aio import _native, aligned_empty, crc32c, huge_page_share, prefer_node, release_pages
 from offload.aio import memory as aio_memory
+from tests.support.processes import warm_process
 from tests.support.processes.seccomp import refusing
 
 HUGE = 2 << 20
@@ -212,3 +213,38 @@ def test_crc_is_the_same_in_every_way(data: bytes, value: int) -> None:
 def test_crc_has_no_other_way() -> None:
     with pytest.raises(ValueError, match="no way"):
         _native.crc32c_by("magic", b"", 0)
+
+
+# -- malloc's heap ------------------------------------------------------------------------------------
+
+HEAP = """\
+import ctypes
+from offload.aio.memory import release_heap
+from tests.support.processes.process_measures import resident
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+
+def block(nbytes):
+    address = libc.malloc(ctypes.c_size_t(nbytes))
+    ctypes.memset(address, 1, nbytes)
+    return address
+
+def free(*addresses):
+    for address in addresses:
+        libc.free(ctypes.c_void_p(address))
+
+free(block(24 << 20))  # from here on glibc takes blocks of that size from its heap
+blocks, above = [block(8 << 20) for _ in range(16)], block(1 << 20)
+full = resident()
+free(*blocks)
+print((full - resident()) >> 20)
+release_heap()
+print((full - resident()) >> 20)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's malloc alone")
+def test_freed_memory_that_malloc_keeps_is_given_back() -> None:
+    kept, given_back = map(int, warm_process.python(HEAP).stdout.split())
+    assert kept < 8 and given_back > 120

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from offload.errors import BudgetError
 from offload.planner import memory
 from offload.planner import recommend as choice
+from offload.planner.activations.formulas import head_copy
 from offload.planner.activations.load import Load
 from offload.planner.hardware import described, parse_drive
 from offload.planner.model_shape import from_name
@@ -36,6 +37,16 @@ def test_the_peak_of_a_plan_that_fits_is_within_the_ram(name: str, in_chunks: bo
         fitting.append(ram)
         assert planned.host_peak <= ram
     assert fitting and fitting[0] > 512 * MIB, "the sizes are on both sides of the least that fits"
+
+
+def test_a_copy_of_the_head_is_gone_before_its_gradients_are_scaled() -> None:
+    """So the loss in chunks takes the larger of both, and all logits at once take the copy too."""
+    shape = from_name("llama-1b", 256, torch.bfloat16)
+    whole = 2 * shape.layouts[shape.uses[-1].unit].numel
+    assert head_copy(shape, Load(1)) == whole
+    # Logits of 256 tokens, in fp32 and bf16, less the piece of a gradient that is scaled in fp32 at a time.
+    logits, piece = 6 * 256 * 128256, 4 << 22
+    assert head_copy(shape, Load(1, chunked_loss=True)) == logits - piece - 2 * 256 * 2048
 
 
 @settings(max_examples=4)

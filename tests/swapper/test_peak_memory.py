@@ -14,7 +14,7 @@ import offload
 from offload.presets import build
 from offload.sizes import MIB
 from tests.support.oracle import Job, config, least_host_memory
-from tests.support.processes.process_measures import DiskBytes
+from tests.support.processes.process_measures import DiskBytes, resident
 from tests.swapper.test_memory_report import forked
 
 ALLOWANCE = 512 * MIB
@@ -95,6 +95,23 @@ def test_peak_and_bytes_are_the_formula(model: Callable[[], torch.nn.Module], tm
     # weights that an update finds in a lease.
     assert 22 <= mine["own_bytes"] / parameters <= 26.1
     assert mine["disk_bytes"] >= 0.98 * mine["own_bytes"], "the page cache did not do it"
+
+
+def _initialized(job: Job, folder: str) -> int:
+    """Returns the bytes by which RAM has grown when there is an engine, of whose budgets no step has touched a page."""
+    with offload.init(None):
+        net = job.model()
+    before = resident()
+    engine = offload.initialize(model=net, config=config(job, ("nvme", "nvme"), Path(folder)))[0]
+    grown = resident() - before
+    engine.destroy(remove=True)
+    return grown
+
+
+def test_memory_of_the_first_weights_is_given_back(tmp_path: Path) -> None:
+    """They are made and freed unit by unit, and malloc would keep 120 MiB of them."""
+    grown, _ = forked(_initialized, Job(middle, loss, dtype="bf16"), str(tmp_path))
+    assert grown < 48 * MIB
 
 
 @pytest.mark.sample(2)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from offload import kernels
+from offload.aio.memory import release_heap
 from offload.checkpointing import with_configured
 from offload.config import Config, effective, load_config, resolve_batch
 from offload.engine.distributed.payload.secondary import form_node
@@ -254,6 +255,7 @@ def _start(
             loaded.dataloader_drop_last,
         )
     engine = build(plan, model, chosen, Engine, schedule, loader)
+    release_heap()  # the model's first weights were made and freed unit by unit
     if plan.process == 0:
         warn_if_slow(loaded, device.torch, plan.resume)
         logger.info(effective(loaded, batch, count))

@@ -15,7 +15,7 @@ _DEVICE_UNITS = 3
 """Units of the largest size for which the device arena has room by default."""
 _ARENA_SHARE = 0.25
 """Fraction of what `beside_arenas` leaves that the default arena takes at most where the CPU computes."""
-_LIBRARIES = 32 * MIB
+LIBRARIES = 32 * MIB
 """Bytes of libraries that are loaded in the first step, and of threads' stacks."""
 _GRADIENT_SHARE = 0.75
 """Fraction of the free device memory for resident states, paged units and gradients: activations need the rest."""
@@ -30,7 +30,7 @@ def beside_arenas(parts: Partitions, gradients: int = 2) -> int:
         parts: this rank's partitions.
         gradients: gradients of the largest unit at a time: two if its weights are tied.
     """
-    return gradients * parts.largest_gradient + parts.largest_unit + _LIBRARIES
+    return gradients * parts.largest_gradient + parts.largest_unit + LIBRARIES
 
 
 def divide_device(

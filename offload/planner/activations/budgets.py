@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from offload.layout.budgets.device import beside_arenas
-from offload.planner.activations.formulas import need
+from offload.layout.budgets.device import LIBRARIES, beside_arenas
+from offload.planner.activations.formulas import head_copy, need
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
@@ -54,8 +54,8 @@ def beside_activations(memory: Memory, shape: Shape, load: Load) -> int:
     # A unit that is used twice has tied weights.
     gradients = 2 if len(set(units)) < len(units) else 1
     head = memory.layouts[units[-1]].numel if units else 0
-    # A loss in chunks holds the head's gradient twice while it scales it, which is among the activations. All that
-    # comes later in the backward of a head that is the largest unit takes no more.
+    # A loss in chunks holds the head's gradient twice while it scales it, which is among the activations, and a copy of
+    # the head's weights before that. The rest of the backward takes no more if the head is the largest unit.
     if load.chunked_loss and head == max(layout.numel for layout in memory.layouts):
-        gradients = 0
+        return LIBRARIES + head_copy(shape, load)
     return beside_arenas(parts, gradients)

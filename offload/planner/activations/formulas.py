@@ -32,7 +32,7 @@ from offload.sizes import align_up
 
 CHUNK_TOKENS = 1024
 """Tokens of a chunk of the loss, as `offload.losses.chunked.CHUNK_TOKENS`."""
-SCALED_NUMEL = 1 << 24
+SCALED_NUMEL = 1 << 22
 """Elements of a gradient that the loss scales at a time, in fp32, as `offload.losses.chunked`."""
 IN_FLIGHT = 2
 """Inputs on the device, beside the newest: one that leaves it or is ahead of the backward, and one that is in use."""
@@ -210,11 +210,19 @@ def _tail(shape: Shape, load: Load, uses: Sequence[Use]) -> int:
     return saved + max(_head(shape, load), norm)
 
 
-def _head(shape: Shape, load: Load) -> int:
-    """Returns the bytes of the head and the loss."""
+def head_copy(shape: Shape, load: Load) -> int:
+    """Returns the bytes by which a copy of the head's weights in its products' layout raises the peak of its loss.
+
+    In chunks the copy goes with the products, before the gradients are scaled.
+    """
+    return _head(shape, load, shape.layouts[shape.uses[-1].unit].numel * shape.itemsize) - _head(shape, load)
+
+
+def _head(shape: Shape, load: Load, copy: int = 0) -> int:
+    """Returns the bytes of the head and the loss, with those of a copy of its weights beside its products."""
     head, size = shape.uses[-1], shape.itemsize
     if not load.chunked_loss:
-        return load.batch * (head.saved + 2 * shape.temporary)
+        return load.batch * (head.saved + 2 * shape.temporary) + copy
     tokens = load.batch * shape.sequence
     # Logits in fp32, and in the model's dtype if that is another one.
     of_token = head.largest // shape.sequence
@@ -225,4 +233,4 @@ def _head(shape: Shape, load: Load) -> int:
     several = tokens > CHUNK_TOKENS or size == _FP32
     summed = numel * (_FP32 if several else size) + hidden
     chunk = numel * size if several and size < _FP32 else 0
-    return hidden + summed + max(logits + chunk, hidden + numel * size + min(SCALED_NUMEL, numel) * _FP32)
+    return hidden + summed + max(logits + chunk + copy, hidden + numel * size + min(SCALED_NUMEL, numel) * _FP32)

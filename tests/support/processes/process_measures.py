@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,11 @@ class DiskBytes:
     @property
     def written(self) -> int:
         return self._now()[1] - self._start[1]
+
+
+def resident() -> int:
+    """Returns the bytes of RAM that this process has now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_rss() -> int:
