@@ -88,6 +88,8 @@ def test_the_host_is_in_order_with_itself_and_compute_is_not() -> None:
         device.upload(memory, buffer).wait()
         buffer.add_(1.0)
         device.download(buffer, memory).wait()
+        buffer.copy_(torch.full((TWOS,), 2.0))
+        device.upload(memory, buffer).wait()
         assert buffer.sum() == 2 * TWOS and device.broken == []
         computed = torch.ones(TWOS)
         device.upload(memory, computed).wait()

@@ -313,7 +313,9 @@ class Ticks(Operations):
         at_once = self._of_host(tensors)
         self._device.tick(read, at_once=at_once)
         result = self._carried_out(func, args, kwargs, read)
-        self._device.made([] if func.is_view or at_once else ranges(tensors_in(result)))
+        written = [] if func.is_view or at_once else tensors_in(result)
+        # What lies in the host's memory was computed by the host, also from numbers in torch's own memory.
+        self._device.made(ranges([each for each in written if not self._of_host([each])]))
         return result
 
     def _of_host(self, tensors: Sequence[torch.Tensor]) -> bool:
