@@ -5,7 +5,7 @@
 #
 # What io_uring and libaio move is invisible to the thread sanitizer. That makes no false reports, so
 # nothing is suppressed; but a race over bytes shows only where a test moves them by memcpy, as in
-# queue_test.cpp, or by pread and pwrite, which it knows.
+# scripted.h, or by pread and pwrite, which it knows.
 set -eu
 cd "$(dirname "$0")/.."
 core=offload/aio/native

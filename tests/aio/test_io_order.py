@@ -1,6 +1,6 @@
 """A drive that is slower when it reads and writes at once is used in windows of one direction, by its kept probe.
 
-How a schedule orders blocks in windows is tested in tests/native/schedule_test.cpp.
+How a schedule orders blocks in windows is tested in tests/native/schedule_windows_test.cpp.
 """
 
 from __future__ import annotations

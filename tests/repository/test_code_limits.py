@@ -1,6 +1,6 @@
 """The package keeps the numbers of CONTRIBUTING.md: sizes of folders, files and functions, and the style of its text.
 
-Files of tests, benchmarks, scripts and examples keep the limit of lines too.
+Files of tests, benchmarks, scripts and examples keep the limit of lines too, and so do files of C++ and CUDA.
 
 `TODAY` lists what does not keep them yet, with its number. The list is a ratchet: it fails too where the package has
 become better than it says, so that it shrinks until it is empty. A failure prints the line to write.
@@ -25,6 +25,8 @@ from tests.repository.lines_by_room import lines_by_room
 PACKAGE = ROOT / "offload"
 BESIDE = ("tests", "bench", "examples", "scripts")
 """Folders beside the package whose files keep the limit of lines."""
+NATIVE = (".cpp", ".h", ".cu")
+"""Endings of files of C++ and CUDA, which keep the limit of lines in the package and beside it."""
 
 FILES_OF_A_FOLDER = 12
 FILES_OF_A_TEST_FOLDER = 30
@@ -81,10 +83,15 @@ def long_files(files: Sequence) -> dict[str, float]:
     return {file.path: file.lines for file in files if file.lines > LINES_OF_A_FILE}
 
 
+def native_files(root: Path) -> list[Path]:
+    """Returns the files of C++ and CUDA in the package and in `BESIDE`."""
+    return [path for folder in (PACKAGE.name, *BESIDE) for path in (root / folder).rglob("*") if path.suffix in NATIVE]
+
+
 def long_files_beside(root: Path) -> dict[str, float]:
-    """Returns the files of `BESIDE` in `root` that are too long."""
-    paths = [path for folder in BESIDE for path in (root / folder).rglob("*.py") if "__pycache__" not in path.parts]
-    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    """Returns the files of `BESIDE` in `root` that are too long, and those of C++ and CUDA in the package too."""
+    python = [path for folder in BESIDE for path in (root / folder).rglob("*.py") if "__pycache__" not in path.parts]
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (*python, *native_files(root))}
     return {path.relative_to(root).as_posix(): count for path, count in lines.items() if count > LINES_OF_A_FILE}
 
 
@@ -184,7 +191,10 @@ def test_the_page_for_contributors_has_the_same_numbers() -> None:
     page = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rows = {row[0].strip(): row[1].strip() for row in re.findall(r"^\|([^|]+)\|([^|]+)\|$", page, re.MULTILINE)}
     assert rows["a function"].startswith(f"{LINES_OF_A_FUNCTION} lines")
-    assert rows["a file, of tests, benchmarks, scripts and examples too"] == f"{LINES_OF_A_FILE} lines"
+    assert (
+        rows["a file, of tests, benchmarks, scripts and examples too, and of C++ and CUDA"]
+        == f"{LINES_OF_A_FILE} lines"
+    )
     assert rows["a folder"].startswith(f"{FILES_OF_A_FOLDER} Python files")
     assert rows["a folder of tests"] == f"{FILES_OF_A_TEST_FOLDER} files"
     assert (
@@ -217,6 +227,21 @@ def test_a_long_file_beside_the_package_is_found(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("a = 1\n" * lines)
     assert long_files_beside(tmp_path) == {"tests/test_a.py": 401, "tests/support/b.py": 401}
+
+
+@pytest.mark.parametrize("ending", NATIVE)
+@pytest.mark.parametrize("folder", ["tests/native", "offload/aio/native"])
+def test_a_long_native_file_is_found(tmp_path: Path, folder: str, ending: str) -> None:
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / f"short{ending}").write_text("int a;\n" * 400)
+    assert long_files_beside(tmp_path) == {}
+    (tmp_path / folder / f"long{ending}").write_text("int a;\n" * 401)
+    assert long_files_beside(tmp_path) == {f"{folder}/long{ending}": 401}
+
+
+def test_the_limit_of_native_files_sees_those_of_the_package_and_of_the_tests() -> None:
+    seen = {path.parent.relative_to(ROOT).as_posix() for path in native_files(ROOT)}
+    assert {"offload/aio/native", "offload/kernels/cuda", "tests/native", "tests/device/native"} <= seen
 
 
 def test_a_crowded_folder_of_tests_is_found(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "host_memory.h"
 #include "memory.h"
 #include "streams.h"
 

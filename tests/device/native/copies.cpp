@@ -16,6 +16,7 @@
 
 #include <cstring>
 
+#include "host_memory.h"
 #include "tensors.h"
 
 namespace testdevice {

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <memory>
 
+#include "host_memory.h"
 #include "memory.h"
 #include "streams.h"
 

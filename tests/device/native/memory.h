@@ -12,6 +12,8 @@ namespace testdevice {
 
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
 
+inline size_t rounded(size_t nbytes, size_t unit) { return (nbytes + unit - 1) / unit * unit; }
+
 inline c10::Device device() { return c10::Device(kDevice, 0); }
 
 // The kernels' address of a device address. The device's own addresses are mapped without any
@@ -31,22 +33,5 @@ void empty_cache();
 // Keeps a freed block from being used again until the work that `stream` has now is complete. As
 // CUDA's allocator it protects its own blocks alone: not a storage that DLPack has laid over one.
 void record_block(const c10::DataPtr& block, int64_t stream);
-
-// -- host memory
-// -------------------------------------------------------------------------------------
-
-// Results of CUDA's runtime, by its numbers.
-enum : int { kSuccess = 0, kOutOfMemory = 2, kAlreadyRegistered = 712, kNotRegistered = 713 };
-
-int register_host(uintptr_t start, size_t nbytes);
-int unregister_host(uintptr_t start);
-// The bytes that may be registered in all; more are refused.
-void set_pin_limit(int64_t nbytes);
-// Returns true for memory within one pinned range. Throws where the memory reaches over the end of
-// one.
-bool is_pinned(const void* start, size_t nbytes);
-// Notes a queued copy from or to pinned memory, which must stay as it is until then.
-void hold_host(uintptr_t start, size_t nbytes, int64_t stream, uint64_t number);
-c10::Allocator* pinned_allocator();
 
 }  // namespace testdevice

@@ -4,20 +4,16 @@
 // operation reads no value. An operation whose results depend on values (`nonzero`, `equal`) waits
 // for its stream and runs at once; the counter of such waits is what CUDA's sync-debug mode would
 // show.
-#include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/native/transformers/attention.h>
-#include <ATen/ops/_fused_sdp_choice_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/histc.h>
-#include <ATen/ops/mul.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <string>
 #include <unordered_set>
 
+#include "arguments.h"
 #include "tensors.h"
 
 namespace testdevice {
@@ -52,37 +48,6 @@ const std::unordered_set<std::string> kSavesOtherwise{
 const std::unordered_set<std::string> kTakesHostIndices{
     "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_",
     "aten::_unsafe_index"};
-
-using Replace = std::function<at::Tensor(const at::Tensor&, const c10::Argument&)>;
-
-c10::IValue replaced(const c10::IValue& value, const c10::Argument& argument,
-                     const Replace& replace) {
-    if (value.isTensor()) return replace(value.toTensor(), argument);
-    if (value.isTensorList()) {
-        c10::List<at::Tensor> tensors;
-        for (const at::Tensor& each : value.toTensorVector())
-            tensors.push_back(replace(each, argument));
-        return tensors;
-    }
-    if (value.isOptionalTensorList()) {
-        c10::List<std::optional<at::Tensor>> tensors;
-        for (const std::optional<at::Tensor>& each : value.toOptionalTensorVector()) {
-            tensors.push_back(each ? std::optional(replace(*each, argument)) : std::nullopt);
-        }
-        return tensors;
-    }
-    return value;
-}
-
-bool writes(const c10::Argument& argument) {
-    return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-}
-
-at::Tensor meta_of(const at::Tensor& tensor) {
-    // Kernels of the meta device in Python take a number's value.
-    if (!tensor.defined() || tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;
-    return at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type());
-}
 
 // A call of an operator with arguments on the device.
 class Call {
@@ -369,52 +334,6 @@ class Call {
 
 void carry_out(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack).carry_out(); }
 
-// The CPU's dropout multiplies by noise / (1 - p), where a GPU's kernel multiplies by a mask and a
-// scale. The device has the CPU's bits.
-std::tuple<at::Tensor, at::Tensor> dropout(const at::Tensor& input, double p, std::optional<bool>) {
-    at::Tensor noise = at::empty(input.sizes(), input.options().device(at::kCPU));
-    {
-        Plain plain;
-        noise.bernoulli_(1 - p);
-    }
-    at::Tensor mask = make(input.sizes(), noise.strides(), at::kBool);
-    queue_from(mask, noise.to(at::kBool));
-    at::Tensor output = make(input.sizes(), noise.strides(), input.scalar_type());
-    submit([to = over(output), from = over(input), noise, p] {
-        Plain plain;
-        to.copy_(at::mul(from, noise.div_(1 - p)));
-    });
-    return {output, mask};
-}
-
-at::Tensor dropout_backward(const at::Tensor& gradient, const at::Tensor& mask, double scale) {
-    at::Tensor result = make(gradient.sizes(), mask.strides(), gradient.scalar_type());
-    submit([to = over(result), from = over(gradient), mask = over(mask), scale] {
-        Plain plain;
-        to.copy_(at::mul(from, mask.to(from.scalar_type()).div_(1 / scale)));
-    });
-    return result;
-}
-
-// The CPU counts floating-point values alone, CUDA integers as well.
-at::Tensor histogram(const at::Tensor& values, int64_t bins, const at::Scalar& min,
-                     const at::Scalar& max) {
-    at::Tensor counts = make({bins}, {1}, values.scalar_type());
-    submit([to = over(counts), from = over(values), bins, min, max] {
-        Plain plain;
-        const bool whole = at::isIntegralType(from.scalar_type(), false);
-        to.copy_(at::histc(whole ? from.to(at::kDouble) : from, bins, min, max));
-    });
-    return counts;
-}
-
-int64_t choose_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                         const std::optional<at::Tensor>& mask, double dropout, bool causal,
-                         std::optional<double> scale, bool grouped) {
-    return at::native::_fused_sdp_choice_cpp(query, key, value, mask, dropout, causal, scale,
-                                             grouped);
-}
-
 // Operators that torch would put together of others on this device, and that have a kernel of their
 // own on a CPU.
 void add_kernels_of_the_cpu(torch::Library& library) {
@@ -445,14 +364,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     // another cannot be.
     m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&carry_out>());
     m.impl("smooth_l1_loss", torch::CppFunction::makeFromBoxedFunction<&carry_out>());
-    m.impl("histc", histogram);
-    m.impl("native_dropout", dropout);
-    m.impl("native_dropout_backward", dropout_backward);
-    m.impl("_fused_sdp_choice", choose_attention);
 }
 
 }  // namespace testdevice
-
-namespace at::native {
-REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &testdevice::choose_attention)
-}
