@@ -12,6 +12,7 @@
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -28,6 +29,9 @@ Plain::Plain()
 at::Tensor over(const at::Tensor& tensor) {
     const auto options = at::TensorOptions().dtype(tensor.scalar_type()).device(at::kCPU);
     TORCH_CHECK(!tensor.is_conj() && !tensor.is_neg(), "the test device knows no lazy conjugates");
+    // Queued work writes it on another thread, outside of the caller's inference mode, where no
+    // inference tensor may be written.
+    c10::InferenceMode ordinary(false);
     return at::from_blob(kernel_address(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
                          options);
 }
