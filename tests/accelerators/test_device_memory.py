@@ -165,7 +165,7 @@ def test_what_comes_into_grown_memory_waits_for_compute_that_was_under_way() -> 
     """torch may have had it for an activation that a kernel still reads."""
     device = LateDevice(0, 1.0)
     arena = DeviceArena(PAGE, device)
-    device.tick([])
+    device.tick([], [])
     start, stop = arena.grow(2 * PAGE)
     block = arena.take_at(start, stop - start)
     assert [event.done() for event in block.after] == [False]

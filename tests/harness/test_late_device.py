@@ -90,7 +90,14 @@ def test_the_host_is_in_order_with_itself_and_compute_is_not() -> None:
         device.download(buffer, memory).wait()
         buffer.copy_(torch.full((TWOS,), 2.0))
         device.upload(memory, buffer).wait()
+        torch.ones(TWOS).copy_(buffer)
+        device.download(buffer, memory).wait()
         assert buffer.sum() == 2 * TWOS and device.broken == []
+        memory.copy_(buffer)
+        device.download(buffer, memory).wait()
+        assert "written early" in device.broken, "as an asynchronous copy of torch's from pinned memory"
+        device.record_event().wait()
+        device.broken.clear()
         computed = torch.ones(TWOS)
         device.upload(memory, computed).wait()
         assert device.broken == ["copied early"]

@@ -235,10 +235,10 @@ class LateDevice(Device):
             while self._kernels:
                 self._kernels.pop(0)()
 
-    def tick(self, ranges: Sequence[tuple[int, int]], *, at_once: bool = False) -> None:
+    def tick(self, ranges: Sequence[tuple[int, int]], of_compute: Sequence[tuple[int, int]]) -> None:
         """Records an operation of torch that reads, or writes, `ranges` of memory: (first address, last address).
 
-        One of the host is over `at_once`: no copy can come before its end.
+        What is not `of_compute` is the host's: it has been read when the operation returns.
         """
         with self.lock:
             self._clock += 1
@@ -246,8 +246,7 @@ class LateDevice(Device):
             for first, last in ranges:
                 if any(copy.start < last and first < copy.start + copy.nbytes for copy in pending):
                     self.broken.append("read early")
-                if not at_once:
-                    self._reads.append((self._clock, first, last))
+            self._reads += [(self._clock, first, last) for first, last in of_compute]
             self.drift()
             self._reads = [read for read in self._reads if read[0] > self.progress]
 
@@ -308,24 +307,23 @@ class Ticks(Operations):
         self._device.memory.guard(-1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = tensors_in((args, kwargs))
-        read = [] if func.is_view else ranges(tensors)
-        at_once = self._of_host(tensors)
-        self._device.tick(read, at_once=at_once)
-        result = self._carried_out(func, args, kwargs, read)
-        written = [] if func.is_view or at_once else tensors_in(result)
-        # What lies in the host's memory was computed by the host, also from numbers in torch's own memory.
-        self._device.made(ranges([each for each in written if not self._of_host([each])]))
+        tensors = [] if func.is_view else tensors_in((args, kwargs))
+        touched = ranges(tensors)
+        on_device = self._device.memory.holds(touched)
+        self._device.tick(touched, touched if on_device else ranges(_not_of_host(tensors)))
+        result = self._carried_out(func, args, kwargs, touched)
+        written = [] if func.is_view else tensors_in(result)
+        self._device.made(ranges(written if on_device else _not_of_host(written)))
         return result
 
-    def _of_host(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Returns whether an operation on these tensors is one of the host, which has ended when it returns.
 
-        Memory that is neither torch's own nor the device's, as of a buffer of the queue, is the host's.
-        """
-        tensors = [t for t in tensors if t.nbytes]
-        foreign = all(not (t.is_meta or t.untyped_storage().resizable()) for t in tensors)
-        return bool(tensors) and foreign and not self._device.memory.holds(ranges(tensors))
+def _not_of_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns those in torch's own memory. Any other, as of a buffer of the queue, is the host's.
+
+    The host is in order with itself: what an operation without the device's memory reads and writes there is done when
+    it returns.
+    """
+    return [t for t in tensors if t.is_meta or t.untyped_storage().resizable()]
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
