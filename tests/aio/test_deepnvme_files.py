@@ -16,6 +16,7 @@ from offload.deepnvme import aio_handle
 from offload.errors import IoError, UsageError
 from tests.aio.nvme_handles import content, handle, noise
 from tests.support.processes import warm_process
+from tests.support.processes.process_measures import resident
 
 __all__ = ["handle"]  # fixtures
 
@@ -189,11 +190,6 @@ def test_locked_memory_goes_with_its_last_view(handle: aio_handle) -> None:
     del view
     gc.collect()
     assert resident() - mapped < 16 << 20
-
-
-def resident() -> int:
-    """Bytes of this process that are in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ import offload
 from tests.support import models
 from tests.support.oracle import assert_same_tensors, config, room_for, run, start, train_step, weights_of
 from tests.support.processes import warm_process
+from tests.support.processes.process_measures import resident
 
 DISK = ("nvme", "nvme")
 MIB = 1 << 20
@@ -38,14 +39,13 @@ class Held(NamedTuple):
         gc.collect()
         # By type(), because isinstance() asks __class__, and some libraries' objects answer that with a warning.
         tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
         return cls(
             descriptors=len(os.listdir("/proc/self/fd")),
             threads=len(threading.enumerate()),
             tasks=len(os.listdir("/proc/self/task")),
             tensors=tensors,
             mappings=len(Path("/proc/self/maps").read_text().splitlines()),
-            resident=pages * os.sysconf("SC_PAGE_SIZE"),
+            resident=resident(),
         )
 
 
