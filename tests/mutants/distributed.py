@@ -96,4 +96,11 @@ MUTANTS = (
         "    if uses and not any(intent.kind is Collective.REDUCE for intent in intents):\n",
         "tests/ranks/test_agreement.py",
     ),
+    Mutant(
+        "keep the groups of an engine that has ended",
+        "offload.engine.distributed.process_group",
+        "self._control, self._groups = None, DeviceGroups(None, None)",
+        "pass",
+        "tests/ranks/test_ranks.py",
+    ),
 )

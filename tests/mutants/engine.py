@@ -166,4 +166,18 @@ MUTANTS = (
         "    pass  #",
         "tests/swapper/test_peak_memory.py",
     ),
+    Mutant(
+        "make all first weights of a unit at once",
+        "offload.engine.params.initial_fill",
+        "while start + CHUNK <= layout.values_stop:",
+        "while False:",
+        "tests/models/test_first_weights.py",
+    ),
+    Mutant(
+        "put each chunk of first weights where the first one is",
+        "offload.engine.params.initial_fill",
+        "start = (before + both.start - share.start) * itemsize",
+        "start = before * itemsize",
+        "tests/models/test_first_weights.py",
+    ),
 )

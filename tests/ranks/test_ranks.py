@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import gc
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -176,6 +179,43 @@ def test_collectives_of_the_users_own(ranks: RankPool, tmp_path: Path) -> None:
     room = room_for(THREE_BLOCKS, 3) + 4 * room_for(THREE_BLOCKS, 1)
     one, other = ranks.run(meet_outside, tmp_path, room)
     assert one == other and len(one) == 15
+
+
+def threads_of_groups() -> int:
+    """Returns the threads of torch's process groups in this process."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            names.append((task / "comm").read_text())
+    return sum("gloo" in name for name in names)
+
+
+def threads_after_engines(job: Job, folder: Path) -> list[int]:
+    """Returns them before the first engine, while there is one, and after each of two has ended."""
+    gc.collect()
+    gc.disable()
+    try:
+        found = [threads_of_groups()]
+        for number in range(2):
+            engine = start(job, DISK, folder / str(number))
+            found.append(threads_of_groups())
+            engine.destroy(remove=True)
+            deadline = time.monotonic() + 10  # the kernel lists a thread for a moment after it was joined
+            while threads_of_groups() > found[0] and time.monotonic() < deadline:
+                time.sleep(0.01)
+            found.append(threads_of_groups())
+    finally:
+        gc.enable()
+    return found
+
+
+@pytest.mark.parametrize("shard_size", [2, 1])
+def test_the_threads_of_an_engines_groups_end_with_it(shard_size: int, ranks: RankPool, tmp_path: Path) -> None:
+    """Each wakes a hundred times a second. No collection of cycles is needed."""
+    for before, one, after, other, end in ranks.run(
+        threads_after_engines, JOBS["gpt2"]._replace(shard_size=shard_size), tmp_path
+    ):
+        assert before == after == end and one == other > before
 
 
 def train_with_short_waits(job: Job, folder: Path) -> Result:

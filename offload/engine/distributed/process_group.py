@@ -384,6 +384,8 @@ class Ranks:
             for group in (self._control, *self._groups.all):
                 with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # the user may have destroyed them
                     dist.destroy_process_group(group)
+            # The threads of a group of gloo end with its last reference, and wake a hundred times a second until then.
+            self._control, self._groups = None, DeviceGroups(None, None)
 
 
 def join_ranks(device: Device, shard_size: int) -> Ranks | None:

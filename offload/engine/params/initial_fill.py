@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from offload.states import State, Tier
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.modes import Mode
+
+CHUNK = 1 << 24
+"""Elements of a unit that are made into states at a time. A power of two: each chunk begins at a page of the file."""
 
 
 def make_resident_shards(
@@ -66,30 +69,42 @@ def make_resident_shards(
     return residents
 
 
-def _values(parameter: nn.Parameter, segment: Segment) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields a segment's values, (n,) at a time on the CPU, each with its position, from an origin or from memory."""
+def _values(parameter: nn.Parameter, segment: Segment, part: range) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields `part` of a segment's values from an origin or from memory.
+
+    Values are (n,) at a time on the CPU, each with its position in the segment.
+    """
+    first = segment.first if segment.stack else 0
     origin = origin_of(parameter)
     if origin is None:
         values = parameter.detach()[segment.row] if segment.stack else parameter.detach()
-        yield 0, values.to("cpu").contiguous().view(-1)
-    elif segment.stack:
-        first = segment.row * segment.value_numel
-        yield from origin.pieces(range(first, first + segment.value_numel))
+        yield part.start, values.reshape(-1)[part.start : part.stop].to("cpu")
     else:
-        yield from origin.pieces()
+        for position, values in origin.pieces(range(first + part.start, first + part.stop)):
+            yield part.start + position, values
 
 
-def _split(parameter: nn.Parameter, segment: Segment, flats: Mapping[State, torch.Tensor]) -> None:
-    """Writes a segment's values into the states of its masters, (numel,) of the unit each."""
-    for position, values in _values(parameter, segment):
-        first = segment.start + position
+def _split(parameter: nn.Parameter, segment: Segment, chunk: range, flats: Mapping[State, torch.Tensor]) -> None:
+    """Writes the values of a segment that are in a chunk of the unit into the states of their masters.
+
+    Args:
+        parameter: the parameter.
+        segment: its segment.
+        chunk: elements of the unit.
+        flats: each state of their masters, (len(chunk),).
+    """
+    part = range(max(chunk.start - segment.start, 0), min(chunk.stop - segment.start, segment.numel))
+    if not part:
+        return
+    for position, values in _values(parameter, segment, part):
+        first = segment.start + position - chunk.start
         split(values, {state: flat[first : first + len(values)] for state, flat in flats.items()})
 
 
-def _quantize(parameter: nn.Parameter, segment: Segment, flat: torch.Tensor) -> None:
-    """Writes the blocks of a frozen parameter into `flat`, (numel,) of the unit's weights."""
-    writer = BlockWriter(segment.form, flat[segment.start : segment.stop].view(torch.uint8))
-    for _, values in _values(parameter, segment):
+def _quantize(parameter: nn.Parameter, segment: Segment, blocks: torch.Tensor) -> None:
+    """Writes the blocks of a frozen parameter into `blocks`, (nbytes,) uint8."""
+    writer = BlockWriter(segment.form, blocks)
+    for _, values in _values(parameter, segment, range(segment.value_numel)):
         writer.put(values)
     writer.end()
 
@@ -112,51 +127,71 @@ def _leave_in_place(
             forget(model.get_parameter(segment.parameter))
 
 
-def _move_values(
+def _copy_values(
     model: nn.Module,
     layout: UnitLayout,
-    ending: Collection[str],
+    chunk: range,
     sources: Mapping[str, ParameterBytes],
     flats: Mapping[State, torch.Tensor],
 ) -> None:
-    """Copies the values of a unit's parameters into `flats`, by state, and empties the parameters.
+    """Copies the values of a unit's parameters that are in a chunk of the unit into `flats`.
 
-    The other arguments are those of `_leave_in_place`.
+    Parameters that are stored as bytes are emptied.
+
+    Args:
+        model: the model.
+        layout: the unit.
+        chunk: elements of the unit. Bytes and blocks are in no other chunk than the last.
+        sources: the bytes of each parameter that is stored as bytes.
+        flats: the states of the masters, (len(chunk),) each.
     """
     for segment in layout.segments:
-        parameter = model.get_parameter(segment.parameter)
-        if segment.inner:
-            write_bytes(model, segment, flats[State.WEIGHT][segment.start : segment.stop].view(torch.uint8))
-            page_out(model, segment, sources[segment.name])
-            continue
-        # Blocks of codes have no master: they are made from the values at once.
-        if segment.form:
-            _quantize(parameter, segment, flats[State.WEIGHT])
+        if segment.form or segment.inner:
+            # Blocks of codes have no master: they are made from the values at once.
+            if chunk.stop == layout.numel:
+                begin = segment.start - chunk.start
+                memory = flats[State.WEIGHT][begin : begin + segment.numel].view(torch.uint8)
+                if segment.inner:
+                    write_bytes(model, segment, memory)
+                    page_out(model, segment, sources[segment.name])
+                else:
+                    _quantize(model.get_parameter(segment.parameter), segment, memory)
         else:
-            _split(parameter, segment, flats)
-        # The hooks make the parameter a placeholder of its shape; until then it has no memory.
-        if segment.parameter in ending:
-            forget(parameter)
+            _split(model.get_parameter(segment.parameter), segment, chunk, flats)
+
+
+def _chunks(layout: UnitLayout) -> Iterator[range]:
+    """Yields the elements of a unit in chunks of `CHUNK`. All bytes and blocks of others are in the last one."""
+    start = 0
+    while start + CHUNK <= layout.values_stop:
+        yield range(start, start + CHUNK)
+        start += CHUNK
+    if start < layout.numel:
+        yield range(start, layout.numel)
+
+
+def _room(layouts: Iterable[UnitLayout]) -> int:
+    """Returns the elements of the largest chunk of any of the units."""
+    return max((len(chunk) for layout in layouts for chunk in _chunks(layout)), default=0)
 
 
 class InitialFill:
     """Writer of one unit after the other to its tier and, if the unit is kept on disk, to the store.
 
-    Its buffers are as large as the masters of the largest unit. While it writes, the host arena contains partitions
+    Its buffers hold the masters of one chunk of a unit. While it writes, the host arena contains partitions
     only: its caches, tiles and staging buffers are not used yet.
     """
 
-    def __init__(self, held: LocalShards, numel: int, ranks: Ranks | None, grid: TensorParallel | None = None) -> None:
-        """Allocates the buffers.
+    def __init__(self, held: LocalShards, ranks: Ranks | None, grid: TensorParallel | None = None) -> None:
+        """Keeps what the units are written to.
 
         Args:
             held: the partitions of this rank.
-            numel: elements of the partitions of the largest unit.
             ranks: the ranks among which states are divided; None for a single process.
             grid: the place of this process in tensor parallelism; None without it.
         """
         self._held, self._ranks, self._grid, self._store = held, ranks, grid, held.store
-        self._buffers = {state: aligned_empty(numel * dtype.itemsize) for state, dtype in held.mode.weights.items()}
+        self._buffers: dict[State, memoryview] = {}
 
     def fill(
         self,
@@ -178,6 +213,10 @@ class InitialFill:
         Raises:
             ConfigError: if a deferred parameter has no initial value.
         """
+        room = _room(layout for index, layout in enumerate(layouts) if index not in in_place)
+        self._buffers = {
+            state: aligned_empty(room * dtype.itemsize) for state, dtype in self._held.mode.weights.items()
+        }
         last = {segment.parameter: index for index, layout in enumerate(layouts) for segment in layout.segments}
         for index, layout in enumerate(layouts):
             # A stack of experts has rows in several units, and is empty after the last of them.
@@ -189,54 +228,79 @@ class InitialFill:
             names = [segment.parameter for segment in layout.segments if not segment.inner]
             # Distinct for every pair of seed and unit, as no model has a million units, and within torch's 64 bits.
             materialize(model, names, (seed * 1_000_003 + index) % 2**63)
-            flats = self._flats(index, layout.numel)
-            _move_values(model, layout, ending, sources, flats)
-            if self._ranks is not None and given:  # given weights may differ between ranks; drawn ones do not
-                for flat in flats.values():
-                    self._ranks.broadcast(flat, 0)
-            if self._grid is not None and self._grid.replicated is not None:
-                self._share_replicated(self._grid, self._grid.replicated, layout, flats)
-            self._put(index, flats)
+            writes: dict[State, list[tuple[int, Future]]] = {}
+            for chunk in _chunks(layout):
+                flats = self._flats(len(chunk))
+                _copy_values(model, layout, chunk, sources, flats)
+                if self._ranks is not None and given:  # given weights may differ between ranks; drawn ones do not
+                    for flat in flats.values():
+                        self._ranks.broadcast(flat, 0)
+                if self._grid is not None and self._grid.replicated is not None:
+                    self._share_replicated(self._grid, self._grid.replicated, layout, chunk, flats)
+                self._put(index, chunk, flats, writes)
+            if self._store is not None and writes:
+                self._store.wrote(index, 0, writes)
+            # The hooks make a parameter a placeholder of its shape; until then it has no memory.
+            for segment in layout.segments:
+                if segment.parameter in ending and not segment.inner:
+                    forget(model.get_parameter(segment.parameter))
 
     @staticmethod
     def _share_replicated(
-        grid: TensorParallel, ranks: Ranks, layout: UnitLayout, flats: Mapping[State, torch.Tensor]
+        grid: TensorParallel, ranks: Ranks, layout: UnitLayout, chunk: range, flats: Mapping[State, torch.Tensor]
     ) -> None:
         """Gives all of `ranks` the values of the first of them of each parameter that each of them has whole."""
         for segment in layout.segments:
-            if not grid.is_sharded(segment.parameter):
+            first, last = max(segment.start, chunk.start), min(segment.stop, chunk.stop)
+            if first < last and not grid.is_sharded(segment.parameter):
                 for flat in flats.values():
-                    ranks.broadcast(flat[segment.start : segment.stop], 0)
+                    ranks.broadcast(flat[first - chunk.start : last - chunk.start], 0)
 
-    def _flats(self, unit: int, numel: int) -> dict[State, torch.Tensor]:
-        """Returns zeroed (numel,) memory for the weights of a unit and for each further state of its master."""
+    def _flats(self, numel: int) -> dict[State, torch.Tensor]:
+        """Returns zeroed (numel,) memory for the weights of a chunk and for each further state of its masters."""
         flats: dict[State, torch.Tensor] = {}
         for state, dtype in self._held.mode.weights.items():
             flats[state] = torch.frombuffer(self._buffers[state], dtype=dtype)[:numel]
             flats[state].zero_()
         return flats
 
-    def _put(self, unit: int, flats: Mapping[State, torch.Tensor]) -> None:
-        """Copies this rank's partition of a unit's masters to its tier. Moments are zero already, in new files too."""
-        writes: dict[State, list[tuple[int, Future]]] = {}
+    def _put(
+        self,
+        unit: int,
+        chunk: range,
+        flats: Mapping[State, torch.Tensor],
+        writes: dict[State, list[tuple[int, Future]]],
+    ) -> None:
+        """Copies what this rank keeps of a chunk to its tier. Moments are zero already, in new files too.
+
+        Args:
+            unit: the unit.
+            chunk: elements of the unit.
+            flats: the states of the masters, (len(chunk),) each.
+            writes: ended writes of the unit by state, each with its start in the file. Those of the chunk are added.
+        """
+        begun: list[Future] = []
         trainable, frozen = self._held.shares[unit]
         for state, flat in flats.items():
             if state not in self._held.states(unit):
                 continue
-            itemsize, start = flat.element_size(), 0
+            itemsize, before = flat.element_size(), 0
             resident = self._held.resident_of(unit, state)
             for share in (trainable, frozen) if state is State.WEIGHT else (trainable,):
-                first, last, end = share.start * itemsize, share.stop * itemsize, start + len(share) * itemsize
-                if resident is not None:
-                    self._held.device.copy(
-                        resident.tensor.view(torch.uint8)[start:end], flat.view(torch.uint8)[first:last]
-                    )
-                if self._store is not None and self._store.keeps(unit, state) and share:
-                    buffer = self._buffers[state][first:last]
-                    writes.setdefault(state, []).append((start, self._store.write(unit, state, 0, start, buffer)))
-                start = end
-        # All writes of the unit are in flight together; the buffers are reused for the next unit, so wait here.
-        for write in [write for each in writes.values() for _, write in each]:
+                both = range(max(share.start, chunk.start), min(share.stop, chunk.stop))
+                if both:
+                    start = (before + both.start - share.start) * itemsize
+                    first, last = (both.start - chunk.start) * itemsize, (both.stop - chunk.start) * itemsize
+                    if resident is not None:
+                        self._held.device.copy(
+                            resident.tensor.view(torch.uint8)[start : start + last - first],
+                            flat.view(torch.uint8)[first:last],
+                        )
+                    if self._store is not None and self._store.keeps(unit, state):
+                        write = self._store.write(unit, state, 0, start, self._buffers[state][first:last])
+                        writes.setdefault(state, []).append((start, write))
+                        begun.append(write)
+                before += len(share)
+        # All writes of the chunk are in flight together; the buffers are reused for the next one, so wait here.
+        for write in begun:
             write.wait()
-        if self._store is not None and writes:
-            self._store.wrote(unit, 0, writes)

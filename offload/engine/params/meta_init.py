@@ -145,7 +145,8 @@ def materialize(model: nn.Module, names: Sequence[str], seed: int) -> None:
             for parameter, values in zip(own, before, strict=True):
                 parameter.copy_(values)
     for name, parameter in absent.items():
-        if parameter.numel() and bool(parameter.isnan().all()):
+        # The first value spares nearly every parameter a tensor of its size.
+        if parameter.numel() and bool(parameter[(0,) * parameter.dim()].isnan()) and bool(parameter.isnan().all()):
             raise ConfigError(
                 f"parameter {name} of {type(model.get_submodule(name.rpartition('.')[0])).__name__} has no initial "
                 "value: its module has no reset_parameters that sets the parameter; add that method, or build the "

@@ -233,8 +233,7 @@ def _fill(
 ) -> None:
     """Writes every weight to its tier, into new files or none, and moves buffers; parameters are left empty."""
     files.make()
-    filled = [layout.numel for unit, layout in enumerate(plan.layouts) if unit not in plan.in_place]
-    filler = InitialFill(held, max(filled, default=0), plan.ranks, plan.grid)
+    filler = InitialFill(held, plan.ranks, plan.grid)
     # A new run begins with the user's values, those from files, or the modules' initialization from the seed.
     if not resume:
         # The stages of a pipeline number their units alike, and are to draw other values.

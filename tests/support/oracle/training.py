@@ -46,18 +46,20 @@ def room_for(job: Job, units: int, ranks: int = 1) -> int:
 
 
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes chunks of gradients, of streamed units and of updates tiny, for tiny models."""
+    """Makes chunks of first weights, of gradients, of streamed units and of updates tiny, for tiny models."""
     from offload.engine.gradients import accumulator as gradients
     from offload.engine.gradients import host_gradients
     from offload.engine.gradients import reduce_scatter as reduction
     from offload.engine.gradients import values as gradient_values
     from offload.engine.optim import lamb_norms as weighing
+    from offload.engine.params import initial_fill
     from offload.layout import tile_sizes as tiles
     from offload.layout.budgets import host as host_budget
     from offload.planner.simulation import updater as simulate_updater
 
     for module in (host_budget, gradient_values, gradients, host_gradients, reduction, weighing):
         monkeypatch.setattr(module, "CHUNK", 1024)
+    monkeypatch.setattr(initial_fill, "CHUNK", 8192)  # a page of states of one byte is 4096 elements
     for module in (tiles, simulate_updater):
         monkeypatch.setattr(module, "TILE_BUFFERS", 3)  # else tiles are most of a tiny budget
     monkeypatch.setattr(host_budget, "_WINDOW_NBYTES", 8192)
