@@ -6,10 +6,12 @@ import errno
 import os
 import random
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from offload.aio import IoQueue, aligned_empty, crc32c
+from offload.aio.protocols import Future
 from offload.errors import IoError
 from offload.states import State
 from offload.swapper.store import Store
@@ -136,10 +138,25 @@ class Written:
         return crc32c(self._data)
 
 
+def in_pages(data: bytes) -> list[tuple[int, Future]]:
+    """Returns writes of 4096 bytes."""
+    return [(start, cast(Future, Written(data[start : start + 4096]))) for start in range(0, len(data), 4096)]
+
+
 def test_tiny_tiles_have_few_checksums() -> None:
     """Which a blob has room for, and which are those of the bytes."""
     data, key, table = random.Random(0).randbytes(1 << 20), (0, State.WEIGHT), ChecksumTable()
     table._slots[key] = ()
-    table.replace(key, [(start, Written(data[start : start + 4096])) for start in range(0, len(data), 4096)])  # type: ignore[misc]
+    table.replace(key, in_pages(data), len(data))
+    assert len(table.slot(key)) <= 2 + len(data) // (256 << 10)
+    assert table.sum_of(key, len(data)) == crc32c(data)
+
+
+def test_an_update_leaves_the_checksums_of_frozen_weights() -> None:
+    """Tiny writes of both are not joined over the border."""
+    data, key, table, own = random.Random(0).randbytes(1 << 20), (0, State.WEIGHT), ChecksumTable(), 300 << 10
+    table._slots[key] = ()
+    table.replace(key, in_pages(data), own)
+    table.replace(key, in_pages(data[:own]), own)
     assert len(table.slot(key)) <= 2 + len(data) // (256 << 10)
     assert table.sum_of(key, len(data)) == crc32c(data)

@@ -31,7 +31,7 @@ from offload.swapper.store.format import blob
 from offload.swapper.store.format.checksum_table import ChecksumTable
 from offload.swapper.store.format.checksums import Key, Slot
 from offload.swapper.store.format.commit_record import MAX_UNITS, Record, Records, read_records, was_committed
-from offload.swapper.store.format.manifest import Manifest, StoreSpec
+from offload.swapper.store.format.manifest import Manifest, StoreSpec, own_nbytes
 from offload.swapper.store.format.undo import Undo
 from offload.swapper.store.rank_folder import reserve_blobs, write_in_place
 from offload.swapper.store.requests import Compared, bytes_of, clone_extents
@@ -343,7 +343,7 @@ class Store:
         """
         if self._checked:
             for state, writes in written.items():
-                self._sums.replace((unit, state), writes)
+                self._sums.replace((unit, state), writes, own_nbytes(self._places[unit][state]))
         self.newest[unit] = slot
 
     # -- commits ------------------------------------------------------------------------------------

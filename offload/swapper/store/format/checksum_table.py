@@ -78,16 +78,19 @@ class ChecksumTable:
         """Returns True if this process wrote or compared all of the newest slot."""
         return key not in self._unproven
 
-    def replace(self, key: Key, writes: Sequence[tuple[int, Future]]) -> None:
+    def replace(self, key: Key, writes: Sequence[tuple[int, Future]], own_nbytes: int) -> None:
         """Enters the checksums of the writes to a slot. Frozen weights behind the last write keep theirs.
 
         Args:
             key: The unit and the state.
             writes: The start and the ended future of each write, in order, without gaps and from byte 0 on.
+            own_nbytes: The bytes at the start of the slot that updates write. No checksum covers some of these
+                and some behind them, since an update would replace it.
         """
         new = [ChecksumRange(start, future.wait(), future.crc32c()) for start, future in writes]
         if len(new) > _max_checksums(new[-1].start + new[-1].nbytes):  # tiny tiles: sub_group_size
-            new = sums.joined(new, _MIN_CHECKSUM_NBYTES)
+            own = sum(each.start < own_nbytes for each in new)
+            new = [each for part in (new[:own], new[own:]) for each in sums.joined(part, _MIN_CHECKSUM_NBYTES)]
         self._slots[key] = sums.renewed(self._slots[key], new)
         self._prove(key, range(new[-1].start + new[-1].nbytes))
 
