@@ -190,7 +190,8 @@ class Writer:
 
     def write_tensor(self, name: str, value: torch.Tensor) -> None:
         """Writes a complete tensor, which must be on the CPU."""
-        flat: Any = value.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        # A conjugated or negated view has memory of other values.
+        flat: Any = value.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy()
         self.write(name, 0, memoryview(flat))
 
     @property

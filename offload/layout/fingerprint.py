@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -187,6 +188,32 @@ def _own_version() -> str | None:
     return None
 
 
+def _loader_ties(model: nn.Module) -> set[str]:
+    """Returns the names of weights that transformers ties itself when it loads a model whose config has them tied."""
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        # Up to transformers 4 these are a list of patterns of names; a wrapper such as peft's passes on its model's.
+        of_class = getattr(type(module), "_tied_weights_keys", None) or ()
+        own = vars(module).get("all_tied_weights_keys") or ()
+        for name, _ in module.named_parameters(remove_duplicate=False) if of_class or own else ():
+            if name in own or any(re.search(pattern, name) for pattern in of_class):
+                found.add(f"{path}.{name}" if path else name)
+    return found
+
+
+def _tied_buffers(model: nn.Module) -> dict[str, str]:
+    """Returns the further names of persistent buffers, each with the first name of the same tensor."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                whole = f"{path}.{name}" if path else name
+                if (other := first.setdefault(id(buffer), whole)) != whole:
+                    found[whole] = other
+    return found
+
+
 def _of_model(model: nn.Module) -> dict[str, Any]:
     """Returns class, config, tied names and generation config of `model` as JSON."""
     first: dict[int, str] = {}
@@ -199,7 +226,14 @@ def _of_model(model: nn.Module) -> dict[str, Any]:
             tied[name] = other
     config: Any = getattr(model, "config", None)
     as_json = json.loads(config.to_json_string()) if hasattr(config, "to_json_string") else None
-    about_it = {"class": type(model).__name__, "config": as_json, "tied": tied}
+    loader_ties = sorted(_loader_ties(model) & tied.keys())
+    about_it = {
+        "class": type(model).__name__,
+        "config": as_json,
+        "tied": tied,
+        "loader_ties": loader_ties,
+        "tied_buffers": _tied_buffers(model),
+    }
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "to_json_string"):
         about_it["generation_config"] = json.loads(generation.to_json_string())

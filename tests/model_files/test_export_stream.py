@@ -159,6 +159,7 @@ def a_plan(sizes: list[int], gaps: list[int], written_twice: set[int], shards: i
         frozen=True,
         dtype=torch.float32,
         names=names,
+        buffers={},
         shards=files,
         config=None,
         generation=None,

@@ -39,6 +39,8 @@ class Plan:
     dtype: torch.dtype
     names: Mapping[str, tuple[str, ...]]
     """For each segment, the names under which its parameter is written: its own, and tied ones that no loader ties."""
+    buffers: Mapping[str, tuple[str, ...]]
+    """The same for each persistent buffer."""
     shards: Mapping[str, Mapping[str, Tensor]]
     """Tensors of each file."""
     config: Mapping[str, Any] | None
@@ -95,11 +97,9 @@ def make_plan(
     wanted = check_dtype(dtype) or mode.weight_dtype
     frozen = frozen and source.frozen
     tied: Mapping[str, str] = source.about.get("tied", {})
+    tied_buffers: Mapping[str, str] = source.about.get("tied_buffers", {})
     config = source.about.get("config")
-    # With a config, transformers ties weights as the config says. Without one, the files of a folder are for
-    # `safetensors.torch.load_model`, which ties weights by the metadata, and a single file is for `load_state_dict`,
-    # which expects all names.
-    loader_ties = name is None if config is None else config.get("tie_word_embeddings", True)
+    left_out = _left_to_the_loader(source.about, name)
     names: dict[str, tuple[str, ...]] = {}
     tensors: dict[str, Tensor] = {}
     rows = Counter(segment.stack for layout in layouts for segment in layout.segments)
@@ -113,13 +113,17 @@ def make_plan(
                     "cannot be written as values: save the adapters by engine.save_pretrained of a model of peft, or "
                     "what trains by exclude_frozen_parameters=True"
                 )
-            others = () if loader_ties else (alias for alias, name in tied.items() if name == segment.name)
+            others = (alias for alias, name in tied.items() if name == segment.name and alias not in left_out)
             names[segment.name] = (segment.parameter, *others)
             # Experts that are units of their own are one tensor in the files, as they are one parameter in the model.
             shape = (rows[segment.stack], *segment.shape) if segment.stack else segment.shape
             tensors |= dict.fromkeys(names[segment.name], Tensor(wanted, shape))
-    tensors |= {name: Tensor(value.dtype, tuple(value.shape)) for name, value in source.buffers.items()}
-    metadata = {"format": "pt"} | (dict(tied) if config is None and loader_ties else {})
+    buffers: dict[str, tuple[str, ...]] = {}
+    for first, value in source.buffers.items():
+        others = (alias for alias, name in tied_buffers.items() if name == first and alias not in left_out)
+        buffers[first] = (first, *others)
+        tensors |= dict.fromkeys(buffers[first], Tensor(value.dtype, tuple(value.shape)))
+    metadata = {"format": "pt"} | ({**tied, **tied_buffers} if config is None and left_out else {})
     if name is not None:
         files, config = {name: tensors}, None
     else:
@@ -132,11 +136,30 @@ def make_plan(
         frozen=frozen,
         dtype=wanted,
         names=names,
+        buffers=buffers,
         shards=files,
         config=None if config is None else _config(config, source.about["class"], wanted),
         generation=None if config is None else source.about.get("generation_config"),
         metadata=metadata,
     )
+
+
+def _left_to_the_loader(about: Mapping[str, Any], name: str | None) -> set[str]:
+    """Returns the further names of tied tensors that are not written, since a loader ties them.
+
+    Args:
+        about: What is known of the model.
+        name: Name of the only file to write; None for a model's folder.
+    """
+    tied = about.get("tied", {})
+    config = about.get("config")
+    if config is not None:
+        # transformers ties what its classes name, if the config says so. A layer that a user has put into a model twice
+        # is written under each name.
+        return set(about.get("loader_ties", tied)) if config.get("tie_word_embeddings", True) else set()
+    # Without a config, the files of a folder are for `safetensors.torch.load_model`, which ties by the metadata, and a
+    # single file is for `load_state_dict`, which expects all names.
+    return {*tied, *about.get("tied_buffers", {})} if name is None else set()
 
 
 def check_dtype(wanted: str | torch.dtype | None) -> torch.dtype | None:

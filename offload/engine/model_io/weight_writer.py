@@ -51,8 +51,9 @@ class Files:
                 writer = self._open.enter_context(Writer(folder / name, tensors, plan.metadata))
                 self._files[name] = self._open.enter_context(DirectFile(folder / name))
                 for buffer, value in buffers.items():
-                    if buffer in tensors:
-                        writer.write_tensor(buffer, value)
+                    for each in plan.buffers[buffer]:
+                        if each in tensors:
+                            writer.write_tensor(each, value)
         except BaseException as error:
             self._open.__exit__(type(error), error, error.__traceback__)
             raise

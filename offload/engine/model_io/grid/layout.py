@@ -178,10 +178,15 @@ def _piece(number: int, name: str, part: PartLayout) -> PieceOf:
 def _about(first: Sequence[PartLayout], names: Mapping[tuple[int, str], str]) -> dict[str, Any]:
     """Returns what is said about the whole model, whose tied names are those of all stages."""
     tied: dict[str, str] = {}
+    loader_ties: list[str] = []
     for part in first:
         for alias, name in part.about["tied"].items():
             if (whole := names.get((part.position, name))) is not None:
                 # Under the stage's number if the other names are.
-                tied[alias if whole == name else alias.partition(".")[2]] = whole
-    left_out = ("divided", "elsewhere", "tied")
-    return {**{key: value for key, value in first[0].about.items() if key not in left_out}, "tied": tied}
+                wholly = alias if whole == name else alias.partition(".")[2]
+                tied[wholly] = whole
+                if alias in part.about.get("loader_ties", ()):
+                    loader_ties.append(wholly)
+    changed = {"tied": tied, "loader_ties": loader_ties}
+    left_out = ("divided", "elsewhere", *changed)
+    return {**{key: value for key, value in first[0].about.items() if key not in left_out}, **changed}
