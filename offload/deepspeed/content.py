@@ -39,6 +39,7 @@ def of_a_script(content: Mapping[str, Any], leaves: Iterable[str], trains: bool)
     """Returns a config with what a script of DeepSpeed leaves open.
 
     Such a script saves checkpoints, and cannot resume from swap files: nothing is committed unless the config says so.
+    A step whose gradients are not finite is skipped.
     The second engine of a process has swap files beside those of the first.
 
     Args:
@@ -54,6 +55,8 @@ def of_a_script(content: Mapping[str, Any], leaves: Iterable[str], trains: bool)
     # Commits would cost writes, and a killed run would be in the way of the next start.
     if "durability" not in block and "resume" not in block:
         block["durability"] = "none"
+    # DeepSpeed skips such a step in each dtype, with a warning.
+    block.setdefault("on_nonfinite", "skip")
     # Two engines cannot share swap files: a reference model of trl has its own.
     if "run" not in block and (number := next(_engines)):
         block["run"] = f"default{number + 1}"

@@ -12,6 +12,7 @@ import torch
 from offload.engine.engine import Engine
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.training import train_batch as batch
+from offload.engine.training.model_inputs import map_tensors
 from offload.errors import UsageError
 
 __all__ = ["DeepSpeedEngine", "DeepSpeedOptimizer", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"]
@@ -32,6 +33,51 @@ class DeepSpeedEngine(Engine):
         """
         # The core holds all state; an engine is its methods.
         super().__init__(engine._core, engine.notices)
+        self._divides = True
+        """False while `backward` runs, which has divided the loss itself."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model as `offload.Engine` does.
+
+        A plain `loss.backward()` divides the gradients that enter the model's outputs by gradient_accumulation_steps,
+        as the engine of DeepSpeed 0.19 does.
+
+        Args:
+            *args: positional inputs of the model.
+            **kwargs: keyword inputs of the model.
+
+        Returns:
+            The output of the model.
+
+        Raises:
+            UsageError: as `offload.Engine`.
+            EngineFailed: if an error has stopped the engine.
+        """
+        output = super().__call__(*args, **kwargs)
+        return map_tensors(self._watched, output) if torch.is_grad_enabled() else output
+
+    forward = __call__
+
+    def _watched(self, output: torch.Tensor) -> torch.Tensor:
+        """Returns a view of an output; what reaches the view in a plain backward is divided."""
+        if not output.requires_grad:
+            return output
+        # A view, so that a loss that the model has computed from its logits is divided once, on its own way.
+        view = output.view_as(output)
+        view.register_hook(self._divided)
+        return view
+
+    def _divided(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns a gradient of an output as it enters the model."""
+        count = self.gradient_accumulation_steps()
+        return gradient / count if self._divides and count > 1 else gradient
+
+    def _run_backward(self, loss: torch.Tensor, retain_graph: bool, scale_wrt_gas: bool) -> torch.Tensor:
+        self._divides = False
+        try:
+            return super()._run_backward(loss, retain_graph, scale_wrt_gas)
+        finally:
+            self._divides = True
 
     def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> torch.Tensor:
         """Returns the mean loss of some micro-batches, without gradients and in evaluation mode.

@@ -78,7 +78,7 @@ def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None
         staged = torch.empty_like(value, dtype=wanted, pin_memory=True).copy_(value)
         return staged.to(device, non_blocking=True)
 
-    return _each_tensor(move, batch)
+    return map_tensors(move, batch)
 
 
 def other_dtype(batch: Any, dtype: torch.dtype) -> torch.dtype | None:
@@ -90,11 +90,11 @@ def other_dtype(batch: Any, dtype: torch.dtype) -> torch.dtype | None:
             found.append(value.dtype)
         return value
 
-    _each_tensor(look, batch)
+    map_tensors(look, batch)
     return found[0] if found else None
 
 
-def _each_tensor(do: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
+def map_tensors(do: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
     """Returns the structure of `batch` with each tensor replaced by the result of `do`."""
 
     def leaf(value: Any) -> Any:
@@ -107,16 +107,16 @@ def _each_tensor(do: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
         if isinstance(value, MutableMapping):
             moved = _copied(value)
             for key, inner in value.items():
-                moved[key] = _each_tensor(do, inner)
+                moved[key] = map_tensors(do, inner)
             return moved
         if isinstance(value, Mapping):
-            items = {key: _each_tensor(do, inner) for key, inner in value.items()}
+            items = {key: map_tensors(do, inner) for key, inner in value.items()}
             # Made anew only where it must be: not every class of mappings can be made from a dict.
             return value if all(items[key] is value[key] for key in items) else type(value)(items)  # type: ignore[call-arg]
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             rows: Any = copy.copy(value)
             for field in dataclasses.fields(value):
-                object.__setattr__(rows, field.name, _each_tensor(do, getattr(value, field.name)))  # frozen ones too
+                object.__setattr__(rows, field.name, map_tensors(do, getattr(value, field.name)))  # frozen ones too
             return rows
         return value
 
