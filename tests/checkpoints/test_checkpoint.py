@@ -249,6 +249,22 @@ def test_without_optimizer_states_moments_stay(placement: tuple[str, str], tmp_p
     engine.destroy(remove=True)
 
 
+@pytest.mark.parametrize("states", [True, False])
+def test_without_optimizer_states_the_groups_stay(states: bool, tmp_path: Path) -> None:
+    """What the saved run had set in its groups in the middle comes with the states alone."""
+    engine = begin(MIXTURE, DISK, tmp_path / "first")
+    engine.optimizer.param_groups[0].update(lr=0.5, weight_decay=0.25)
+    train_step(engine, MIXTURE, 0)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.destroy(remove=True)
+    other = begin(MIXTURE, DISK, tmp_path / "second")
+    fresh = [(group["lr"], group["weight_decay"]) for group in other.optimizer.param_groups]
+    other.load_checkpoint(tmp_path / "saved", load_optimizer_states=states)
+    found = [(group["lr"], group["weight_decay"]) for group in other.optimizer.param_groups]
+    assert found == ([(0.5, 0.25), *fresh[1:]] if states else fresh) and fresh[0] != (0.5, 0.25)
+    other.destroy(remove=True)
+
+
 # -- what fits ----------------------------------------------------------------------------------------
 
 

@@ -190,7 +190,8 @@ class PersistenceApi(DeepSpeedApi):
             load_dir: the folder that `save_checkpoint` received as `save_dir`.
             tag: name of the checkpoint; the latest by default.
             load_module_strict: True to refuse a checkpoint whose parameters are not those of the model.
-            load_optimizer_states: False to load weights without optimizer states.
+            load_optimizer_states: False to load weights without optimizer states. The groups of the optimizer keep
+                their values too, unless a schedule is loaded.
             load_lr_scheduler_states: False to leave the schedule that `initialize` received and the groups' values as
                 they are. Registered objects are loaded in any case.
             load_module_only: True to load weights and buffers only.

@@ -201,7 +201,7 @@ class Checkpoints:
                 for name, buffer in buffers.items():
                     buffer.copy_(progress.buffers.get(name, buffer))
         else:
-            notices += self._state.restore(progress, options.schedule)
+            notices += self._state.restore(progress, options.schedule, options.states)
             if not found.own and found.progress.generators:
                 notices.append(
                     f"{found.folder} was saved by {count_of(found.manifest.ranks, 'rank')}, this run has "

@@ -158,7 +158,7 @@ class TrainingState:
         sample = where["batch"] * where["samples_of_a_batch"]
         return f", and training_data after sample {sample} of pass {where['epoch']}: skip no batches in the loop"
 
-    def restore(self, progress: Snapshot, schedule: bool = True) -> list[str]:
+    def restore(self, progress: Snapshot, schedule: bool = True, states: bool = True) -> list[str]:
         """Continues from `progress`; returns notices for the user.
 
         Random generators are restored at the next engine call, or earlier, before the loader loads a batch; those of a
@@ -167,6 +167,7 @@ class TrainingState:
         Args:
             progress: the snapshot of a commit or checkpoint.
             schedule: False to keep the schedule of `initialize` and, if there is one, all values of the groups.
+            states: False to keep all values of the groups where no schedule continues.
         """
         facts, mine, notices = progress.facts, self._settings(), list[str]()
         # A checkpoint of another program says neither, and is taken for one of the same schedule and optimizer.
@@ -197,10 +198,9 @@ class TrainingState:
                 f"the last {count_of(more, 'registered object was', 'registered objects were')} not saved and stay "
                 "unchanged"
             )
-        # If the schedule was another one, the present one sets the values, from its own position. Values of the groups
-        # of another optimizer have no meaning here.
-        same_rule = then["optimizer"] == mine["optimizer"]
-        self._due = facts if same_rule and (same_schedule or self.lr_scheduler is None) else None
+        # Another schedule sets the values, from its own position. Those of another optimizer have no meaning here.
+        takes = then["optimizer"] == mine["optimizer"] and (states or scheduled)
+        self._due = facts if takes and (same_schedule or self.lr_scheduler is None) else None
         self.put_values()
         self._restore_generators(progress.generators)
         buffers = persistent_buffers(self._module)
