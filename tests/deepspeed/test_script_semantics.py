@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import offload.deepspeed as deepspeed
-from offload.errors import NumericsError
+from offload.errors import NumericsError, UsageError
 from tests.support import models
 from tests.support.oracle import Job, assert_same_tensors, config
 
@@ -73,6 +73,24 @@ def test_an_output_may_be_changed_in_place(tmp_path: Path) -> None:
     engine.step()
     with torch.no_grad():
         assert not parts(engine, 1).logits.requires_grad
+    engine.destroy(remove=True)
+
+
+def test_answers_of_the_config_and_a_name_that_is_not_there(tmp_path: Path) -> None:
+    content = {**config(JOB, ("cpu", "cpu"), tmp_path), "steps_per_print": 7, "wall_clock_breakdown": True}
+    engine, optimizer, *_ = deepspeed.initialize(model=JOB.model(), config=content)
+    assert (engine.steps_per_print(), engine.wall_clock_breakdown(), engine.zero_cpu_offload()) == (7, True, True)
+    assert engine.dp_world_size == 1 and optimizer.cur_scale == optimizer.loss_scale == 1
+    with pytest.raises(AttributeError, match=r"no attribute 'client_optimizer'.*reference/deepspeed-names"):
+        _ = engine.client_optimizer
+    engine.destroy(remove=True)
+
+
+def test_a_change_that_is_dropped_names_the_argument(tmp_path: Path) -> None:
+    engine = begin(JOB, tmp_path)
+    weight = engine.module.transformer.wte.weight
+    with pytest.raises(UsageError, match="modifier_rank=0"), deepspeed.zero.GatheredParameters(weight):
+        weight.data.zero_()
     engine.destroy(remove=True)
 
 

@@ -25,6 +25,8 @@ DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
 class DeepSpeedEngine(Engine):
     """An `offload.Engine` with the methods that only DeepSpeed's engine has. Created by `deepspeed.initialize`."""
 
+    _names_page = "; the names of DeepSpeed that there are have the page reference/deepspeed-names"
+
     def __init__(self, engine: Engine) -> None:
         """Takes the place of an engine: both act on the same components.
 
@@ -187,6 +189,23 @@ class DeepSpeedEngine(Engine):
     def dynamic_loss_scale(self) -> bool:
         """Returns True if the loss scale adapts, as in fp16 without a fixed one."""
         return self.fp16_enabled() and not self._settings.config.fp16.loss_scale
+
+    def steps_per_print(self) -> int:
+        """Returns how many steps pass between two lines about the training; 0 for none."""
+        return self._settings.config.steps_per_line
+
+    def wall_clock_breakdown(self) -> bool:
+        """Returns True if the lines have the seconds of each phase."""
+        return self._settings.config.wall_clock_breakdown
+
+    def zero_cpu_offload(self) -> bool:
+        """Returns True if states of the optimizer are in host memory, by the config."""
+        return self._settings.config.zero_optimization.offload_optimizer.device == "cpu"
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of ranks that ZeRO divides states over."""
+        return self._core.components.world_size
 
     def get_data_parallel_rank(self) -> int:
         """Returns the rank of this process among those that ZeRO divides states over."""

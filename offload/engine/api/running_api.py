@@ -75,6 +75,9 @@ class RunningApi:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
+    _names_page = ""
+    """What an error for a missing attribute says of the names that there are."""
+
     # A type checker that saw `__getattr__` would accept any attribute name.
     if not TYPE_CHECKING:
 
@@ -93,7 +96,9 @@ class RunningApi:
                 model = (
                     "" if module is None else (f", and neither does its model (engine.module), {type(module).__name__}")
                 )
-                raise AttributeError(f"an engine has no attribute {name!r}{model}", name=name, obj=self)
+                raise AttributeError(
+                    f"an engine has no attribute {name!r}{model}{self._names_page}", name=name, obj=self
+                )
             return getattr(module, name)
 
     # -- what it takes -------------------------------------------------------------------------------

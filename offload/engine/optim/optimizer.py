@@ -150,6 +150,11 @@ class Optimizer(torch.optim.Optimizer):
                 group["params"] = parameters
             raise
 
+    @property
+    def cur_scale(self) -> float:
+        """DeepSpeed's name of `loss_scale`."""
+        return self.loss_scale
+
     def record(self, overflow: bool, loss_scale: float) -> None:
         """Sets the facts about the last optimizer step that users read.
 

@@ -74,7 +74,7 @@ def gathered(
     if changed and not modify:
         raise UsageError(
             f"parameter {changed[0][0].name} was changed inside of gathered(), and the change is dropped: pass "
-            "modify=True"
+            "modify=True, or to GatheredParameters modifier_rank=0"
         )
 
 

@@ -98,7 +98,8 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
                 f"{ENGINE}.{name}"
                 for name in "save_fp16_model get_batch_info gradient_clipping zero_optimization optimizer_name "
                 "zero_optimization_partition_gradients zero_optimization_partition_weights dynamic_loss_scale "
-                "get_data_parallel_rank get_model_parallel_rank get_tensor_parallel_rank".split()
+                "get_data_parallel_rank get_model_parallel_rank get_tensor_parallel_rank steps_per_print "
+                "wall_clock_breakdown zero_cpu_offload dp_world_size".split()
             ),
         ),
         Name(f"{ENGINE}.compile", REFUSED, "`block.compile()` for each block before `initialize`"),
