@@ -118,6 +118,14 @@ def test_another_run_that_has_taken_its_place_on_a_drive_stays(drives: list[str]
     assert not Path(drives[0], "default").exists() and Path(drives[1], "default", "rank0", "commit").is_file()
 
 
+def test_a_drive_that_is_not_there_is_said(drives: list[str]) -> None:
+    begin(drives).destroy()
+    Path(drives[1]).rename(f"{drives[1]} elsewhere")
+    result = CliRunner().invoke(app, ["rm", str(Path(drives[0], "default")), "--yes"])
+    assert result.exit_code == 1 and str(Path(drives[1], "default", "rank0")) in result.stderr
+    assert not Path(drives[0], "default").exists()
+
+
 def test_the_drives_are_known_without_the_manifest(drives: list[str]) -> None:
     begin(drives).destroy()
     Path(drives[0], "default", "rank0", "manifest.json").unlink()
