@@ -242,7 +242,7 @@ def _finished(path: Path) -> dict[str, Any] | None:
         return None
     try:
         note = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return note if isinstance(note, dict) else {}
 

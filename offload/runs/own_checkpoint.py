@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from offload.engine.checkpoint.directory import holds_run
 from offload.engine.checkpoint.files import find, is_checkpoint
 from offload.errors import StoreError
 from offload.notices import shell_command
@@ -11,7 +12,7 @@ from offload.swapper.store import rank_folders
 
 
 def find_own(path: Path, tag: str | None = None) -> Path | None:
-    """Returns the checkpoint that a folder is, or its latest; None for a folder that holds none.
+    """Returns the checkpoint that a folder is, or its latest; None for the folder of a run, or one that holds none.
 
     Args:
         path: Folder of a run, of a checkpoint, or of several checkpoints.
@@ -21,7 +22,8 @@ def find_own(path: Path, tag: str | None = None) -> Path | None:
         StoreError: If the checkpoint is of another program, or cannot be found.
         UsageError: If `tag` cannot name a folder.
     """
-    found = find(path, tag)
+    # Checkpoints may have been saved into the folder of a run; its swap files go further than they.
+    found = None if tag is None and holds_run(path) else find(path, tag)
     folder = None if found is None else Path(found)
     ours = bool(rank_folders(path)) if folder is None else is_checkpoint(folder)
     if not ours:

@@ -239,3 +239,20 @@ def test_the_shards_of_all_ranks_are_merged(ranks: RankPool, tmp_path: Path) -> 
     assert report_of("verify", tmp_path / "saved")["world_size"] == 2
     flip(tmp_path / "saved" / "global_step1" / "progress.rank1.safetensors", 3000)
     assert "progress.rank1" in run("verify", tmp_path / "saved").output
+
+
+# -- beside a run -------------------------------------------------------------------------------------
+
+
+def test_the_swap_files_of_a_run_win_over_checkpoints_in_its_folder(tmp_path: Path) -> None:
+    engine = start(models.GPT2, DISK, tmp_path / "swap")
+    train_step(engine, models.GPT2, 0)
+    engine.save_checkpoint(tmp_path / "saved")
+    train_step(engine, models.GPT2, 1)
+    engine.destroy(remove=False)
+    place = tmp_path / "swap" / "default"
+    shutil.copytree(tmp_path / "saved", place, dirs_exist_ok=True)
+    assert report_of("verify", place)["step"] == 2
+    assert report_of("export", place, tmp_path / "model")["step"] == 2
+    assert report_of("inspect", place)["kind"] == "run"
+    assert report_of("verify", place / "global_step1")["step"] == 1

@@ -63,6 +63,7 @@ def test_a_run_that_is_held_stays(drives: list[str]) -> None:
     engine = begin(drives)
     result = CliRunner().invoke(app, ["rm", str(Path(drives[0], "default")), "--yes"])
     assert result.exit_code == 2 and "in use by process" in result.stderr
+    assert '"run"' not in result.stderr and "wait until it has ended" in result.stderr
     train_step(engine, models.GPT2, 1)
     engine.destroy(remove=True)
 

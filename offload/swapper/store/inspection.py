@@ -346,7 +346,7 @@ def _object_in(data: bytes) -> dict[str, Any]:
     """Returns the JSON object in `data`; empty if there is none."""
     try:
         notes = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter for objects in objects, thousands deep
         return {}
     return notes if isinstance(notes, dict) else {}
 

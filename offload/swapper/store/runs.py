@@ -55,7 +55,7 @@ def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
     try:
         note = json.loads(read_whole(finished))
         return RunStatus(False, note if isinstance(note, dict) else {})
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return RunStatus(False, {})  # the run ended; the details cannot be read
 
 
@@ -65,7 +65,7 @@ def read_closed(run: Path) -> dict[str, Any] | None:
         note = json.loads(read_whole(run / CLOSED))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return note if isinstance(note, dict) else {}
 
@@ -173,12 +173,12 @@ def remove_run(path: Path) -> Removal:
         # A start holds the lock before it writes any other file.
         ranks = [rank for rank in rank_folders(path) if is_rank(rank) or (rank / "lock").exists()]
         for rank in ranks:
-            locks.enter_context(Lock(rank))
+            locks.enter_context(Lock(rank, "delete"))
         removal = find_removal(path)
         # All other folders of the run are locked as well: a process may be starting a store in one of them.
         for folder in removal.folders:
             if folder not in ranks and folder.is_dir():
-                locks.enter_context(Lock(folder))
+                locks.enter_context(Lock(folder, "delete"))
         for folder in reversed(removal.folders):
             remove_files(folder)
         for file in removal.files:
