@@ -99,7 +99,7 @@ def test_a_run_of_another_user_is_read_and_not_resumed(
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(StoreError, match="is not writable; set nvme_path to one that is"):
         run.resume()
-    with pytest.raises(PermissionError):
+    with pytest.raises(StoreError, match="is another user's, who alone may change it"):
         Lock(folder / "rank0", "delete")
 
 

@@ -73,7 +73,12 @@ class Lock:
             except OSError as error:
                 # Mounted for reads, as a snapshot is: no process can write here, and readers need no file. Nor do they
                 # in a folder of another user, whose processes lock the folder too.
-                if error.errno != errno.EROFS and (error.errno != errno.EACCES or use != "read"):
+                if error.errno == errno.EACCES and use != "read":
+                    raise StoreError(
+                        f"{folder} is another user's, who alone may change it: its lock cannot be opened "
+                        f"({error.strerror}); do this as that user"
+                    ) from error
+                if error.errno not in (errno.EROFS, errno.EACCES):
                     raise
             self._folder = lock_folder(folder)
         except LockHeldError as error:
