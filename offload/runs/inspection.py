@@ -26,6 +26,7 @@ from offload.engine.checkpoint.files import (
     wrong_files,
 )
 from offload.errors import StoreError
+from offload.runs.own_checkpoint import of_trainer
 from offload.swapper.store import rank_folders
 from offload.swapper.store.format.run_notes import FINISHED
 from offload.swapper.store.inspection import Commit, Found, Wrong, allocated_nbytes, is_rank, is_run, leftovers, look
@@ -36,7 +37,8 @@ def inspect(path: Path) -> dict[str, Any]:
     """Returns JSON that describes `path`; sizes are in bytes.
 
     Args:
-        path: An nvme path with its runs, a run, one rank of a run, a checkpoint, or a folder of checkpoints.
+        path: An nvme path with its runs, a run, one rank of a run, a checkpoint, or a folder of checkpoints, as a
+            Trainer's output folder is too.
 
     Raises:
         StoreError: If the folder does not exist, or contains the swap files of one rank under another name.
@@ -56,6 +58,8 @@ def inspect(path: Path) -> dict[str, Any]:
     if saved or (path / LATEST).is_file() or any(leftovers_of_saves(path)):
         return {"kind": "checkpoints", **_checkpoints(path, saved)}
     runs = [_run(each, rank_folders(each)) for each in sorted(path.iterdir()) if _contains_run(each)]
+    if not runs and (saved := of_trainer(path)):
+        return {"kind": "checkpoints", **_checkpoints(path, saved), "latest": str(saved[-1].relative_to(path))}
     return {"kind": "nvme_path", "path": str(path), "runs": runs}
 
 
@@ -107,7 +111,7 @@ def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
 def _checkpoints(path: Path, saved: Sequence[Path]) -> dict[str, Any]:
     """Describes the folder `path`, which contains the checkpoints `saved`."""
     latest = path / LATEST
-    found = [_checkpoint(each) for each in saved]
+    found = [{**_checkpoint(each), "tag": str(each.relative_to(path))} for each in saved]
     goes, returns = leftovers_of_saves(path)
     return {
         "path": str(path),
@@ -242,7 +246,7 @@ def _finished(path: Path) -> dict[str, Any] | None:
         return None
     try:
         note = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return note if isinstance(note, dict) else {}
 

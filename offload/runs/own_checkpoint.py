@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from offload.engine.checkpoint.files import find, is_checkpoint
+from offload.engine.checkpoint.directory import holds_run
+from offload.engine.checkpoint.files import LATEST, find, is_checkpoint
 from offload.errors import StoreError
 from offload.notices import shell_command
 from offload.swapper.store import rank_folders
 
 
 def find_own(path: Path, tag: str | None = None) -> Path | None:
-    """Returns the checkpoint that a folder is, or its latest; None for a folder that holds none.
+    """Returns the checkpoint that a folder is, or its latest; None for the folder of a run, or one that holds none.
+
+    A Trainer's output folder holds those of its folders `checkpoint-<step>`.
 
     Args:
         path: Folder of a run, of a checkpoint, or of several checkpoints.
@@ -21,7 +24,8 @@ def find_own(path: Path, tag: str | None = None) -> Path | None:
         StoreError: If the checkpoint is of another program, or cannot be found.
         UsageError: If `tag` cannot name a folder.
     """
-    found = find(path, tag)
+    # Checkpoints may have been saved into the folder of a run; its swap files go further than they.
+    found = None if tag is None and holds_run(path) else find(path, tag)
     folder = None if found is None else Path(found)
     ours = bool(rank_folders(path)) if folder is None else is_checkpoint(folder)
     if not ours:
@@ -34,4 +38,15 @@ def find_own(path: Path, tag: str | None = None) -> Path | None:
                 f"{other} is a checkpoint of another program, such as DeepSpeed: "
                 f"`{shell_command('import', other, 'FOLDER')}` writes one of offload, which this reads"
             )
+        if tag is None and folder is None and (saved := of_trainer(path)):
+            return saved[-1]
     return folder
+
+
+def of_trainer(output: Path) -> list[Path]:
+    """Returns the checkpoints in the folders `checkpoint-<step>` of a Trainer, in the order of their steps."""
+    steps = [each for each in output.glob("checkpoint-*") if each.name.removeprefix("checkpoint-").isdecimal()]
+    # A save that was cut short has not written `latest` yet.
+    whole = [each for each in sorted(steps, key=lambda each: int(each.name[11:])) if (each / LATEST).is_file()]
+    found = (find(each, None) for each in whole)
+    return [Path(each) for each in found if each is not None and is_checkpoint(Path(each))]

@@ -12,7 +12,9 @@ import torch
 import offload
 from offload.errors import StoreError, UsageError
 from offload.runs.import_checkpoint import open_foreign
-from tests.checkpoints.checkpoint_runs import engine, folder, inspect, names, saved_checkpoint
+from tests.checkpoints.checkpoint_runs import DISK, engine, folder, inspect, names, saved_checkpoint
+from tests.support import models
+from tests.support.oracle import start, train_step
 
 __all__ = ["engine", "folder", "saved_checkpoint"]  # fixtures
 
@@ -26,6 +28,19 @@ def test_a_tag_that_is_no_name(tag: str, engine: offload.Engine, tmp_path: Path)
     with pytest.raises(UsageError, match="cannot name a folder") as promoted:
         engine.save_checkpoint(tmp_path / "saved", tag=tag)
     assert repr(tag) in str(promoted.value) and not (tmp_path / "saved").exists()
+
+
+def test_a_save_among_the_swap_files_of_a_run_is_refused(tmp_path: Path) -> None:
+    engine = start(models.GPT2, DISK, tmp_path / "swap")
+    train_step(engine, models.GPT2, 0)
+    run = tmp_path / "swap" / "default"
+    before = sorted(run.rglob("*"))
+    for where in (run, run / "rank0"):
+        with pytest.raises(UsageError, match="which holds the swap files of a run: give a folder of checkpoints"):
+            engine.save_checkpoint(where)
+    assert sorted(run.rglob("*")) == before
+    engine.save_checkpoint(tmp_path / "swap" / "checkpoints")
+    engine.destroy(remove=True)
 
 
 @pytest.mark.parametrize("tag", ["x" * 246, "ü" * 123, "two words", "日本", "latest.swp", "a.partial", "a.old"])

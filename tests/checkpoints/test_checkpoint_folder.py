@@ -20,7 +20,7 @@ from offload.engine.checkpoint import directory as checkpoint_folder
 from offload.engine.checkpoint import save as checkpoint_save
 from offload.engine.checkpoint.directory import begin_folder, end_folder, only_save, prune, saver, write_new
 from offload.engine.checkpoint.files import Manifest, checkpoints, read_manifest
-from offload.errors import StoreError
+from offload.errors import StoreError, UsageError
 from offload.swapper.store import rank_folder
 from tests.checkpoints.checkpoint_runs import CPU, DISK, engine, everything, folder, inspect, names, saved_checkpoint
 from tests.support import models
@@ -104,7 +104,7 @@ def test_the_swap_files_of_a_run_are_no_checkpoint(engine: offload.Engine, tmp_p
     train_step(run, models.GPT2, 0)
     run.destroy()
     before = everything(tmp_path / "default")
-    with pytest.raises(StoreError, match="rank0 exists and is not a checkpoint"):
+    with pytest.raises(UsageError, match="holds the swap files of a run"):
         engine.save_checkpoint(tmp_path / "default", tag="rank0")
     assert everything(tmp_path / "default") == before
     rank = tmp_path / "default" / "rank0"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import offload
+from offload.engine.training.snapshot import write_buffer
 from offload.errors import StoreError
 from offload.swapper.store import run_status
 from tests.support import models
@@ -250,3 +251,41 @@ def test_a_buffer_that_is_not_contiguous_is_committed(tmp_path: Path) -> None:
     engine = start(job, DISK, tmp_path, resume="must")
     assert torch.equal(engine.module.table.cpu(), torch.arange(12.0).view(3, 4).t())
     engine.destroy(remove=True)
+
+
+class Sharing(Layers):
+    """Persistent buffers whose elements share memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((1,), 2.0).expand(8))
+        self.register_buffer("rows", torch.arange(3.0)[:, None].expand(3, 4))
+        self.register_buffer("windows", torch.arange(8).unfold(0, 3, 1))
+
+
+def test_a_buffer_whose_elements_share_memory_comes_back(tmp_path: Path) -> None:
+    job = Job(Sharing, models.mixture_loss, steps=2)
+    engine = start(job, DISK, tmp_path / "swap")
+    train_step(engine, job, 0)
+    engine.module.scale.as_strided((1,), (1,)).fill_(5)
+    train_step(engine, job, 1)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.destroy()
+
+    def assert_back(engine: offload.Engine) -> None:
+        assert engine.module.scale.tolist() == [5] * 8
+        assert torch.equal(engine.module.rows.cpu(), torch.arange(3.0)[:, None].expand(3, 4))
+        assert torch.equal(engine.module.windows.cpu(), torch.arange(8).unfold(0, 3, 1))
+        engine.destroy(remove=True)
+
+    assert_back(start(job, DISK, tmp_path / "swap", resume="must"))
+    for weights_alone in (False, True):
+        engine = start(job, DISK, tmp_path / "other")
+        engine.load_checkpoint(tmp_path / "saved", load_module_only=weights_alone)
+        assert_back(engine)
+
+
+def test_elements_that_shared_memory_and_differ_get_memory_of_their_own() -> None:
+    buffer = torch.ones(1).expand(3)
+    write_buffer(buffer, torch.arange(3.0))
+    assert buffer.tolist() == [0, 1, 2]

@@ -239,3 +239,42 @@ def test_the_shards_of_all_ranks_are_merged(ranks: RankPool, tmp_path: Path) -> 
     assert report_of("verify", tmp_path / "saved")["world_size"] == 2
     flip(tmp_path / "saved" / "global_step1" / "progress.rank1.safetensors", 3000)
     assert "progress.rank1" in run("verify", tmp_path / "saved").output
+
+
+# -- beside a run -------------------------------------------------------------------------------------
+
+
+def test_the_swap_files_of_a_run_win_over_checkpoints_in_its_folder(tmp_path: Path) -> None:
+    engine = start(models.GPT2, DISK, tmp_path / "swap")
+    train_step(engine, models.GPT2, 0)
+    engine.save_checkpoint(tmp_path / "saved")
+    train_step(engine, models.GPT2, 1)
+    engine.destroy(remove=False)
+    place = tmp_path / "swap" / "default"
+    shutil.copytree(tmp_path / "saved", place, dirs_exist_ok=True)
+    assert report_of("verify", place)["step"] == 2
+    assert report_of("export", place, tmp_path / "model")["step"] == 2
+    assert report_of("inspect", place)["kind"] == "run"
+    assert report_of("verify", place / "global_step1")["step"] == 1
+
+
+# -- a Trainer's output folder ------------------------------------------------------------------------
+
+
+def test_the_checkpoints_of_a_trainer_are_found_in_its_output_folder(saved: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for step in (5, 40):
+        (out / f"checkpoint-{step}").mkdir(parents=True)
+        (saved / f"global_step{1 if step == 5 else 2}").rename(out / f"checkpoint-{step}" / f"global_step{step}")
+        (out / f"checkpoint-{step}" / "latest").write_text(f"global_step{step}")
+    (out / "checkpoint-45" / ".global_step45.partial").mkdir(parents=True)  # cut short by a kill
+    (out / "checkpoint-best").mkdir()
+    found = report_of("inspect", out)
+    assert (found["kind"], found["latest"]) == ("checkpoints", "checkpoint-40/global_step40")
+    assert [each["tag"] for each in found["checkpoints"]] == [
+        "checkpoint-5/global_step5",
+        "checkpoint-40/global_step40",
+    ]
+    assert re.search(r"checkpoint-40/global_step40 .* latest", run("inspect", out).output)
+    assert report_of("verify", out)["path"] == str(out / "checkpoint-40" / "global_step40")
+    assert report_of("export", out, tmp_path / "model")["step"] == 2

@@ -63,6 +63,7 @@ def test_a_run_that_is_held_stays(drives: list[str]) -> None:
     engine = begin(drives)
     result = CliRunner().invoke(app, ["rm", str(Path(drives[0], "default")), "--yes"])
     assert result.exit_code == 2 and "in use by process" in result.stderr
+    assert '"run"' not in result.stderr and "wait until it has ended" in result.stderr
     train_step(engine, models.GPT2, 1)
     engine.destroy(remove=True)
 
@@ -116,6 +117,14 @@ def test_another_run_that_has_taken_its_place_on_a_drive_stays(drives: list[str]
     begin(drives[1:]).destroy()
     assert CliRunner().invoke(app, ["rm", str(Path(drives[0], "default")), "--yes"]).exit_code == 0
     assert not Path(drives[0], "default").exists() and Path(drives[1], "default", "rank0", "commit").is_file()
+
+
+def test_a_drive_that_is_not_there_is_said(drives: list[str]) -> None:
+    begin(drives).destroy()
+    Path(drives[1]).rename(f"{drives[1]} elsewhere")
+    result = CliRunner().invoke(app, ["rm", str(Path(drives[0], "default")), "--yes"])
+    assert result.exit_code == 1 and str(Path(drives[1], "default", "rank0")) in result.stderr
+    assert not Path(drives[0], "default").exists()
 
 
 def test_the_drives_are_known_without_the_manifest(drives: list[str]) -> None:

@@ -47,6 +47,7 @@ def test_a_run_that_is_held_is_refused_with_its_holder(tmp_path: Path) -> None:
     ):
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 2 and f"in use by process {os.getpid()}" in result.stderr
+        assert '"run"' not in result.stderr and "wait until it has ended" in result.stderr
     train_step(engine, models.GPT2, 2)
     engine.destroy()
     assert not (tmp_path / "out").exists()

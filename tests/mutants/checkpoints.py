@@ -171,7 +171,7 @@ MUTANTS = (
     Mutant(
         "reshard a run while another process uses it",
         "offload.engine.reshard.reshard",
-        "looked.extend(lock_and_look(run, opened))",
+        'looked.extend(lock_and_look(run, opened, "train"))',
         "looked.extend(_look(run))",
         "tests/checkpoints/test_resume_other_ranks.py::test_what_cannot_be_read_is_an_error_and_changes_nothing",
     ),

@@ -176,6 +176,17 @@ def test_one_that_made_no_step_is_replaced_by_any_job(tmp_path: Path) -> None:
     start(OTHERS["model"][0], DISK, tmp_path).destroy(remove=True)
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_one_whose_weights_were_set_without_a_step_is_refused(resumed: bool, tmp_path: Path) -> None:
+    engine = start(JOB, DISK, tmp_path)
+    engine.module.load_state_dict({name: each + 1 for name, each in engine.module.state_dict().items()})
+    engine.destroy()
+    if resumed:
+        start(JOB, DISK, tmp_path, resume="must").destroy()
+    with pytest.raises(StoreError, match="holds a run that ended at step 0"):
+        start(OTHERS["learning rate"][0], DISK, tmp_path)
+
+
 @pytest.mark.parametrize("note", ['{"steps": 2}', "{"])
 def test_one_of_which_nothing_is_known_is_refused(note: str, tmp_path: Path) -> None:
     script(tmp_path)

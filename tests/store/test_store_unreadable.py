@@ -12,12 +12,14 @@ import pytest
 
 from offload.aio import IoQueue
 from offload.errors import IoError, StoreError
+from offload.runs.inspection import inspect
 from offload.swapper.store import Store, inspection, run_status
 from offload.swapper.store import store as store_module
 from offload.swapper.store.format import commit_record
 from offload.swapper.store.format import manifest as manifest_module
 from offload.swapper.store.format.manifest import read_manifest
 from offload.swapper.store.rank_folder import read_whole
+from offload.swapper.store.runs import read_closed
 from tests.store.test_store import SPEC, blob, created, opened
 
 
@@ -205,3 +207,34 @@ def test_a_manifest_that_differs_from_the_commit_is_said_to(rank: Path) -> None:
     assert [wrong.reason for wrong in inspection.look(rank).wrong] == [
         "the file differs from the copy in the last commit"
     ]
+
+
+def test_a_manifest_nested_deeper_than_python_parses_is_damage(rank: Path, tmp_path: Path, queue: IoQueue) -> None:
+    (rank / "manifest.json").write_text('{"a":' * 100_000)
+    (wrong,) = inspection.look(rank).wrong
+    assert wrong.path == str(rank / "manifest.json")
+    with pytest.raises(StoreError, match="cannot read"):
+        read_manifest(rank / "manifest.json")
+    store, text = opened(tmp_path, queue)
+    store.close()
+    assert text == "one" and inspection.look(rank).wrong == (), "the copy in the commit is written anew"
+
+
+@pytest.mark.parametrize("name", ["finished.json", "closed.json"])
+def test_a_note_nested_deeper_than_python_parses_says_nothing(name: str, rank: Path, tmp_path: Path) -> None:
+    (rank.parent / name).write_text("[" * 100_000)
+    status = run_status([tmp_path], "run")
+    assert (status.finished, status.closed) == (({}, False) if name == "finished.json" else (None, True))
+    assert read_closed(rank.parent) == ({} if name == "closed.json" else None)
+    assert inspect(rank.parent)["finished"] == status.finished
+
+
+def test_a_folder_in_the_place_of_a_note_is_named(rank: Path, tmp_path: Path, queue: IoQueue) -> None:
+    note = rank.parent / "closed.json"
+    note.mkdir()
+    with pytest.raises(StoreError, match=f"{note} is a folder, expected a note of the run or nothing"):
+        opened(tmp_path, queue)
+    note.rmdir()
+    store, text = opened(tmp_path, queue)
+    store.close()
+    assert text == "one"

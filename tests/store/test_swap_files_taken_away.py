@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -15,7 +16,7 @@ from offload.aio import IoQueue
 from offload.engine.model_io.weight_source import StoreSource
 from offload.errors import StoreError
 from offload.runs.verify import RunChecking
-from offload.swapper.store import Store, StoreSpec, remove_run
+from offload.swapper.store import Store, StoreSpec, rank_folder, remove_run
 from offload.swapper.store import drives as drives_module
 from offload.swapper.store.rank_folder import Lock
 from tests.store.store_runs import PAGE, SPEC, TRAINABLE, Contents, Run
@@ -77,6 +78,29 @@ def test_a_run_that_is_mounted_for_reads_is_verified_and_read(tmp_path: Path, qu
         with contextlib.closing(RunChecking(folder)) as checking:
             (rank,) = checking.run(queue, lambda _: None).ranks  # type: ignore[union-attr]
         assert rank.damages and not rank.wrong, "that no note can be written is no damage"
+
+
+def test_a_run_of_another_user_is_read_and_not_resumed(
+    tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write everywhere, so the refusals are made up."""
+    run = run_of_two_commits(tmp_path, queue)
+    folder = run.store.folders[0].parent
+
+    def refuse(path: Path) -> rank_folder.DirLock:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(rank_folder, "DirLock", refuse)
+    with pytest.raises(StoreError, match=r"in use by process \d+ on .*wait until it has ended: a run is read"):
+        RunChecking(folder)
+    run.store.close()
+    with contextlib.closing(RunChecking(folder)) as checking:
+        assert checking.run(queue, lambda _: None).whole
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(StoreError, match="is not writable; set nvme_path to one that is"):
+        run.resume()
+    with pytest.raises(StoreError, match="is another user's, who alone may change it"):
+        Lock(folder / "rank0", "delete")
 
 
 def test_a_lock_file_that_a_cleaner_deletes_lets_nobody_in(tmp_path: Path, queue: IoQueue) -> None:

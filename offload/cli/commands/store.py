@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from enum import Enum
 from pathlib import Path
@@ -308,7 +308,8 @@ def rm(
 ) -> None:
     """Delete a run's swap files, on all of the run's drives.
 
-    Exit code 0 if the files are deleted, 1 if the answer was no, 2 if PATH is no run, or a process uses the run.
+    Exit code 0 if the files are deleted, 1 if the answer was no, or a drive of the run was not found, 2 if PATH is no
+    run, or a process uses the run.
     Example: offload rm /mnt/nvme/my-run
     """
     from offload.swapper.store import find_removal, remove_run
@@ -334,6 +335,18 @@ def rm(
         elif done.strangers:
             names = ", ".join(done.strangers[:_SHOWN])
             typer.echo(f"{path} is kept: it contains files that do not belong to the run: {names}")
+        if done.not_found:
+            _tell_not_found(done.not_found)
+            raise typer.Exit(FAILED)
+
+
+def _tell_not_found(folders: Sequence[str]) -> None:
+    """Prints the folders of a removed run that may be left on its other drives."""
+    typer.echo(
+        f"files of the run are left on its other drives, which were mounted elsewhere, or copied: {', '.join(folders)} "
+        f"was not deleted; delete the run's folder on each such drive: `{shell_command('rm', 'DRIVE/RUN')}`",
+        err=True,
+    )
 
 
 @contextmanager

@@ -140,7 +140,7 @@ class PersistenceApi(DeepSpeedApi):
         Every rank calls it, between steps. Gradients of micro-batches since the last step are not saved.
 
         Args:
-            save_dir: folder of the checkpoints, created if it does not exist.
+            save_dir: folder of the checkpoints, created if it does not exist; not the folder of a run.
             tag: name of the checkpoint; "global_step<N>" by default. A checkpoint of that name is replaced.
             client_state: values that `load_checkpoint` returns: numbers, strings, tensors on the CPU of at most 64 KiB,
                 such as the state of a generator, and lists and dicts of them.

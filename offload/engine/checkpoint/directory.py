@@ -40,6 +40,7 @@ from offload.engine.checkpoint.files import (
 from offload.engine.checkpoint.parts import delete, strangers
 from offload.errors import IoError, StoreError
 from offload.fileio import DirLock, LockHeldError, holder_of, replace_durably, sync_folder
+from offload.swapper.store.inspection import is_rank
 from offload.swapper.store.rank_folder import sync_names
 
 logger = logging.getLogger("offload")
@@ -52,6 +53,11 @@ _TRIES = 20
 
 
 # -- one at a time ------------------------------------------------------------------------------------
+
+
+def holds_run(folder: Path) -> bool:
+    """Returns True if ranks of a run have their swap files in `folder`, not checkpoints with tags such as "rank0"."""
+    return any(is_rank(each) and not is_checkpoint(each) for each in folder.glob("rank*"))
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from offload.aio.protocols import Queue
@@ -32,7 +31,7 @@ from offload.engine.checkpoint.save import own_or_shared, save
 from offload.engine.checkpoint.save_request import Moment, SaveRequest
 from offload.engine.distributed.rounds.intents import Collective
 from offload.engine.training.components import EngineComponents, together
-from offload.engine.training.snapshot import as_bytes, persistent_buffers, scheduler_state
+from offload.engine.training.snapshot import as_bytes, persistent_buffers, scheduler_state, write_buffers
 from offload.engine.training.training_state import TrainingState
 from offload.errors import UsageError
 from offload.fileio.plain_json import from_plain, to_plain
@@ -197,9 +196,7 @@ class Checkpoints:
             progress = progress._replace(generators=self._state.take().generators)
         notices = [*found.notices, *self._changed_form(found, options)]
         if options.module_only:
-            with torch.no_grad():
-                for name, buffer in buffers.items():
-                    buffer.copy_(progress.buffers.get(name, buffer))
+            write_buffers(buffers, {name: value for name, value in progress.buffers.items() if name in buffers})
         else:
             notices += self._state.restore(progress, options.schedule, options.states)
             if not found.own and found.progress.generators:

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from offload.engine.checkpoint.directory import holds_run
 from offload.engine.checkpoint.files import check_folder, check_tag
 from offload.errors import UsageError
+from offload.swapper.store.inspection import is_rank
 
 
 class SaveRequest(NamedTuple):
@@ -46,7 +48,13 @@ class SaveRequest(NamedTuple):
         """
         if keep_last is not None:
             keep_last = _count(keep_last)
-        return cls(check_folder(folder, "save_dir"), check_tag(tag), bool(latest), bool(frozen), keep_last)
+        path = check_folder(folder, "save_dir")
+        if holds_run(path) or is_rank(path):
+            raise UsageError(
+                f"save_dir is {path}, which holds the swap files of a run: give a folder of checkpoints beside it, "
+                f"such as {path.absolute().parent / 'checkpoints'}"
+            )
+        return cls(path, check_tag(tag), bool(latest), bool(frozen), keep_last)
 
 
 def _count(keep_last: Any) -> int:

@@ -21,7 +21,7 @@ from offload.swapper.store.format.manifest import Extents, Manifest, check_rank
 from offload.swapper.store.format.run_notes import FINISHED, RESHARDED
 from offload.swapper.store.format.undo import Undo
 from offload.swapper.store.inspection import Commit, Found, is_rank, look
-from offload.swapper.store.rank_folder import Lock
+from offload.swapper.store.rank_folder import Lock, Use
 from offload.swapper.store.recovery import check_one_run
 
 if TYPE_CHECKING:
@@ -160,12 +160,13 @@ class StoreSource:
         self._open.close()
 
 
-def lock_and_look(run: Path, stack: contextlib.ExitStack) -> list[Found]:
+def lock_and_look(run: Path, stack: contextlib.ExitStack, use: Use = "read") -> list[Found]:
     """Locks and inspects each rank's folder of a run.
 
     Args:
         run: Folder of the run.
         stack: Receives the locks; other processes are kept out until it is closed.
+        use: What the folders are locked for.
 
     Raises:
         StoreError: If `run` contains no folder of a rank, or a process uses one of them.
@@ -189,7 +190,7 @@ def lock_and_look(run: Path, stack: contextlib.ExitStack) -> list[Found]:
         )
     for folder in folders:
         # `Lock` raises if another process holds the lock. Those taken so far are released by the caller's stack.
-        stack.enter_context(Lock(folder))
+        stack.enter_context(Lock(folder, use))
     return [look(folder) for folder in folders]
 
 

@@ -165,7 +165,7 @@ def _prepare(
     _check_visible(new, before)
     looked: list[Found] = []
     # Rank 0 holds the locks for all, and takes them first: a run in use would change under the others.
-    ranks.by_first(lambda: looked.extend(lock_and_look(run, opened)))
+    ranks.by_first(lambda: looked.extend(lock_and_look(run, opened, "train")))
     ranks.settle(lambda: looked.extend(_look(run) if ranks.rank else ()))
     found: list[FoundRun] = []
     ranks.settle(lambda: found.append(_open(new, before, at, looked, queue, check, opened)))

@@ -146,6 +146,32 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def write_buffers(buffers: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    """Writes values into the buffers of their names."""
+    for name, value in values.items():
+        write_buffer(buffers[name], value)
+
+
+def write_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    """Writes `value` into a buffer of its shape, whose elements may share memory, as after `expand`.
+
+    If the values of elements that share memory differ, the buffer gets memory of its own.
+    """
+    if buffer.is_contiguous() or not buffer.numel():
+        buffer.detach().copy_(value)
+        return
+    # Each place in memory once: torch writes no elements that overlap.
+    places = 1 + sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+    if places >= buffer.numel():
+        buffer.detach().copy_(value)
+        return
+    order = torch.arange(places).as_strided(buffer.shape, buffer.stride()).flatten()
+    memory = buffer.detach().as_strided((places,), (1,))
+    memory[order.to(buffer.device)] = value.to(buffer).flatten()
+    if not torch.equal(buffer, value.to(buffer)):
+        buffer.data = value.to(buffer).clone(memory_format=torch.contiguous_format)
+
+
 def is_held(scheduler: Any) -> bool:
     """Returns True if a commit can contain the schedule's state, and restore it."""
     return all(callable(getattr(scheduler, name, None)) for name in ("state_dict", "load_state_dict"))

@@ -25,6 +25,7 @@ from offload.engine.training.snapshot import (
     persistent_buffers,
     read_generators,
     scheduler_state,
+    write_buffers,
     write_generators,
 )
 from offload.engine.training.step_settings import Differences, StepSettings, job_of, named_settings
@@ -94,7 +95,8 @@ class TrainingState:
         self._configured = optimizer.configured()
         self.job = job_of(module, settings, optimizer, lr_scheduler) if commits else {}
         """The job of this run, for the note of its end."""
-        self._saved_step: int | None = None
+        self._saved_step: int | None = 0
+        """The step that may be replaced without a loss; None if edits, or a run before, are in no other files."""
         self._due: Mapping[str, Any] | None = None
         """Facts of the resumed run until `put_values` has given their values to the groups; None afterwards."""
         self._schedule_changed = False
@@ -170,6 +172,7 @@ class TrainingState:
             states: False to keep all values of the groups where no schedule continues.
         """
         facts, mine, notices = progress.facts, self._settings(), list[str]()
+        self._saved_step = None
         # A checkpoint of another program says neither, and is taken for one of the same schedule and optimizer.
         then = {name: mine[name] for name in ("schedule", "optimizer")}
         then |= {name: value for name, value in facts["settings"].items() if name in mine}
@@ -203,10 +206,7 @@ class TrainingState:
         self._due = facts if takes and (same_schedule or self.lr_scheduler is None) else None
         self.put_values()
         self._restore_generators(progress.generators)
-        buffers = persistent_buffers(self._module)
-        with torch.no_grad():
-            for name, value in progress.buffers.items():
-                buffers[name].copy_(value)
+        write_buffers(persistent_buffers(self._module), progress.buffers)
         return notices + self._restore_data(facts["data"])
 
     def _restore_schedule(self, saved: Mapping[str, Any] | None) -> list[str]:
@@ -314,8 +314,8 @@ class TrainingState:
 
     @property
     def saved(self) -> bool:
-        """True if a start that replaces the run loses nothing: the user has saved the last step, or none was made."""
-        return not self.global_steps or self._saved_step == self.global_steps
+        """True if a start that replaces the run loses nothing: the user has saved the last step, or changed nothing."""
+        return self._saved_step == self.global_steps
 
     def count_micro_steps(self, passed: int) -> None:
         """Adds the micro-batches of a `step()` to the count."""

@@ -118,6 +118,15 @@ def no_room(short: Shortage, slots: int) -> StoreError:
     )
 
 
+def places_of(folders: Sequence[Path]) -> tuple[str, ...]:
+    """Returns the paths of the drives, as a manifest holds them.
+
+    Args:
+        folders: The rank's folder on each drive, in order.
+    """
+    return tuple(str(folder.parent.parent.resolve()) for folder in folders)
+
+
 def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec, run_id: str | None) -> Manifest:
     """Returns the manifest of a new store. Several drives are measured, and share the stripes by their speeds.
 
@@ -138,7 +147,7 @@ def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec, 
         run=run,
         rank=rank,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        drives=tuple(str(drive.resolve()) for drive in drives),
+        drives=places_of(folders),
         weights=whole_weights(weights),
         stripe_bytes=_STRIPE_BYTES,
         spec=spec,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -76,7 +77,7 @@ class Found(NamedTuple):
     commits: tuple[Commit, ...]
     """The valid commits, newest first."""
     manifest: Manifest | None
-    """The manifest in the newest commit whose blob is intact, else that of the file."""
+    """The manifest in the newest commit whose blob is intact, with the drives of the file, else that of the file."""
     drive: int
     """Index of the drive that holds the folder. Records and blobs are stored on drive 0."""
     other_format: str | None
@@ -187,9 +188,13 @@ def _look(folder: Path) -> Found:
     for commit in commits:
         if commit.blob is not None and manifest is None:
             manifest = Manifest.unpack(commit.blob.manifest, f"{folder}/blob.{commit.record.blob}")
-    if manifest is None:
-        with contextlib.suppress(StoreError):  # reported below, with the manifests of the other drives
-            manifest = read_manifest(folder / "manifest.json")
+    with contextlib.suppress(StoreError):  # reported below, with the manifests of the other drives
+        file = read_manifest(folder / "manifest.json")
+        # A resume writes into the file where the drives are now; a commit has that from the next one on.
+        if manifest is None:
+            manifest = file
+        elif _same_but_places(file, manifest):
+            manifest = dataclasses.replace(manifest, drives=file.drives)
     if not drive:
         wrong += _wrong_drives(folder, manifest)
     return Found(folder, rank, commits, manifest, drive, None, tuple(wrong))
@@ -267,7 +272,7 @@ def _wrong_drives(folder: Path, manifest: Manifest | None) -> list[Wrong]:
             if (mine.id, number) != (manifest.id, drive):
                 expected = f"expected drive {drive} of store {manifest.id}"
                 wrong.append(Wrong(str(path), f"the file belongs to drive {number} of store {mine.id}, {expected}"))
-            elif mine != manifest:
+            elif not _same_but_places(mine, manifest):
                 wrong.append(Wrong(str(path), "the file differs from the copy in the last commit"))
         except StoreError as error:
             wrong.append(Wrong(str(path), _reason(path, error)))
@@ -279,6 +284,11 @@ def _wrong_drives(folder: Path, manifest: Manifest | None) -> list[Wrong]:
         elif (have := states.stat().st_size) < nbytes:
             wrong.append(Wrong(str(states), f"the file is cut short: {have} bytes of {nbytes}"))
     return wrong
+
+
+def _same_but_places(one: Manifest, other: Manifest) -> bool:
+    """Returns True if two manifests differ at most in the places where their drives were."""
+    return len(one.drives) == len(other.drives) and dataclasses.replace(one, drives=other.drives) == other
 
 
 def _folders(folder: Path, manifest: Manifest | None) -> tuple[Path, ...]:
@@ -336,7 +346,7 @@ def _object_in(data: bytes) -> dict[str, Any]:
     """Returns the JSON object in `data`; empty if there is none."""
     try:
         notes = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter for objects in objects, thousands deep
         return {}
     return notes if isinstance(notes, dict) else {}
 

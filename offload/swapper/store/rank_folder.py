@@ -11,7 +11,7 @@ import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from offload.errors import IoError, StoreError
 from offload.fileio import (
@@ -27,6 +27,9 @@ from offload.fileio import (
 
 FILES = ("commit", "manifest.json", "states", "blob.0", "blob.1", "suspect", "undo", "lock")
 """Names of all files that a rank's folder may hold, the lock last. Temporary files that replace one are `*.tmp`."""
+
+Use = Literal["train", "read", "delete"]
+"""What a process locks a rank's folder for."""
 
 STAGED, REPLACED = "new-", "old-"
 """Before the name of a rank's folder, while a run changes its number of ranks: it waits for its place, or had it."""
@@ -51,26 +54,36 @@ class Lock:
     The folder itself is locked beside the file, where the file system can: a cleaner of old files may delete the file,
     and leaves a locked folder alone.
 
+    Args:
+        folder: The folder.
+        use: What it is locked for. A reader needs no file of the lock where this user may not write one.
+
     Raises:
         StoreError: with the name of the holder, if another process or engine holds the folder; or if the file system
             has no locks.
         FileNotFoundError: if the folder does not exist, because another process may have removed it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, use: Use = "train") -> None:
         self._folder: int | None = None
         self._lock: DirLock | None = None
         try:
             try:
                 self._lock = DirLock(folder / "lock")
             except OSError as error:
-                # Mounted for reads, as a snapshot is: no process can write here, and readers need no file.
-                if error.errno != errno.EROFS:
+                # Mounted for reads, as a snapshot is: no process can write here, and readers need no file. Nor do they
+                # in a folder of another user, whose processes lock the folder too.
+                if error.errno == errno.EACCES and use != "read":
+                    raise StoreError(
+                        f"{folder} is another user's, who alone may change it: its lock cannot be opened "
+                        f"({error.strerror}); do this as that user"
+                    ) from error
+                if error.errno not in (errno.EROFS, errno.EACCES):
                     raise
             self._folder = lock_folder(folder)
         except LockHeldError as error:
             self.release()
-            raise _in_use(folder, error.holder) from None
+            raise _in_use(folder, holder(folder) or error.holder, use) from None
         except BaseException:
             self.release()
             raise
@@ -124,12 +137,12 @@ def lock_folders(folders: Sequence[Path]) -> list[Lock]:
                 raise
 
 
-def _in_use(folder: Path, who: str) -> StoreError:
+def _in_use(folder: Path, who: str, use: Use) -> StoreError:
     """Returns the error for a folder that `who` holds."""
     end = "call destroy() on that engine of this process" if who == this_process() else "end that process"
-    return StoreError(
-        f'{folder} is in use by {who}; {end}, or give a run beside it a name of its own by "run" in the "offload" block'
-    )
+    wait = "wait until it has ended: a run is read, and deleted, while no process uses it"
+    more = 'give a run beside it a name of its own by "run" in the "offload" block' if use == "train" else wait
+    return StoreError(f"{folder} is in use by {who}; {end}, or {more}")
 
 
 def holder(folder: Path) -> str | None:

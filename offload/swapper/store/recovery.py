@@ -182,7 +182,7 @@ def load_blob(folder: Path, record: Record) -> Blob:
     return held
 
 
-def check_drives(folders: Sequence[Path], copy: Manifest, step: int) -> list[str]:
+def check_drives(folders: Sequence[Path], copy: Manifest, step: int) -> tuple[list[str], list[tuple[str, ...]]]:
     """Compares the manifest on each drive with the copy that a commit holds.
 
     Args:
@@ -191,7 +191,8 @@ def check_drives(folders: Sequence[Path], copy: Manifest, step: int) -> list[str
         step: The commit's step.
 
     Returns:
-        A line for each drive whose manifest is missing or damaged. The copy must then be written to all drives.
+        A line for each drive whose manifest is missing or damaged; the copy must then be written to all drives. And the
+        places of the drives that each of the other manifests names.
 
     Raises:
         StoreError: If the number of drives differs, or if a drive belongs to another store or has another index.
@@ -203,6 +204,7 @@ def check_drives(folders: Sequence[Path], copy: Manifest, step: int) -> list[str
             f"names {len(folders)}; give the same drives in the same order"
         )
     notices: list[str] = []
+    places: list[tuple[str, ...]] = []
     for drive, folder in enumerate(folders):
         number = _place_of(folder)[1]
         try:
@@ -215,7 +217,8 @@ def check_drives(folders: Sequence[Path], copy: Manifest, step: int) -> list[str
                 f"{folder} holds drive {number} of store {found.id}, expected drive {drive} of store {copy.id}: "
                 f"mount the drives of this run, in the order {', '.join(copy.drives)}"
             )
-    return notices
+        places.append(found.drives)
+    return notices, places
 
 
 def check_sizes(files: Sequence[DirectFile], expected: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from offload.errors import StoreError
 from offload.swapper.store.format.commit_record import was_committed
-from offload.swapper.store.format.manifest import read_manifest
+from offload.swapper.store.format.manifest import Manifest, read_manifest
 from offload.swapper.store.format.run_notes import CLOSED, FINISHED, RESHARDED
 from offload.swapper.store.inspection import Found, allocated_nbytes, is_rank, look, store_id
 from offload.swapper.store.rank_folder import (
@@ -55,7 +55,7 @@ def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
     try:
         note = json.loads(read_whole(finished))
         return RunStatus(False, note if isinstance(note, dict) else {})
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return RunStatus(False, {})  # the run ended; the details cannot be read
 
 
@@ -65,7 +65,7 @@ def read_closed(run: Path) -> dict[str, Any] | None:
         note = json.loads(read_whole(run / CLOSED))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return note if isinstance(note, dict) else {}
 
@@ -106,6 +106,8 @@ class Removal(NamedTuple):
     """Bytes that the run's files take on their drives."""
     finished: bool
     """True if the run has ended."""
+    not_found: tuple[str, ...] = ()
+    """The ranks' folders on drives that are not where the run had them. Their files are not deleted."""
 
 
 def find_removal(path: Path) -> Removal:
@@ -126,6 +128,7 @@ def find_removal(path: Path) -> Removal:
     for each in found:
         _check_drive(each)
     folders = tuple(folder for each in found for folder in each.folders[:1] + _mine(each))
+    not_found = tuple(str(folder) for each in found for folder in _not_found(each))
     folders += _aside(path, folders)
     notes = [each for each in (note, path / CLOSED, path / RESHARDED) if each.is_file()]
     files = (*sorted(path.glob("*.tmp")), *notes)
@@ -133,7 +136,16 @@ def find_removal(path: Path) -> Removal:
     strangers = [name for name in _names(path) if name not in ours]
     for folder in folders:
         strangers += [f"{folder.name}/{name}" for name in _names(folder) if name not in FILES and name[-4:] != ".tmp"]
-    return Removal(path, tuple(ranks), folders, files, tuple(strangers), allocated_nbytes(folders), note.is_file())
+    return Removal(
+        path,
+        tuple(ranks),
+        folders,
+        files,
+        tuple(strangers),
+        allocated_nbytes(folders),
+        note.is_file(),
+        not_found,
+    )
 
 
 def _aside(run: Path, ranks: Sequence[Path]) -> tuple[Path, ...]:
@@ -161,12 +173,12 @@ def remove_run(path: Path) -> Removal:
         # A start holds the lock before it writes any other file.
         ranks = [rank for rank in rank_folders(path) if is_rank(rank) or (rank / "lock").exists()]
         for rank in ranks:
-            locks.enter_context(Lock(rank))
+            locks.enter_context(Lock(rank, "delete"))
         removal = find_removal(path)
         # All other folders of the run are locked as well: a process may be starting a store in one of them.
         for folder in removal.folders:
             if folder not in ranks and folder.is_dir():
-                locks.enter_context(Lock(folder))
+                locks.enter_context(Lock(folder, "delete"))
         for folder in reversed(removal.folders):
             remove_files(folder)
         for file in removal.files:
@@ -185,19 +197,42 @@ def _check_drive(found: Found) -> None:
             raise StoreError(f"{found.folder} is on drive {found.drive} of its run; remove the run at {first}")
 
 
+def _first_drive(manifest: Manifest, folder: Path) -> Path:
+    """Returns where the manifest says that the folder of a rank on its first drive is, `folder` being that on any."""
+    return Path(manifest.drives[0]) / folder.parent.name / folder.name
+
+
 def _mine(found: Found) -> tuple[Path, ...]:
     """Returns the rank's folders on its other drives, except folders that now belong to another store."""
     if found.drive or found.manifest is None:
         return ()
-    first = Path(found.manifest.drives[0]) / found.folder.parent.name / found.folder.name
+    first = _first_drive(found.manifest, found.folder)
     if not first.exists() or not found.folder.samefile(first):
-        return ()  # this folder is a copy: the other drives belong to the original
+        return ()  # a copy, or moved since the last start: the other drives may belong to an original elsewhere
     there = [folder for folder in found.folders[1:] if folder.is_dir()]
     return tuple(
         folder
         for folder in there
         if store_id(folder) == found.manifest.id or (store_id(folder) is None and not (folder / "commit").exists())
     )
+
+
+def _not_found(found: Found) -> tuple[Path, ...]:
+    """Returns the rank's folders on other drives that cannot be found, or that may belong to another copy of the run.
+
+    A copy of the first drive alone, beside its original, has none.
+    """
+    if found.drive or found.manifest is None:
+        return ()
+    manifest, others = found.manifest, found.folders[1:]
+    first = _first_drive(manifest, found.folder)
+    if first.exists() and found.folder.samefile(first):
+        # With its drive in place, a folder that is missing was removed, as by a removal that was interrupted.
+        return tuple(folder for folder in others if not folder.parent.parent.is_dir())
+    if store_id(first) != manifest.id:
+        return others
+    originals = [Path(drive, first.parent.name, first.name).resolve() for drive in manifest.drives]
+    return tuple(folder for folder in others if store_id(folder) == manifest.id and folder.resolve() not in originals)
 
 
 def _names(folder: Path) -> list[str]:

@@ -7,6 +7,7 @@ One thread at a time may call the methods of `SwapFiles`; any thread may use `st
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from offload.aio import DirectFile, StripedFile
 from offload.fileio import sync_folder
 from offload.notices import announce
 from offload.sizes import PAGE
-from offload.swapper.store.drives import Shortage, find_drive_shortage, find_shortage, new_manifest, no_room
+from offload.swapper.store.drives import Shortage, find_drive_shortage, find_shortage, new_manifest, no_room, places_of
 from offload.swapper.store.format.manifest import Manifest, StoreSpec, check_rank, compare
 from offload.swapper.store.format.run_notes import RunNotes
 from offload.swapper.store.inspection import allocated_nbytes
@@ -130,7 +131,9 @@ class SwapFiles:
             raise no_room(short, self._spec.slots)
 
     def open(self, copy: Manifest, step: int) -> list[str]:
-        """Opens the states file of a commit and, if any manifest is missing or damaged, rewrites all manifests.
+        """Opens the states file of a commit.
+
+        Rewrites all manifests if one is missing or damaged, or names other places of the drives than these.
 
         Args:
             copy: The manifest in the commit's blob.
@@ -145,11 +148,13 @@ class SwapFiles:
         compare(self._spec, copy.spec, self.folders[0])
         # Partitions of all ranks look alike, and those of another one would be taken for this one's.
         check_rank(copy, self._rank, self.folders[0])
-        lost = check_drives(self.folders, copy, step)
-        self._manifest = copy
+        lost, there = check_drives(self.folders, copy, step)
+        here = places_of(self.folders)
+        self._manifest = dataclasses.replace(copy, drives=here)  # the next commit has it too
         self._states = self._open_states()
         check_sizes(self._states.parts(), self._drive_nbytes())
-        if lost:
+        # Each manifest counts: a kill between two of them leaves drives that name different places.
+        if lost or any(places != here for places in there):
             self._write_manifests()
         return lost
 

@@ -185,7 +185,7 @@ class Manifest:
             content = json.loads(data)
             if not isinstance(content, dict):
                 raise ValueError("expected a JSON object")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise StoreError(f"cannot read {where}: {error}") from error
         if content.get("format") != FORMAT_VERSION:
             raise StoreError(

@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from offload.errors import StoreError
 from offload.fileio import sync_folder
 from offload.swapper.store.rank_folder import reserve, write_durably
 
@@ -48,8 +49,15 @@ class RunNotes:
         write_durably(self._closed, json.dumps(facts).encode())
 
     def forget_end(self) -> None:
-        """Deletes the notes of an earlier end durably. Afterwards the swap files count as a run that did not end."""
+        """Deletes the notes of an earlier end durably. Afterwards the swap files count as a run that did not end.
+
+        Raises:
+            StoreError: if a folder has the name of a note.
+        """
         notes = [note for note in (self._finished, self._closed) if note.exists()]
+        for note in notes:
+            if note.is_dir():
+                raise StoreError(f"{note} is a folder, expected a note of the run or nothing: remove or rename it")
         for note in notes:
             note.unlink(missing_ok=True)
         if notes:
