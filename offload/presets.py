@@ -193,27 +193,28 @@ def positions_of(config: Any) -> int | None:
     return longest if isinstance(longest, int) and longest > 0 else None  # XLNet uses -1 for no limit
 
 
-def check_positions(config: Any, seq_len: int) -> None:
+def check_positions(config: Any, seq_len: int, option: str = "--seq-len") -> None:
     """Checks that a model has enough positions for a sequence.
 
     Args:
         config: the model's transformers config.
         seq_len: tokens of a sequence.
+        option: the option that gave them, for the message.
 
     Raises:
         ConfigError: the model has fewer positions.
     """
-    check_length(positions_of(config), seq_len)
+    check_length(positions_of(config), seq_len, option)
 
 
-def check_length(longest: int | None, seq_len: int) -> None:
+def check_length(longest: int | None, seq_len: int, option: str = "--seq-len") -> None:
     """Checks that a sequence is not longer than a model's positions; None has no limit.
 
     Raises:
         ConfigError: the sequence is longer.
     """
     if longest is not None and longest < seq_len:
-        raise ConfigError(f"--seq-len {seq_len} is more than the {longest} positions of this model; lower --seq-len")
+        raise ConfigError(f"{option} {seq_len} is more than the {longest} positions of this model; lower {option}")
 
 
 def error_message(error: Exception) -> str:

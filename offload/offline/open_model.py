@@ -119,7 +119,7 @@ def open_model(name: str, placement: Placement, *, scores: bool) -> OpenModel:
     chunked, lines = _prepare(model, rewards) if scores else (False, ())
     config: Any = model.config
     if placement.static_cache is not None:
-        check_positions(config, placement.static_cache)
+        check_positions(config, placement.static_cache, "--static-cache")
         nbytes = cache_nbytes(config, placement.static_cache, placement.rows, value_nbytes(content, config))
         on_host = placement.cache_on_host
         content = beside_cache(content, device_nbytes(config, placement.static_cache, nbytes, on_host))

@@ -191,6 +191,7 @@ BAD = {
     "--text short": "a sequence needs 32",
     "--text empty": "a sequence needs 32",
     "--seq-len 2048": "1024 positions",
+    "--seq-len 99999999999999999999": "--seq-len must be at most 2147483647, got 9+$",
     "--seq-len 1": "--seq-len must be at least 2",
     "--steps 0": "--steps must be at least 1",
     "--batch-size -3": "--batch-size must be at least 1",
@@ -219,6 +220,13 @@ def test_bad_input_touches_nothing(arguments: str) -> None:
     assert result.stderr.startswith("error: ") and "Traceback" not in result.output
     assert re.search(BAD[arguments], result.stderr), result.stderr
     assert [path for path in sorted(Path().rglob("*")) if path.is_file()] == [p for p in before if p.is_file()]
+
+
+def test_a_sequence_beyond_the_positions_is_refused_before_the_data_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading reserves room for rows of that length, and may take minutes."""
+    monkeypatch.setattr("offload.finetune.job.read_files", lambda *_: pytest.fail("the data were read"))
+    result = call("--seq-len", "100000000")
+    assert result.exit_code == 2 and "--seq-len 100000000 is more than the 1024 positions" in result.stderr
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,6 +223,10 @@ def test_the_static_cache_takes_the_memory_that_was_said() -> None:
         (("generate", "{folder}", "--prompt", "a", "--temperature", "2"), "needs --do-sample"),
         (("generate", "{folder}", "--prompt", ""), "is an empty prompt"),
         (("generate", "{folder}", "--prompt", "a", "--static-cache-on", "host"), "needs --static-cache TOKENS"),
+        (
+            ("generate", "{folder}", "--prompt", "a", "--static-cache", "9999999999"),
+            "positions of this model; lower --static-cache",
+        ),
         (("generate", "{folder}", "--prompt", "a", "--static-cache", "8"), "more than the 8 of --static-cache"),
         (
             ("generate", "{folder}", "--prompt", "a", "--static-cache", "100", "--device-memory", "1KiB"),
