@@ -53,6 +53,7 @@ from offload.finetune.options import (
 from offload.finetune.output import MARK, check_apart, check_output, is_marked
 from offload.hardware import probe
 from offload.hardware.mounts import folder_notices
+from offload.launch.environment import rank_number
 from offload.losses.choice import ChosenLoss, as_begun, choose_loss, would_be_chunked
 from offload.notices import Remark
 from offload.planner.model_shape import config_of
@@ -132,7 +133,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     lora = None if options.lora is None else parse_lora(options.lora)
     folder = find_folder(options.model, adapters=lora is not None)
     join_launcher()  # no process group exists yet
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world_size = (rank_number(os.environ, *each) for each in (("RANK", 0), ("WORLD_SIZE", 1)))
     content, lines = _content(options, file, folder, world_size)
     config = load_config(schedule(content, options, _steps_before_data(options))[0])
     batch = resolve_batch(config, world_size)

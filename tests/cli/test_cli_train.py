@@ -229,6 +229,16 @@ def test_a_sequence_beyond_the_positions_is_refused_before_the_data_are_read(mon
     assert result.exit_code == 2 and "--seq-len 100000000 is more than the 1024 positions" in result.stderr
 
 
+def test_a_rank_that_is_no_number_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "abc")
+    result = call()
+    assert result.exit_code == 2 and result.stderr.startswith("error: the variable RANK is 'abc', expected a number")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "-1")
+    result = call()
+    assert result.exit_code == 2 and result.stderr.startswith("error: the variable WORLD_SIZE is '-1', expected")
+
+
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     result = call()

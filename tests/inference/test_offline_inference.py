@@ -222,6 +222,9 @@ def test_the_static_cache_takes_the_memory_that_was_said() -> None:
         (("generate", "{folder}"), "expected one of --prompt and --data"),
         (("generate", "{folder}", "--prompt", "a", "--temperature", "2"), "needs --do-sample"),
         (("generate", "{folder}", "--prompt", ""), "is an empty prompt"),
+        (("generate", "{folder}", "--prompt", "caf\udce9"), "--prompt is not UTF-8"),
+        (("generate", "{folder}", "--prompt", "a", "--seed", "-1"), "--seed is at least 0 and below 2**63, not -1"),
+        (("generate", "{folder}", "--prompt", "a", "--seed", f"{2**63}"), "--seed is at least 0 and below 2**63"),
         (("generate", "{folder}", "--prompt", "a", "--static-cache-on", "host"), "needs --static-cache TOKENS"),
         (
             ("generate", "{folder}", "--prompt", "a", "--static-cache", "9999999999"),

@@ -281,6 +281,11 @@ def _check_generation(typed: GenerateOptions) -> None:
     _check_numbers(batch_size=typed.batch_size, max_new_tokens=typed.max_new_tokens, static_cache=typed.static_cache)
     if (typed.prompt is None) == (not typed.data):
         raise ConfigError("expected one of --prompt and --data")
+    if not 0 <= typed.seed < 2**63:
+        raise ConfigError(f"--seed is at least 0 and below 2**63, not {typed.seed}")
+    # The system's bytes that are no UTF-8 stand in the text as surrogates, which no tokenizer takes.
+    if typed.prompt is not None and any("\ud800" <= each <= "\udfff" for each in typed.prompt):
+        raise ConfigError("--prompt is not UTF-8: give a text in the terminal's encoding, or a file by --data")
     if typed.static_cache_on == "host" and typed.static_cache is None:
         raise ConfigError("--static-cache-on host needs --static-cache TOKENS, the size of the cache")
     if typed.temperature is not None and not (typed.do_sample and typed.temperature > 0):

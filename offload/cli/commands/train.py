@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from offload.cli.console import Json
+from offload.cli.console import BAD_INPUT, Json, errors
 from offload.cli.options import UNDERSCORES, Grouped, option, takes_options
+from offload.launch.environment import rank_number
 
 if TYPE_CHECKING:
     from offload.finetune.options import Options
@@ -374,7 +375,8 @@ def train(typed: TrainOptions) -> None:
     from offload.cli.commands.train_run import Training
 
     # Set by torchrun; only the first rank prints.
-    rank = int(os.environ.get("RANK", "0"))
+    with errors(BAD_INPUT):
+        rank = rank_number(os.environ, "RANK", 0)
     console = Console(stderr=typed.json_output, highlight=False, soft_wrap=True, quiet=rank > 0)
     Training(console, typed.json_output and rank == 0).go(_job_options(typed, rank))
 
