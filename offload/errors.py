@@ -28,6 +28,7 @@ _REASONS = {
     errno.ELOOP: (
         "the path is a symbolic link, which is not followed; if its target is meant, give os.path.realpath of the link"
     ),
+    errno.EPIPE: "the program that reads this output has closed it",
 }
 """Reasons that the system's own messages do not give."""
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from offload.errors import ConfigError
+from offload.notices import shell_command
 
 LLAMA = "LlamaConfig"
 """Class of the config of a Llama."""
@@ -135,6 +136,11 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(
             f"{folder} contains adapters and no model; merge them with their model first, in RAM: "
             f"{_merging(str(folder))}, then give {folder}-merged"
+        )
+    if not path.is_file() and (folder / "rank0").is_dir():
+        raise ConfigError(
+            f"{folder} contains a run or a checkpoint, and no model; write its model to a folder first: "
+            f"{shell_command('export', folder)} FOLDER"
         )
     if not path.is_file():
         raise ConfigError(f"{folder} contains no config.json, so it is not a model folder")

@@ -156,6 +156,12 @@ def test_past_the_last_step_nothing_is_done_and_nothing_is_lost() -> None:
     assert facts(call("--steps", "3", "--resume", "auto", "--json"))["first_step"] == 3
 
 
+def test_a_run_in_the_place_of_a_model_is_refused_with_the_command_that_exports_it() -> None:
+    assert call("--steps", "1", "--keep").exit_code == 0
+    result = CliRunner().invoke(app, ["generate", "swap/default", "--prompt", "a"])
+    assert result.exit_code == 2 and "first: offload export swap/default FOLDER\n" in result.stderr, result.output
+
+
 def test_a_finished_run_is_not_resumed() -> None:
     assert call("--steps", "1").exit_code == 0
     result = call("--steps", "1", "--resume", "auto", "--json")
