@@ -137,6 +137,33 @@ def test_too_many_tokens_are_refused_at_the_start_and_leave_no_file(folder: Path
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_new_tokens_beyond_the_positions_are_refused(folder: Path) -> None:
+    fits = call("generate", folder, "--prompt", "a" * 28, "--max-new-tokens", "100")
+    assert fits.exit_code == 0, fits.stderr
+    result = call("generate", folder, "--prompt", "a" * 28, "--max-new-tokens", "101")
+    message = "a prompt of 28 tokens, which with 101 new ones are more than the 128 positions of this model; lower"
+    assert result.exit_code == 2 and message in result.stderr and result.stdout == ""
+    assert "are read from" not in result.stderr, "the model was opened"
+
+
+def test_a_model_of_nan_is_an_error_and_not_a_result(tmp_path: Path) -> None:
+    make_folder(tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    torch.nn.init.constant_(model.model.norm.weight, torch.nan)
+    model.save_pretrained(tmp_path / "model")
+    write_lines(tmp_path / "data.jsonl", RECORDS[:2])
+    data = "--data", tmp_path / "data.jsonl"
+    for command in (
+        ("score", *data),
+        ("generate", *data, "--max-new-tokens", "2"),
+        ("generate", "--prompt", "a", "--do-sample"),
+    ):
+        result = call(command[0], tmp_path / "model", *command[1:])
+        place = "--prompt" if "--do-sample" in command else "data.jsonl:1"
+        assert result.exit_code == 1 and result.stdout == "", result.output
+        assert f"{place}: its weights contain inf or NaN" in result.stderr.splitlines()[-1]
+
+
 @pytest.mark.works("Without training", "`offload generate`: prompts and chats", "right")
 def test_generate_continues_prompts_as_the_plain_model(folder: Path, tmp_path: Path) -> None:
     prompts = [{"prompt": "one, two, "}, CHAT, {"text": "def"}]
