@@ -8,8 +8,8 @@ from pathlib import Path
 from offload.errors import ConfigError
 from offload.finetune.options import FLAGS, Options
 
-_LONGEST = 2**31 - 1
-"""Most tokens of a sequence, for models without a limit of their own: positions and offsets are of 32 bits."""
+_LARGEST = 2**31 - 1
+"""Largest number of steps, sequences or tokens: what numpy and torch index must not overflow."""
 
 
 def check(options: Options) -> None:
@@ -18,14 +18,14 @@ def check(options: Options) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if value is not None and value > _LARGEST:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at most {_LARGEST}, got {value}")
     for name in ("lr", "weight_decay", "grad_clip", "warmup", "eval_every"):
         value = getattr(options, name)
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"--{name.replace('_', '-')} must be a number of at least 0, got {value}")
     if options.seq_len < 2:
         raise ConfigError("--seq-len must be at least 2: a model learns to predict the next token")
-    if options.seq_len > _LONGEST:
-        raise ConfigError(f"--seq-len must be at most {_LONGEST}, got {options.seq_len}")
     if options.warmup is not None and options.warmup >= 1 and options.warmup % 1:
         raise ConfigError(f"--warmup must be a fraction of the steps below 1, or a number, got {options.warmup}")
     if options.epochs is not None and not (math.isfinite(options.epochs) and options.epochs > 0):

@@ -198,6 +198,7 @@ BAD = {
     "--text empty": "a sequence needs 32",
     "--seq-len 2048": "1024 positions",
     "--seq-len 99999999999999999999": "--seq-len must be at most 2147483647, got 9+$",
+    "--batch-size 99999999999999999999": "--batch-size must be at most 2147483647, got 9+$",
     "--seq-len 1": "--seq-len must be at least 2",
     "--steps 0": "--steps must be at least 1",
     "--batch-size -3": "--batch-size must be at least 1",
