@@ -7,7 +7,7 @@
     ├── StoreError       the swap store: no room, locked by another process, damaged, of another model
     ├── UsageError       a call of the engine that is not valid now
     ├── RankError        another process of the run is gone, or executes another collective
-    ├── NumericsError    a gradient norm that is inf or NaN; weights were not changed
+    ├── NumericsError    a gradient norm that is inf or NaN; weights were not changed. Or logits that are
     └── EngineFailed     an earlier error on a background thread has stopped this engine
 
 Each message states the expected value, the actual value, and the next thing to do.
@@ -28,6 +28,7 @@ _REASONS = {
     errno.ELOOP: (
         "the path is a symbolic link, which is not followed; if its target is meant, give os.path.realpath of the link"
     ),
+    errno.EPIPE: "the program that reads this output has closed it",
 }
 """Reasons that the system's own messages do not give."""
 
@@ -90,7 +91,7 @@ class RankError(OffloadError):
 
 
 class NumericsError(OffloadError, ArithmeticError):
-    """A gradient norm that is inf or NaN; the step was not applied."""
+    """A gradient norm that is inf or NaN, whose step was not applied; or logits that are, without training."""
 
 
 class EngineFailed(OffloadError, RuntimeError):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from offload.errors import ConfigError
+from offload.notices import shell_command
 
 LLAMA = "LlamaConfig"
 """Class of the config of a Llama."""
@@ -136,6 +137,11 @@ def check_folder(folder: Path) -> None:
             f"{folder} contains adapters and no model; merge them with their model first, in RAM: "
             f"{_merging(str(folder))}, then give {folder}-merged"
         )
+    if not path.is_file() and (folder / "rank0").is_dir():
+        raise ConfigError(
+            f"{folder} contains a run or a checkpoint, and no model; write its model to a folder first: "
+            f"{shell_command('export', folder)} FOLDER"
+        )
     if not path.is_file():
         raise ConfigError(f"{folder} contains no config.json, so it is not a model folder")
     try:
@@ -193,27 +199,28 @@ def positions_of(config: Any) -> int | None:
     return longest if isinstance(longest, int) and longest > 0 else None  # XLNet uses -1 for no limit
 
 
-def check_positions(config: Any, seq_len: int) -> None:
+def check_positions(config: Any, seq_len: int, option: str = "--seq-len") -> None:
     """Checks that a model has enough positions for a sequence.
 
     Args:
         config: the model's transformers config.
         seq_len: tokens of a sequence.
+        option: the option that gave them, for the message.
 
     Raises:
         ConfigError: the model has fewer positions.
     """
-    check_length(positions_of(config), seq_len)
+    check_length(positions_of(config), seq_len, option)
 
 
-def check_length(longest: int | None, seq_len: int) -> None:
+def check_length(longest: int | None, seq_len: int, option: str = "--seq-len") -> None:
     """Checks that a sequence is not longer than a model's positions; None has no limit.
 
     Raises:
         ConfigError: the sequence is longer.
     """
     if longest is not None and longest < seq_len:
-        raise ConfigError(f"--seq-len {seq_len} is more than the {longest} positions of this model; lower --seq-len")
+        raise ConfigError(f"{option} {seq_len} is more than the {longest} positions of this model; lower {option}")
 
 
 def error_message(error: Exception) -> str:

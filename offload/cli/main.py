@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -49,6 +50,22 @@ def _one_line(error: Any) -> str:
     return f"{words[:1].lower()}{words[1:]}{'' if words.endswith('?') else ';'} see `{command} --help`"
 
 
+_OF_SCRIPTS = ("run", "launch")
+"""Commands that pass arguments on to a script, which may be empty."""
+
+
+def _check_not_empty(arguments: Sequence[str], ctx: Any) -> None:
+    """Raises typer's usage error for an empty argument, such as that of an unset variable of the shell.
+
+    As a path it would be the working folder. An empty prompt is refused by its own command.
+    """
+    for before, argument in pairwise(("", *arguments)):
+        name, equals, value = argument.partition("=")
+        if name != "--prompt" and before != "--prompt" and (not argument or (equals and not value and name[:1] == "-")):
+            of = name or (before if before[:1] == "-" else "")
+            raise _NotUsable(f"an argument is empty{of and ', that of '}{of}: give a value, or leave it out", ctx)
+
+
 class _Commands(TyperGroup):
     """The group of all commands. Usage errors appear in one line, with the exit code of other bad input."""
 
@@ -59,6 +76,13 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with _in_one_line():
             return super().invoke(ctx)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Returns name, command and arguments, none of which may be empty unless a script receives them."""
+        found = super().resolve_command(ctx, args)
+        if found[0] not in _OF_SCRIPTS:
+            _check_not_empty(args, ctx)
+        return found
 
 
 app = typer.Typer(

@@ -53,11 +53,13 @@ from offload.finetune.options import (
 from offload.finetune.output import MARK, check_apart, check_output, is_marked
 from offload.hardware import probe
 from offload.hardware.mounts import folder_notices
+from offload.launch.environment import rank_number
 from offload.losses.choice import ChosenLoss, as_begun, choose_loss, would_be_chunked
 from offload.notices import Remark
+from offload.planner.model_shape import config_of
 from offload.planner.predict_run import as_step, predict
 from offload.planner.report.text import in_short
-from offload.presets import require_transformers
+from offload.presets import check_positions, require_transformers
 from offload.swapper.store import run_status
 from offload.timeline import path_of
 
@@ -131,7 +133,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     lora = None if options.lora is None else parse_lora(options.lora)
     folder = find_folder(options.model, adapters=lora is not None)
     join_launcher()  # no process group exists yet
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world_size = (rank_number(os.environ, *each) for each in (("RANK", 0), ("WORLD_SIZE", 1)))
     content, lines = _content(options, file, folder, world_size)
     config = load_config(schedule(content, options, _steps_before_data(options))[0])
     batch = resolve_batch(config, world_size)
@@ -139,7 +141,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     _check_logs(options, config, rank, world_size)
     # Cheap checks come first: reading the data may take minutes, and building the model longer.
     files = find_files(options)
-    _require_packages(lora)
+    _check_model(options, lora)
     tokenizer = None if folder is None else read_tokenizer(folder)
     share = Share(batch.micro, batch.accumulation, config.offload.seed, rank, world_size)
     data = read_files(options, files, tokenizer, share, keeps_documents_apart(folder))
@@ -215,11 +217,12 @@ def _steps_before_data(options: Options) -> int:
     return max(DEFAULT_STEPS, int(options.warmup or 0))
 
 
-def _require_packages(lora: Lora | None) -> None:
-    """Raises `ConfigError` if a package that the job needs is missing."""
+def _check_model(options: Options, lora: Lora | None) -> None:
+    """Raises `ConfigError` if a package is missing, or the model has fewer positions than a sequence has tokens."""
     require_transformers()
     if lora is not None:
         require_peft()
+    check_positions(config_of(options.model), options.seq_len)
 
 
 def _with_dtype(content: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:

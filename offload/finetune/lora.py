@@ -97,6 +97,7 @@ def adapt(model: nn.Module, lora: Lora) -> nn.Module:
     """
     peft = require_peft()
     _check_targets(model, lora.targets)
+    _check_rank(model, lora.r)
     # peft takes "all-linear" as a string, names as a list, and None for its own choice by model family.
     targets = lora.targets[0] if lora.targets == ("all-linear",) else list(lora.targets) or None
     settings = peft.LoraConfig(
@@ -114,6 +115,17 @@ def adapt(model: nn.Module, lora: Lora) -> nn.Module:
                 f"peft makes no adapters for this model: {error}; give targets; example: {_EXAMPLE}"
             ) from error
     return adapted
+
+
+def _check_rank(model: Any, r: int) -> None:
+    """Raises `ConfigError` for adapters of a higher rank than any matrix of the model has."""
+    ranks = [min(weight.shape) for weight in model.parameters() if weight.ndim == 2]
+    highest = max(ranks, default=r)
+    if r > highest:
+        raise ConfigError(
+            f"--lora r={r} is more than {highest}, the highest rank of a matrix of this {type(model).__name__}; lower "
+            "r, or train the model as a whole"
+        )
 
 
 def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:

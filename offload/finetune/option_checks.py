@@ -8,6 +8,9 @@ from pathlib import Path
 from offload.errors import ConfigError
 from offload.finetune.options import FLAGS, Options
 
+_LARGEST = 2**31 - 1
+"""Largest number of steps, sequences or tokens: what numpy and torch index must not overflow."""
+
 
 def check(options: Options) -> None:
     """Raises `ConfigError` for options that are out of range or contradict each other."""
@@ -15,6 +18,8 @@ def check(options: Options) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if value is not None and value > _LARGEST:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at most {_LARGEST}, got {value}")
     for name in ("lr", "weight_decay", "grad_clip", "warmup", "eval_every"):
         value = getattr(options, name)
         if value is not None and not (math.isfinite(value) and value >= 0):

@@ -75,6 +75,26 @@ def ranks_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def rank_number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
+    """Returns the number that a launcher has set, of a rank or of ranks.
+
+    Args:
+        environ: the environment of this process.
+        name: RANK or WORLD_SIZE.
+        otherwise: the number without that variable.
+
+    Raises:
+        ConfigError: if the variable is no number of at least 0.
+    """
+    found = environ.get(name, str(otherwise))
+    if not (found.isascii() and found.isdecimal()):
+        raise ConfigError(
+            f"the variable {name} is {found!r}, expected a number, which torchrun, srun and mpirun set; start the "
+            "ranks with one of them, or unset the variable"
+        )
+    return int(found)
+
+
 def _of_mpi(environ: Mapping[str, str]) -> _Place | None:
     """Returns the place that mpirun gave this process, if it did. MPI does not say where rank 0 is."""
     for names in _MPI:

@@ -2,6 +2,7 @@
 
 open_model    folder ─► engine and tokenizer
 rows          record ─► rows of tokens ─► padded batches
+finite        the check that logits are numbers
 score         log-likelihood or reward of each record
 generate      text that continues each prompt
 """

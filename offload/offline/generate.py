@@ -13,6 +13,7 @@ from offload.errors import ConfigError
 from offload.finetune.corpus.documents import Chat, Prompt
 from offload.finetune.corpus.packing import encode_prompt
 from offload.finetune.model import check_model
+from offload.offline.finite import FiniteLogits
 from offload.offline.open_model import OpenModel
 from offload.offline.rows import in_groups, padded
 from offload.offline.static_cache import is_paged, static_cache
@@ -32,6 +33,44 @@ class Completed:
     def line(self) -> dict[str, Any]:
         """Returns the fields for a line of JSON."""
         return {"place": self.place, "completion": self.text, "tokens": self.tokens}
+
+
+def encode_fitting(
+    prompt: Prompt | Chat, tokenizer: Any, config: Any, *, max_new_tokens: int, cached: int | None = None
+) -> np.ndarray:
+    """Returns the tokens of a prompt, (n,) int32, which has room for its completion.
+
+    Args:
+        prompt: the prompt.
+        tokenizer: the model's tokenizer.
+        config: the model's config.
+        max_new_tokens: most tokens of the completion.
+        cached: most tokens of both; None for no limit but the model's positions.
+
+    Raises:
+        ConfigError: the prompt is malformed, empty or too long.
+    """
+    row = encode_prompt(prompt, tokenizer)
+    if not len(row):
+        raise ConfigError(f"{prompt.place} is an empty prompt, which a model cannot continue; leave it out")
+    longest = positions_of(config)
+    if longest is not None and len(row) > longest:
+        raise ConfigError(
+            f"{prompt.place} is a prompt of {len(row)} tokens, more than the {longest} positions of this model; "
+            "shorten it, or leave it out"
+        )
+    # An encoder's positions are not those of the text that its decoder generates.
+    if longest is not None and max_new_tokens + (0 if config.is_encoder_decoder else len(row)) > longest:
+        raise ConfigError(
+            f"{prompt.place} is a prompt of {len(row)} tokens, which with {max_new_tokens} new ones are more than the "
+            f"{longest} positions of this model; lower --max-new-tokens, or shorten the prompt"
+        )
+    if cached is not None and len(row) + max_new_tokens > cached:
+        raise ConfigError(
+            f"{prompt.place} is a prompt of {len(row)} tokens, which with {max_new_tokens} new ones are more than the "
+            f"{cached} of --static-cache; raise it, or shorten the prompt"
+        )
+    return row
 
 
 def completions(
@@ -59,9 +98,12 @@ def completions(
         **sampling: keywords of the model's `generate`, such as `do_sample` and `temperature`.
 
     Raises:
-        ConfigError: A prompt is malformed or empty, or has tokens that the model does not know; or the device takes no
-            cache from the host.
+        ConfigError: A prompt is malformed or empty, has tokens that the model does not know, or leaves too few
+            positions for `max_new_tokens`; or the device takes no cache from the host.
+        NumericsError: Logits are inf or NaN.
     """
+    from transformers import LogitsProcessorList
+
     tokenizer, module = model.tokenizer, model.engine.module
     paged = is_paged(cache_on_host, model.engine.device)
     can_generate = getattr(module, "can_generate", None)
@@ -71,28 +113,18 @@ def completions(
     for group in in_groups(prompts, batch_size):
         rows = []
         for prompt in group:
-            rows.append(encode_prompt(prompt, tokenizer))
-            if not len(rows[-1]):
-                raise ConfigError(f"{prompt.place} is an empty prompt, which a model cannot continue; leave it out")
-            longest = positions_of(model.config)
-            if longest is not None and len(rows[-1]) > longest:
-                raise ConfigError(
-                    f"{prompt.place} is a prompt of {len(rows[-1])} tokens, more than the {longest} positions of this "
-                    "model; shorten it, or leave it out"
-                )
+            rows.append(encode_fitting(prompt, tokenizer, model.config, max_new_tokens=max_new_tokens, cached=cached))
             check_model(module, len(rows[-1]), int(rows[-1].max()))
-            if cached is not None and len(rows[-1]) + max_new_tokens > cached:
-                raise ConfigError(
-                    f"{prompt.place} is a prompt of {len(rows[-1])} tokens, which with {max_new_tokens} new ones are "
-                    f"more than the {cached} of --static-cache; raise it, or shorten the prompt"
-                )
         # Left of the prompt, so that every prompt ends where its completion begins.
         ids = padded(rows, pad, left=True)
         mask = padded([np.ones(len(row), np.int64) for row in rows], 0, left=True)
         # The model's own settings decide all that is not given here, such as top_p. Not whether keys and values are
         # kept: folders that a training has written often say no, and each token would then compute the whole row.
         # Compiled code would hold weights that the engine pages.
-        keys: dict[str, Any] = {"use_cache": True}
+        keys: dict[str, Any] = {
+            "use_cache": True,
+            "logits_processor": LogitsProcessorList([FiniteLogits([prompt.place for prompt in group])]),
+        }
         if cached is not None:
             keys |= {"past_key_values": static_cache(model.config, cached, paged), "disable_compile": True}
         found: torch.Tensor = model.engine.generate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,13 +84,16 @@ class OpenModel:
         return wanted or min(positions_of(self.config) or _LONGEST, _LONGEST)
 
 
-def open_model(name: str, placement: Placement, *, scores: bool) -> OpenModel:
+def open_model(
+    name: str, placement: Placement, *, scores: bool, check: Callable[[Any, Any], object] | None = None
+) -> OpenModel:
     """Returns the model of a folder under an engine.
 
     Args:
         name: path of the folder.
         placement: where the model runs.
         scores: True to score records, False to generate.
+        check: called with tokenizer and config before the weights are opened, which may take long; may raise.
 
     Raises:
         ConfigError: The folder contains no model that can do that, or an option is wrong.
@@ -118,8 +121,10 @@ def open_model(name: str, placement: Placement, *, scores: bool) -> OpenModel:
     # Before the engine takes the model over: hooks of layers that come later may be taken away.
     chunked, lines = _prepare(model, rewards) if scores else (False, ())
     config: Any = model.config
+    if check is not None:
+        check(tokenizer, config)
     if placement.static_cache is not None:
-        check_positions(config, placement.static_cache)
+        check_positions(config, placement.static_cache, "--static-cache")
         nbytes = cache_nbytes(config, placement.static_cache, placement.rows, value_nbytes(content, config))
         on_host = placement.cache_on_host
         content = beside_cache(content, device_nbytes(config, placement.static_cache, nbytes, on_host))

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from offload.finetune.corpus.documents import Record
 from offload.finetune.corpus.packing import encode_record
 from offload.finetune.model import check_model, without_cache
+from offload.offline.finite import refuse
 from offload.offline.open_model import OpenModel
 from offload.offline.rows import IGNORED, Row, in_groups, padded, rows_of
 
@@ -94,7 +95,10 @@ class _Open:
     results: list[torch.Tensor]
 
     def score(self, rewards: bool) -> Score:
-        """Returns the score of the complete record."""
+        """Returns the score of the complete record. Raises `NumericsError` if a result is inf or NaN."""
+        # A token that the model excludes has a log-likelihood of -inf; rewards have no such meaning.
+        if not all((value.isfinite() if rewards else value < math.inf).all() for value in self.results):
+            raise refuse(self.place)
         # A reward is of the whole record, and no token of it counts.
         counted = 0 if rewards else sum(row.counted for row in self.rows)
         # Each window of a text but the first begins with a token of the window before.
@@ -125,6 +129,7 @@ def scores(
 
     Raises:
         ConfigError: A record is malformed, or has tokens that the model does not know.
+        NumericsError: Logits are inf or NaN.
     """
     if model.rewards and model.config.pad_token_id is None:
         micro_batch_size = 1  # such a model finds the last token of a row by the padding

@@ -80,6 +80,27 @@ def test_a_value_that_is_none_of_its_choices_and_a_command_that_is_none() -> Non
     assert refused("train", "more").startswith("got unexpected extra argument")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "of"),
+    [
+        (("train", "--data", ""), ", that of --data"),
+        (("train", "--data="), ", that of --data"),
+        (("train", "--model", "", "--steps", "1"), ", that of --model"),
+        (("inspect", ""), ""),
+        (("verify", "--json", "."), None),
+        (("rm", "", "--yes"), ""),
+        (("bench", "io", ""), ""),
+        (("score", "", "--data", "x"), ""),
+    ],
+)
+def test_an_empty_path_is_not_the_working_folder(
+    arguments: tuple[str, ...], of: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = f"an argument is empty{of}: give a value, or leave it out; see `offload --help`"
+    assert (refused(*arguments) == message) is (of is not None)
+
+
 def test_a_group_without_a_command_prints_its_help() -> None:
     for path in ((), ("bench",)):
         result = CliRunner().invoke(app, path, prog_name="offload")

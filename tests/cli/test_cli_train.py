@@ -156,6 +156,12 @@ def test_past_the_last_step_nothing_is_done_and_nothing_is_lost() -> None:
     assert facts(call("--steps", "3", "--resume", "auto", "--json"))["first_step"] == 3
 
 
+def test_a_run_in_the_place_of_a_model_is_refused_with_the_command_that_exports_it() -> None:
+    assert call("--steps", "1", "--keep").exit_code == 0
+    result = CliRunner().invoke(app, ["generate", "swap/default", "--prompt", "a"])
+    assert result.exit_code == 2 and "first: offload export swap/default FOLDER\n" in result.stderr, result.output
+
+
 def test_a_finished_run_is_not_resumed() -> None:
     assert call("--steps", "1").exit_code == 0
     result = call("--steps", "1", "--resume", "auto", "--json")
@@ -191,6 +197,8 @@ BAD = {
     "--text short": "a sequence needs 32",
     "--text empty": "a sequence needs 32",
     "--seq-len 2048": "1024 positions",
+    "--seq-len 99999999999999999999": "--seq-len must be at most 2147483647, got 9+$",
+    "--batch-size 99999999999999999999": "--batch-size must be at most 2147483647, got 9+$",
     "--seq-len 1": "--seq-len must be at least 2",
     "--steps 0": "--steps must be at least 1",
     "--batch-size -3": "--batch-size must be at least 1",
@@ -219,6 +227,23 @@ def test_bad_input_touches_nothing(arguments: str) -> None:
     assert result.stderr.startswith("error: ") and "Traceback" not in result.output
     assert re.search(BAD[arguments], result.stderr), result.stderr
     assert [path for path in sorted(Path().rglob("*")) if path.is_file()] == [p for p in before if p.is_file()]
+
+
+def test_a_sequence_beyond_the_positions_is_refused_before_the_data_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading reserves room for rows of that length, and may take minutes."""
+    monkeypatch.setattr("offload.finetune.job.read_files", lambda *_: pytest.fail("the data were read"))
+    result = call("--seq-len", "100000000")
+    assert result.exit_code == 2 and "--seq-len 100000000 is more than the 1024 positions" in result.stderr
+
+
+def test_a_rank_that_is_no_number_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "abc")
+    result = call()
+    assert result.exit_code == 2 and result.stderr.startswith("error: the variable RANK is 'abc', expected a number")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "-1")
+    result = call()
+    assert result.exit_code == 2 and result.stderr.startswith("error: the variable WORLD_SIZE is '-1', expected")
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,13 @@ def test_a_target_that_the_model_has_not() -> None:
         adapt(llama(), Lora(4, 8.0, 0.0, ("q_proj", "c_attn")))
 
 
+def test_a_rank_above_that_of_every_matrix_is_refused_before_it_takes_memory() -> None:
+    with pytest.raises(
+        ConfigError, match=r"r=999999999999 is more than \d+, the highest rank of a matrix of this Llama"
+    ):
+        adapt(llama(), parse_lora("r=999999999999"))
+
+
 def test_the_layers_of_gpt2_count_as_linear() -> None:
     """They are of transformers' class Conv1D."""
     linear = {"c_attn", "c_fc", "c_proj"}

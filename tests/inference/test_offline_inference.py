@@ -137,6 +137,33 @@ def test_too_many_tokens_are_refused_at_the_start_and_leave_no_file(folder: Path
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_new_tokens_beyond_the_positions_are_refused(folder: Path) -> None:
+    fits = call("generate", folder, "--prompt", "a" * 28, "--max-new-tokens", "100")
+    assert fits.exit_code == 0, fits.stderr
+    result = call("generate", folder, "--prompt", "a" * 28, "--max-new-tokens", "101")
+    message = "a prompt of 28 tokens, which with 101 new ones are more than the 128 positions of this model; lower"
+    assert result.exit_code == 2 and message in result.stderr and result.stdout == ""
+    assert "are read from" not in result.stderr, "the model was opened"
+
+
+def test_a_model_of_nan_is_an_error_and_not_a_result(tmp_path: Path) -> None:
+    make_folder(tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    torch.nn.init.constant_(model.model.norm.weight, torch.nan)
+    model.save_pretrained(tmp_path / "model")
+    write_lines(tmp_path / "data.jsonl", RECORDS[:2])
+    data = "--data", tmp_path / "data.jsonl"
+    for command in (
+        ("score", *data),
+        ("generate", *data, "--max-new-tokens", "2"),
+        ("generate", "--prompt", "a", "--do-sample"),
+    ):
+        result = call(command[0], tmp_path / "model", *command[1:])
+        place = "--prompt" if "--do-sample" in command else "data.jsonl:1"
+        assert result.exit_code == 1 and result.stdout == "", result.output
+        assert f"{place}: its weights contain inf or NaN" in result.stderr.splitlines()[-1]
+
+
 @pytest.mark.works("Without training", "`offload generate`: prompts and chats", "right")
 def test_generate_continues_prompts_as_the_plain_model(folder: Path, tmp_path: Path) -> None:
     prompts = [{"prompt": "one, two, "}, CHAT, {"text": "def"}]
@@ -222,7 +249,14 @@ def test_the_static_cache_takes_the_memory_that_was_said() -> None:
         (("generate", "{folder}"), "expected one of --prompt and --data"),
         (("generate", "{folder}", "--prompt", "a", "--temperature", "2"), "needs --do-sample"),
         (("generate", "{folder}", "--prompt", ""), "is an empty prompt"),
+        (("generate", "{folder}", "--prompt", "caf\udce9"), "--prompt is not UTF-8"),
+        (("generate", "{folder}", "--prompt", "a", "--seed", "-1"), "--seed is at least 0 and below 2**63, not -1"),
+        (("generate", "{folder}", "--prompt", "a", "--seed", f"{2**63}"), "--seed is at least 0 and below 2**63"),
         (("generate", "{folder}", "--prompt", "a", "--static-cache-on", "host"), "needs --static-cache TOKENS"),
+        (
+            ("generate", "{folder}", "--prompt", "a", "--static-cache", "9999999999"),
+            "positions of this model; lower --static-cache",
+        ),
         (("generate", "{folder}", "--prompt", "a", "--static-cache", "8"), "more than the 8 of --static-cache"),
         (
             ("generate", "{folder}", "--prompt", "a", "--static-cache", "100", "--device-memory", "1KiB"),

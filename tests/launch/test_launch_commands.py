@@ -157,3 +157,21 @@ def test_a_script_that_is_not_there_is_one_line(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["launch", "--num-gpus", "2", "trian.py"])
     assert done.exit_code == 2 and done.stderr.startswith(f"error: there is no script trian.py in {tmp_path}")
+
+
+@pytest.mark.parametrize("name", ["hosts", ".deepspeed_env", "mine"])
+def test_a_file_that_is_not_utf8_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(b"alpha slots=\xff1")
+    result = CliRunner().invoke(
+        app,
+        ["launch", "--dry-run", *(("--hostfile", "hosts") if name == "hosts" else ()), "--num-gpus", "1", "train.py"],
+        env={"DS_ENV_FILE": "mine"} if name == "mine" else {},
+    )
+    assert result.exit_code == 2 and result.stderr.startswith(f"error: {name} is not UTF-8: "), result.output
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_empty_folder_for_logs_is_not_the_working_folder() -> None:
+    result = CliRunner().invoke(app, ["launch", "--dry-run", "--enable-each-rank-log", "", "train.py"])
+    assert result.exit_code == 2 and "--enable-each-rank-log is empty: give a folder" in result.stderr

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "planner": "aio config hardware layout precision presets report swapper",
     "losses": "engine",
     "__init__": "checkpointing engine losses planner schedules",
-    "finetune": "config engine fileio hardware losses planner presets swapper",
+    "finetune": "config engine fileio hardware launch losses planner presets swapper",
     "bench": "__init__ aio config fileio finetune hardware kernels layout planner precision presets swapper",
     "offline": "config engine finetune losses presets",
     "hf": "config engine losses",

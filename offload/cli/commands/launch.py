@@ -87,7 +87,8 @@ class _Typed:
         ),
     ] = 0
     enable_each_rank_log: Annotated[
-        Path | None, option(_RANKS, "--enable-each-rank-log", "Write the outputs of each rank into this folder.")
+        str | None,
+        option(_RANKS, "--enable-each-rank-log", "Write the outputs of each rank into this folder.", metavar="PATH"),
     ] = None
     master_addr: Annotated[
         str | None, option(_MEETING, "--master-addr", "An address of the first host. [default: its name]")
@@ -176,6 +177,8 @@ def _check_script(typed: _Typed) -> None:
 
 def _commands(typed: _Typed, environ: Mapping[str, str]) -> list[Command]:
     """Reads the files that say what to run where, and returns the commands."""
+    if typed.enable_each_rank_log == "":
+        raise UsageError("--enable-each-rank-log is empty: give a folder, or leave it out")
     options = LaunchOptions(
         script=typed.script,
         arguments=tuple(typed.arguments or ()),
@@ -193,7 +196,7 @@ def _commands(typed: _Typed, environ: Mapping[str, str]) -> list[Command]:
         no_ssh=typed.no_ssh,
         node_rank=typed.node_rank,
         max_restarts=typed.max_restarts,
-        rank_logs=None if typed.enable_each_rank_log is None else str(typed.enable_each_rank_log),
+        rank_logs=typed.enable_each_rank_log,
     )
     hostfile, exports = _read_hostfile(typed.hostfile), _read_environment(environ)
     machine = Machine(
@@ -215,7 +218,15 @@ def _read_hostfile(path: Path | None) -> list[Host] | None:
     if not path.is_file():
         # DeepSpeed goes on with this machine alone, and the other hosts wait unseen.
         raise UsageError(f"there is no hostfile {path}: name one, or leave --hostfile out for this machine alone")
-    return parse_hostfile(path.read_text(), str(path))
+    return parse_hostfile(_read(path), str(path))
+
+
+def _read(path: Path) -> str:
+    """Returns the text of a file. Raises `UsageError` if it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8: {error.reason} at byte {error.start}; write it again as text") from None
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -224,7 +235,7 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
     for folder in (Path.home(), Path()):
         path = folder / environ.get("DS_ENV_FILE", _ENVIRONMENT_FILE)
         if path.is_file():
-            found |= parse_environment_file(path.read_text(), str(path))
+            found |= parse_environment_file(_read(path), str(path))
     return found
 
 

@@ -8,8 +8,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
@@ -240,15 +241,18 @@ def generate(typed: GenerateOptions) -> None:
     """
     with errors(FAILED), signals():
         _check_generation(typed)
-        from offload.offline.generate import completions
+        from offload.offline.generate import completions, encode_fitting
 
         prompts, on_host = _prompts(typed), typed.static_cache_on == "host"
+        fits = partial(encode_fitting, max_new_tokens=typed.max_new_tokens, cached=typed.static_cache)
+        # Prompts of files are read, and checked, as they are needed.
+        check = None if typed.prompt is None else partial(fits, next(iter(prompts)))
         with _lines(typed.output, typed.json_output) as (write, kept):
             rows = 1 if typed.prompt is not None else typed.batch_size
             placement = dataclasses.replace(
                 typed.placement(), static_cache=typed.static_cache, cache_on_host=on_host, rows=rows
             )
-            model = _opened(typed.model, placement, scores=False)
+            model = _opened(typed.model, placement, scores=False, check=check)
             with model.engine:
                 import torch
 
@@ -281,28 +285,33 @@ def _check_generation(typed: GenerateOptions) -> None:
     _check_numbers(batch_size=typed.batch_size, max_new_tokens=typed.max_new_tokens, static_cache=typed.static_cache)
     if (typed.prompt is None) == (not typed.data):
         raise ConfigError("expected one of --prompt and --data")
+    if not 0 <= typed.seed < 2**63:
+        raise ConfigError(f"--seed is at least 0 and below 2**63, not {typed.seed}")
+    # The system's bytes that are no UTF-8 stand in the text as surrogates, which no tokenizer takes.
+    if typed.prompt is not None and any("\ud800" <= each <= "\udfff" for each in typed.prompt):
+        raise ConfigError("--prompt is not UTF-8: give a text in the terminal's encoding, or a file by --data")
     if typed.static_cache_on == "host" and typed.static_cache is None:
         raise ConfigError("--static-cache-on host needs --static-cache TOKENS, the size of the cache")
     if typed.temperature is not None and not (typed.do_sample and typed.temperature > 0):
         raise ConfigError("--temperature is a number above 0, and needs --do-sample")
 
 
-def _prompts(typed: GenerateOptions) -> Iterator[Prompt | Chat]:
+def _prompts(typed: GenerateOptions) -> Iterable[Prompt | Chat]:
     """Returns the prompts, from the option or from the files of --data, which are looked for now and read later."""
     from offload.finetune.corpus.documents import Prompt, find_data, read_prompts
 
     if typed.prompt is not None:
-        return iter([Prompt("--prompt", typed.prompt)])
+        return [Prompt("--prompt", typed.prompt)]
     return read_prompts(find_data(typed.data or []))
 
 
-def _opened(folder: str, placement: Placement, *, scores: bool) -> OpenModel:
+def _opened(folder: str, placement: Placement, *, scores: bool, check: Any = None) -> OpenModel:
     """Returns the model of a folder. Lines on it are reported by `_measured` alone."""
     from offload.offline.open_model import open_model
 
     # The command prints these lines itself, remarks too, which logging leaves out by default.
     logging.getLogger("offload.notices").setLevel(logging.ERROR)
-    return open_model(folder, placement, scores=scores)
+    return open_model(folder, placement, scores=scores, check=check)
 
 
 def _check_numbers(**given: int | None) -> None:

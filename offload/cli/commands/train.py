@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from offload.cli.console import Json
+from offload.cli.console import BAD_INPUT, Json, errors
 from offload.cli.options import UNDERSCORES, Grouped, option, takes_options
+from offload.launch.environment import rank_number
 
 if TYPE_CHECKING:
     from offload.finetune.options import Options
@@ -368,14 +369,13 @@ def train(typed: TrainOptions) -> None:
 
     Ends with 0 after the last step, 1 if training failed, 2 for invalid options, 128 plus its number after a signal.
     """
-    from rich.console import Console
-
     # Imported on use: the module loads rich and psutil, which would slow down every other command.
-    from offload.cli.commands.train_run import Training
+    from offload.cli.commands.train_run import Output, Training
 
     # Set by torchrun; only the first rank prints.
-    rank = int(os.environ.get("RANK", "0"))
-    console = Console(stderr=typed.json_output, highlight=False, soft_wrap=True, quiet=rank > 0)
+    with errors(BAD_INPUT):
+        rank = rank_number(os.environ, "RANK", 0)
+    console = Output(stderr=typed.json_output, highlight=False, soft_wrap=True, quiet=rank > 0)
     Training(console, typed.json_output and rank == 0).go(_job_options(typed, rank))
 
 

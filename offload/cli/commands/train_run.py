@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,7 +25,7 @@ from offload.cli.commands import train_summary as cli_summary
 from offload.cli.commands.train_progress import ProgressLine, StepLog
 from offload.cli.console import BAD_INPUT, FAILED
 from offload.cli.signals import AT_ONCE, ENDING, exit_on_signal, handlers
-from offload.errors import BudgetError, ConfigError, OffloadError, StoreError, UsageError
+from offload.errors import BudgetError, ConfigError, IoError, OffloadError, StoreError, UsageError
 from offload.interrupts import exit_on_next_signal
 from offload.notices import shell_command
 from offload.sizes import count_of, format_size
@@ -155,6 +155,19 @@ class _Result:
     """Fraction of the cores that other processes used; None if unknown, or with several ranks."""
 
 
+class Output(Console):
+    """A console on which a closed output is an error of the run, which then keeps its steps and says so.
+
+    rich would end the process without a word.
+    """
+
+    def on_broken_pipe(self) -> None:
+        """Raises `IoError`; nothing more is printed to the output."""
+        with suppress(SystemExit):
+            super().on_broken_pipe()
+        raise IoError("the output", 0, 0, errno.EPIPE, "write") from None
+
+
 @dataclasses.dataclass
 class Training:
     """One run of a job, with output to the user and to a log."""
@@ -181,7 +194,8 @@ class Training:
                     with exit_on_signal(_NOT_BEGUN):
                         job = prepare(options, self._read(options.config), self._say)
                 except (ConfigError, BudgetError, StoreError, UsageError, OSError) as error:
-                    _quit(error, BAD_INPUT, options)
+                    closed = isinstance(error, OSError) and error.errno == errno.EPIPE
+                    _quit(error, FAILED if closed else BAD_INPUT, options)
                 # `prepare` found an identical job that has ended: the JSON line appears in this case too.
                 if isinstance(job, Finished):
                     self.console.print(job.message, markup=False)
@@ -209,14 +223,14 @@ class Training:
         """Trains, reports each step, then saves the model and closes the engine."""
         engine = job.engine
         ended = engine.global_steps >= job.steps
-        if ended:
-            self.console.print(f"already at step {engine.global_steps} of {job.steps}; nothing to do", markup=False)
-        self.console.print(f"{options.model}: {_count(engine)}", markup=False)
         with (
             self._ended_on_error(job, options),
             StepLog(options.log, self._warn) as log,
             ProgressLine(self.console, job, options.log_every) as line,
         ):
+            if ended:
+                line.print(f"already at step {engine.global_steps} of {job.steps}; nothing to do")
+            line.print(f"{options.model}: {_count(engine)}")
             from offload.finetune.loop import StepReport, about, steps
             from offload.hardware.probe.disturb import Others
 
@@ -236,9 +250,17 @@ class Training:
                 for words in cli_summary.wear(job, self.reports):
                     self.console.print(words, markup=False)
         # From now on a signal takes effect only after the model is saved and the run is closed.
-        with signals.hold(), self._ended_on_error(job, options):
-            job.save_model()
-            self._finish(job, remove=not (options.keep or ended))
+        with signals.hold():
+            remove = not (options.keep or ended)
+            with self._ended_on_error(job, options):
+                job.save_model()
+                # The numbers are read now, since `job.finish` closes the engine.
+                result = self._facts(job)
+                job.finish(remove)
+            try:
+                self._show(job, result, remove)
+            except OSError as error:  # the run itself has ended well
+                _quit(error, FAILED, options)
 
     def _others(self, others: Others | None) -> dict[str, float]:
         """Returns the log's field on the work of other processes during a step, and keeps it; nothing if unknown."""
@@ -274,11 +296,8 @@ class Training:
             self._end(job)
             raise
 
-    def _finish(self, job: Any, remove: bool) -> None:
-        """Closes the engine after the last step, and prints the result."""
-        # The numbers are read now, since `job.finish` closes the engine.
-        result = self._facts(job)
-        job.finish(remove)
+    def _show(self, job: Any, result: _Result, remove: bool) -> None:
+        """Prints the result after the last step."""
         self._table(result)
         if job.output is not None:
             self.console.print(f"saved in {job.output}", markup=False)

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offload.errors import ConfigError
 from offload.layout.memory_plan import limits, unit_sizes
 from offload.layout.optimizers.matrices import product_flops
 from offload.layout.optimizers.whole import cuts
@@ -35,6 +36,8 @@ from offload.report import phases
 from offload.states import State, Tier
 from offload.swapper.modes import LAMB
 
+MOST_MICRO_BATCHES = 4096
+"""Most micro-batches of a step that is predicted: the time of a prediction grows with them, to a minute here."""
 _NEAR = 1.05
 """Factor within which a step counts as having reached a bound."""
 _STEPS = 3
@@ -155,7 +158,13 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
 
     Raises:
         BudgetError: units in use at the same time have no room on the device.
+        ConfigError: the step has more micro-batches than are simulated.
     """
+    if load.accumulation > MOST_MICRO_BATCHES:
+        raise ConfigError(
+            f"a plan simulates at most {MOST_MICRO_BATCHES} micro-batches a step, got {load.accumulation}; lower "
+            "--accumulation, or raise --batch-size"
+        )
     shares = tuple((layout.trainable(0, 1), layout.frozen(0, 1)) for layout in memory.layouts)
     rates = rates_of(memory, hardware)
     early = speculates(memory, load)
