@@ -259,4 +259,18 @@ MUTANTS = (
         "store.create()",
         "tests/checkpoints/test_mixed_runs.py::test_a_run_keeps_its_id_until_it_starts_over",
     ),
+    Mutant(
+        "leave a shared layer to a loader that does not tie it",
+        "offload.engine.model_io.weight_plan",
+        'set(about.get("loader_ties", tied))',
+        "set(tied)",
+        "tests/model_files/test_shared_layers.py",
+    ),
+    Mutant(
+        "leave a plain backward of a script undivided",
+        "offload.deepspeed.runtime.engine",
+        "return gradient / count if self._divides and count > 1 else gradient",
+        "return gradient",
+        "tests/deepspeed/test_script_semantics.py",
+    ),
 )

@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         "the first row of a file for all experts",
         "offload.engine.params.initial_fill",
-        "first = segment.row * segment.value_numel",
+        "first = segment.first if segment.stack else 0",
         "first = 0",
         "tests/experts/test_stacked_experts_names.py",
     ),

@@ -190,4 +190,18 @@ MUTANTS = (
         "",
         "tests/store/test_swap_files_taken_away.py",
     ),
+    Mutant(
+        "join checksums over the border to frozen weights",
+        "offload.swapper.store.format.checksum_table",
+        "(new[:own], new[own:])",
+        "(new, [])",
+        "tests/store/test_store_checksums.py",
+    ),
+    Mutant(
+        "count no edit before the first step as something to lose",
+        "offload.engine.training.training_state",
+        "return self._saved_step == self.global_steps",
+        "return not self.global_steps or self._saved_step == self.global_steps",
+        "tests/store/test_run_restart.py",
+    ),
 )
