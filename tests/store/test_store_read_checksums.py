@@ -202,7 +202,7 @@ def test_a_read_that_is_submitted_during_an_update_is_compared_with_the_bytes_be
 
         def replaced_then(table: ChecksumTable, key: Key) -> bool:
             answer = is_proven(table, key)
-            table.replace(key, [write(other, 0, State.WEIGHT, target, 0, TRAINABLE, seed=2)])
+            table.replace(key, [write(other, 0, State.WEIGHT, target, 0, TRAINABLE, seed=2)], TRAINABLE)
             return answer
 
         monkeypatch.setattr(ChecksumTable, "is_proven", replaced_then)
