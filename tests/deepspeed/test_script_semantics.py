@@ -65,6 +65,14 @@ def test_a_plain_backward_is_divided_by_the_accumulation(backward: Callable[[Any
     assert_same_tensors(weights_after(backward, tmp_path / "a"), weights_after(by_engine, tmp_path / "b"))
 
 
+def test_without_accumulation_the_output_is_the_models_own(tmp_path: Path) -> None:
+    engine = begin(JOB._replace(accumulation=1), tmp_path)
+    given: list[Any] = []
+    engine.module.register_forward_hook(lambda _, inputs, output: given.append(output))
+    assert parts(engine, 0) is given[0]
+    engine.destroy(remove=True)
+
+
 def test_an_output_may_be_changed_in_place(tmp_path: Path) -> None:
     engine = begin(JOB, tmp_path)
     logits = parts(engine, 0).logits

@@ -269,7 +269,7 @@ MUTANTS = (
     Mutant(
         "leave a plain backward of a script undivided",
         "offload.deepspeed.runtime.engine",
-        "return gradient / count if self._divides and count > 1 else gradient",
+        "return gradient / self.gradient_accumulation_steps() if self._divides else gradient",
         "return gradient",
         "tests/deepspeed/test_script_semantics.py",
     ),

@@ -56,7 +56,9 @@ class DeepSpeedEngine(Engine):
             EngineFailed: if an error has stopped the engine.
         """
         output = super().__call__(*args, **kwargs)
-        return map_tensors(self._watched, output) if torch.is_grad_enabled() else output
+        # Without an accumulation there is nothing to divide, and the output stays the model's own.
+        watched = torch.is_grad_enabled() and self.gradient_accumulation_steps() > 1
+        return map_tensors(self._watched, output) if watched else output
 
     forward = __call__
 
@@ -71,8 +73,7 @@ class DeepSpeedEngine(Engine):
 
     def _divided(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns a gradient of an output as it enters the model."""
-        count = self.gradient_accumulation_steps()
-        return gradient / count if self._divides and count > 1 else gradient
+        return gradient / self.gradient_accumulation_steps() if self._divides else gradient
 
     def _run_backward(self, loss: torch.Tensor, retain_graph: bool, scale_wrt_gas: bool) -> torch.Tensor:
         self._divides = False
