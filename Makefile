@@ -118,5 +118,5 @@ $(VENV)/.torch: constraints.txt scripts/install.py
 
 # Into what is installed already, so that nothing of the package is compiled again.
 $(VENV)/.docs: $(VENV)/.dev
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt 'offload[docs]'
+	$(BIN)/python scripts/install.py 'offload[docs]'
 	touch $@

@@ -1,12 +1,14 @@
 """Install the project into the virtual environment that runs this: `python scripts/install.py EXTRA`, or `torch` alone.
 
 torch comes first: PyTorch's CPU build where there is no NVIDIA driver, because the default one is gigabytes of CUDA
-libraries. uv installs where it is on the PATH, pip otherwise. Settings of pip (PIP_* and pip.conf) stay in force: uv
-reads none of them, so pip installs where they name a source of packages, unless uv has one of its own (UV_*).
+libraries. uv installs where the variable UV names it or it is on the PATH, pip otherwise. Settings of pip (PIP_* and
+pip.conf) stay in force: uv reads none of them, so it is given them under its own names, unless it has sources of its
+own (UV_*). pip installs where one of its settings has no such name. `offload[EXTRA]` adds an extra to what is installed.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import shutil
@@ -19,8 +21,29 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 DRIVER = ("/proc/driver/nvidia/version", "/dev/nvidia0")
-SOURCES = ("index-url", "find-links", "no-index")
-"""Settings that tell pip where packages come from; "index-url" is in "extra-index-url" too."""
+SOURCES = ("index-url", "extra-index-url", "find-links", "no-index")
+"""Settings that tell pip where packages come from."""
+AS_UV = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "constraint": "UV_CONSTRAINT",
+    "cert": "SSL_CERT_FILE",
+    "timeout": "UV_HTTP_TIMEOUT",
+    "default-timeout": "UV_HTTP_TIMEOUT",
+}
+"""Settings of pip, each with the variable by which uv takes it."""
+NOT_FOR_UV = (
+    "config-file",
+    "disable-pip-version-check",
+    "no-compile",
+    "no-input",
+    "progress-bar",
+    "root-user-action",
+    "verbose",
+    "quiet",
+)
+"""Settings of pip that change nothing of what is installed."""
 UV_SOURCES = ("UV_INDEX", "UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS", "UV_NO_INDEX")
 """Variables that tell uv the same."""
 
@@ -29,12 +52,26 @@ def has_nvidia_driver() -> bool:
     return shutil.which("nvidia-smi") is not None or any(map(os.path.exists, DRIVER))
 
 
-def pip_has_own_source() -> bool:
-    """Returns whether pip was told where packages come from, by the environment or its configuration file."""
+def pip_settings() -> dict[str, str]:
+    """Returns what pip is configured with: variables go before files, the part `[install]` before `[global]`."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    settings = [line.partition("=")[0] for line in listed.splitlines()]
-    return any(setting.endswith(SOURCES) for setting in settings)
+    found = {}
+    for section in ("global", "install", ":env:"):
+        for line in listed.splitlines():
+            name, equals, value = line.partition("=")
+            if equals and name.startswith(f"{section}."):
+                found[name.removeprefix(f"{section}.")] = str(ast.literal_eval(value))
+    return found
+
+
+def as_uv(settings: dict[str, str]) -> dict[str, str] | None:
+    """Returns pip's settings as variables of uv; None if uv has no name for one of them."""
+    taken = {name: " ".join(value.split()) for name, value in settings.items() if name not in NOT_FOR_UV}
+    if not taken.keys() <= AS_UV.keys():
+        return None
+    # Of several folders pip takes them with blanks between, uv with commas.
+    return {AS_UV[name]: value.replace(" ", ",") if name == "find-links" else value for name, value in taken.items()}
 
 
 def is_reachable(url: str, seconds: float = 3) -> bool:
@@ -55,13 +92,22 @@ def is_reachable(url: str, seconds: float = 3) -> bool:
 
 
 def choose_installer() -> tuple[str, bool]:
-    """Returns the path of uv, or "" for pip; and whether the one that installs was told where packages come from."""
-    uv = shutil.which("uv")
-    pip_was_told = pip_has_own_source()
-    uv_was_told = any(os.environ.get(name) for name in UV_SOURCES)
-    if uv is None or (pip_was_told and not uv_was_told):
+    """Returns the path of uv, or "" for pip; and whether the one that installs was told where packages come from.
+
+    Puts pip's settings into the environment of uv, where uv installs and was told nothing of its own.
+    """
+    uv = shutil.which(os.environ.get("UV") or "uv")
+    settings = pip_settings()
+    pip_was_told = any(name in SOURCES for name in settings)
+    if uv is None:
         return "", pip_was_told
-    return uv, uv_was_told
+    if any(os.environ.get(name) for name in UV_SOURCES):
+        return uv, True
+    variables = as_uv(settings)
+    if variables is None and pip_was_told:
+        return "", True
+    os.environ.update(variables or {})
+    return uv, pip_was_told
 
 
 def torch_source(own_source: bool) -> tuple[str, list[str]]:
@@ -93,6 +139,9 @@ def main() -> None:
     extra = sys.argv[1]
     pinned = ("-c", "constraints.txt")
     uv, own_source = choose_installer()
+    if extra.startswith("offload["):
+        install(uv, *pinned, extra)
+        return
     if importlib.util.find_spec("torch") is None:
         words, arguments = torch_source(own_source)
         print("installing torch", words, flush=True)

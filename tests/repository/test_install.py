@@ -1,4 +1,4 @@
-"""The installer uses uv where there is one, and searches no index that pip is not configured with."""
+"""The installer uses uv where there is one, and searches the indexes that pip is configured with, and no other."""
 
 from __future__ import annotations
 
@@ -46,17 +46,44 @@ def test_uv_installs_where_there_is_one(install: ModuleType, tmp_path: Path) -> 
     assert install.choose_installer() == (str(uv), False)
 
 
-def test_uv_is_used_only_where_it_searches_the_indexes_of_pip(
+def test_uv_searches_the_indexes_of_pip(install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uv = make_uv(tmp_path)
+    settings = tmp_path / "pip.conf"
+    settings.write_text("[global]\nindex-url = https://not.example\nfind-links = /a\n\t/b\n[install]\ntimeout = 7\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(settings))
+    monkeypatch.setenv("PIP_INDEX_URL", "https://mirror.example/simple")
+    monkeypatch.setenv("PIP_DISABLE_PIP_VERSION_CHECK", "1")
+    told = {
+        "UV_DEFAULT_INDEX": "https://mirror.example/simple",
+        "UV_FIND_LINKS": "/a,/b",
+        "UV_HTTP_TIMEOUT": "7",
+    }
+    for name in told:
+        monkeypatch.setenv(name, "")  # so that it is taken away after the test
+    assert install.choose_installer() == (str(uv), True)
+    assert {name: os.environ[name] for name in told} == told
+    assert install.torch_source(True)[1] == [], "no index beside the one that was named"
+
+
+def test_pip_installs_where_uv_would_search_elsewhere(
     install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uv = make_uv(tmp_path)
     monkeypatch.setenv("PIP_INDEX_URL", "https://mirror.example/simple")
-    assert install.choose_installer() == ("", True), "uv would take packages from PyPI"
-    monkeypatch.setenv("UV_INDEX_URL", "https://mirror.example/simple")
-    assert install.choose_installer() == (str(uv), True)
-    monkeypatch.delenv("PIP_INDEX_URL")
-    assert install.choose_installer() == (str(uv), True)
-    assert install.torch_source(True)[1] == [], "no index beside the one that was named"
+    monkeypatch.setenv("PIP_TRUSTED_HOST", "mirror.example")  # a setting that has no name here
+    assert install.choose_installer() == ("", True)
+    monkeypatch.setenv("UV_INDEX_URL", "https://other.example/simple")
+    assert install.choose_installer() == (str(uv), True), "uv has its own"
+    assert "UV_DEFAULT_INDEX" not in os.environ
+
+
+def test_the_variable_uv_names_one_that_is_not_on_the_path(
+    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = make_uv(tmp_path).rename(tmp_path / "uv")
+    assert install.choose_installer() == ("", False)
+    monkeypatch.setenv("UV", str(elsewhere))
+    assert install.choose_installer() == (str(elsewhere), False)
 
 
 def test_uv_installs_into_this_environment_and_takes_the_newest_of_all_indexes(
