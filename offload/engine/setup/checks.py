@@ -278,8 +278,8 @@ def check_model(model: nn.Module) -> None:
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if lost:
         raise ConfigError(
-            f"buffer {lost[0]} is on the meta device, so its values are gone; build the model "
-            "inside offload.init(...), which leaves buffers real, but a module that computes buffers from weights (spectral_norm, pruning) "
+            f"buffer {lost[0]} is on the meta device, so its values are gone; build the model inside offload.init, "
+            "which leaves buffers real, but a module that computes buffers from weights (spectral_norm, pruning) "
             "outside of it, on the CPU"
         )
     left = next((name for name, parameter in model.named_parameters() if is_dtensor(parameter)), None)
