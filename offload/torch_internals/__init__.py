@@ -44,6 +44,7 @@ from offload.torch_internals.tensors import (
     rebuild_tensor,
     set_data,
     stored_at,
+    swap_parameters,
     tensor_hooks_of,
     tensors_in,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "saves_checkpoint_input",
     "set_data",
     "stored_at",
+    "swap_parameters",
     "tensor_hooks_of",
     "tensors_in",
     "top_saved_tensor_hooks",

@@ -50,6 +50,23 @@ SHALLOW_COPY_QUERY = torch._has_compatible_shallow_copy_type
 """The check that `nn.Module._apply` and `.data = …` make first. A subclass answers it in `__torch_function__`."""
 
 
+def swap_parameters(parameter: torch.nn.Parameter, other: torch.nn.Parameter) -> None:
+    """Exchanges all but the identity of two parameters, as `torch.utils.swap_tensors` does.
+
+    Other than there, weak references to the first are no error: each parameter of an nn.GRU has one.
+
+    Raises:
+        RuntimeError: if a graph holds one of them.
+    """
+    if not (weakref.getweakrefs(parameter) and parameter._use_count() == 1):  # type: ignore[attr-defined]
+        torch.utils.swap_tensors(parameter, other)
+        return
+    # A weak reference is to the object of Python, which stays; no graph refers to the tensor that is swapped away.
+    parameter.__class__, other.__class__ = other.__class__, parameter.__class__
+    parameter.__dict__, other.__dict__ = other.__dict__, parameter.__dict__
+    torch._C._swap_tensor_impl(parameter, other)
+
+
 def set_data(parameter: torch.nn.Parameter, memory: torch.Tensor) -> None:
     """Sets `parameter.data = memory`, also between types of devices for which torch refuses the assignment.
 
@@ -65,14 +82,9 @@ def set_data(parameter: torch.nn.Parameter, memory: torch.Tensor) -> None:
         if SHALLOW_COPY_QUERY(parameter, memory):
             raise
         fresh = torch.nn.Parameter(memory, parameter.requires_grad)
-        if weakref.getweakrefs(parameter) and parameter._use_count() == 1:  # type: ignore[attr-defined]
-            # torch.utils.swap_tensors refuses such a parameter, and each of an nn.GRU is one. But a weak reference is
-            # to the object of Python, which stays; no graph refers to the tensor that is swapped away.
-            torch._C._swap_tensor_impl(parameter, fresh)
-        else:
-            attributes = dict(parameter.__dict__)
-            torch.utils.swap_tensors(parameter, fresh)
-            parameter.__dict__.update(attributes)
+        attributes = dict(parameter.__dict__)
+        swap_parameters(parameter, fresh)
+        parameter.__dict__.update(attributes)
         # Python's lists of hooks stay with the parameter, but torch calls those of the tensor that was swapped away.
         # Each assignment makes torch call the list again.
         parameter._backward_hooks = parameter._backward_hooks

@@ -22,9 +22,16 @@ MUTANTS = (
     Mutant(
         "a copy of an absent parameter forgets where its values lie",
         "offload.engine.params.deferred_parameter",
-        "    new.origin = tensor.origin\n",
-        "",
+        "parameter.origin, parameter.draw = copied",
+        "parameter.origin, parameter.draw = None, copied.draw",
         "tests/model_files/test_pretrained.py::test_a_copy_of_the_model_is_read_too",
+    ),
+    Mutant(
+        "initialize each copy of a parameter by itself",
+        "offload.engine.params.building.first_values",
+        "found |= {name: source for name in group if name != source}",
+        "pass",
+        "tests/model_files/test_deferred_init_copies.py",
     ),
     Mutant(
         "use a slice again while a view of it lives",

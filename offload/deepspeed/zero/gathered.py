@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from offload.engine.keywords import refuse
-from offload.engine.params.deferred_parameter import is_deferred, keeping_copies
+from offload.engine.params.building.contexts import keeping_copies
+from offload.engine.params.deferred_parameter import is_deferred
 from offload.engine.params.gathered import gathered
 from offload.engine.params.paged_parameter import handle_of
 from offload.engine.tensor_api import register_external_parameter
 from offload.errors import UsageError
+from offload.torch_internals import swap_parameters
 
 
 class GatheredParameters:
@@ -106,7 +108,7 @@ def _share(parameter: nn.Parameter) -> None:
     dist.broadcast(values, src=0)
     if dist.get_rank() != 0:
         # Swapped, so that modules that share the parameter keep the same object.
-        torch.utils.swap_tensors(parameter, nn.Parameter(values, parameter.requires_grad))
+        swap_parameters(parameter, nn.Parameter(values, parameter.requires_grad))
 
 
 @contextlib.contextmanager

@@ -10,19 +10,19 @@ as an adapter, makes that module on the CPU as well.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
-import threading
-import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 
+from offload.engine.params.building.contexts import is_building, state
+from offload.engine.params.building.draws import Copied, Draw, mark_copy, marked_copy
+from offload.engine.params.building.writes import OVERWRITES, writer, writes
 from offload.engine.params.harmless_functions import TENSOR, asks_for_no_element, call_plainly
 from offload.errors import ConfigError, UsageError
-from offload.torch_internals import SHALLOW_COPY_QUERY
+from offload.torch_internals import SHALLOW_COPY_QUERY, swap_parameters
 
 
 class Origin(Protocol):
@@ -48,66 +48,12 @@ class Origin(Protocol):
         ...
 
 
-class _Building(threading.local):
-    """State of the calling thread: the depth of its `building` contexts, and whether `building_a_model` is open."""
-
-    depth = 0
-    model = False
-    """True while a model is under construction, so that values written by its own code are kept."""
-    copies = False
-    """True in `keeping_copies`."""
-
-
-_building = _Building()
-
-
-@contextlib.contextmanager
-def building() -> Iterator[None]:
-    """Allows computation with deferred parameters, on the meta device and without effect, inside of the context.
-
-    Constructors and initializers need this, because they compute with their parameters.
-    """
-    _building.depth += 1
-    try:
-        yield
-    finally:
-        _building.depth -= 1
-
-
-@contextlib.contextmanager
-def building_a_model() -> Iterator[None]:
-    """Extends `building`: a parameter that code writes by hand, outside of an initializer, keeps the written values."""
-    outer, _building.model = _building.model, True
-    try:
-        with building():
-            yield
-    finally:
-        _building.model = outer
-
-
-@contextlib.contextmanager
-def keeping_copies() -> Iterator[None]:
-    """Extends `building_a_model` to a model that is built: values that anyone copies into a parameter are kept.
-
-    While a model is built, a copy by the code of transformers is left out, since its initializers repeat it.
-    """
-    outer, _building.copies = _building.copies, True
-    try:
-        with building_a_model():
-            yield
-    finally:
-        _building.copies = outer
-
-
-def is_building() -> bool:
-    """Returns True if this thread is inside of `building`."""
-    return _building.depth > 0
-
-
 class DeferredParameter(nn.Parameter):
     """A parameter on meta that `initialize` fills, from `origin` or by its module's own initialization."""
 
     origin: Origin | None = None
+    draw: Draw | None = None
+    """What its module will initialize it with; None if nothing is known of that."""
     whole: DeferredParameter | None = None
     """The parameter whose values a write to this alias or view changes; None for a parameter."""
     is_part = False
@@ -120,9 +66,10 @@ class DeferredParameter(nn.Parameter):
             args = (kwargs.pop("tensor"),)
         first = args[0] if args else None
         # A function of torch.nn.init sets every element in the end, unless it only computes with the shape.
-        if _building.model and sys._getframe(1).f_code.co_filename == nn.init.__file__:
+        if state.model and sys._getframe(1).f_code.co_filename == nn.init.__file__:
             target = kwargs.get("out", first)
-            if isinstance(target, DeferredParameter) and _begins_init(func, target, kwargs) and (by_hand := _writer()):
+            begins = isinstance(target, DeferredParameter) and _begins_init(func, target, kwargs)
+            if begins and (by_hand := _hand_that_writes(target)):
                 with _real(target, "torch.nn.init", by_hand, all_of_it=True) as real:
                     if "out" in kwargs:
                         return func(*args, **{**kwargs, "out": real})
@@ -135,16 +82,30 @@ class DeferredParameter(nn.Parameter):
             raise _refusal(getattr(func, "__name__", str(func)))
         # While a model is built, a write outside of an initializer cannot be repeated later. So the parameter becomes
         # real now if the write sets every element; another write is an error.
-        if _building.model and isinstance(first, DeferredParameter) and _writes(func) and (by_hand := _writer()):
-            all_of_it = func.__name__ in _OVERWRITES or getattr(func, "__module__", "") == nn.init.__name__
+        if (
+            state.model
+            and isinstance(first, DeferredParameter)
+            and writes(func)
+            and (by_hand := _hand_that_writes(first))
+        ):
+            all_of_it = func.__name__ in OVERWRITES or getattr(func, "__module__", "") == nn.init.__name__
             with _real(first, func.__name__, by_hand, all_of_it) as real:
                 return func(real, *args[1:], **kwargs)
+        if state.model and isinstance(first, list | tuple) and writes(func) and (by_hand := writer()):
+            raise _refused_part(func.__name__, by_hand)
         result = call_plainly(func, *args, **kwargs)
         return _as_part(result, first) if is_building() and isinstance(first, DeferredParameter) else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = _like(self, call_plainly(torch.empty_like, self), self.requires_grad)
+            whole, copied = _whole_of(self), _copied_of(self)
+            if copied is not None:
+                memo[id(self)] = new = _like(self, call_plainly(torch.empty_like, self), self.requires_grad)
+                _begin_as(new, copied)
+            elif self.is_part:
+                raise _refusal("deepcopy")
+            else:  # an alias of a parameter that has values by now
+                memo[id(self)] = whole.detach().clone()
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -165,7 +126,7 @@ def make_deferred(parameter: nn.Parameter, origin: Origin) -> None:
     """Drops a parameter's values, which `origin` will supply later. Identity and ties stay."""
     if not isinstance(parameter, DeferredParameter):
         # Swapped and not replaced: every module that shares the parameter keeps the same Python object.
-        torch.utils.swap_tensors(parameter, DeferredParameter(parameter.detach().to("meta"), parameter.requires_grad))
+        swap_parameters(parameter, DeferredParameter(parameter.detach().to("meta"), parameter.requires_grad))
     assert isinstance(parameter, DeferredParameter)
     parameter.origin = origin
 
@@ -175,7 +136,7 @@ def forget(parameter: nn.Parameter) -> None:
     if parameter.is_meta:
         # Swapped, since `.data` of a deferred parameter cannot become a tensor of another shape.
         empty = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device="cpu"), parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, empty)
+        swap_parameters(parameter, empty)
     else:
         parameter.data = parameter.data.new_empty(0)
 
@@ -183,40 +144,6 @@ def forget(parameter: nn.Parameter) -> None:
 # -- dispatch of a torch function --------------------------------------------------------------------------
 
 _ALLOWED = frozenset({TENSOR.__repr__, TENSOR.requires_grad_, SHALLOW_COPY_QUERY})
-
-
-_OVERWRITES = frozenset(
-    "normal_ uniform_ fill_ zero_ copy_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_".split()
-)
-"""Methods that give every element of a tensor a value independent of the previous one."""
-_INITIALIZERS = frozenset(
-    "reset_parameters _reset_parameters _init_weights init_weights initialize_weights _initialize_weights".split()
-)
-"""Functions by which a module makes its own values. They are called again later, so their writes need not be kept."""
-
-
-def _writes(func: Any) -> bool:
-    """Returns True if `func` changes its first argument in place, which torch marks by a trailing underscore."""
-    name: str = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__") and name != "requires_grad_") or name == "__setitem__"
-
-
-def _writer() -> str | None:
-    """Returns the "file:line" of the code that writes; None if an initializer writes, which will be called again."""
-    where = None
-    # Skips this function and its caller; further frames of this file are skipped below.
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None:
-        code = frame.f_code
-        # An initializer anywhere on the stack counts, also if it writes through helpers.
-        if code.co_name in _INITIALIZERS:
-            return None
-        if where is None and f"{os.sep}torch{os.sep}" not in code.co_filename and code.co_filename != __file__:
-            where = f"{code.co_filename}:{frame.f_lineno}"
-            if f"{os.sep}transformers{os.sep}" in where:
-                return None  # `_init_weights`, called later, writes these values again
-        frame = frame.f_back
-    return where or "torch"
 
 
 def _begins_init(func: Any, target: DeferredParameter, kwargs: Mapping[str, Any]) -> bool:
@@ -229,7 +156,7 @@ def _begins_init(func: Any, target: DeferredParameter, kwargs: Mapping[str, Any]
         target: the tensor of the call.
         kwargs: keywords of the call.
     """
-    if "out" in kwargs or _writes(func):
+    if "out" in kwargs or writes(func):
         return True
     # `orthogonal_` and others return early for a tensor on meta, so the parameter must be real by this question. In
     # versions of torch that do not ask it, the first call makes a tensor on the parameter's device.
@@ -265,17 +192,47 @@ def _real(tensor: DeferredParameter, name: str, where: str, all_of_it: bool) -> 
     empty = call_plainly(torch.empty, whole.shape, dtype=whole.dtype, device="cpu")
     new = nn.Parameter(empty, whole.requires_grad)
     vars(new).update(vars(whole))  # what code has set on the parameter, such as transformers' marks, stays there
-    torch.utils.swap_tensors(whole, new)
+    swap_parameters(whole, new)
     try:
         yield whole if tensor is whole else whole.data
     except BaseException:
-        torch.utils.swap_tensors(whole, new)
+        swap_parameters(whole, new)
         raise
 
 
 def _whole_of(tensor: DeferredParameter) -> Any:
     """Returns the parameter of an alias or view, which may be real by now; for a parameter, `tensor` itself."""
     return tensor if tensor.whole is None else tensor.whole
+
+
+def _hand_that_writes(tensor: Any) -> str | None:
+    """Returns the "file:line" of code that writes by hand; None for an initializer, whose draw is then another one."""
+    by_hand = writer()
+    whole = _whole_of(tensor)
+    if by_hand is None and isinstance(whole, DeferredParameter) and whole.draw is not None:
+        whole.draw = whole.draw.anew()
+    return by_hand
+
+
+def _copied_of(tensor: torch.Tensor) -> Copied | None:
+    """Returns what a tensor without values is a whole copy of, or an alias; None if that is not certain."""
+    if not isinstance(tensor, DeferredParameter):
+        return marked_copy(tensor)
+    whole = _whole_of(tensor)
+    known = isinstance(whole, DeferredParameter) and not tensor.is_part
+    return Copied(whole.origin, whole.draw) if known else None
+
+
+def _begin_as(parameter: DeferredParameter, copied: Copied) -> None:
+    """Lets a parameter begin with the values of the one that was copied."""
+    if copied.draw is not None:
+        copied.draw.copied = True
+    parameter.origin, parameter.draw = copied
+
+
+def _alike(parameter: Any, source: torch.Tensor) -> bool:
+    """Returns True if a copy of `source` has all of its values as they are."""
+    return bool(parameter.shape == source.shape and parameter.dtype == source.dtype)
 
 
 def _refused_part(name: str, where: str) -> ConfigError:
@@ -306,6 +263,7 @@ def _like(tensor: DeferredParameter, meta: torch.Tensor, requires_grad: bool) ->
     """Returns a deferred parameter over `meta`, with the same origin as `tensor`."""
     new = DeferredParameter(meta, requires_grad)
     new.origin = tensor.origin
+    new.draw = tensor.draw
     return new
 
 
@@ -324,31 +282,60 @@ def _device(func: Any, tensor: DeferredParameter) -> torch.device:
 
 def _set_data(func: Any, tensor: DeferredParameter, values: torch.Tensor) -> None:
     """Implements `.data = values`: a conversion changes the dtype, and real values from a constructor are kept."""
-    if isinstance(values, DeferredParameter) and values.shape == tensor.shape:
+    if is_building() and not values.is_meta:
+        swap_parameters(tensor, nn.Parameter(values.detach(), tensor.requires_grad))
+        return
+    copied = _copied_of(values)
+    # Two parameters over one memory would be trained apart.
+    shares = isinstance(values, DeferredParameter) and values.whole is not None and values.whole is not tensor
+    if copied is not None and not shares and (is_building() or isinstance(values, DeferredParameter)):
         call_plainly(func, tensor, call_plainly(values.detach).as_subclass(torch.Tensor))
-    elif is_building() and values.is_meta:
-        call_plainly(func, tensor, values)
-    elif is_building():
-        torch.utils.swap_tensors(tensor, nn.Parameter(values.detach(), tensor.requires_grad))
-    else:
+        _begin_as(tensor, copied)
+        return
+    if not is_building():
         raise _refusal(f"setting .data, of shape {list(tensor.shape)}, to a tensor of shape {list(values.shape)}")
+    if state.model and (by_hand := _hand_that_writes(tensor)):
+        raise _refused_part(".data = …", by_hand)
+    call_plainly(func, tensor, values)
 
 
 def _copy(func: Any, tensor: DeferredParameter, source: Any, *args: Any, **kwargs: Any) -> Any:
-    """Implements `copy_`: real values that code copies by hand while a model is built are kept."""
+    """Implements `copy_`: values that code copies by hand while a model is built are kept, also those still to come."""
     if not is_building():
         raise _refusal("copy_")
-    absent = isinstance(source, torch.Tensor) and source.is_meta
-    if _building.model and not absent and (by_hand := "GatheredParameters" if _building.copies else _writer()):
+    if isinstance(source, DeferredParameter) and not source.is_part and not is_deferred(_whole_of(source)):
+        source = _whole_of(source).data
+    if not state.model:
+        return call_plainly(func, tensor, source, *args, **kwargs)
+    absent = isinstance(source, torch.Tensor) and call_plainly(TENSOR.is_meta.__get__, source)
+    whole, copied = _whole_of(tensor), _copied_of(source) if absent else None
+    if copied is not None and is_deferred(whole) and not tensor.is_part and _alike(whole, source):
+        _begin_as(whole, copied)
+        return tensor
+    by_hand = "GatheredParameters" if state.copies else _hand_that_writes(tensor)
+    if by_hand and absent:
+        raise _refused_part("copy_", by_hand)
+    if by_hand:
         with _real(tensor, "copy_", by_hand, all_of_it=True) as real:
             return func(real, source, *args, **kwargs)
     return call_plainly(func, tensor, source, *args, **kwargs)
 
 
+def _clone(func: Any, tensor: DeferredParameter, *args: Any, **kwargs: Any) -> Any:
+    """Implements `clone()`, whose result may become the values of another parameter."""
+    if not is_building():
+        raise _refusal("clone")
+    result = call_plainly(func, tensor, *args, **kwargs)
+    copied = _copied_of(tensor)
+    if copied is not None:
+        mark_copy(result, copied)
+    return result
+
+
 def _is_meta(func: Any, tensor: DeferredParameter) -> bool:
     """Implements `is_meta`: False for `load_state_dict`, which would warn that copying to meta has no effect."""
     # For this class the copy has an effect: `_copy` makes the parameter real.
-    if _building.model and sys._getframe(2).f_code.co_name == "_load_from_state_dict":
+    if state.model and sys._getframe(2).f_code.co_name == "_load_from_state_dict":
         return False
     return bool(call_plainly(func, tensor))
 
@@ -371,6 +358,8 @@ _RULES: dict[Any, Callable[..., Any]] = {
     TENSOR.data.__set__: _set_data,
     TENSOR.device.__get__: _device,
     TENSOR.copy_: _copy,
+    TENSOR.clone: _clone,
+    torch.clone: _clone,
     TENSOR.is_meta.__get__: _is_meta,
     **{
         getattr(TENSOR, name): _convert

@@ -11,9 +11,9 @@ from offload.aio import aligned_empty
 from offload.aio.protocols import Future
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.distributed.tensor_parallel import TensorParallel
+from offload.engine.params.building.first_values import FirstValues
 from offload.engine.params.deferred_parameter import forget, origin_of
 from offload.engine.params.local_shards import LocalShards, ResidentShard
-from offload.engine.params.meta_init import materialize
 from offload.engine.params.opaque.paged_tensor import ParameterBytes
 from offload.engine.params.opaque.takeover import page_out, write_bytes
 from offload.layout.flat_layout import Segment, UnitLayout
@@ -217,17 +217,22 @@ class InitialFill:
         self._buffers = {
             state: aligned_empty(room * dtype.itemsize) for state, dtype in self._held.mode.weights.items()
         }
-        last = {segment.parameter: index for index, layout in enumerate(layouts) for segment in layout.segments}
-        for index, layout in enumerate(layouts):
+        units = [
+            [segment.parameter for segment in layout.segments if not segment.inner] if index not in in_place else []
+            for index, layout in enumerate(layouts)
+        ]
+        values = FirstValues(model, units, seed)
+        order = list(values.order())
+        last = {segment.parameter: index for index in order for segment in layouts[index].segments}
+        for index in order:
+            layout = layouts[index]
             # A stack of experts has rows in several units, and is empty after the last of them.
             ending = {segment.parameter for segment in layout.segments if last[segment.parameter] == index}
             if index in in_place:
                 _leave_in_place(model, layout, ending, sources)
                 continue
             given = any(not model.get_parameter(segment.parameter).is_meta for segment in layout.segments)
-            names = [segment.parameter for segment in layout.segments if not segment.inner]
-            # Distinct for every pair of seed and unit, as no model has a million units, and within torch's 64 bits.
-            materialize(model, names, (seed * 1_000_003 + index) % 2**63)
+            values.make(index)
             writes: dict[State, list[tuple[int, Future]]] = {}
             for chunk in _chunks(layout):
                 flats = self._flats(len(chunk))

@@ -22,8 +22,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from offload.engine.params.deferred_parameter import DeferredParameter, building, building_a_model, origin_of
+from offload.engine.params.building.contexts import building, building_a_model
+from offload.engine.params.building.draws import Draw
+from offload.engine.params.deferred_parameter import DeferredParameter, origin_of
 from offload.errors import ConfigError
+from offload.torch_internals import swap_parameters
 
 
 @contextlib.contextmanager
@@ -38,13 +41,15 @@ def deferring_weights() -> Iterator[None]:
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:  # torch's stub says None
         """Returns the parameter to register: deferred if its module can make the values again later."""
-        if parameter is None or threading.get_ident() != thread or type(parameter) is not nn.Parameter:
+        if parameter is None or threading.get_ident() != thread:
+            return parameter
+        if isinstance(parameter, DeferredParameter) and parameter.whole is not None:
+            return _of_its_own(module, name, parameter)
+        if type(parameter) is not nn.Parameter:
             return parameter
         if parameter not in seen:
             keep = parameter.is_meta or not _can_initialize(module) or _is_given(module, name, parameter)
-            seen[parameter] = (
-                None if keep else DeferredParameter(parameter.detach().to("meta"), parameter.requires_grad)
-            )
+            seen[parameter] = None if keep else _deferred(module, name, parameter)
         found: nn.Parameter | None = seen[parameter]
         return parameter if found is None else found
 
@@ -63,6 +68,30 @@ def deferring_weights() -> Iterator[None]:
         ) from error
     finally:
         removal.remove()
+
+
+def _deferred(module: nn.Module, name: str, parameter: nn.Parameter) -> DeferredParameter:
+    """Returns a parameter of the same shape that `module` will initialize later."""
+    deferred = DeferredParameter(parameter.detach().to("meta"), parameter.requires_grad)
+    deferred.draw = Draw(module, name)
+    return deferred
+
+
+def _of_its_own(module: nn.Module, name: str, alias: DeferredParameter) -> DeferredParameter:
+    """Returns the parameter to register for `nn.Parameter(weight.data)`, which must replace that weight.
+
+    Raises:
+        ConfigError: if the weight stays, or was not taken whole, so that this one would be initialized by itself.
+    """
+    if alias.is_part or alias.whole is not module._parameters.get(name):
+        raise ConfigError(
+            f"{type(module).__name__} makes its parameter {name} from another parameter, but offload.init fills "
+            "parameters later: build this module outside of offload.init (weight_norm and other parametrizations too)"
+        )
+    assert alias.whole is not None
+    parameter = DeferredParameter(alias.detach().as_subclass(torch.Tensor), alias.requires_grad)
+    parameter.origin, parameter.draw = alias.whole.origin, alias.whole.draw
+    return parameter
 
 
 def _is_given(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
@@ -112,7 +141,9 @@ def _resetter(module: nn.Module) -> Any:
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
-def materialize(model: nn.Module, names: Sequence[str], seed: int) -> None:
+def materialize(
+    model: nn.Module, names: Sequence[str], seed: int, shapes: Mapping[int, torch.Size] | None = None
+) -> None:
     """Makes the deferred parameters `names` of `model` real, on the CPU, and initializes them. Identity and ties stay.
 
     Parameters that will be read from an origin stay as they are.
@@ -121,6 +152,7 @@ def materialize(model: nn.Module, names: Sequence[str], seed: int) -> None:
         model: the model.
         names: names of the parameters of one unit.
         seed: seed of torch's CPU generator for this unit; the generator's state is restored afterwards.
+        shapes: shape of each parameter of the model that may have been emptied, by its id.
 
     Raises:
         ConfigError: if the owning module does not initialize a parameter.
@@ -133,7 +165,7 @@ def materialize(model: nn.Module, names: Sequence[str], seed: int) -> None:
     # NaN marks a value as not yet set, for the check at the end.
     for parameter in absent.values():
         real = nn.Parameter(torch.full_like(parameter, torch.nan, device="cpu"), parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, real)
+        swap_parameters(parameter, real)
     # Forked, so that making the weights leaves the user's random state as it was.
     with torch.random.fork_rng(devices=[]), torch.no_grad(), building():
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would change the GPU's seed for good
@@ -141,7 +173,8 @@ def materialize(model: nn.Module, names: Sequence[str], seed: int) -> None:
             # An initializer sets all parameters of its module, so those that have values already are restored.
             own = [each for each in module.parameters(recurse=False) if not each.is_meta and id(each) not in made]
             before = [each.clone() for each in own]
-            initialize(module)
+            with _with_shapes(module, shapes or {}):
+                initialize(module)
             for parameter, values in zip(own, before, strict=True):
                 parameter.copy_(values)
     for name, parameter in absent.items():
@@ -152,6 +185,28 @@ def materialize(model: nn.Module, names: Sequence[str], seed: int) -> None:
                 "value: its module has no reset_parameters that sets the parameter; add that method, or build the "
                 "model outside of offload.init"
             )
+
+
+@contextlib.contextmanager
+def _with_shapes(module: nn.Module, shapes: Mapping[int, torch.Size]) -> Iterator[None]:
+    """Shows the initializer of `module` its emptied parameters in their shapes, on meta: it may compute with those.
+
+    A weight that is tied to one of an earlier unit is emptied by now, and the range of a bias is computed from it.
+    """
+    emptied = [
+        (each, name, parameter)
+        for each in module.modules()
+        for name, parameter in each._parameters.items()
+        if parameter is not None and parameter.shape != shapes.get(id(parameter), parameter.shape)
+    ]
+    for each, name, parameter in emptied:
+        shape = torch.empty(shapes[id(parameter)], dtype=parameter.dtype, device="meta")
+        each._parameters[name] = DeferredParameter(shape, parameter.requires_grad)
+    try:
+        yield
+    finally:
+        for each, name, parameter in emptied:
+            each._parameters[name] = parameter
 
 
 def _initializers(model: nn.Module, names: Mapping[str, nn.Parameter]) -> Iterator[tuple[nn.Module, Any]]:

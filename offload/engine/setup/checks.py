@@ -278,8 +278,9 @@ def check_model(model: nn.Module) -> None:
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if lost:
         raise ConfigError(
-            f"buffer {lost[0]} is on the meta device, so its values are gone; build the model inside "
-            f"offload.init(...), which leaves buffers real"
+            f"buffer {lost[0]} is on the meta device, so its values are gone; build the model inside offload.init, "
+            "which leaves buffers real, but a module that computes buffers from weights (spectral_norm, pruning) "
+            "outside of it, on the CPU"
         )
     left = next((name for name, parameter in model.named_parameters() if is_dtensor(parameter)), None)
     if left is not None:
@@ -358,8 +359,9 @@ def _check_absent(model: nn.Module) -> None:
     lost = [name for name, parameter in named.items() if parameter.is_meta and not is_deferred(parameter)]
     if lost and any(map(is_deferred, named.values())):
         raise ConfigError(
-            f"parameter {lost[0]} was put on the meta device outside of offload.init and load_pretrained, so its "
-            "values are gone; create the parameter on the CPU, or inside of offload.init"
+            f"parameter {lost[0]} was put on the meta device outside of offload.init and load_pretrained, or computed "
+            "from another parameter inside, so its values are gone; create the parameter on the CPU, or inside of "
+            "offload.init; build a model that computes parameters from others outside of it"
         )
     for name, parameter in named.items():
         origin = origin_of(parameter)

@@ -1,0 +1,1 @@
+"""What code does to parameters without values while a model is built."""
