@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import __file__ as grad_scaler_file
 from torch.distributed.utils import __file__ as wrappers_file
 from torch.nn.utils.clip_grad import __file__ as clip_grad_file
 
@@ -140,7 +141,8 @@ def _set_grad(func: Any, tensor: Any, value: Any = None) -> None:
 def _get_grad(func: Any, tensor: Any) -> Any:
     """Returns `.grad`, which is None between backwards, and reports user code that reads it.
 
-    Code of torch that clips by `.grad` would compute a norm of 0 and clip nothing, so it is refused.
+    Code of torch that clips by `.grad` would compute a norm of 0 and clip nothing, and a GradScaler would unscale
+    nothing, so both are refused.
     """
     # torch skips a parameter whose `.grad` is None, without an error.
     if _is_called_by(clip_grad_file):
@@ -149,6 +151,12 @@ def _get_grad(func: Any, tensor: Any) -> Any:
             "of the config, engine.clip_grad_norm_(max_norm) sets another norm for the next step, and "
             "engine.get_global_grad_norm() gives the norm after it; a loop of Accelerate imports "
             "offload.hf.Accelerator in place of accelerate.Accelerator, whose clip_grad_norm_ is the engine's"
+        )
+    if _is_called_by(grad_scaler_file):
+        raise UsageError(
+            "gradients are in the engine, where a GradScaler finds none to unscale: leave the scaler out and call "
+            'engine.step(); with "fp16": {"enabled": true} in the config the engine scales the loss, unscales the '
+            "gradients and leaves out a step whose gradients are not finite, and other dtypes need no scale"
         )
     gradient = call_plainly(func, tensor)
     handle = handle_of(tensor)
