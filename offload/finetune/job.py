@@ -15,7 +15,7 @@ import psutil
 import torch
 from torch import nn
 
-from offload.config import Config, load_config, resolve_batch
+from offload.config import Config, load_config
 from offload.config.script_values import refuse_sequences
 from offload.engine.distributed.rendezvous import join_launcher
 from offload.engine.engine import Engine
@@ -39,7 +39,7 @@ from offload.finetune.model import (
     read_tokenizer,
     without_cache,
 )
-from offload.finetune.option_checks import check
+from offload.finetune.option_checks import batch_of, check
 from offload.finetune.options import (
     DEFAULT_STEPS,
     Options,
@@ -136,7 +136,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     rank, world_size = (rank_number(os.environ, *each) for each in (("RANK", 0), ("WORLD_SIZE", 1)))
     content, lines = _content(options, file, folder, world_size)
     config = load_config(schedule(content, options, _steps_before_data(options))[0])
-    batch = resolve_batch(config, world_size)
+    batch = batch_of(config, options.seq_len, world_size)
     _say_all(lines, say)
     _check_logs(options, config, rank, world_size)
     # Cheap checks come first: reading the data may take minutes, and building the model longer.

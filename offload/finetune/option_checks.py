@@ -1,12 +1,16 @@
-"""Checks of the options of `offload train` by themselves, before a file is read."""
+"""Checks of the options of `offload train`, before a file of data is read."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 
+from offload.config import Config, resolve_batch
+from offload.config.batch import Batch
 from offload.errors import ConfigError
 from offload.finetune.options import FLAGS, Options
+from offload.sizes import format_size
+from offload.swapper.memory.limits import free_host_memory
 
 _LARGEST = 2**31 - 1
 """Largest number of steps, sequences or tokens: what numpy and torch index must not overflow."""
@@ -51,3 +55,24 @@ def check(options: Options) -> None:
         )
     if options.save_every is not None and options.output is None:
         raise ConfigError("--save-every writes the model below --output; give both")
+
+
+def batch_of(config: Config, seq_len: int, world_size: int) -> Batch:
+    """Returns the batch sizes of a run, whose token ids of a step fit into the free memory.
+
+    Args:
+        config: the config.
+        seq_len: tokens of a sequence.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: the sizes contradict each other, or the ids alone do not fit.
+    """
+    batch = resolve_batch(config, world_size)
+    ids, free = batch.micro * batch.accumulation * seq_len * 8, free_host_memory()  # int64
+    if ids > free:
+        raise ConfigError(
+            f"--batch-size, --accumulation and --seq-len give each rank token ids of {format_size(ids)} a step, and "
+            f"{format_size(free)} are free; make one of them smaller"
+        )
+    return batch

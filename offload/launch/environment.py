@@ -48,7 +48,8 @@ def ranks_environment(environ: Mapping[str, str]) -> dict[str, str]:
         The variables; none where torchrun has set them, and for a process that was started alone.
 
     Raises:
-        ConfigError: if MPI's ranks are on several machines and nothing says where rank 0 is.
+        ConfigError: if MPI's ranks are on several machines and nothing says where rank 0 is, or a variable is not what
+            srun and mpirun set.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return {}
@@ -64,7 +65,7 @@ def ranks_environment(environ: Mapping[str, str]) -> dict[str, str]:
             "give the name of its machine to all, by mpirun -x MASTER_ADDR=HOST or -genv MASTER_ADDR HOST"
         )
     # Jobs of Slurm's that share a node must not share a port.
-    port = PORT + int(environ.get("SLURM_JOB_ID", "0")) % 1000
+    port = PORT + rank_number(environ, "SLURM_JOB_ID", 0) % 1000
     return {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.size),
@@ -76,11 +77,11 @@ def ranks_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
-    """Returns the number that a launcher has set, of a rank or of ranks.
+    """Returns a number that a launcher has set, such as that of a rank or of ranks.
 
     Args:
         environ: the environment of this process.
-        name: RANK or WORLD_SIZE.
+        name: the variable, such as RANK.
         otherwise: the number without that variable.
 
     Raises:
@@ -100,7 +101,7 @@ def _of_mpi(environ: Mapping[str, str]) -> _Place | None:
     for names in _MPI:
         # srun sets some of them too, for programs of MPI.
         if all(name in environ for name in names):
-            rank, size, local_rank, local_size = (int(environ[name]) for name in names)
+            rank, size, local_rank, local_size = (rank_number(environ, name, 0) for name in names)
             return _Place(rank, size, local_rank, local_size)
     return None
 
@@ -109,9 +110,17 @@ def _of_slurm(environ: Mapping[str, str]) -> _Place | None:
     """Returns the place that srun gave this process, if it did."""
     if not all(name in environ for name in _SLURM):
         return None
-    rank, size, local, counts, nodes = (environ[name] for name in _SLURM)
-    here = expand_counts(counts)[int(environ.get("SLURM_NODEID", "0"))]
-    return _Place(int(rank), int(size), int(local), here, expand_nodelist(nodes)[0])
+    rank, size, local_rank = (rank_number(environ, name, 0) for name in _SLURM[:3])
+    counts, nodes = (environ[name] for name in _SLURM[3:])
+    node = rank_number(environ, "SLURM_NODEID", 0)
+    try:
+        return _Place(rank, size, local_rank, expand_counts(counts)[node], expand_nodelist(nodes)[0])
+    except (ValueError, IndexError) as error:
+        raise ConfigError(
+            f"the variables SLURM_NODEID, {_SLURM[3]} and {_SLURM[4]} are '{node}', {counts!r} and {nodes!r}, expected "
+            "a node, the tasks of each node and their names, as srun sets them; start the ranks with srun, or unset "
+            "the variables"
+        ) from error
 
 
 def parse_environment_file(text: str, path: str) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from offload.errors import UsageError
+from offload.errors import ConfigError, UsageError
 from offload.launch.environment import ranks_environment
 from offload.launch.hosts import expand_nodelist
 
@@ -130,8 +130,18 @@ def allocated_nodes(environ: Mapping[str, str]) -> list[str]:
 
     Args:
         environ: the environment of this process.
+
+    Raises:
+        ConfigError: the variable that Slurm sets is no list of nodes.
     """
-    return expand_nodelist(environ.get("SLURM_JOB_NODELIST", ""))
+    found = environ.get("SLURM_JOB_NODELIST", "")
+    try:
+        return expand_nodelist(found)
+    except ValueError as error:
+        raise ConfigError(
+            f"the variable SLURM_JOB_NODELIST is {found!r}, expected a list of nodes such as gpu[01-03], which Slurm "
+            "sets; start this command in a job of Slurm's, or unset the variable"
+        ) from error
 
 
 def asks_for_gpus(options: LaunchOptions, has_hostfile: bool, environ: Mapping[str, str]) -> bool:

@@ -199,6 +199,8 @@ BAD = {
     "--seq-len 2048": "1024 positions",
     "--seq-len 99999999999999999999": "--seq-len must be at most 2147483647, got 9+$",
     "--batch-size 99999999999999999999": "--batch-size must be at most 2147483647, got 9+$",
+    "--batch-size 2147483647": "--seq-len give each rank token ids of .* [GT]iB a step, and .* are free",
+    "--accumulation 2147483647": "token ids of .* [GT]iB a step, and .* are free",
     "--seq-len 1": "--seq-len must be at least 2",
     "--steps 0": "--steps must be at least 1",
     "--batch-size -3": "--batch-size must be at least 1",

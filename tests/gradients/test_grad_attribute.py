@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.nn.utils.clip_grad import __file__ as clip_grad_file
 
 import offload
 from offload.errors import UsageError
 from tests.support import models
-from tests.support.oracle import start
+from tests.support.oracle import run, start, train_step
 
 JOB = models.MIXTURE._replace(accumulation=1)
 
@@ -53,6 +54,35 @@ def test_clipping_by_torch_is_recognized_below_any_number_of_calls(tmp_path: Pat
         clip["clip"](in_file("foreach.py", "torch.utils", deep)["read"], engine.module.head.weight)
     assert clip["clip"](in_file("user.py", "user", deep)["read"], engine.module.head.weight) is None
     engine.destroy()
+
+
+@pytest.mark.parametrize("placement", [("none", "none"), ("nvme", "nvme")], ids=["memory", "disk"])
+@pytest.mark.parametrize("call", ["unscale_", "step"])
+@pytest.mark.works("Training", "an enabled `torch.amp.GradScaler` (the engine scales the loss itself)", "refused")
+def test_a_scaler_of_torch_is_refused_before_it_steps(placement: tuple[str, str], call: str, tmp_path: Path) -> None:
+    """It would find no gradient: nothing would be unscaled, and nothing checked."""
+    engine = start(JOB, placement, tmp_path)
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(2):
+        scaler.scale(JOB.loss(engine, 0, 0)).backward()
+        with pytest.raises(UsageError, match=r'leave the scaler out.* "fp16": \{"enabled": true\}'):
+            getattr(scaler, call)(engine.optimizer)
+        assert engine.global_steps == 0
+        engine.zero_grad()
+    losses = [train_step(engine, JOB, step) for step in range(2)]
+    engine.destroy(remove=True)
+    assert losses == run(JOB._replace(steps=2), placement, tmp_path / "plain").losses
+
+
+def test_a_scaler_that_is_off_steps_the_engine(tmp_path: Path) -> None:
+    engine = start(JOB, ("nvme", "nvme"), tmp_path)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler.scale(JOB.loss(engine, 0, 0)).backward()
+    scaler.unscale_(engine.optimizer)
+    scaler.step(engine.optimizer)
+    scaler.update()
+    assert engine.global_steps == 1
+    engine.destroy(remove=True)
 
 
 def test_libraries_that_look_for_themselves_are_no_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

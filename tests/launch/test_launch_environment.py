@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from offload.errors import ConfigError, UsageError
 from offload.launch.environment import exported, parse_environment_file, ranks_environment
+from offload.launch.options import allocated_nodes
 from tests.support.processes import warm_process
 from tests.support.ranks.rank_pool import free_port
 
@@ -59,6 +61,28 @@ def test_torchrun_and_a_process_alone_are_left_as_they_are() -> None:
     assert ranks_environment({"WORLD_SIZE": "8", "RANK": "0"} | SLURM) == {}
     assert ranks_environment({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}) == {}
     assert ranks_environment({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "value"),
+    [
+        *((SLURM, name, "eight") for name in SLURM if name != "SLURM_STEP_NODELIST"),
+        (SLURM, "SLURM_PROCID", "-1"),
+        (SLURM, "SLURM_NODEID", "3"),
+        (SLURM, "SLURM_STEP_NODELIST", ""),
+        (SLURM, "SLURM_STEP_NODELIST", "gpu[a-b]"),
+        *((OPEN_MPI, name, "") for name in OPEN_MPI),
+        *((INTEL, name, "1.5") for name in INTEL),
+    ],
+)
+def test_a_variable_that_is_no_number_is_named(environ: dict[str, str], name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"the variable.* {name}.* {re.escape(repr(value))}.*, expected"):
+        ranks_environment({**environ, name: value})
+
+
+def test_a_list_of_nodes_that_is_none_is_named() -> None:
+    with pytest.raises(ConfigError, match="the variable SLURM_JOB_NODELIST is 'gpu\\[a-b]', expected a list of nodes"):
+        allocated_nodes({"SLURM_JOB_NODELIST": "gpu[a-b]"})
 
 
 _TRAINS = """

@@ -231,3 +231,10 @@ def test_a_parameter_that_cannot_be_paged_is_refused(build: Callable[[], nn.Modu
     with pytest.raises(ConfigError, match=words):
         offload.initialize(model, optimizer=torch.optim.SGD(model.parameters()), weights="cpu", states="cpu")
     assert next(iter(model.parameters())) is parameter
+
+
+def test_a_lazy_module_is_refused_whatever_the_optimizer() -> None:
+    """The states of an optimizer without a kernel are found by a step of its own code, which needs shapes."""
+    model = nn.Sequential(nn.LazyLinear(4))
+    with pytest.raises(ConfigError, match=r"0\.weight belongs to a lazy module and has no shape yet"):
+        offload.initialize(model, optimizer=torch.optim.NAdam(model.parameters()), weights="cpu", states="cpu")

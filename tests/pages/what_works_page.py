@@ -50,6 +50,8 @@ TAIL = """
 * `p.grad` is None after a backward: gradients are stored in the engine, and `offload.safe_get_full_grad` reads one.
   `torch.nn.utils.clip_grad_norm_` sees none; set `gradient_clipping` in the config.
 * BatchNorm in bf16 on the CPU needs `"data_types": {"buffer_dtype": "bf16"}`; without, `initialize` says so.
+* `nn.TransformerEncoder` in evaluation mode leaves torch's fast path, since its layers are hooked: at positions that
+  `src_key_padding_mask` masks its output, which means nothing, has the values of the slow path in place of zeros.
 * `torch.save(model)`, which pickles the whole module, does not work with hooks on it; save `model.state_dict()`.
 """
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from offload.launch.environment import rank_number
 from offload.report.drive_wear import forecast, warning
 from offload.report.phases import Bound, advice, bound
 from offload.report.prediction import compare, words
@@ -27,7 +28,7 @@ def wear(job: Any, reports: Sequence[Any]) -> Iterator[str]:
     block = job.engine.config["offload"]
     if len(reports) != _STEADY or block["drive_tbw"] is None:
         return
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun; each rank writes the same amount
+    ranks = rank_number(os.environ, "LOCAL_WORLD_SIZE", 1)  # set by torchrun; each rank writes the same amount
     first, last = reports[0], reports[-1]
     left = max(job.steps - last.step, 0)
     for path, so_far in last.drives.items():

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from offload.engine.distributed.bounded_store import BoundedStore
 from offload.errors import ConfigError, RankError
-from offload.launch.environment import ranks_environment
+from offload.launch.environment import rank_number, ranks_environment
 from offload.swapper.memory.device_choice import accelerator_type
 
 NOTICE = 60.0
@@ -48,7 +48,8 @@ def join_launcher() -> None:
     """Sets the variables of torchrun's if srun or mpirun has started this process as one of several.
 
     Raises:
-        ConfigError: if MPI's ranks are on several machines and nothing says where rank 0 is.
+        ConfigError: if MPI's ranks are on several machines and nothing says where rank 0 is, or a variable is not what
+            srun and mpirun set.
     """
     os.environ.update(ranks_environment(os.environ))
 
@@ -62,7 +63,7 @@ def meet_others() -> None:
     if not dist.is_available() or dist.is_initialized():
         return
     join_launcher()
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if rank_number(os.environ, "WORLD_SIZE", 1) == 1:
         return
     try:
         # Both backends, since tensors on either device are exchanged.

@@ -11,7 +11,7 @@ from offload.torch_internals import plain_tensors
 
 def asks_for_no_element(func: Any) -> bool:
     """Returns True if a function of torch, called with a parameter, needs none of its values."""
-    return func in _HARMLESS or _is_harmless_property(func)
+    return func in _HARMLESS or is_harmless_property(func)
 
 
 def call_plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,7 +53,7 @@ _WITH_DATA = frozenset({"data", "T", "H", "mT", "mH", "real", "imag", "__cuda_ar
 """Properties that return the elements themselves, or their address."""
 
 
-def _is_harmless_property(func: Any) -> bool:
+def is_harmless_property(func: Any) -> bool:
     """Returns True for the getter, setter or deleter of a property that does not return the elements."""
     if getattr(func, "__name__", "") not in ("__get__", "__set__", "__delete__"):
         return False

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -178,13 +178,18 @@ class ParamHandle:
         self.release([self])
         return values
 
-    def alias(self) -> torch.Tensor:
-        """Returns the result of `parameter.data` and `parameter.detach()`: a placeholder outside of autograd."""
-        alias = make_subclass(PagedParameterView, self._nan, False)
+    def alias(self, view: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the result of `parameter.data` and `parameter.detach()`: a placeholder outside of autograd.
+
+        Args:
+            view: A view of the whole placeholder, which becomes the alias, as one of another shape.
+        """
+        alias: Any = make_subclass(PagedParameterView, self._nan, False) if view is None else view
+        alias.__class__ = PagedParameterView
         alias.__dict__["offload_handle"] = self
         # Held weakly: only an alias that the user still holds needs its weights copied in `leave_aliases`.
         self._aliases[id(alias)] = alias
-        return alias
+        return cast("torch.Tensor", alias)
 
     def leave_aliases(self) -> None:
         """Detaches all aliases before the parameter receives other memory.
@@ -192,7 +197,7 @@ class ParamHandle:
         Each alias receives a copy of the present weights, because in torch an alias keeps the memory it was made of.
         """
         for alias in list(self._aliases.values()):
-            alias.own = self.read()
+            alias.own = alias._values()
         self._aliases.clear()
 
     def copy(self, requires_grad: bool) -> torch.Tensor:
@@ -250,7 +255,7 @@ class ParamHandle:
 
 
 class PagedParameterView(torch.Tensor):
-    """A placeholder outside of autograd: the result of `detach()` and `.data` of a paged parameter."""
+    """A placeholder outside of autograd: `detach()` and `.data` of a paged parameter, or a view of all of it."""
 
     offload_handle: ParamHandle
     own: torch.Tensor | None = None
@@ -270,7 +275,7 @@ class PagedParameterView(torch.Tensor):
         return self._values().__reduce_ex__(protocol)
 
     def _values(self) -> torch.Tensor:
-        return self.offload_handle.read() if self.own is None else self.own.clone()
+        return self.offload_handle.read().view(self.shape) if self.own is None else self.own.clone()
 
 
 class PagedParameter(nn.Parameter):
@@ -331,9 +336,9 @@ def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         found: Any = here.get(key)
         if key in outside:
             with_gradient = torch.is_grad_enabled() and leaf.requires_grad
-            real[key] = handles[key].read_with_gradient() if with_gradient else handles[key].read()
+            real[key] = handles[key].read_with_gradient() if with_gradient else handles[key].read().view(leaf.shape)
         elif isinstance(leaf, PagedParameterView):
-            real[key] = found.detach() if leaf.own is None else leaf.own
+            real[key] = found.detach().view(leaf.shape) if leaf.own is None else leaf.own
         elif found is not None and found is not handles[key].parameter:
             real[key] = found
         # A later fetch has released the unit of an earlier one to make room.
@@ -351,7 +356,7 @@ def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         # The version counter is torch's own record of in-place changes, so `func` needs no table of mutating functions.
         if real[key]._version != before[key]:
             check_kind(handles[key], given[key], real[key])
-            handles[key].edit(real[key])
+            handles[key].edit(real[key].view(handles[key].shape))
     originals = {id(real[key]): given[key] for key in outside}
     storages = {real[key].untyped_storage().data_ptr(): given[key] for key in outside if real[key].numel()}
     return tree_map(lambda value: _returned(func, value, originals, storages), result) if outside else result

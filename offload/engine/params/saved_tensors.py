@@ -195,7 +195,9 @@ class SavedTensors:
         """
         handle = handle_of(tensor)
         if handle is not None and handle.materialized and getattr(tensor, "own", None) is None:
-            tensor = handle.parameter.detach()  # `.data` that was taken before the weights were fetched
+            tensor = handle.parameter.detach().view(
+                tensor.shape
+            )  # `.data` that was taken before the weights were fetched
         address = storage_address(tensor)
         binding = self._unit_views.binding_at(address)
         if binding is not None:

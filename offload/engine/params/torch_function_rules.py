@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import __file__ as grad_scaler_file
 from torch.distributed.utils import __file__ as wrappers_file
 from torch.nn.utils.clip_grad import __file__ as clip_grad_file
 
 from offload.engine.params import paged_parameter as placeholder
 from offload.engine.params.experts.stack_handle import StackHandle
-from offload.engine.params.harmless_functions import TENSOR, call_plainly
+from offload.engine.params.harmless_functions import TENSOR, call_plainly, is_harmless_property, name_of
 from offload.engine.params.paged_parameter import (
     PagedParameter,
     PagedParameterView,
@@ -28,7 +29,7 @@ from offload.engine.params.paged_parameter import (
     handle_of,
 )
 from offload.errors import UsageError
-from offload.torch_internals import SHALLOW_COPY_QUERY
+from offload.torch_internals import SHALLOW_COPY_QUERY, tree_leaves
 
 _LIBRARIES = frozenset({"offload", "torch", "transformers", "accelerate", "peft", "trl"})
 """Libraries that read `.grad` for their own purposes and cope with None."""
@@ -48,7 +49,10 @@ def _alias(func: Any, tensor: Any) -> Any:
             "accelerate.Accelerator"
         )
     own = getattr(tensor, "own", None)
-    return tensor.offload_handle.alias() if own is None else own.detach()
+    if own is not None:
+        return own.detach()
+    # A view may have another shape than the parameter.
+    return tensor.offload_handle.alias(None if isinstance(tensor, PagedParameter) else call_plainly(func, tensor))
 
 
 def _address(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,8 +66,9 @@ def _address(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     handle, own = tensor.offload_handle, getattr(tensor, "own", None)
     if own is not None:
         return func(own, *args, **kwargs)
-    brought = handle.owner is not None and handle.fetch(stays=True)
-    return call_plainly(func, handle.parameter if brought else tensor, *args, **kwargs)
+    if handle.owner is not None and handle.fetch(stays=True):
+        tensor = handle.parameter.detach().view(tensor.shape)
+    return call_plainly(func, tensor, *args, **kwargs)
 
 
 def _set_data(func: Any, tensor: Any, values: Any) -> None:
@@ -88,7 +93,9 @@ def _set_data(func: Any, tensor: Any, values: Any) -> None:
 def _index(func: Any, tensor: Any, index: Any) -> Any:
     """Implements `tensor[index]`: of experts that are units of their own, the one asked for is all that is fetched."""
     handle = handle_of(tensor)
-    row = handle.row(index) if isinstance(handle, StackHandle) and getattr(tensor, "own", None) is None else None
+    row = None
+    if isinstance(handle, StackHandle) and getattr(tensor, "own", None) is None and tensor.shape == handle.shape:
+        row = handle.row(index)
     if row is None:
         return call_with_weights(func, (tensor, index), {})
     return row if isinstance(tensor, PagedParameter) else row.detach()
@@ -105,12 +112,12 @@ def _is_compatible(func: Any, tensor: Any, values: Any) -> bool:
 def _copy(func: Any, tensor: Any, source: Any, non_blocking: bool = False) -> Any:
     """Implements `copy_`. Values of a higher precision than the weights' are kept, since the master can store them."""
     handle = handle_of(tensor)
-    if handle is None or handle_of(source) is not None or handle.fetch():
+    if handle is None or getattr(tensor, "own", None) is not None or handle_of(source) is not None or handle.fetch():
         return call_with_weights(func, (tensor, source), {})
     if torch.is_grad_enabled() and tensor.requires_grad:
         return call_with_weights(func, (tensor, source), {})  # raises torch's own error: an in-place change of a leaf
     # The edit sets every element, so the old weights are not read.
-    handle.edit(source.detach().expand(tensor.shape))
+    handle.edit(source.detach().expand(tensor.shape).reshape(handle.shape))
     return tensor
 
 
@@ -140,7 +147,8 @@ def _set_grad(func: Any, tensor: Any, value: Any = None) -> None:
 def _get_grad(func: Any, tensor: Any) -> Any:
     """Returns `.grad`, which is None between backwards, and reports user code that reads it.
 
-    Code of torch that clips by `.grad` would compute a norm of 0 and clip nothing, so it is refused.
+    Code of torch that clips by `.grad` would compute a norm of 0 and clip nothing, and a GradScaler would unscale
+    nothing, so both are refused.
     """
     # torch skips a parameter whose `.grad` is None, without an error.
     if _is_called_by(clip_grad_file):
@@ -149,6 +157,12 @@ def _get_grad(func: Any, tensor: Any) -> Any:
             "of the config, engine.clip_grad_norm_(max_norm) sets another norm for the next step, and "
             "engine.get_global_grad_norm() gives the norm after it; a loop of Accelerate imports "
             "offload.hf.Accelerator in place of accelerate.Accelerator, whose clip_grad_norm_ is the engine's"
+        )
+    if _is_called_by(grad_scaler_file):
+        raise UsageError(
+            "gradients are in the engine, where a GradScaler finds none to unscale: leave the scaler out and call "
+            'engine.step(); with "fp16": {"enabled": true} in the config the engine scales the loss, unscales the '
+            "gradients and leaves out a step whose gradients are not finite, and other dtypes need no scale"
         )
     gradient = call_plainly(func, tensor)
     handle = handle_of(tensor)
@@ -199,14 +213,47 @@ def _convert(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     return call_with_weights(func, (tensor, *args), kwargs)
 
 
-def _like(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Implements `view_as` and others whose second argument only supplies a shape."""
-    return (call_plainly if handle_of(tensor) is None else _call_with_weights_of)(func, tensor, *args, **kwargs)
+class _GraphOfParameter(torch.Tensor):
+    """A view of a whole parameter that was made between steps, with the parameter's graph and without its values.
+
+    Code of torch and of users makes one to reach the node that accumulates the parameter's gradient.
+    """
+
+    parameter_name: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_harmless_property(func):  # `grad_fn` and others
+            return call_plainly(func, *args, **(kwargs or {}))
+        names = [leaf.parameter_name for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+        raise UsageError(
+            f"{name_of(func)} of a view of {names[0]} that was made between steps with the parameter's graph, so the "
+            "view has no values: use `with offload.gathered(parameter):`, or clone() the parameter"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"a view of {self.parameter_name} with its graph and no values"
 
 
-def _call_with_weights_of(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls `call_with_weights` with the signature of a rule."""
-    return call_with_weights(func, args, kwargs)
+def _like(func: Any, tensor: Any, other: Any) -> Any:
+    """Implements `view_as` and others whose second argument only supplies a shape.
+
+    A view of the whole parameter, outside of a run, is another placeholder: writes through the view are edits.
+    """
+    handle = handle_of(tensor)
+    if handle is None:
+        return call_plainly(func, tensor, other)
+    if getattr(tensor, "own", None) is not None or handle.engine.runs_now():
+        return call_with_weights(func, (tensor, other), {})
+    view, with_graph = call_plainly(func, tensor, other), torch.is_grad_enabled() and tensor.requires_grad
+    # The gradient of a stack goes to its rows, past its own node.
+    if view.numel() != tensor.numel() or (with_graph and isinstance(handle, StackHandle)):
+        return call_with_weights(func, (tensor, other), {})
+    if not with_graph:
+        return handle.alias(view.detach())  # torch says of a view without a graph too that it requires a gradient
+    view.__class__ = _GraphOfParameter
+    view.__dict__["parameter_name"] = handle.name
+    return view
 
 
 def _represent(func: Any, tensor: Any, *_: Any, **__: Any) -> str:

@@ -37,7 +37,7 @@ from offload.engine.sequence.checks import check_model as check_sequences
 from offload.engine.sequence.checks import check_units
 from offload.engine.sequence.group import SequenceParallel, form_groups
 from offload.engine.setup.build import STARTING, build
-from offload.engine.setup.checks import check_groups, check_nodes, check_tensor_parallel
+from offload.engine.setup.checks import check_groups, check_model, check_nodes, check_tensor_parallel
 from offload.engine.setup.dtype_choice import warn_if_slow
 from offload.engine.setup.gpu_allocator import let_segments_grow
 from offload.engine.setup.plain_config import PlainKeywords, plain_config
@@ -222,6 +222,7 @@ def _start(
         rank, count = sequence.data_rank, sequence.data_ranks
     batch = resolve_batch(loaded, count)
     chosen = optimizer_choice.choose(loaded.optimizer, model, given.optimizer, given.model_parameters)
+    check_model(model)  # before the optimizer's own code meets parameters without a shape
     with keep_generators(device.torch):  # the optimizer's own code may draw in its dry run
         kept = optimizer_choice.kept_by(chosen, model)
     matrices = optimizer_choice.matrices_by(chosen, model)
