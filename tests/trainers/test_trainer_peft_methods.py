@@ -8,8 +8,10 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
+from offload.errors import UsageError
 from tests.support import models, rounding_bounds
 from tests.support.oracle import assert_same_tensors
 from tests.support.trainer_runs import FEW, Texts, assert_close, ended, offloaded, seeded, stock, trainer
@@ -102,3 +104,31 @@ def test_a_checkpoint_has_the_files_of_the_stock_trainer(model: Any, tmp_path: P
     loaded = peft.PeftModel.from_pretrained(seeded(models.llama), tmp_path / "mine" / checkpoint).eval()
     with torch.no_grad():
         rounding_bounds.same_tensor(loaded(input_ids=ids).logits, expected, rounding_bounds.step_error(models.LORA))
+
+
+def adaptive() -> Any:
+    settings = peft.AdaLoraConfig(
+        target_modules=["q_proj"], init_r=6, target_r=3, tinit=1, tfinal=2, deltaT=1, total_step=6
+    )
+    return peft.get_peft_model(models.llama(), settings)
+
+
+@pytest.mark.works("Trainers", "AdaLoRA whose ranks stay as they are", "right")
+@pytest.mark.numeric
+def test_adalora_without_a_change_of_ranks_trains_as_in_the_stock_trainer(tmp_path: Path) -> None:
+    assert_close(offloaded(tmp_path / "mine", model=adaptive), stock(tmp_path / "stock", model=adaptive), adaptive)
+
+
+class Allocate(transformers.TrainerCallback):
+    """As peft's documentation writes it."""
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        model.base_model.update_and_allocate(state.global_step + 1)
+
+
+@pytest.mark.works("Trainers", "AdaLoRA whose ranks change (`update_and_allocate`)", "refused")
+def test_a_change_of_adaloras_ranks_is_refused(tmp_path: Path) -> None:
+    with ended(trainer(tmp_path, model=adaptive, rows=FEW)) as mine:
+        mine.add_callback(Allocate)
+        with pytest.raises(UsageError, match="AdaLoRA .* peft.LoraConfig"):
+            mine.train()
