@@ -130,5 +130,5 @@ class Allocate(transformers.TrainerCallback):
 def test_a_change_of_adaloras_ranks_is_refused(tmp_path: Path) -> None:
     with ended(trainer(tmp_path, model=adaptive, rows=FEW)) as mine:
         mine.add_callback(Allocate)
-        with pytest.raises(UsageError, match="AdaLoRA .* peft.LoraConfig"):
+        with pytest.raises(UsageError, match="AdaLoRA chooses the ranks of its adapters"):
             mine.train()
