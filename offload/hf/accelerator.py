@@ -117,7 +117,9 @@ class Accelerator(accelerate.Accelerator):
         """
         self.engine = engine
         # A frozen engine has an optimizer without parameters, which nothing can step.
-        self._optimizer = EngineOptimizer(engine) if engine.optimizer.param_groups[0]["params"] else None
+        # Of several groups the first may be empty: a Trainer puts what decays there, and norms and biases do not.
+        trains = any(group["params"] for group in engine.optimizer.param_groups)
+        self._optimizer = EngineOptimizer(engine) if trains else None
 
     def _is_mine(self, model: Any) -> bool:
         """Returns True if `model` is that of the engine that trains."""

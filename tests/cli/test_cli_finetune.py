@@ -196,6 +196,19 @@ def test_adapters_are_trained_and_saved_alone() -> None:
     assert not torch.equal(model(ids).logits, model_of("model")(ids).logits)
 
 
+def test_an_export_of_adapters_says_how_to_get_them() -> None:
+    """What the notice says is done: the run is resumed at its end, and saves the adapter."""
+    chosen = ("--steps", "1", "--keep", *LORA)
+    facts(call(*chosen, "--json"))
+    exported = CliRunner().invoke(app, ["export", "swap/default", "exported"])
+    assert exported.exit_code == 0, exported.output
+    assert "would leave the weights random" in exported.output
+    assert "with --resume must and --output FOLDER" in exported.output
+    facts(call(*chosen, "--json", "--resume", "must", "--output", "out"))
+    assert "adapter_model.safetensors" in files("out") and "model.safetensors" not in files("out")
+    peft.PeftModel.from_pretrained(model_of("model"), "out")
+
+
 def test_a_resume_with_other_adapters_is_reported() -> None:
     assert call("--steps", "1", "--keep", "--lora", "r=4").exit_code == 0
     done = call("--steps", "2", "--keep", "--resume", "must", "--lora", "r=4,alpha=2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from offload.errors import OffloadError
 from tests.support import models
 from tests.support.oracle import assert_same_tensors, train_step
-from tests.support.pretrained_models import CAUSAL, FAMILIES, T, loaded, written
+from tests.support.pretrained_models import CAUSAL, FAMILIES, T, engine_of, loaded, written
 from tests.support.ranks.rank_pool import RankPool
 
 
@@ -44,3 +45,25 @@ def test_several_ranks_read_and_write_the_same(ranks: RankPool, tmp_path: Path) 
     assert all(torch.equal(masters[f"model.{name}"], value) for name, value in given.items()), "all bits of them"
     assert_same_tensors(end, CAUSAL.from_pretrained(tmp_path / "swap" / "out").state_dict())
     assert_same_tensors(end, safetensors.torch.load_file(tmp_path / "swap" / "half" / "model.safetensors"))
+
+
+def _prompts_on_ranks(folder: Path) -> torch.Tensor:
+    """The prompts that peft computes from the model's encoder, which the ranks share."""
+    import peft
+
+    torch.manual_seed(0)
+    settings = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16)
+    model = peft.get_peft_model(models.llama(), settings)
+    engine = engine_of(model, folder, FAMILIES["llama"].job())
+    train_step(engine, FAMILIES["llama"].job(), 0)
+    engine.save_pretrained(folder / "adapter")
+    prompts = copy.deepcopy(model.prompt_encoder["default"])(model.prompt_tokens["default"][None])[0].detach()
+    engine.destroy(remove=True)
+    return prompts
+
+
+def test_several_ranks_save_what_peft_computes(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(_prompts_on_ranks, tmp_path)
+    assert torch.equal(first, second)
+    saved = safetensors.torch.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert_same_tensors(saved, {"prompt_embeddings": first})

@@ -6,6 +6,20 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "save an adapter without the other names of shared buffers",
+        "offload.engine.model_io.save_pretrained",
+        "**all_persistent_buffers(module)}",
+        "**persistent_buffers(module)}",
+        "tests/trainers/test_trainer_peft_methods.py",
+    ),
+    Mutant(
+        "leave the copy of a prompt encoder in the model",
+        "offload.engine.model_io.save_pretrained",
+        "        for name, encoder in own.items():",
+        "        for name, encoder in dict[str, nn.Module]().items():",
+        "tests/trainers/test_trainer_peft_methods.py",
+    ),
+    Mutant(
         "load a part of another save beside the parts of this one",
         "offload.engine.checkpoint.files",
         'if crc32c(data) != manifest.files[name].sums[""]:',

@@ -6,6 +6,13 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "take a parametrization of peft for a change in place",
+        "offload.engine.params.experts.targeted",
+        "            handle.forgive_changes()",
+        "            pass",
+        "tests/experts/test_targeted_parameters.py",
+    ),
+    Mutant(
         "let a graph hold wrappers of weights that change",
         "offload.engine.params.saved_tensors",
         "self._moves = wrapped or inputs is not None",

@@ -7,9 +7,10 @@ rank 0 writes. A peft adapter is small: every rank gathers the whole adapter, an
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from offload.engine.model_io.weight_source import Reading
 from offload.engine.model_io.weight_stream import Sink, stream
 from offload.engine.model_io.weight_writer import Files, notices
 from offload.engine.training.components import EngineComponents, together
-from offload.engine.training.snapshot import persistent_buffers
+from offload.engine.training.snapshot import all_persistent_buffers, persistent_buffers
 from offload.errors import UsageError
 from offload.layout.fingerprint import about, describe
 from offload.states import State
@@ -238,7 +239,7 @@ class PretrainedWriter:
         if adapter:
             self._components.refuse_shards("save_pretrained of adapters")
         # Gathered before the meeting below begins: a rank that is in the meeting cannot serve another rank's gather.
-        gathered = adapter_state(self._module, self._components) if adapter else {}
+        gathered = gather_adapter(self._module, self._components) if adapter else Adapter({}, {})
         with together(self._components, Collective.SAVE, "save the model") as ranks:
             ranks.settle(wanted.check)
             ranks.settle(lambda: self._components.unit_views.check_not_gathered("saved"))
@@ -293,15 +294,16 @@ class PretrainedWriter:
         for notice in notices(source, plan, beyond) if ranks.rank == 0 else ():
             logger.warning("%s: %s", out, notice)
 
-    def _write_adapter(self, wanted: SaveOptions, out: Path, state: dict[str, torch.Tensor]) -> None:
-        """Calls peft to write the adapter `state` into `out`. Runs on rank 0."""
+    def _write_adapter(self, wanted: SaveOptions, out: Path, adapter: Adapter) -> None:
+        """Calls peft to write the adapter into `out`. Runs on rank 0."""
         module: Any = self._module
         with arriving(out, logger.warning, whole=False) as folder, naming_errors(folder, "write"):
-            check_room(folder, sum(value.nbytes for value in state.values()), out)
+            check_room(folder, sum(value.nbytes for value in adapter.state.values()), out)
             if (out / "README.md").is_file():
                 # peft extends an existing model card, so the staging folder must contain that of `out`.
                 shutil.copyfile(out / "README.md", folder / "README.md")
-            module.save_pretrained(str(folder), state_dict=state)
+            with _in_place(module, adapter.encoders):
+                module.save_pretrained(str(folder), state_dict=adapter.state)
             if wanted.tokenizer is not None:
                 _save_tokenizer(wanted.tokenizer, folder)
 
@@ -312,27 +314,51 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
         tokenizer.save_pretrained(str(folder))
 
 
-def adapter_state(module: Any, components: EngineComponents) -> dict[str, torch.Tensor]:
-    """Returns the tensors that peft's `save_pretrained` writes for a model, on the CPU, by the model's names.
+class Adapter(NamedTuple):
+    """What peft needs in order to save the adapters of a model: all on the CPU, or on the device that computes."""
 
-    To find them, peft selects from tensors on the meta device, one for each weight. Only selected weights are gathered.
+    state: dict[str, torch.Tensor]
+    """Tensors by the model's names, on the CPU."""
+    encoders: dict[str, nn.Module]
+    """Copies of the prompt encoders by adapter: peft computes prompts by them, from no state."""
+
+
+def gather_adapter(module: Any, components: EngineComponents) -> Adapter:
+    """Returns what peft's `save_pretrained` needs of a model.
+
+    To find the tensors, peft selects from ones on the meta device, one for each weight. Only selected weights are
+    gathered; where peft computes from them, all of that adapter.
     """
     from peft import get_peft_model_state_dict
 
-    named = {**dict(module.named_parameters(remove_duplicate=False)), **persistent_buffers(module)}
+    # A copy of a module under an engine is an ordinary module, with weights of its own.
+    encoders = {name: copy.deepcopy(encoder) for name, encoder in getattr(module, "prompt_encoder", {}).items()}
+    named = {**dict(module.named_parameters(remove_duplicate=False)), **all_persistent_buffers(module)}
     # Values on meta cost no memory: a model larger than the RAM still has a small adapter.
     empty = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in named.items()}
     names = {id(value): name for name, value in empty.items()}
     taken: set[str] = set()
-    for adapter in module.peft_config:
-        for value in get_peft_model_state_dict(module, state_dict=dict(empty), adapter_name=adapter).values():
-            if id(value) not in names:
-                raise UsageError(
-                    f"peft computes new weights when it saves adapter {adapter}, which needs all weights of the "
-                    "adapter in RAM: call engine.module.save_pretrained(folder)"
-                )
-            taken.add(names[id(value)])
-    return {name: _gather(named[name], components) for name in empty if name in taken}
+    with _in_place(module, encoders):
+        for adapter in module.peft_config:
+            selected = get_peft_model_state_dict(module, state_dict=dict(empty), adapter_name=adapter).values()
+            taken |= {names[id(value)] for value in selected if id(value) in names}
+            # Where a value is not on meta, peft has it from elsewhere, as from a copy in `encoders`.
+            if any(value.is_meta and id(value) not in names for value in selected):
+                taken |= {name for name in empty if f".{adapter}." in f"{name}."}
+    return Adapter({name: _gather(named[name], components) for name in empty if name in taken}, encoders)
+
+
+@contextlib.contextmanager
+def _in_place(module: Any, encoders: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Puts copies of prompt encoders in the place of the model's while the context is open."""
+    own = {name: module.prompt_encoder[name] for name in encoders}
+    for name, encoder in encoders.items():
+        module.prompt_encoder[name] = encoder
+    try:
+        yield
+    finally:
+        for name, encoder in own.items():
+            module.prompt_encoder[name] = encoder
 
 
 def _gather(value: torch.Tensor, components: EngineComponents) -> torch.Tensor:

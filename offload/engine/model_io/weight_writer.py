@@ -103,7 +103,11 @@ def notices(source: Source, plan: Plan, beyond: int) -> tuple[str, ...]:
     if source.about.get("config") is None:
         found.append("the model has no transformers config, so only weights are saved")
     elif str(source.about["class"]).startswith("Peft"):
-        found.append("the names are those of peft's model; engine.save_pretrained saves the adapter alone")
+        found.append(
+            "the names are those of peft's model, which from_pretrained of transformers does not know: it would leave "
+            "the weights random. For the adapter, resume the run: in Python call engine.save_pretrained(folder), or "
+            "give the same command of `offload train --lora` with --resume must and --output FOLDER"
+        )
     absent = sum(segment.name not in plan.names for layout in plan.layouts for segment in layout.segments)
     if absent:
         found.append(

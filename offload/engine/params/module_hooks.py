@@ -31,6 +31,7 @@ from offload.engine.activations.unit_checkpoints import UnitCheckpoints
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
+from offload.engine.params.experts.targeted import forgive_parametrizations
 from offload.engine.params.experts.turns import ExpertTurns
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.params.saved_tensors import SavedTensors
@@ -124,7 +125,7 @@ class ModuleHooks:
         for handle in self._trainable:
             self._removers.append(handle.hook_gradient(self._gradient_hook(handle)).remove)
         self._experts = ExpertTurns(modules, experts, pager)
-        self._removers += self._experts.install()
+        self._removers += [*self._experts.install(), *forgive_parametrizations(modules, handles)]
         compute.install(modules, {"": ()} | sites)
         checkpoints.install(modules)
 

@@ -148,6 +148,10 @@ class ParamHandle:
             parameter.__class__ = PagedParameter
         return changed
 
+    def forgive_changes(self) -> None:
+        """Takes the parameter as unchanged, whatever torch has counted; see `release`."""
+        self._version = self.parameter._version
+
     @property
     def thawed(self) -> bool:
         """True if a frozen parameter was set to train while materialized, when no placeholder could refuse."""

@@ -164,20 +164,31 @@ def _get_grad(func: Any, tensor: Any) -> Any:
             'engine.step(); with "fp16": {"enabled": true} in the config the engine scales the loss, unscales the '
             "gradients and leaves out a step whose gradients are not finite, and other dtypes need no scale"
         )
+    caller = _caller()
+    if caller.startswith("peft.tuners.adalora"):
+        raise UsageError(
+            "AdaLoRA chooses the ranks of its adapters by their gradients, which are in the engine: leave "
+            "update_and_allocate out, so that the ranks stay init_r, or train a peft.LoraConfig"
+        )
     gradient = call_plainly(func, tensor)
     handle = handle_of(tensor)
-    if gradient is None and handle is not None and handle.owner is not None and not _is_asked_by_a_library():
+    if gradient is None and handle is not None and handle.owner is not None and not _is_of_a_library(caller):
         handle.owner.miss_gradient(handle.name)
     return gradient
 
 
-def _is_asked_by_a_library() -> bool:
-    """Returns True if the torch function was called by a library and not by code of the user."""
+def _is_of_a_library(module: str) -> bool:
+    """Returns True if `module` belongs to a library and not to the user."""
+    return not module or module.partition(".")[0] in _LIBRARIES
+
+
+def _caller() -> str:
+    """Returns the name of the module that called the torch function; "" if there is none."""
     frame: types.FrameType | None = sys._getframe()
     # The first frame outside of the dispatch is the caller's.
     while frame is not None and _module_of(frame) in _DISPATCH:
         frame = frame.f_back
-    return frame is None or _module_of(frame).partition(".")[0] in _LIBRARIES
+    return "" if frame is None else _module_of(frame)
 
 
 def _is_called_by(file: str) -> bool:

@@ -137,13 +137,22 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the buffers that belong in a checkpoint, by name; a shared tensor has its first name only."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            # torch keeps the names of buffers that are excluded from `state_dict` in this private set.
-            if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
-                found[f"{prefix}.{name}" if prefix else name] = buffer
+    for name, buffer in all_persistent_buffers(model).items():
+        if id(buffer) not in seen:
+            seen.add(id(buffer))
+            found[name] = buffer
     return found
+
+
+def all_persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the buffers of the model's `state_dict`, by name; a shared tensor has all of its names."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        # torch keeps the names of buffers that are excluded from `state_dict` in this private set.
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 def write_buffers(buffers: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:

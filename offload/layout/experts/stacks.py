@@ -18,6 +18,8 @@ from offload.notices import Remark
 from offload.sizes import count_of
 from offload.swapper.modes import LAMB, TORCH
 
+PARAMETER_ADAPTER = "ParamWrapper"
+"""Name of the class of peft that adds an adapter to a whole parameter of the module inside (`target_parameters`)."""
 LOOP = "eager"
 """The implementation of transformers that takes one expert after the other."""
 
@@ -122,7 +124,7 @@ def _is_wrapped(name: str, modules: Mapping[str, nn.Module]) -> bool:
     if any(is_compiled(modules[each]) for each in around):
         return True
     # It adds its product to the whole parameter in each forward.
-    return any(type(modules[each]).__name__ == "ParamWrapper" for each in around)
+    return any(type(modules[each]).__name__ == PARAMETER_ADAPTER for each in around)
 
 
 def _trains(model: nn.Module, stack: Stack) -> bool:
