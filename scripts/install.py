@@ -3,7 +3,7 @@
 torch comes first: PyTorch's CPU build where there is no NVIDIA driver, because the default one is gigabytes of CUDA
 libraries. uv installs where the variable UV names it or it is on the PATH, pip otherwise. Settings of pip (PIP_* and
 pip.conf) stay in force: uv reads none of them, so it is given them under its own names, unless it has sources of its
-own (UV_*). pip installs where one of its settings has no such name. `offload[EXTRA]` adds an extra to what is installed.
+own (UV_*). pip installs where one of its settings has no such name. `offload[EXTRA]` adds an extra to what is there.
 """
 
 from __future__ import annotations

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Mapping
+from multiprocessing.util import Finalize
 from typing import Any
 
 from torch import nn
@@ -56,7 +58,14 @@ class Shutdown:
         """True once this rank or the first one has reported the run that is left on the disk."""
         self._after = ""
         """Words for the exception that ends this engine; empty without one."""
+        self._ended_child: BaseException | None = None
+        """The exception that ends this child of `multiprocessing`."""
         atexit.register(self.at_exit)
+        self._look_at_end: Finalize | None = None
+        if multiprocessing.parent_process() is not None:
+            # Its child prints an exception itself, or hands it to the parent, and ends as if there were none. It calls
+            # this while the exception is still on its way.
+            self._look_at_end = Finalize(None, self._see_exception, exitpriority=0)
 
     def check(self) -> None:
         """Raises `UsageError` in a forked child and after the end."""
@@ -116,15 +125,22 @@ class Shutdown:
             return
         # `sys.last_value` is set by now if an exception ends this process. The other ranks are not served then: they
         # learn from the lost connection, rather than waiting for a rank that fails.
-        broken = hasattr(sys, "last_value")
+        error = getattr(sys, "last_value", self._ended_child)
         try:
-            self._explain(sys.last_value if broken else None)
-            self._end(remove=False, meet=not broken, keep=broken)
+            self._explain(error)
+            self._end(remove=False, meet=error is None, keep=error is not None)
         # An exception in an exit handler would only print a traceback; the run is kept, so a line is enough.
         except (OffloadError, OSError, RuntimeError) as error:  # the last from CUDA
             logger.error("at exit: %s", error)
         if not self._reported:
             self._report_run(keep=True)
+
+    def _see_exception(self) -> None:
+        """Keeps the exception that ends a child of `multiprocessing`, also one after which `exit` was called."""
+        error = sys.exc_info()[1]
+        if isinstance(error, SystemExit):
+            error = error.__context__ if error.code else None
+        self._ended_child = error
 
     def _explain(self, error: BaseException | None) -> None:
         """Tells the other ranks which exception ends this one, before they learn that it ends."""
@@ -273,6 +289,8 @@ class Shutdown:
         components = self._components
         # The registration would keep the memory of the engine alive until the process exits.
         atexit.unregister(self.at_exit)
+        if self._look_at_end is not None:
+            self._look_at_end.cancel()
         self._module.__dict__.pop("zero_grad", None)
         restore_signals(self._state)
         closing = components.closing()

@@ -144,6 +144,7 @@ forever()
 """Scripts that take long to end."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_second_ends_it_at_once(ending: str, tmp_path: Path) -> None:
     process = begin(tmp_path, f"{FOREVER}import atexit, threading\n{ENDINGS[ending]}")

@@ -210,7 +210,7 @@ def test_a_step_whose_micro_batches_do_not_fit_at_once_is_refused_with_what_to_d
 
 
 def test_auto_takes_the_order_of_the_shorter_step() -> None:
-    shape, on = from_count(13 * 10**9, 40, 1024), described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,5GB/s")])
+    shape, on = from_count(65 * 10**8, 20, 1024), described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,5GB/s")])
     found = choice.choose(shape, on, Load(8, 8), None)
     assert found.choice.schedule == found.load.schedule == LAYER_MAJOR and found.given.schedule == "auto"
     content = {**found.content}

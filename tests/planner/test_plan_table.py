@@ -49,6 +49,7 @@ def test_a_prediction_beside_a_step_of_others_is_generated(number: int) -> None:
     assert table.step_row(table.STEPS[number]) in PAGE.splitlines(), "run: python -m offload.planner.guide_table"
 
 
+@pytest.mark.slow
 def test_the_rows_of_smaller_cards_are_on_the_page() -> None:
     rows = [table.small_row(table.SMALL_MODELS[0], table.SMALL[0])]
     assert all(row in PAGE.splitlines() for row in rows), "run: python -m offload.planner.guide_table"

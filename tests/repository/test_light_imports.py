@@ -177,9 +177,8 @@ def test_looking_at_what_lies_there_needs_no_torch(made: Path) -> None:
 def test_a_plan_of_a_llama_preset_or_of_a_count_needs_no_transformers() -> None:
     machine = ("--gpu", "24GB", "--ram", "64GB", "--drive", "3GB/s,3GB/s")
     counts = ("--parameters", "1B", "--layers", "4")
-    for model in (("--model", "llama-1b"), counts):
-        command = ("plan", *model, *machine)
-        code, output, loaded = commands(command)[command]
+    each = [("plan", *model, *machine) for model in (("--model", "llama-1b"), counts)]
+    for code, output, loaded in commands(*each).values():
         assert code == 0 and "it fits" in output, output
         assert sorted(loaded) == ["numpy", "psutil", "rich", "torch"]
 

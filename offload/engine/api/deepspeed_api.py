@@ -17,6 +17,7 @@ from offload.engine.core import EngineCore
 from offload.engine.training.data_loader import Loader, check_data, load
 from offload.engine.training.step_settings import StepSettings
 from offload.errors import UsageError
+from offload.launch.environment import rank_number
 from offload.swapper.store import DriveWrites
 
 
@@ -259,7 +260,7 @@ class DeepSpeedApi(RunningApi):
     def local_rank(self) -> int:
         """The rank of this process on its machine, from the launcher's LOCAL_RANK."""
         # LOCAL_RANK may be set in the environment of a process that trains alone.
-        return 0 if self._core.components.everyone is None else int(os.environ.get("LOCAL_RANK", "0"))
+        return 0 if self._core.components.everyone is None else rank_number(os.environ, "LOCAL_RANK", 0)
 
     def drive_writes(self) -> tuple[DriveWrites, ...]:
         """Returns the bytes that this rank has written to each drive, in this process and in the life of the run."""

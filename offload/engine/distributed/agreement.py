@@ -246,9 +246,10 @@ class Agreement:
                 agreed.append(Edit(start=start, stop=stop, values=values, state=State(state)))
         return agreed
 
-    def mean(self, value: float) -> float:
+    def mean(self, value: float | torch.Tensor) -> float:
         """Returns the mean of every rank's `value`."""
-        value = float(value)
+        # A loss with a graph may be given, of which torch warns.
+        value = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
         self._await_all(Collective.MEAN, -1)
         with self._question():
             values: list[float] = self._ranks.share(value, "take the mean of a number")

@@ -272,8 +272,7 @@ class PagedParameterView(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             memo[id(self)] = self._values()
-        copy: torch.Tensor = memo[id(self)]
-        return copy
+        return cast("torch.Tensor", memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._values().__reduce_ex__(protocol)
@@ -294,8 +293,7 @@ class PagedParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             memo[id(self)] = self.offload_handle.copy(self.requires_grad)
-        copy: torch.Tensor = memo[id(self)]
-        return copy
+        return cast("torch.Tensor", memo[id(self)])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.offload_handle.copy(self.requires_grad).__reduce_ex__(protocol)
@@ -309,9 +307,7 @@ def handle_of(tensor: Any) -> ParamHandle | None:
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Applies the rule of `func`, if there is one; otherwise calls `func` with weights if it needs any element."""
-    handle = handle_of(args[0]) if args else None
-    if handle is None:
-        handle = next((found for value in (*args, *kwargs.values()) if (found := handle_of(value)) is not None), None)
+    handle = next((found for value in (*args, *kwargs.values()) if (found := handle_of(value)) is not None), None)
     rule = None if handle is None else handle.rules.get(func)
     if rule is not None:
         return rule(func, *args, **kwargs)

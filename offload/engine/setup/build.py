@@ -43,6 +43,7 @@ from offload.engine.training.step_settings import StepSettings, job_of
 from offload.errors import StoreError
 from offload.fileio.stamp import Stamp
 from offload.hardware.probe import kept_window
+from offload.launch.environment import rank_number
 from offload.layout.fingerprint import about, describe
 from offload.notices import Headline
 from offload.sizes import format_size
@@ -347,7 +348,7 @@ def _written(plan: Plan) -> Written:
     """Returns the counter of bytes written to the drives, with the drives' endurance from the config."""
     block = plan.config.offload
     # Ranks of one machine share its drives, and each counts only its own bytes.
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if plan.everyone is not None else 1  # set by torchrun
+    local = rank_number(os.environ, "LOCAL_WORLD_SIZE", 1) if plan.everyone is not None else 1  # set by torchrun
     rating = None if block.drive_tbw is None else Rating(block.drive_tbw * 1e12, block.drive_share, local)
     return Written(plan.config.drives, rating)
 
