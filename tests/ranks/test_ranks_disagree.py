@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+import offload
 from offload.engine.setup import initialize
 from offload.errors import ConfigError, RankError, UsageError
+from tests.support.oracle import config
 from tests.support.param_states import gpt2
 from tests.support.ranks.rank_jobs import JOBS
 from tests.support.ranks.rank_pool import RankPool, rank_and_size, start
@@ -124,6 +126,20 @@ def test_ranks_that_disagree_get_an_error_on_every_rank(
 ) -> None:
     for message, pattern in zip(ranks.run(wrong, tmp_path, what), messages, strict=True):
         assert re.search(pattern, message), message
+
+
+def start_with_samples(folder: Path) -> str:
+    """The error of ranks with data sets of different lengths."""
+    rank, _ = rank_and_size()
+    content = config(JOBS["gpt2"], DISK, folder)
+    with pytest.raises(ConfigError) as error:
+        offload.initialize(model=nn.Linear(4, 4), config=content, training_data=range(20 + 8 * rank))
+    return str(error.value)
+
+
+def test_data_sets_of_different_lengths_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    for message in ranks.run(start_with_samples, tmp_path):
+        assert message.startswith("training_data= contains 20 samples on rank 0 and 28 on rank 1: give every rank")
 
 
 class Failed:

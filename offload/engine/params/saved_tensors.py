@@ -195,9 +195,8 @@ class SavedTensors:
         """
         handle = handle_of(tensor)
         if handle is not None and handle.materialized and getattr(tensor, "own", None) is None:
-            tensor = handle.parameter.detach().view(
-                tensor.shape
-            )  # `.data` that was taken before the weights were fetched
+            # `.data`, or a view of it, that was taken before the weights were fetched.
+            tensor = handle.parameter.detach().view(tensor.shape)
         address = storage_address(tensor)
         binding = self._unit_views.binding_at(address)
         if binding is not None:

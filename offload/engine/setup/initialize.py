@@ -49,7 +49,7 @@ from offload.engine.training.snapshot import keep_generators
 from offload.errors import ConfigError
 from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.notices import announce
-from offload.sizes import format_size
+from offload.sizes import count_of, format_size
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_choice import compute_device, open_device
 
@@ -221,6 +221,7 @@ def _start(
     if sequence is not None:
         rank, count = sequence.data_rank, sequence.data_ranks
     batch = resolve_batch(loaded, count)
+    _check_same_data(everyone, given.training_data)
     chosen = optimizer_choice.choose(loaded.optimizer, model, given.optimizer, given.model_parameters)
     check_model(model)  # before the optimizer's own code meets parameters without a shape
     with keep_generators(device.torch):  # the optimizer's own code may draw in its dry run
@@ -266,6 +267,19 @@ def _start(
     # A step of another optimizer on these parameters would have no effect, so it raises from now on.
     refuse_others()
     return Initialized(engine, chosen, loader, schedule)
+
+
+def _check_same_data(everyone: Ranks | None, data: Any) -> None:
+    """Raises `ConfigError`, on all ranks, if data sets of two ranks differ in length. Collective."""
+    lengths: list[int | None] = [] if everyone is None else everyone.share(None if data is None else len(data))
+    counted = {rank: length for rank, length in enumerate(lengths) if length is not None}
+    first = next(iter(counted), 0)
+    for rank, length in counted.items():
+        if length != counted[first]:
+            raise ConfigError(
+                f"training_data= contains {count_of(counted[first], 'sample')} on rank {first} and {length} on rank "
+                f"{rank}: give every rank the same data set, of which the loader takes each rank's own rows"
+            )
 
 
 def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
