@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import offload
 from offload.engine.setup import initialize
@@ -131,9 +132,9 @@ def test_ranks_that_disagree_get_an_error_on_every_rank(
 def start_with_samples(folder: Path) -> str:
     """The error of ranks with data sets of different lengths."""
     rank, _ = rank_and_size()
-    content = config(JOBS["gpt2"], DISK, folder)
+    content, data = config(JOBS["gpt2"], DISK, folder), TensorDataset(torch.zeros(20 + 8 * rank, 4))
     with pytest.raises(ConfigError) as error:
-        offload.initialize(model=nn.Linear(4, 4), config=content, training_data=range(20 + 8 * rank))
+        offload.initialize(model=nn.Linear(4, 4), config=content, training_data=data)
     return str(error.value)
 
 
