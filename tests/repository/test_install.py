@@ -19,7 +19,7 @@ SCRIPT = ROOT / "scripts" / "install.py"
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """The script, on a machine where neither pip nor uv was told anything, with a folder of programs of its own."""
-    for name in [each for each in os.environ if each.startswith(("PIP_", "UV_"))]:
+    for name in [each for each in os.environ if each == "UV" or each.startswith(("PIP_", "UV_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     (tmp_path / "bin").mkdir()
