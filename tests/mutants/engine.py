@@ -34,6 +34,20 @@ MUTANTS = (
         "tests/checkpoints/test_resume.py",
     ),
     Mutant(
+        "take the exception that ends a spawned process for a normal end",
+        "offload.engine.shutdown",
+        "        self._ended_child = error\n",
+        "",
+        "tests/failures/test_spawned_processes.py",
+    ),
+    Mutant(
+        "let each rank have a data set of another length",
+        "offload.engine.setup.initialize",
+        "    _check_same_data(everyone, given.training_data)\n",
+        "",
+        "tests/ranks/test_ranks_disagree.py",
+    ),
+    Mutant(
         "decide on a step before other ranks' gradients are in",
         "offload.engine.step",
         "state.global_steps, settings, mine)\n",
