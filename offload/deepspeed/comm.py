@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp as ReduceOp
 
 from offload.engine.distributed.rendezvous import device_backend, join_launcher, meet_others
+from offload.launch.environment import rank_number
 from offload.swapper.memory.device_choice import accelerator_type
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def init_distributed(
 
 def _launched() -> int:
     """Returns the number of ranks that a launcher has started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return rank_number(os.environ, "WORLD_SIZE", 1)
 
 
 def _backends() -> str:
@@ -174,7 +175,7 @@ def get_rank(group: Any = None) -> int:
         group: a group of ranks; None for all.
     """
     # A question makes no group: the script may be about to make one of its own.
-    return dist.get_rank(group) if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank(group) if dist.is_initialized() else rank_number(os.environ, "RANK", 0)
 
 
 def get_world_size(group: Any = None) -> int:
@@ -189,7 +190,7 @@ def get_world_size(group: Any = None) -> int:
 def get_local_rank() -> int:
     """Returns the rank of this process on its machine."""
     # The launcher alone knows machines.
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return rank_number(os.environ, "LOCAL_RANK", 0)
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:

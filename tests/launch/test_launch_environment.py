@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from offload.deepspeed import comm
 from offload.errors import ConfigError, UsageError
 from offload.launch.environment import exported, parse_environment_file, ranks_environment
 from offload.launch.options import allocated_nodes
@@ -78,6 +79,15 @@ def test_torchrun_and_a_process_alone_are_left_as_they_are() -> None:
 def test_a_variable_that_is_no_number_is_named(environ: dict[str, str], name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"the variable.* {name}.* {re.escape(repr(value))}.*, expected"):
         ranks_environment({**environ, name: value})
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE"])
+def test_a_script_of_deepspeed_is_told_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is unset in a compose file comes as an empty text."""
+    monkeypatch.setenv(name, "")
+    asks = {"RANK": comm.get_rank, "LOCAL_RANK": comm.get_local_rank, "WORLD_SIZE": comm.get_world_size}
+    with pytest.raises(ConfigError, match=f"the variable {name} is '', expected a number"):
+        asks[name]()
 
 
 def test_a_list_of_nodes_that_is_none_is_named() -> None:

@@ -42,7 +42,8 @@ MAY_IMPORT = {
     "hf": "config engine losses",
     "integrations": "config engine",
     "runs": "aio engine fileio layout swapper",
-    "deepspeed": "__init__ aio checkpointing config deepnvme engine fileio kernels planner runs schedules swapper",
+    "deepspeed": "__init__ aio checkpointing config deepnvme engine fileio kernels launch planner runs schedules "
+    "swapper",
     "cli": "__init__ aio bench config deepspeed fileio finetune hardware launch offline planner presets report runs "
     "swapper",
     "__main__": "cli",
