@@ -164,17 +164,19 @@ def _get_grad(func: Any, tensor: Any) -> Any:
             'engine.step(); with "fp16": {"enabled": true} in the config the engine scales the loss, unscales the '
             "gradients and leaves out a step whose gradients are not finite, and other dtypes need no scale"
         )
+    gradient = call_plainly(func, tensor)
+    if gradient is not None:
+        return gradient
     caller = _caller()
     if caller.startswith("peft.tuners.adalora"):
         raise UsageError(
             "AdaLoRA chooses the ranks of its adapters by their gradients, which are in the engine: leave "
             "update_and_allocate out, so that the ranks stay init_r, or train a peft.LoraConfig"
         )
-    gradient = call_plainly(func, tensor)
     handle = handle_of(tensor)
-    if gradient is None and handle is not None and handle.owner is not None and not _is_of_a_library(caller):
+    if handle is not None and handle.owner is not None and not _is_of_a_library(caller):
         handle.owner.miss_gradient(handle.name)
-    return gradient
+    return None
 
 
 def _is_of_a_library(module: str) -> bool:
