@@ -58,7 +58,7 @@ ON_DEVICE := tests/activations/test_activation_graphs.py \
 ON_GPU := $(filter-out tests/optim/test_muon.py tests/optim/test_sinkgd.py,$(ON_DEVICE))
 
 device: $(VENV)/.torch ## Build the test device, which takes half a minute and is done once for each state of its sources
-	$(BIN)/python -W ignore tests/device/build.py # torch alone misses NumPy
+	$(BIN)/python tests/device/build.py
 
 # In one process: the start of a second takes as much CPU as half of the tests.
 test-device: $(VENV)/.dev device ## Run some of the engine's tests on a device with addresses and late streams of its own

@@ -145,7 +145,8 @@ def main() -> None:
     if importlib.util.find_spec("torch") is None:
         words, arguments = torch_source(own_source)
         print("installing torch", words, flush=True)
-        install(uv, *pinned, *arguments, "torch")
+        # NumPy too: a process may import torch, which imports NumPy, while the rest is installed.
+        install(uv, *pinned, *arguments, "torch", "numpy")
     if extra == "torch":
         return
     # Built without isolation, so that the pinned build tools are used and an edited source rebuilds in seconds.
