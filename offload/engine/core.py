@@ -291,6 +291,7 @@ class EngineCore(EngineCallbacks):
     # -- EngineCallbacks ----------------------------------------------------------------------------
 
     def enter_forward(self) -> None:
+        self.shutdown.go_on()
         self.enter()  # a user may run the model without the engine; that is an entry too
 
     def enter_weights(self) -> None:
@@ -377,12 +378,11 @@ class EngineCore(EngineCallbacks):
             return
         given = format_size(components.arena.classes.cache)
         logger.info("%s of host memory go from this engine to another engine of this process", given)
-        if components.update_worker is not None:
-            components.update_worker.come_to_rest(commit=False)
-        # No update may use a host buffer while the pager takes all of them away; `finish` above has ended them.
-        components.pager.give_cache(
-            components.update_worker.drop_spare if components.update_worker is not None else lambda: None
-        )
+        worker = components.update_worker
+        if worker is not None:
+            worker.come_to_rest(commit=False)
+        # No update may use a host buffer while the pager takes all of them away: the wait above has ended them.
+        components.pager.give_cache(worker.drop_spare if worker is not None else lambda: None)
 
     def read_stored(self, parameter: torch.Tensor) -> torch.Tensor:
         handle = self.param_access.handle(parameter)

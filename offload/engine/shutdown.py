@@ -2,8 +2,8 @@
 
     destroy      finishes and commits pending updates and edits; with several ranks waits for all of them, and serves
                  them until then; keeps or deletes the store as the user asks
-    at exit      does the same in a process that ends without a call; after an exception, the run is kept and no later
-                 start replaces it
+    at exit      does the same in a process that ends without a call; after an exception, or `sys.exit` with a failure,
+                 the run is kept and no later start replaces it
     abandon      finishes nothing; the last commit remains
 
 In a forked child none of them does anything. With several ranks, an exception that is being handled when one of them
@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import nn
 
+from offload.engine import exit_status
 from offload.engine.training.components import EngineComponents, close_all
 from offload.engine.training.training_state import TrainingState
 from offload.errors import OffloadError, UsageError
@@ -57,10 +58,11 @@ class Shutdown:
         self._reported = False
         """True once this rank or the first one has reported the run that is left on the disk."""
         self._after = ""
-        """Words for the exception that ends this engine; empty without one."""
+        """Words for the failure that ends this engine; empty without one."""
         self._ended_child: BaseException | None = None
         """The exception that ends this child of `multiprocessing`."""
         atexit.register(self.at_exit)
+        exit_status.watch()
         self._look_at_end: Finalize | None = None
         if multiprocessing.parent_process() is not None:
             # Its child prints an exception itself, or hands it to the parent, and ends as if there were none. It calls
@@ -73,6 +75,10 @@ class Shutdown:
             raise UsageError(f"this engine belongs to process {self._pid}; a forked child cannot use an engine")
         if not self._alive:
             raise UsageError("this engine was destroyed")
+
+    def go_on(self) -> None:
+        """Learns that the script goes on: one that has called `sys.exit` has caught its `SystemExit`."""
+        exit_status.forget()
 
     @property
     def resumable(self) -> str | None:
@@ -95,7 +101,7 @@ class Shutdown:
         mine = self._alive and os.getpid() == self._pid
         stopped = mine and self._components.pager.failed
         if mine:
-            self._explain(sys.exc_info()[1])  # a call in `except` or `finally`
+            self._explain(_line(sys.exc_info()[1]))  # a call in `except` or `finally`
         if mine and not stopped and not remove:
             if self._state.after_step_is_due:
                 # Raises while the user can still fix the value, and the last step can be committed afterwards.
@@ -117,7 +123,7 @@ class Shutdown:
         self._close(remove)
 
     def at_exit(self) -> None:
-        """Ends the engine as `destroy()` does if the process ends without an exception.
+        """Ends the engine as `destroy()` does if the process ends without a failure.
 
         Otherwise the committed run is kept, and a notice names its folder.
         """
@@ -125,10 +131,10 @@ class Shutdown:
             return
         # `sys.last_value` is set by now if an exception ends this process. The other ranks are not served then: they
         # learn from the lost connection, rather than waiting for a rank that fails.
-        error = getattr(sys, "last_value", self._ended_child)
+        failure = _line(getattr(sys, "last_value", self._ended_child)) or exit_status.failure()
         try:
-            self._explain(error)
-            self._end(remove=False, meet=error is None, keep=error is not None)
+            self._explain(failure)
+            self._end(remove=False, meet=not failure, keep=bool(failure))
         # An exception in an exit handler would only print a traceback; the run is kept, so a line is enough.
         except (OffloadError, OSError, RuntimeError) as error:  # the last from CUDA
             logger.error("at exit: %s", error)
@@ -139,16 +145,15 @@ class Shutdown:
         """Keeps the exception that ends a child of `multiprocessing`, also one after which `exit` was called."""
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit):
-            error = error.__context__ if error.code else None
+            error = (error.__context__ or error) if error.code else None
         self._ended_child = error
 
-    def _explain(self, error: BaseException | None) -> None:
-        """Tells the other ranks which exception ends this one, before they learn that it ends."""
-        if error is not None:
-            line = exception_line(error)
-            self._after = f", after {line}"
+    def _explain(self, failure: str) -> None:
+        """Tells the other ranks which failure, if any, ends this one, before they learn that it ends."""
+        if failure:
+            self._after = f", after {failure}"
             if self._components.everyone is not None:
-                self._components.everyone.heartbeat.explain(line)
+                self._components.everyone.heartbeat.explain(failure)
 
     def _end(self, remove: bool, meet: bool, keep: bool = True, facts: Mapping[str, Any] | None = None) -> None:
         """Finishes, commits and closes, once.
@@ -314,3 +319,8 @@ class Shutdown:
             store.remove(notes and remove)
         else:
             store.close()
+
+
+def _line(error: BaseException | None) -> str:
+    """Returns an exception on one line; empty without one."""
+    return "" if error is None else exception_line(error)

@@ -69,9 +69,11 @@ def test_of_several_devices_each_rank_takes_its_own(monkeypatch: pytest.MonkeyPa
     assert compute_device("auto") == torch.device("xpu", 1) and machine.history == [1]
     assert compute_device("auto") == torch.device("xpu", 1), "a current device other than 0 is the user's"
     machine.index = 0
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ConfigError, match="LOCAL_RANK is 2, but torch finds 2 devices; start one process for each"):
-        compute_device("auto")
+    for rank in ("2", "node07", "-1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        expected = f"LOCAL_RANK is {rank}, but torch finds 2 devices; start one process for each"
+        with pytest.raises(ConfigError, match=expected):
+            compute_device("auto")
 
 
 def test_what_is_cudas_own_is_used_for_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:

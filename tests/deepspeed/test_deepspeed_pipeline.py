@@ -308,9 +308,11 @@ def make_wrongly(folder: Path) -> None:
     content["zero_optimization"]["zero_quantized_gradients"] = True
     with pytest.raises(ConfigError, match="sent as codes"):
         offload.initialize(model=model, config=content)
-    engine, *_ = deepspeed.initialize(model=model, config=config(job, DISK, folder))
     ids = micro_batch(0, 0)
-    with pytest.raises(UsageError, match="train_batch"):
+    with pytest.raises(UsageError, match=r"of the engine that deepspeed\.initialize\(\.\.\.\) returns"):
+        model(ids)
+    engine, *_ = deepspeed.initialize(model=model, config=config(job, DISK, folder))
+    with pytest.raises(UsageError, match="runs by engine.train_batch"):
         engine(ids)
     for batch, words in (
         ([(ids, ids)] * 4, "expects an iterator"),

@@ -41,6 +41,20 @@ MUTANTS = (
         "tests/failures/test_spawned_processes.py",
     ),
     Mutant(
+        "take `sys.exit` with a failure for a normal end",
+        "offload.engine.shutdown",
+        " or exit_status.failure()\n",
+        "\n",
+        "tests/failures/test_exit_status.py",
+    ),
+    Mutant(
+        "take a `SystemExit` that was caught for the end of a script",
+        "offload.engine.core",
+        "        self.shutdown.go_on()\n",
+        "",
+        "tests/failures/test_exit_status.py",
+    ),
+    Mutant(
         "let each rank have a data set of another length",
         "offload.engine.setup.initialize",
         "    _check_same_data(everyone, given.training_data)\n",

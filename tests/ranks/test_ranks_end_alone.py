@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -93,25 +94,27 @@ def test_an_edit_takes_nothing_from_the_step_that_another_rank_resumes_from(tmp_
             ranks.run(function, tmp_path)
 
 
-def end_in_a_batch(kind: str, folder: Path) -> None:
-    """Rank 0 ends after a Ctrl-C in the middle of a batch, while rank 1 answers nobody."""
+def end_in_a_batch(kind: str, how: str, folder: Path) -> None:
+    """Rank 0 ends after an error in the middle of a batch, while rank 1 answers nobody."""
     engine = start(kind, folder)
     ended = folder / "ended"
     if rank_and_size()[0] == 0:
-        with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):
             try:
                 raise KeyboardInterrupt
-            finally:
-                engine.destroy()
+            except KeyboardInterrupt:
+                sys.exit(1) if how == "exit" else engine.destroy()
+        engine._core.shutdown.at_exit()
         ended.touch()
         return
     while not ended.exists():
         time.sleep(0.01)
-    with contextlib.suppress(RankError):
+    with pytest.raises(RankError, match="its engine was closed at step 0, after KeyboardInterrupt"):
         engine.destroy()
 
 
+@pytest.mark.parametrize("how", ["destroy", "exit"])
 @pytest.mark.parametrize("kind", ["tensor", "sequence"])
-def test_an_end_after_an_exception_waits_for_nobody(kind: str, tmp_path: Path) -> None:
+def test_an_end_after_an_error_waits_for_nobody(kind: str, how: str, tmp_path: Path) -> None:
     with pool(2) as ranks:
-        ranks.run(end_in_a_batch, kind, tmp_path)
+        ranks.run(end_in_a_batch, kind, how, tmp_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -130,6 +130,18 @@ class PipelineModule(PipelineStages):
     def loss_fn(self) -> Callable[[Any, Any], torch.Tensor] | None:
         """Returns the loss of (output of the last layer, labels); None if there is none."""
         return self._loss[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises `UsageError`: an engine of `offload.initialize` was called, which knows torch's schedules alone.
+
+        Args:
+            *args: ignored.
+            **kwargs: ignored.
+        """
+        raise UsageError(
+            "a PipelineModule runs by train_batch(data_iter) and eval_batch(data_iter) of the engine that "
+            "deepspeed.initialize(...) returns, not offload.initialize"
+        )
 
     @property
     def stage_id(self) -> int:

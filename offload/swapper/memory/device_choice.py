@@ -48,14 +48,14 @@ def compute_device(name: str, setting: str = '"device"') -> torch.device:
         raise ConfigError(f'{setting} is {name}, but torch finds no {name.upper()} device; set it to "auto" or "cpu"')
     if found is None:
         return torch.device("cpu")
-    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
+    local, count = os.environ.get("LOCAL_RANK", "0"), torch.accelerator.device_count()
     # torchrun shows all GPUs to each process, other launchers show one. A current device other than 0 is the user's.
     if count > 1 and current_index() == 0:
-        if local >= count:
+        if not local.isdecimal() or int(local) >= count:
             raise ConfigError(
                 f"LOCAL_RANK is {local}, but torch finds {count_of(count, 'device')}; start one process for each"
             )
-        set_index(local)
+        set_index(int(local))
     return torch.device(found, current_index())
 
 
