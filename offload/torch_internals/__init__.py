@@ -18,6 +18,7 @@ from offload.torch_internals.graphs import (
     push_saved_tensor_hooks,
     saves_checkpoint_input,
     top_saved_tensor_hooks,
+    without_saved_tensor_hooks,
 )
 from offload.torch_internals.modes import (
     outside_of_compiled_code,
@@ -89,4 +90,5 @@ __all__ = [
     "under_modes",
     "under_transforms",
     "without_modes",
+    "without_saved_tensor_hooks",
 ]

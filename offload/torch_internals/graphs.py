@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -61,6 +62,22 @@ def push_saved_tensor_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callabl
 def pop_saved_tensor_hooks() -> None:
     """Removes the active pair of hooks, which must exist."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+@contextlib.contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Takes all hooks of this thread away within the context, for what keeps the state of the thread that starts it."""
+    pairs = []
+    # Under torch.func they cannot be pushed again.
+    if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        while (pair := top_saved_tensor_hooks()) is not None:
+            pairs.append(pair)
+            pop_saved_tensor_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(pairs):
+            push_saved_tensor_hooks(*pair)
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

@@ -312,7 +312,7 @@ def make_wrongly(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"of the engine that deepspeed\.initialize\(\.\.\.\) returns"):
         model(ids)
     engine, *_ = deepspeed.initialize(model=model, config=config(job, DISK, folder))
-    with pytest.raises(UsageError, match="runs by engine.train_batch"):
+    with pytest.raises(UsageError, match=r"runs by engine\.train_batch"):
         engine(ids)
     for batch, words in (
         ([(ids, ids)] * 4, "expects an iterator"),

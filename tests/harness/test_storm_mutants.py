@@ -13,7 +13,7 @@ from tests.mutants.importing import VARIABLE
 
 MINUTES = 10
 """In which a mutant must be found."""
-KINDS = {"keep the work of a collective that has ended, in a storm": "node"}
+KINDS = {"begin a collective under the hooks of the forward, in a storm": "node"}
 """Mutants that few storms of the usual draw can show, with the kind of storms that can."""
 
 

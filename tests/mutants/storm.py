@@ -60,10 +60,10 @@ MUTANTS = (
         "",
     ),
     _mutant(
-        "keep the work of a collective that has ended",
+        "begin a collective under the hooks of the forward",
         "offload.engine.distributed.work",
-        "        self.work = None\n",
-        "",
+        "    with without_saved_tensor_hooks():\n        return start()\n",
+        "    return start()\n",
     ),
     _mutant(
         "give weights to a use while their update, which has no host buffer, is written",

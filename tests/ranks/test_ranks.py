@@ -7,6 +7,7 @@ import datetime
 import gc
 import random
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import offload
 from offload.errors import NumericsError
+from offload.torch_internals import top_saved_tensor_hooks
 from tests.support import models, rounding_bounds
 from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import PLACEMENTS, Job, Result, assert_same, assert_same_tensors, config, room_for, weights_of
@@ -216,6 +218,27 @@ def test_the_threads_of_an_engines_groups_end_with_it(shard_size: int, ranks: Ra
         threads_after_engines, JOBS["gpt2"]._replace(shard_size=shard_size), tmp_path
     ):
         assert before == after == end and one == other > before
+
+
+def begin_under_hooks(folder: Path) -> tuple[bool, bool]:
+    """Begins a gather while saved tensors go through hooks; returns whether they are active after it, and live on."""
+    engine = start(JOBS["gpt2"], DISK, folder)
+    group, hooks = engine._core.components.ranks, [lambda tensor: tensor, lambda tensor: tensor]
+    assert group is not None
+    dead = weakref.ref(hooks[0])
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
+        work = group.gather_parts(torch.empty(2), torch.empty(1))
+        active = top_saved_tensor_hooks() == tuple(hooks)
+    hooks.clear()
+    lives = dead() is not None
+    work.wait()
+    engine.destroy(remove=True)
+    return active, lives
+
+
+def test_a_collective_under_way_does_not_keep_the_hooks_of_who_began_it(ranks: RankPool, tmp_path: Path) -> None:
+    """Those of checkpointing hold the graph of a forward, and the next wait may be in another step."""
+    assert ranks.run(begin_under_hooks, tmp_path) == [(True, False)] * 2
 
 
 def train_with_short_waits(job: Job, folder: Path) -> Result:

@@ -72,6 +72,7 @@ WITHIN = {
     },
     "engine": {
         "callbacks": "",
+        "exit_status": "",
         "keywords": "",
         "activations": "",
         "metrics": "",
@@ -89,7 +90,7 @@ WITHIN = {
         "pipeline": "distributed param_access training",
         "stack_access": "param_access param_values params",
         "tiles": "param_access params",
-        "shutdown": "training",
+        "shutdown": "exit_status training",
         "step": "callbacks gradients metrics optim training",
         "model_io": "checkpoint distributed keywords params training",
         "reshard": "checkpoint distributed model_io training",

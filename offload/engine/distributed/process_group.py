@@ -33,7 +33,7 @@ from offload.engine.distributed.groups import LONG, DeviceGroups, gather_into, m
 from offload.engine.distributed.heartbeat import SILENT, Heartbeat
 from offload.engine.distributed.mesh import check_same, mesh_of
 from offload.engine.distributed.rendezvous import NOTICE, UNABLE, device_backend, ranks_store
-from offload.engine.distributed.work import AllDone, Work
+from offload.engine.distributed.work import AllDone, Work, begin
 from offload.errors import RankError
 from offload.interrupts import interruptible
 from offload.swapper.memory.device import Device, Event
@@ -288,7 +288,7 @@ class Ranks:
             raise self._lost
         self.sent = self.sent.with_one(kind, nbytes)
         try:
-            return Work(self, start(), to)
+            return Work(self, begin(start), to)
         except RuntimeError as error:
             raise self._blame(error) from error
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from offload.swapper.memory.device import Event
+from offload.torch_internals import without_saved_tensor_hooks
+
+
+def begin(start: Callable[[], Any]) -> Any:
+    """Returns the work of a collective that `start` begins.
+
+    gloo keeps the state of the thread that begins it with the work, and so its saved-tensor hooks. A gather may begin
+    within the checkpointing of one unit and be waited for at another one: its work would hold the graph until then.
+    """
+    with without_saved_tensor_hooks():
+        return start()
 
 
 class Waits(Protocol):
@@ -35,8 +46,6 @@ class Work:
         if work is None:
             return
         self._ranks.wait(work, self._to)  # also after completion, which may be a failure
-        # gloo keeps the state of the thread that began it with the work, and so its saved-tensor hooks: the event of a
-        # gather, which lasts until the next gather of its unit, would hold a step's graph.
         self.work = None
 
     def order_compute(self) -> None:
