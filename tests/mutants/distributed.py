@@ -6,6 +6,13 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "begin a collective under the hooks of the forward",
+        "offload.engine.distributed.work",
+        "    with without_saved_tensor_hooks():\n        return start()\n",
+        "    return start()\n",
+        "tests/ranks/test_ranks.py::test_a_collective_under_way_does_not_keep_the_hooks_of_who_began_it",
+    ),
+    Mutant(
         "count a parameter that each process has whole once on each",
         "offload.engine.distributed.tensor_parallel",
         "if segment.parameter in self.tied or (self.coordinate and not self.is_sharded(segment.parameter))",

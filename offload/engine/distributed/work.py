@@ -37,16 +37,12 @@ class Work:
 
     def done(self) -> bool:
         """Returns True if the collective has completed, with success or failure."""
-        work = self.work
-        return work is None or bool(work.is_completed())
+        return self.work is None or bool(self.work.is_completed())
 
     def wait(self) -> None:
         """Waits for the collective, and raises `RankError` if a rank is lost."""
-        work = self.work
-        if work is None:
-            return
-        self._ranks.wait(work, self._to)  # also after completion, which may be a failure
-        self.work = None
+        if self.work is not None:
+            self._ranks.wait(self.work, self._to)  # also after completion, which may be a failure
 
     def order_compute(self) -> None:
         """Makes compute that the calling thread starts from now on wait for the collective.
@@ -54,9 +50,8 @@ class Work:
         On a CPU the thread itself waits, and `RankError` is raised if a rank is lost. On a GPU the thread continues: a
         lost rank is noticed by the next message between hosts, which aborts the collective.
         """
-        work = self.work
-        if self._ranks.on_gpu and work is not None:
-            work.wait()  # NCCL: the current stream waits, the host does not
+        if self._ranks.on_gpu and self.work is not None:
+            self.work.wait()  # NCCL: the current stream waits, the host does not
         else:
             self.wait()
 
