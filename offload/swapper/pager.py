@@ -298,6 +298,7 @@ class Pager:
             for entry in self._entries:
                 if entry.residency is Residency.READING:  # a read ahead
                     self._host_cache.finish_read(entry)
+                entry.copied.wait()  # an upload ahead may still read where the load is about to write
                 self._host_cache.forget(entry)
 
     @uninterrupted

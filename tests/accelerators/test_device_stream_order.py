@@ -352,3 +352,21 @@ def test_weights_that_stay_are_not_written_before_the_compute_that_reads_them(
         JOB.loss(engine, 0, 0)
     engine.destroy(remove=True)
     assert device.broken == []
+
+
+def test_a_load_writes_no_weights_that_are_still_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a step begins to upload for the next forward, which may be after a load."""
+    device = LateDevice(0, 1.0)
+    use_device(monkeypatch, device)
+    job = JOB._replace(accumulation=1)
+    engine = start(job, ("cpu", "nvme"), tmp_path / "swap")
+    with Ticks(device):
+        train_step(engine, job, 0)
+        engine.save_checkpoint(tmp_path / "saved")
+        expected = train_step(engine, job, 1)
+        engine.synchronize()
+        copies = device.copies
+        engine.load_checkpoint(tmp_path / "saved")
+        assert train_step(engine, job, 1) == expected
+    assert device.broken == [] and device.copies > copies
+    engine.destroy(remove=True)

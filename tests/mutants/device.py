@@ -22,6 +22,13 @@ def _reads(name: str, module: str, old: str, tensor: str, before: bool = True) -
 
 MUTANTS = (
     Mutant(
+        "load weights where an upload ahead may still read",
+        "offload.swapper.pager",
+        "                entry.copied.wait()  # an upload ahead may still read where the load is about to write\n",
+        "",
+        "tests/accelerators/test_device_stream_order.py::test_a_load_writes_no_weights_that_are_still_uploaded",
+    ),
+    Mutant(
         "compare gathered weights in memory that the user has filled, on the test device",
         "offload.engine.params.gathered",
         "            values = values.cpu()\n",
