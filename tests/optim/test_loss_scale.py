@@ -88,6 +88,19 @@ def test_it_goes_on_from_its_state(name: str) -> None:
             assert second.scale == expected[at]
 
 
+def test_a_scale_that_is_now_dynamic_begins_as_the_config_says() -> None:
+    """Whose gradients vanished at a fixed scale wants another one, not that one times two in a thousand steps."""
+    fixed, dynamic = LossScaler(Fp16(enabled=True, loss_scale=8)), LossScaler(Fp16(enabled=True))
+    before = dynamic.scale
+    dynamic.restore(fixed.state())
+    assert dynamic.scale == before == 2**16
+    fixed.restore(dynamic.state())
+    assert fixed.scale == 8
+    older = {name: value for name, value in fixed.state().items() if name != "dynamic"}
+    dynamic.restore(older)
+    assert dynamic.scale == 8, "states of before do not tell"
+
+
 # -- an engine ----------------------------------------------------------------------------------------
 
 
@@ -164,6 +177,15 @@ def test_the_scale_is_resumed(tmp_path: Path) -> None:
         found.append((engine.loss_scale, engine.skipped_steps, weights(engine).tolist()))
         engine.destroy()
     assert found == expected
+
+
+def test_another_kind_of_scale_is_told(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path, {"loss_scale": 8})
+    step(engine, 1.0)
+    engine.destroy()
+    engine = engine_of(tmp_path, {"initial_scale_power": 5}, resume="must")
+    assert engine.loss_scale == 32 and any("loss scale 8.0 is now dynamic; " in line for line in engine.notices)
+    engine.destroy(remove=True)
 
 
 def test_at_the_least_scale_an_overflow_is_an_error(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from offload.deepspeed.runtime.engine import DeepSpeedEngine
 from offload.errors import StoreError
 from tests.support.drives.fault_injection import die
 from tests.support.models import GPT2, MIXTURE
-from tests.support.oracle import Result, assert_same, dies, start, train_step, weights_of
+from tests.support.oracle import Result, assert_same, config, dies, start, train_step, weights_of
 from tests.support.ranks import rank_pool
 
 DISK = ("nvme", "nvme")
@@ -90,6 +90,24 @@ def test_one_of_another_job_is_refused_and_unharmed(other: str, tmp_path: Path) 
         start(job, DISK, tmp_path)
     assert before == {path: path.stat().st_mtime_ns for path in before}, "nothing was touched"
     assert_same(Result([], [], first.weights), script(tmp_path, resume="must")[0])
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"torch_autocast": {"enabled": True}}, "autocast off is now bf16"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "dtype of sums of gradients auto is now bf16"),
+        ({"fp16": {"enabled": True, "loss_scale": 8}}, "loss scale 16.0 is now 8.0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_one_of_other_arithmetic_is_refused(block: dict[str, Any], words: str, tmp_path: Path) -> None:
+    job = JOB._replace(dtype="fp16", loss_scale=16) if "fp16" in block else JOB
+    engine = start(job, DISK, tmp_path)
+    train_step(engine, job, 0)
+    engine.destroy()
+    with pytest.raises(StoreError, match=words):
+        offload.initialize(model=job.model(), config=config(job, DISK, tmp_path) | block)
 
 
 def test_a_name_of_its_own_or_a_word_begins_another_job(tmp_path: Path) -> None:

@@ -52,6 +52,11 @@ class LossScaler:
         self._multiplied = 0
 
     @property
+    def kind(self) -> str | float:
+        """The fixed scale, or "dynamic"."""
+        return "dynamic" if self.dynamic else self.scale
+
+    @property
     def exhausted(self) -> bool:
         """True if the next overflow would need a scale below the smallest."""
         return self.dynamic and self._patience == 1 and self.scale <= self._config.min_loss_scale
@@ -82,6 +87,7 @@ class LossScaler:
     def state(self) -> dict[str, Any]:
         """Returns the state as JSON, for `restore`."""
         return {
+            "dynamic": self.dynamic,
             "scale": self.scale,
             "steps": self._steps,
             "overflowed_at": self._overflowed_at,
@@ -89,7 +95,7 @@ class LossScaler:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues from `state`; a fixed scale stays as configured."""
-        if self.dynamic:
+        """Continues from `state`; a fixed scale stays as configured, and no dynamic one goes on from a fixed one."""
+        if self.dynamic and state.get("dynamic", True):  # states of before do not say it
             self.scale, self._steps = state["scale"], state["steps"]
             self._overflowed_at, self._patience = state["overflowed_at"], state["patience"]

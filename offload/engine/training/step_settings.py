@@ -93,13 +93,16 @@ def named_settings(
         lr_scheduler: the schedule, or None.
     """
     parameters = lr_scheduler.parameters if isinstance(lr_scheduler, Schedule) else {}
-    groups = optimizer.param_groups
+    groups, config = optimizer.param_groups, settings.config
     return {
         "seed": settings.seed,
         "micro-batch size": settings.micro_batch_size,
         "accumulation": settings.accumulation,
         _TOTAL: settings.total_batch_size,
         "gradient clipping": settings.clip,
+        "autocast": config.torch_autocast.dtype if config.torch_autocast.enabled else "off",
+        "dtype of sums of gradients": config.data_types.grad_accum_dtype or "auto",
+        **({} if settings.scaler is None else {"loss scale": settings.scaler.kind}),
         "optimizer": optimizer.rule.known_as or optimizer.rule.name,
         **{_LABELS.get(key, key): [group.get(key) for group in configured] for key in optimizer.rule.scheduled},
         **({DECOUPLED: [group["decoupled"] for group in groups]} if "decoupled" in groups[0] else {}),
