@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from offload.interrupts import uninterrupted
 from offload.swapper.memory.device import Event
 from offload.torch_internals import without_saved_tensor_hooks
 
 
+@uninterrupted  # a Ctrl-C between the hooks' going and coming would lose them
 def begin(start: Callable[[], Any]) -> Any:
     """Returns the work of a collective that `start` begins.
 
