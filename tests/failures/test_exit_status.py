@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import offload
 from offload.errors import StoreError
+from tests.failures.test_spawned_processes import start
 from tests.support.processes import warm_process
 
 SCRIPT = """
@@ -31,17 +31,6 @@ DONE = {
     "a thread's": "thread = threading.Thread(target=sys.exit, args=[1])\nthread.start()\nthread.join()",
     "caught": "try:\n    sys.exit(1)\nexcept SystemExit:\n    train(engine)",
 }
-
-
-def start(folder: Path, **options: object) -> offload.Engine:
-    torch.manual_seed(0)
-    content = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}},
-        "offload": {"device": "cpu", **options},
-    }
-    return offload.initialize(model=nn.Linear(8, 4), config=content)[0]
 
 
 def train(engine: offload.Engine) -> None:
