@@ -88,6 +88,20 @@ def test_of_a_rate_that_a_schedule_has_nothing_follows() -> None:
     assert words.startswith("the steps are those that the run would have made; ") and "--schedule constant" in words
 
 
+def test_of_a_rate_that_a_schedule_of_the_loop_has_both_is_told() -> None:
+    """Who resumes a Trainer with another rate keeps the former, for the Trainer restores its schedule later."""
+    then = {**THEN, "schedule": None}
+    group = {"lr": 0.25, "initial_lr": 0.5}
+    found = Differences(then, {**then, "learning rates": [0.5]}, groups=[group])
+    assert str(found) == "learning rates [0.01] is now [0.5] (set by the schedule of the loop)"
+    assert found.consequences().startswith("the schedule of the loop makes the learning rates: those that the run")
+    more = Differences(then, {**then, "learning rates": [0.5], "seed": 7}, groups=[group])
+    assert more.consequences().startswith(OTHERWISE)
+    # The engine's own schedules mark groups too.
+    own = Differences(THEN, {**THEN, "learning rates": [0.5]}, groups=[group])
+    assert str(own) == "learning rates [0.01] is now [0.5]"
+
+
 def test_a_resumed_run_says_both(tmp_path: Path) -> None:
     engine = start(GPT2, DISK, tmp_path)
     train_step(engine, GPT2, 0)

@@ -63,6 +63,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a loss scale below zero": ({"fp16": {"enabled": True, "loss_scale": -1}}, r"fp16\.loss_scale.*greater"),
     "a window of no steps": ({"fp16": {"loss_scale_window": 0}}, r"fp16\.loss_scale_window.*greater than 0"),
+    "a loss scale that begins below its bound": (
+        {"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 16}},
+        r"fp16 contains min_loss_scale 16, and initial_scale_power 2, whose scale of 4 is below it: raise the power",
+    ),
     "a beta of one": ({"optimizer": {"params": {"betas": [0.9, 1.0]}}}, r"betas\.1 should be less than 1, got 1\.0"),
     "a beta too few": ({"optimizer": {"params": {"betas": [0.9]}}}, "betas"),
     "a fraction": ({"gradient_accumulation_steps": 2.5}, "gradient_accumulation_steps"),

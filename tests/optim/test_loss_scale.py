@@ -158,6 +158,8 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(tmp_path: Path) -> None
     step(engine, 1.0)
     assert engine.loss_scale == 16 == engine.optimizer.loss_scale and engine.skipped_steps == 1
     assert engine.get_global_grad_norm() == pytest.approx(8**0.5)
+    with pytest.raises(AttributeError):  # it would have no effect
+        engine.optimizer.loss_scale = 4.0  # type: ignore[misc]
     engine.destroy(remove=True)
 
 

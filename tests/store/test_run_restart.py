@@ -276,7 +276,7 @@ def test_a_run_that_trains_is_reported_as_such(tmp_path: Path) -> None:
     engine._core._begin()
     engine._core.components.update_worker.finish()
     for resume in ("never", "restart"):
-        with pytest.raises(StoreError, match=r"in use by process \d+ on .*, which trains; wait"):
+        with pytest.raises(StoreError, match=r"in use by process \d+ on .*; call destroy\(\) on that engine of"):
             script(tmp_path, resume=resume)
     engine.destroy(remove=True)
 

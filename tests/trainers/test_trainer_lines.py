@@ -30,7 +30,7 @@ class Fail(transformers.TrainerCallback):
 
 
 def test_a_start_says_where_states_are_and_a_resume_from_which_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     saved = {"save_strategy": "steps", "save_steps": 2, "rows": FEW}
     with ended(trainer(tmp_path, **saved)) as mine:
@@ -47,6 +47,12 @@ def test_a_start_says_where_states_are_and_a_resume_from_which_step(
     assert f"offload: loaded {folder}: training goes on after step 4\n" in resumed and re.search(
         line, resumed, re.MULTILINE
     )
+    with ended(trainer(tmp_path, learning_rate=1e-5, **saved)) as mine:
+        mine.train(resume_from_checkpoint=f"{tmp_path}/out/checkpoint-4")
+        rates = [line["learning_rate"] for line in mine.state.log_history if "learning_rate" in line]
+    assert "(set by the schedule of the loop); the schedule of the loop makes the learning rates" in caplog.text
+    assert max(rates) > 1e-5, "the schedule goes on"
+    capsys.readouterr()
     logging.getLogger("offload").setLevel(logging.WARNING)
     with ended(trainer(tmp_path, **saved)) as mine:
         mine.train(resume_from_checkpoint=True)

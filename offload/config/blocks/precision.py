@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from offload.config.blocks.block import Block, missing, split_names
 from offload.config.blocks.values import DTYPE_NAMES, Count, Elements, Number, SumDtype, spelling
@@ -50,6 +50,17 @@ class Fp16(Block):
         False, description="whether each step without an overflow resets the hysteresis; false: only a window of them"
     )
     min_loss_scale: Annotated[Number, Field(gt=0)] = Field(1.0, description="lower bound of a dynamic scale")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Fp16:
+        """Raises `ValueError` if a dynamic scale would begin below its lower bound."""
+        first = 2.0**self.initial_scale_power
+        if self.enabled and not self.loss_scale and first < self.min_loss_scale:
+            raise ValueError(
+                f"contains min_loss_scale {self.min_loss_scale:g}, and initial_scale_power {self.initial_scale_power}, "
+                f"whose scale of {first:g} is below it: raise the power or lower the bound"
+            )
+        return self
 
 
 class TorchAutocast(Block):

@@ -55,8 +55,7 @@ class Optimizer(torch.optim.Optimizer):
         self.rule = rule
         self.overflow = False
         """True if the last optimizer step was skipped, because the norm of its gradient was not finite."""
-        self.loss_scale = 1.0
-        """Factor of the loss of the next backward; other than 1 in fp16 only."""
+        self._loss_scale = 1.0
         self._taken: Set[int] = frozenset()
         """Ids of the parameters that an engine trains."""
         self._matrices: Set[int] = frozenset()
@@ -151,6 +150,11 @@ class Optimizer(torch.optim.Optimizer):
             raise
 
     @property
+    def loss_scale(self) -> float:
+        """Factor of the loss of the next backward; other than 1 in fp16 only, whose block of the config chooses it."""
+        return self._loss_scale
+
+    @property
     def cur_scale(self) -> float:
         """DeepSpeed's name of `loss_scale`."""
         return self.loss_scale
@@ -162,7 +166,7 @@ class Optimizer(torch.optim.Optimizer):
             overflow: True if the step was skipped.
             loss_scale: factor of the loss of the next backward.
         """
-        self.overflow, self.loss_scale = overflow, loss_scale
+        self.overflow, self._loss_scale = overflow, loss_scale
 
     def check_groups(self) -> None:
         """Checks that a step is possible with the groups, which a replaced optimizer shares.

@@ -24,9 +24,9 @@ from offload.sizes import count_of, format_size
 from offload.swapper.store import (
     Shortage,
     StoreSpec,
+    check_unused,
     find_removal,
     find_shortage,
-    holder,
     other_runs,
     rank_folders,
     read_closed,
@@ -175,10 +175,8 @@ def _check_ended(folder: str, *, closed: bool, restart: bool) -> None:
         restart: True if the user asks to replace a run that did not end, too.
     """
     # A run in use must not be deleted under the process that trains it.
-    if held := next((who for rank in rank_folders(Path(folder)) if (who := holder(rank))), None):
-        raise StoreError(
-            f"{folder} is in use by {held}, which trains; wait until that process ends, or choose another run name"
-        )
+    for rank in rank_folders(Path(folder)):
+        check_unused(rank)
     # A run that was closed may go; `check_replaced` asks later whether its last step was saved.
     if not (closed or restart):
         raise StoreError(

@@ -130,16 +130,25 @@ def job_of(model: nn.Module, settings: StepSettings, optimizer: Optimizer, lr_sc
 class Differences:
     """Settings in which a resumed run differs from the run that was committed, by name, each with both values."""
 
-    def __init__(self, then: Mapping[str, Any], now: Mapping[str, Any], scheduled: bool = False) -> None:
+    def __init__(
+        self,
+        then: Mapping[str, Any],
+        now: Mapping[str, Any],
+        scheduled: bool = False,
+        groups: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         """Compares the settings that both have.
 
         Args:
             then: what `named_settings` returned in the run.
             now: what it returns here.
             scheduled: True if learning rates go on from those of a restored schedule, whatever the config has.
+            groups: groups of the optimizer, which a schedule outside the engine may have marked as its own.
         """
         self.changed = {name: (then[name], now[name]) for name in now if name in then and then[name] != now[name]}
         self._scheduled = scheduled
+        # torch's schedules store the first rate of a group there. Only the loop knows if it restores such a schedule.
+        self._by_loop = not scheduled and now.get("schedule") is None and any("initial_lr" in each for each in groups)
         self._samples = [math.prod(each.get(name, 1) for name in _OF_BATCH) for each in ({**now, **then}, now)]
         # Checkpoints of earlier versions, and of other programs, do not say the total.
         self._has_total = _TOTAL in then and _TOTAL in now
@@ -181,7 +190,12 @@ class Differences:
             found.append(f"{self.changed['schedule'][1]} begins at its start")
         elif "schedule" in self.changed:
             found.append("without a schedule the optimizer's own learning rates count")
-        if all(self._remark(name) for name in self.changed):
+        if self._by_loop and all(self._remark(name) for name in self.changed):
+            found.append(
+                "the schedule of the loop makes the learning rates: those that the run would have had where the loop "
+                "restores it, as the Trainer does, and the present ones where it begins anew"
+            )
+        elif all(self._remark(name) for name in self.changed):
             found.append(
                 "the steps are those that the run would have made; the present rate would count without the schedule "
                 "(offload train: --schedule constant), or in a new run of the weights that offload export writes"
@@ -201,5 +215,6 @@ class Differences:
 
     def _remark(self, name: str) -> str:
         """Returns what keeps a setting from having an effect, in brackets, or nothing."""
-        kept = self._scheduled and name == _LABELS["lr"]
-        return " (a schedule continues from the former)" if kept else ""
+        if name != _LABELS["lr"] or not (self._scheduled or self._by_loop):
+            return ""
+        return " (set by the schedule of the loop)" if self._by_loop else " (a schedule continues from the former)"

@@ -178,7 +178,7 @@ class TrainingState:
         then |= {name: value for name, value in facts["settings"].items() if name in mine}
         same_schedule = schedule and then["schedule"] == mine["schedule"]
         scheduled = (facts["scheduler"] is not None and same_schedule) or bool(facts["registered"])
-        changed = Differences(then, mine, scheduled)
+        changed = Differences(then, mine, scheduled, self.optimizer.param_groups)
         # Until the first step a commit contains exactly what was restored; the parameters of a group are this script's.
         self._after_step = progress._replace(facts={**facts, **self._members()})
         if changed:

@@ -44,7 +44,7 @@ files for other programs.
 
 from offload.swapper.store.drives import Shortage, find_shortage
 from offload.swapper.store.format.manifest import StoreSpec
-from offload.swapper.store.rank_folder import close_in_children, holder
+from offload.swapper.store.rank_folder import check_unused, close_in_children
 from offload.swapper.store.requests import Compared, bytes_of
 from offload.swapper.store.runs import (
     find_removal,
@@ -67,10 +67,10 @@ __all__ = [
     "StoreSpec",
     "Written",
     "bytes_of",
+    "check_unused",
     "close_in_children",
     "find_removal",
     "find_shortage",
-    "holder",
     "note_saved",
     "other_runs",
     "rank_folders",

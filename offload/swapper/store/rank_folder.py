@@ -153,6 +153,12 @@ def holder(folder: Path) -> str | None:
     return holder_of(folder / "lock")
 
 
+def check_unused(folder: Path) -> None:
+    """Raises `StoreError` with the name of the holder if a process or an engine trains in the rank's folder."""
+    if held := holder(folder):
+        raise _in_use(folder, held, "train")
+
+
 # -- folders ------------------------------------------------------------------------------------------
 
 
