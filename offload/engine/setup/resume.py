@@ -175,8 +175,7 @@ def _check_ended(folder: str, *, closed: bool, restart: bool) -> None:
         restart: True if the user asks to replace a run that did not end, too.
     """
     # A run in use must not be deleted under the process that trains it.
-    for rank in rank_folders(Path(folder)):
-        check_unused(rank)
+    check_unused(Path(folder))
     # A run that was closed may go; `check_replaced` asks later whether its last step was saved.
     if not (closed or restart):
         raise StoreError(

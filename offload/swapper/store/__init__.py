@@ -44,9 +44,10 @@ files for other programs.
 
 from offload.swapper.store.drives import Shortage, find_shortage
 from offload.swapper.store.format.manifest import StoreSpec
-from offload.swapper.store.rank_folder import check_unused, close_in_children
+from offload.swapper.store.rank_folder import close_in_children
 from offload.swapper.store.requests import Compared, bytes_of
 from offload.swapper.store.runs import (
+    check_unused,
     find_removal,
     note_saved,
     other_runs,

@@ -83,7 +83,7 @@ class Lock:
             self._folder = lock_folder(folder)
         except LockHeldError as error:
             self.release()
-            raise _in_use(folder, holder(folder) or error.holder, use) from None
+            raise in_use(folder, holder(folder) or error.holder, use) from None
         except BaseException:
             self.release()
             raise
@@ -137,7 +137,7 @@ def lock_folders(folders: Sequence[Path]) -> list[Lock]:
                 raise
 
 
-def _in_use(folder: Path, who: str, use: Use) -> StoreError:
+def in_use(folder: Path, who: str, use: Use) -> StoreError:
     """Returns the error for a folder that `who` holds."""
     end = "call destroy() on that engine of this process" if who == this_process() else "end that process"
     wait = "wait until it has ended: a run is read, and deleted, while no process uses it"
@@ -151,12 +151,6 @@ def holder(folder: Path) -> str | None:
     Tests the lock with a shared one, which is released at once.
     """
     return holder_of(folder / "lock")
-
-
-def check_unused(folder: Path) -> None:
-    """Raises `StoreError` with the name of the holder if a process or an engine trains in the rank's folder."""
-    if held := holder(folder):
-        raise _in_use(folder, held, "train")
 
 
 # -- folders ------------------------------------------------------------------------------------------

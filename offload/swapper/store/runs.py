@@ -19,6 +19,7 @@ from offload.swapper.store.rank_folder import (
     Lock,
     folders_aside,
     holder,
+    in_use,
     read_whole,
     remove_files,
     write_durably,
@@ -88,6 +89,13 @@ def rank_folders(run: Path) -> list[Path]:
     """Returns the folders of a run's ranks on its first drive, in order of the ranks."""
     found = [folder for folder in run.glob("rank*") if folder.name[4:].isdigit()]
     return sorted(found, key=lambda folder: int(folder.name[4:]))
+
+
+def check_unused(run: Path) -> None:
+    """Raises `StoreError` with the name of the holder if a process or an engine trains in a run's folder."""
+    for rank in rank_folders(run):
+        if held := holder(rank):
+            raise in_use(rank, held, "train")
 
 
 class Removal(NamedTuple):
