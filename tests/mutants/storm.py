@@ -60,10 +60,10 @@ MUTANTS = (
         "",
     ),
     _mutant(
-        "begin a collective under the hooks of the forward",
-        "offload.engine.distributed.work",
-        "    with without_saved_tensor_hooks():\n        return start()\n",
-        "    return start()\n",
+        "begin an early update where an upload still reads",
+        "offload.swapper.speculative_weights",
+        "        entry.copied.wait()  # the worker is about to write where an upload may still read\n",
+        "",
     ),
     _mutant(
         "give weights to a use while their update, which has no host buffer, is written",
