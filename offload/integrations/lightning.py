@@ -40,6 +40,7 @@ from offload.engine.checkpoint.files import LATEST
 from offload.engine.engine import Engine
 from offload.engine.model_io.load_pretrained import init
 from offload.engine.setup.initialize import initialize
+from offload.engine.training.snapshot import GeneratorStates
 from offload.errors import ConfigError, StoreError, UsageError
 
 _PRECISION = {"32-true": None, "bf16-mixed": "torch_autocast", "bf16-true": "bf16", "16-true": "fp16"}
@@ -126,6 +127,16 @@ class OffloadStrategy(DDPStrategy):
         """Builds what `configure_model` builds without its weights, which the engine makes unit by unit."""
         with init(self._config()):
             yield
+
+    def setup_environment(self) -> None:
+        """Makes the group of processes, and leaves the random generators of one that is alone as they are.
+
+        A strategy for several processes seeds them anew, so that all draw alike; without one, a process draws on.
+        """
+        before = GeneratorStates.of(self.root_device)
+        super().setup_environment()
+        if self.world_size == 1:
+            before.restore(self.root_device)
 
     def setup(self, trainer: Any) -> None:
         """Builds the engine, or checks that there may be another call of the Trainer on that of the call before.

@@ -151,6 +151,22 @@ def test_a_fit_is_that_of_the_plain_trainer_and_its_bits_do_not_depend_on_the_ti
         assert (found[disk][name] - weight).norm() <= error * weight.norm(), name
 
 
+def test_one_process_draws_the_random_numbers_of_the_plain_trainer(
+    tmp_path: Path, strategies: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After `seed_everything` too, which strategies for several processes repeat when `fit` begins."""
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "")  # put back as it was
+    losses = []
+    for strategy in ("auto", strategies(config(tmp_path))):
+        pl.seed_everything(7, verbose=False)
+        model = Net()
+        shuffled = torch.utils.data.DataLoader(rows().dataset, batch_size=2, shuffle=True)
+        trainer(strategy, tmp_path / str(len(losses))).fit(model, shuffled, rows())
+        losses.append(model.losses)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4), "the same batches"
+
+
 def test_a_training_resumes_from_a_folder_with_the_bits_of_the_unbroken_one(
     tmp_path: Path, strategies: Callable[..., Any]
 ) -> None:
