@@ -109,7 +109,13 @@ class Shutdown:
         # After an exception of this rank alone the others wait in a collective of the model, or of a shared sequence,
         # where they answer no rank that ends. They learn of its end instead.
         alone = self._after and not remove and self._components.shares_batches
-        self._end(bool(remove), meet=not alone, keep=remove is False, facts=facts)
+        try:
+            self._end(bool(remove), meet=not alone, keep=remove is False, facts=facts)
+        except KeyboardInterrupt:
+            # Nothing is left to do at exit, where an exception before the end of an engine is told.
+            if mine and not remove and not self._reported and self._components.rank == 0:
+                self._report_run(keep=True)
+            raise
         if stopped and remove and self._components.rank == 0 and self.resumable:
             logger.warning(
                 "an error has stopped the engine, so the run in %s is kept: `%s` deletes it",
@@ -136,8 +142,8 @@ class Shutdown:
             self._explain(failure)
             self._end(remove=False, meet=not failure, keep=bool(failure))
         # An exception in an exit handler would only print a traceback; the run is kept, so a line is enough.
-        except (OffloadError, OSError, RuntimeError) as error:  # the last from CUDA
-            logger.error("at exit: %s", error)
+        except (OffloadError, OSError, RuntimeError, KeyboardInterrupt) as error:  # RuntimeError from CUDA
+            logger.error("at exit: %s", str(error) or "stopped by Ctrl-C")
         if not self._reported:
             self._report_run(keep=True)
 

@@ -41,6 +41,13 @@ MUTANTS = (
         "tests/failures/test_spawned_processes.py",
     ),
     Mutant(
+        "say nothing of a run whose end Ctrl-C stops",
+        "offload.engine.shutdown",
+        "                self._report_run(keep=True)\n            raise\n",
+        "                pass\n            raise\n",
+        "tests/failures/test_ctrl_c_at_the_end.py",
+    ),
+    Mutant(
         "take `sys.exit` with a failure for a normal end",
         "offload.engine.shutdown",
         " or exit_status.failure()\n",
