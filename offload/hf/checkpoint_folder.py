@@ -9,9 +9,12 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from offload.engine.checkpoint.files import LATEST
+from offload.engine.engine import Engine
+from offload.engine.training.snapshot import GeneratorStates
 from offload.errors import StoreError
 from offload.notices import announce
 
@@ -40,6 +43,27 @@ def check_resumable(folder: Path, args: Any) -> None:
             f"with its weights, from_pretrained({str(folder)!r}), and without resume_from_checkpoint"
         )
     _check_complete(folder, args)
+
+
+def load_into(engine: Engine, folder: str, device: torch.device) -> dict[str, Any]:
+    """Loads the engine's checkpoint in a checkpoint of the Trainer, but for the random generators.
+
+    The Trainer restores those itself, when it fetches the first batch. Until then a sampler draws the order of the rows
+    again, as at the start of the epoch.
+
+    Args:
+        engine: the Trainer's engine.
+        folder: a checkpoint of the Trainer.
+        device: where the model computes, which has a generator of its own.
+
+    Returns:
+        The client state.
+    """
+    generators = GeneratorStates.of(device)
+    _, state = engine.load_checkpoint(folder)
+    engine.restore_generators()  # else the next call of the engine would
+    generators.restore(device)
+    return state
 
 
 def last_complete(resume: Any, args: Any) -> Any:

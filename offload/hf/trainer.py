@@ -40,7 +40,7 @@ from offload.errors import ConfigError
 from offload.hf.accelerator import Accelerator
 from offload.hf.arguments import check_arguments, check_kinds, check_model, check_optim, values_of_arguments
 from offload.hf.auto_values import schedule_values
-from offload.hf.checkpoint_folder import SCHEDULER, check_resumable, has_adapters, has_engine, last_complete
+from offload.hf.checkpoint_folder import SCHEDULER, check_resumable, has_adapters, has_engine, last_complete, load_into
 from offload.hf.last_checkpoint import LastCheckpoint, announced_end
 from offload.hf.loss import evaluation_of, loss_of, resumed, state_of
 from offload.hf.micro_batches import StepAtOnce, losses_to_hand_over
@@ -379,7 +379,7 @@ class OffloadMixin(_Base):
             )
             super()._load_from_checkpoint(checkpoint)
             return
-        _, state = self.engine.load_checkpoint(checkpoint)
+        state = load_into(self.engine, checkpoint, self.args.device)
         self._last_checkpoint.folder = Path(checkpoint)
         self._loss = resumed(self._loss, self._chunked_loss, state)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))

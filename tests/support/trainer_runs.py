@@ -37,6 +37,8 @@ class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return self._count
 
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        if row >= self._count:
+            raise IndexError(row)  # the end for who iterates
         ids = torch.randint(0, 128, (12,), generator=torch.Generator().manual_seed(row))
         return {"input_ids": ids, "labels": ids}
 
