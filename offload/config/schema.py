@@ -85,7 +85,10 @@ class Config(Block):
         ),
         "tensor_parallel_size": missing("splits each layer over ranks", "leave it out, or set it to 1"),
         "expert_parallel": missing("splits experts over ranks"),
-        "pipeline": missing("splits the layers over ranks"),
+        "pipeline": (
+            "splits the layers over ranks; remove it: here deepspeed.pipe.PipelineModule does, or stages of torch, as "
+            "the guide to pipeline parallelism says"
+        ),
         "data_parallel_size": (
             "is the number of processes, which the launcher sets (torchrun --nproc-per-node); remove it"
         ),

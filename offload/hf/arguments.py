@@ -74,8 +74,9 @@ def check_optim(name: str) -> None:
     """Raises `ConfigError` if `name`, a value of the argument `optim`, is not an optimizer that an engine supports."""
     if name not in OPTIMIZERS:
         raise ConfigError(
-            f'optim="{name}" is not supported on paged states; expected one of {", ".join(OPTIMIZERS)}, or a '
-            f'block "optimizer" in offload_config, which also knows Lion and Lamb'
+            f'optim="{name}" is not supported on paged states, which need no pages or 8 bits of its own; '
+            f'expected one of {", ".join(OPTIMIZERS)}, or a block "optimizer" in offload_config, which also knows Lion '
+            "and Lamb"
         )
 
 
