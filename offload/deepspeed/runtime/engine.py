@@ -25,7 +25,10 @@ DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
 class DeepSpeedEngine(Engine):
     """An `offload.Engine` with the methods that only DeepSpeed's engine has. Created by `deepspeed.initialize`."""
 
-    _names_page = "; what an engine of DeepSpeed has is on the page reference/deepspeed-compatibility"
+    _names_page = (
+        "; the names of DeepSpeed that there are have the page reference/deepspeed-names, and what there is in their "
+        "place the page reference/deepspeed-compatibility"
+    )
 
     def __init__(self, engine: Engine) -> None:
         """Takes the place of an engine: both act on the same components.
