@@ -183,7 +183,7 @@ class GradientAccumulation:
                 f"{count_of(count, 'backward')} ran since the last boundary, gradient_accumulation_steps is "
                 f"{accumulation} in the config; call step() after every backward, or set gradient_accumulation_steps "
                 "to the number of the loop (a loop of Accelerate: use offload.hf.Accelerator with the same "
-                "gradient_accumulation_steps)"
+                "gradient_accumulation_steps; a training_step of your own: self.accelerator.backward(loss))"
             )
 
     def trained(self, accumulation: int) -> int:
