@@ -24,6 +24,21 @@ class State(enum.Enum):
     """Scales of moments in 8 bits: for each block of elements one of each moment, in their order."""
     GRAD = "grad"
 
+    @property
+    def title(self) -> str:
+        """The name for people."""
+        return _TITLES.get(self, self.value)
+
+
+_TITLES = {
+    State.MASTER_LOW_BITS: "low bits of masters",
+    State.EXP_AVG: "first moment",
+    State.EXP_AVG_SQ: "second moment",
+    State.SCALES: "scales of moments",
+    State.GRAD: "gradient",
+}
+"""Of states whose value, which files and arguments have, is no word of everyday."""
+
 
 class Tier(enum.Enum):
     """The place where a partition is stored between uses."""

@@ -57,6 +57,8 @@ class Shutdown:
         self._closed = False
         self._reported = False
         """True once this rank or the first one has reported the run that is left on the disk."""
+        self._noted = False
+        """True from when this rank notes that the run is removed."""
         self._after = ""
         """Words for the failure that ends this engine; empty without one."""
         self._ended_child: BaseException | None = None
@@ -113,7 +115,7 @@ class Shutdown:
             self._end(bool(remove), meet=not alone, keep=remove is False, facts=facts)
         except KeyboardInterrupt:
             # Nothing is left to do at exit, where an exception before the end of an engine is told.
-            if mine and not remove and not self._reported and self._components.rank == 0:
+            if mine and not self._reported and not self._noted and self._components.rank == 0:
                 self._report_run(keep=True)
             raise
         if stopped and remove and self._components.rank == 0 and self.resumable:
@@ -254,6 +256,7 @@ class Shutdown:
 
     def _note_end(self, facts: Mapping[str, Any]) -> None:
         """Writes a note that the run has ended. The first rank writes for all."""
+        self._noted = True
         if self._components.store is not None and self._components.rank == 0:
             self._components.store.note_end({"steps": self._state.global_steps, **facts})
 

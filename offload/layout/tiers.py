@@ -385,14 +385,14 @@ def tier_nbytes(parts: Partitions, tiers: TierMap, tier: Tier) -> int:
 
 
 def differences(parts: Partitions, before: TierMap, after: TierMap) -> str:
-    """Returns in words which partitions moved, such as "grad of 3 of 12 units (1.2 GiB) to disk"; empty if none did."""
+    """Returns in words which partitions moved, as "gradient of 3 of 12 units (1 GiB) to disk"; empty if none did."""
     moved: dict[tuple[State, Tier], list[int]] = {}
     for row, old, new in zip(parts.nbytes, before, after, strict=True):
         for state, nbytes in row.items():
             if old[state] is not new[state]:
                 moved.setdefault((state, new[state]), []).append(nbytes)
     return ", ".join(
-        f"{state.value} of {len(sizes)} of {count_of(len(parts.nbytes), 'unit')} ({format_size(sum(sizes))}) "
+        f"{state.title} of {len(sizes)} of {count_of(len(parts.nbytes), 'unit')} ({format_size(sum(sizes))}) "
         f"to {tier.value}"
         for (state, tier), sizes in moved.items()
     )

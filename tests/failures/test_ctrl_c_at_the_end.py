@@ -23,7 +23,9 @@ engine._core.components.update_worker.come_to_rest = lambda: os.kill(os.getpid()
 """
 
 
-@pytest.mark.parametrize("ending", ["", "engine.destroy()"], ids=["at exit", "destroy"])
+@pytest.mark.parametrize(
+    "ending", ["", "engine.destroy()", "engine.destroy(remove=True)"], ids=["at exit", "destroy", "remove"]
+)
 def test_the_run_is_kept_and_told(ending: str, tmp_path: Path) -> None:
     done = warm_process.python(SCRIPT.format(folder=str(tmp_path), ending=ending))
     assert done.stderr.count("the run is kept in") == 1, done.stderr

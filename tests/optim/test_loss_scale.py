@@ -101,6 +101,13 @@ def test_a_scale_that_is_now_dynamic_begins_as_the_config_says() -> None:
     assert dynamic.scale == 8, "states of before do not tell"
 
 
+def test_a_scale_is_never_below_a_bound_that_was_raised() -> None:
+    before, after = (LossScaler(Fp16(enabled=True, min_loss_scale=least)) for least in (1, 1024))
+    before.scale = 16
+    after.restore(before.state())
+    assert after.scale == 1024
+
+
 # -- an engine ----------------------------------------------------------------------------------------
 
 

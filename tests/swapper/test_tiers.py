@@ -92,9 +92,9 @@ def test_gradients_leave_the_host_first_then_moments_then_the_rest() -> None:
 def test_moved_states_are_reported() -> None:
     ample = sum(placed(BLOCKS, DISK).classes)
     (notice,) = placed(BLOCKS, replace(DISK, host_memory=ample - 140 * MIB)).notices
-    assert "grad of " in notice and "to disk" in notice
+    assert "gradient of " in notice and "to disk" in notice
     (notice,) = placed(BLOCKS, replace(DISK, host_memory=ample + 400 * MIB)).notices
-    assert "residual of " in notice and "exp_avg_sq of " in notice and "to host" in notice
+    assert "low bits of masters of " in notice and "second moment of " in notice and "to host" in notice
 
 
 def test_room_that_is_left_is_for_the_cache_of_weights_first_then_for_states() -> None:

@@ -97,5 +97,6 @@ class LossScaler:
     def restore(self, state: dict[str, Any]) -> None:
         """Continues from `state`; a fixed scale stays as configured, and no dynamic one goes on from a fixed one."""
         if self.dynamic and state.get("dynamic", True):  # states of before do not say it
-            self.scale, self._steps = state["scale"], state["steps"]
+            # The lower bound may have been raised since.
+            self.scale, self._steps = max(state["scale"], self._config.min_loss_scale), state["steps"]
             self._overflowed_at, self._patience = state["overflowed_at"], state["patience"]

@@ -207,9 +207,10 @@ class Differences:
                 "that the run would have had"
             )
         else:
+            but = " but for the learning rates" if any(self._remark(name) for name in self.changed) else ""
             found.append(
-                "the steps from here on take the present values, so losses and weights are not those that the run "
-                f"would have had; the former values give those{self._ranks}"
+                f"the steps from here on take the present values{but}, so losses and weights are not those that the "
+                f"run would have had; the former values give those{self._ranks}"
             )
         return "; ".join(found)
 

@@ -13,6 +13,7 @@ from offload.planner.published.rate import ORIGINS, sentences
 from offload.planner.recommend import Planned
 from offload.planner.step_time import Timing, hiding_tokens
 from offload.sizes import count_of, format_count, format_size, format_time
+from offload.states import State
 
 YEAR = 365.25 * 24 * 3600
 """Seconds of a year."""
@@ -24,11 +25,7 @@ _SHARE_OF_LIFE = 0.1
 _TYPICAL_TBW = 1200e12
 """Rated writes of a usual drive of 2 TB, where nobody gave those of the drives."""
 _NAMES = {
-    "grad": "gradient",
-    "exp_avg": "first moment",
-    "exp_avg_sq": "second moment",
-    "moment_scales": "scales of moments",
-    "residual": "low bits of masters",
+    **{state.value: state.title for state in State},
     "tiles of the optimizer": "buffers of the optimizer",
     "weights on their way": "buffers of weights",
     "weights kept (cache)": "cache of weights",
