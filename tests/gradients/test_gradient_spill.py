@@ -66,7 +66,7 @@ def test_with_the_least_host_memory_the_bits_are_the_same(
     job = JOBS[name]._replace(dtype=dtype, accumulation=accumulation, steps=4)
     ample = run(job, ("none", "none"), tmp_path)
     tight, notices = _run_in(tmp_path, job, least_host_memory(job, tmp_path))
-    assert "grad of " in notices
+    assert "gradient of " in notices
     assert_same(ample, tight, "in memory and with the least host memory")
 
 
@@ -120,7 +120,7 @@ def test_gradients_spill_beside_states_in_memory(tmp_path: Path) -> None:
     ample = run(job, ("none", "none"), tmp_path)
     need = least_host_memory(job, tmp_path, ("none", "none"))
     engine = start(job, ("none", "none"), tmp_path, host_memory=need)
-    assert "grad of " in "\n".join(engine.notices) and engine.resumable is None
+    assert "gradient of " in "\n".join(engine.notices) and engine.resumable is None
     losses = [train_step(engine, job, step) for step in range(job.steps)]
     assert engine.io_bytes().written > 0
     engine.destroy()

@@ -140,7 +140,7 @@ def test_a_step_moves_the_bytes_of_the_formula(
         after.append(disk.read + disk.written)
         engine.step()
     moved = (after[-1] - after[1]) / engine.parameter_count / (job.steps - 2)
-    spilled = "grad of " in "\n".join(engine.notices)
+    spilled = "gradient of " in "\n".join(engine.notices)
     engine.destroy(remove=True)
     print(f"bytes for each parameter: {moved:.2f}")
     assert spilled == ("host_memory" in options)
