@@ -114,7 +114,7 @@ class Shutdown:
         try:
             self._end(bool(remove), meet=not alone, keep=remove is False, facts=facts)
         except KeyboardInterrupt:
-            # Nothing is left to do at exit, where an exception before the end of an engine is told.
+            # This engine has ended, so `at_exit` will not tell where its run is.
             if mine and not self._reported and not self._noted and self._components.rank == 0:
                 self._report_run(keep=True)
             raise
