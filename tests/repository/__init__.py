@@ -1,1 +1,1 @@
-"""Tests of the code's numbers and layers, the documents, the installer."""
+"""Tests of the layers of the package, the documents, the installer."""
