@@ -26,11 +26,11 @@ import torch
 import typer.testing
 
 import offload
+from offload import testing
 from offload.aio import BACKENDS, Bandwidth, IoQueue
 from offload.aio.backend import refusals
 from offload.engine.setup import dtype_choice
 from offload.swapper.memory.host_arena import process_memory
-from offload.swapper.store import drives as drives_module
 from tests.pages import what_works_page
 from tests.support import sampling
 from tests.support.processes import device_process, workers
@@ -141,7 +141,7 @@ def queue() -> Iterator[IoQueue]:
 @pytest.fixture
 def equal_drives(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new run on several drives takes them for equally fast, and measures none."""
-    monkeypatch.setattr(drives_module, "_measured", lambda folders, nbytes: [Bandwidth(1e9, 1e9)] * len(folders))
+    testing.replace(monkeypatch, "drives.measured", lambda folders, nbytes: [Bandwidth(1e9, 1e9)] * len(folders))
 
 
 @pytest.fixture(params=BACKENDS)

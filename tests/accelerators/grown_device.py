@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 import offload
+from offload import testing
 from offload.sizes import GIB, MIB, PAGE
 from tests.accelerators.small_device import Hungry, SmallDevice, use_small_device
 from tests.support import models
@@ -45,7 +46,7 @@ def grown(made: Made, job: Job = JOB) -> list[float]:
 def too_much(made: Made) -> int:
     """Returns bytes of activations that fit beside the arena of the start alone."""
     engine, device, _ = made
-    return device.total - engine._core.components.pager.arena.blocks[0][1].numel()
+    return device.total - testing.inspect(engine).device_arena.blocks[0][1].numel()
 
 
 sizes = st.integers(0, 80 * GIB // PAGE).map(lambda pages: pages * PAGE)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.engine.training import device_growth
+from offload import testing
 from offload.swapper.memory.device import DeviceRoom
 from offload.swapper.memory.torch_allocator import Shortages
 from tests.support.devices.late_device import LateDevice, use_device
@@ -66,8 +66,8 @@ class SmallDevice(LateDevice):
 def use_small_device(monkeypatch: pytest.MonkeyPatch, device: SmallDevice) -> None:
     """Engines made from now on use this device and its counters."""
     use_device(monkeypatch, device)
-    monkeypatch.setattr(device_growth, "shortages", lambda _: device.counted)
-    monkeypatch.setattr(device_growth, "empty_cache", lambda _: device.empty_cache())
+    testing.replace(monkeypatch, "device.shortages", lambda _: device.counted)
+    testing.replace(monkeypatch, "device.empty_cache", lambda _: device.empty_cache())
 
 
 class Hungry:

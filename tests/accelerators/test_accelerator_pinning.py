@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.swapper.memory import host_side
+from offload import testing
 from offload.swapper.memory.host_arena import Classes, Copied, HostArena
 from offload.swapper.memory.host_side import bytes_taken_by_torch
 from tests.accelerators.accelerator_modules import PAGE, opened
@@ -71,7 +71,7 @@ def test_torch_takes_a_power_of_two_and_is_not_asked_for_more_than_is_free(
 ) -> None:
     assert [bytes_taken_by_torch(n) for n in (0, 1, 2, 3, 4096, 4097)] == [1, 1, 2, 4, 4096, 8192]
     blocks = pinning(monkeypatch)
-    monkeypatch.setattr(host_side, "free_host_memory", lambda: 12 * PAGE)
+    testing.replace(monkeypatch, "memory.free", lambda: 12 * PAGE)
     device, _ = opened(monkeypatch)
     HostArena(CLASSES, device, copied=COPIED).close()
     assert len(blocks) == 1, "7 pages and one to align them"

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from offload import testing
 from offload.engine.gradients.device_to_host import DeviceToHost
 from offload.engine.setup import gradients as gradient_setup
 from offload.sizes import GIB
@@ -43,8 +44,8 @@ ALL_UNITS = 1 << 24
 
 def all_added(engine: offload.Engine) -> bool:
     return all(
-        engine._core.components.gradients.totals.takes(unit)
-        for unit, part in enumerate(engine._core.components.trainable)
+        testing.inspect(engine).gradients_add_up_on_device(unit)
+        for unit, part in enumerate(testing.inspect(engine).trainable)
         if part
     )
 
@@ -52,7 +53,7 @@ def all_added(engine: offload.Engine) -> bool:
 def gradient_bytes(engine: offload.Engine) -> int:
     """Of one micro-batch that reaches all parameters, in the dtype in which they are kept."""
     numel = sum(parameter.numel() for parameter in engine.module.parameters() if parameter.requires_grad)
-    return numel * engine._core.components.gradients.dtype.itemsize
+    return numel * testing.inspect(engine).gradient_dtype.itemsize
 
 
 def late(patch: pytest.MonkeyPatch, seed: int = 0, lateness: float = 0.9, spare: int = 0) -> LateDevice:
@@ -98,8 +99,8 @@ def test_what_spills_moves_as_often_as_with_one_micro_batch(tmp_path: Path, monk
         job = models.GPT2._replace(accumulation=accumulation, steps=2)
         least = least_host_memory(job, tmp_path)
         engine = start(job, ("nvme", "nvme"), tmp_path, device_memory=room, host_memory=least)
-        spill = engine._core.components.gradients.spill
-        assert spill is not None and all(unit in spill for unit in range(len(engine._core.components.layouts)))
+        inspected = testing.inspect(engine)
+        assert all(inspected.gradients_spill(unit) for unit in range(len(inspected.layouts)))
         key = accumulation, all_added(engine)
         moved |= {"read": 0, "write": 0}
         results[key] = trained(engine, job)
@@ -126,7 +127,7 @@ def test_what_the_first_step_has_left_free_is_for_weights_first(
     expected = run(job, ("none", "none"), tmp_path / "plain")
     device = late(monkeypatch, spare=GIB)
     engine = start(job, ("cpu", "cpu"), tmp_path)
-    need, moved = engine._core.state.settings.device_need, list[int]()
+    need, moved = testing.inspect(engine).device_need, list[int]()
     assert engine.device_memory < need.weights and not need.added(engine.device_memory)
     found = []
     with Ticks(device):
@@ -309,7 +310,7 @@ def test_where_the_device_sums_no_squares_the_host_does(tmp_path: Path, monkeypa
         downloads.sums = False
         return downloads
 
-    monkeypatch.setattr(gradient_setup, "_downloads", made)
+    testing.replace(monkeypatch, "gradient.downloads", made)
     device = late(monkeypatch)
     engine = start(JOB, ("cpu", "cpu"), tmp_path, device_memory=ALL_UNITS)
     with Ticks(device):
@@ -321,7 +322,7 @@ def test_where_the_device_sums_no_squares_the_host_does(tmp_path: Path, monkeypa
 def test_where_the_cpu_computes_nothing_is_added_elsewhere(tmp_path: Path) -> None:
     engine = start(JOB, ("cpu", "cpu"), tmp_path, device_memory=ALL_UNITS, device="cpu")
     assert not any(
-        engine._core.components.gradients.totals.takes(unit) for unit in range(len(engine._core.components.layouts))
+        testing.inspect(engine).gradients_add_up_on_device(unit) for unit in range(len(testing.inspect(engine).layouts))
     )
     engine.destroy(remove=True)
 
@@ -329,7 +330,9 @@ def test_where_the_cpu_computes_nothing_is_added_elsewhere(tmp_path: Path) -> No
 def test_a_total_on_its_way_at_a_ctrl_c_is_not_added_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C ends the wait for a total that was sent; then the step goes on, while the copy takes its time."""
     go = threading.Event()
-    monkeypatch.setattr(DeviceToHost, "_begin", lambda self, real=DeviceToHost._begin: go.wait(60) and real(self))
+    testing.replace(
+        monkeypatch, "gradient.begin_download", lambda self, real=DeviceToHost._begin: go.wait(60) and real(self)
+    )
     found = []
     for interrupted in (False, True):
         go.set()
@@ -341,7 +344,7 @@ def test_a_total_on_its_way_at_a_ctrl_c_is_not_added_to(tmp_path: Path, monkeypa
             if interrupted:
                 go.clear()
                 with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                    patch.setattr(DeviceToHost, "drain", stopped)
+                    testing.replace(patch, "gradient.drain", stopped)
                     offload.safe_get_full_grad(next(iter(engine.module.parameters())))
             engine.backward(JOB.loss(engine, 0, 1))
             go.set()

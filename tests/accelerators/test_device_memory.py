@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.engine.training import model_inputs
+from offload import testing
 from offload.errors import BudgetError
 from offload.layout.budgets.device_need import DeviceNeed, growth
 from offload.sizes import GIB, MIB, PAGE, format_size
@@ -48,7 +48,7 @@ def in_backward(engine: Any) -> None:
 
 def in_the_move_of_the_batch(engine: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_inputs, "to_device", full)
+        testing.replace(patch, "device.inputs", full)
         JOB.loss(engine, 0, 0)
 
 
@@ -182,7 +182,7 @@ def test_where_another_takes_the_memory_first_it_stays_as_it_is(
     use_device(monkeypatch, device)
     engine = start(JOB, ("cpu", "cpu"), tmp_path)
     before = engine.device_memory
-    monkeypatch.setattr(DeviceArena, "_allocate", refused)
+    testing.replace(monkeypatch, "device.allocate", refused)
     train_step(engine, JOB, 0)
     train_step(engine, JOB, 1)
     assert engine.device_memory == before

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from offload import testing
 from offload.engine.training.snapshot import GeneratorStates
 from offload.swapper.prefetch import Fetcher
 from offload.swapper.unit_table import UnitEntry
@@ -133,7 +134,7 @@ def test_with_several_ranks_a_forward_is_not_repeated(tmp_path: Path, monkeypatc
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        engine._core.device_budget.run(forward, (), alone=False)
+        testing.inspect(engine).device_budget.run(forward, (), alone=False)
     assert len(calls) == 1
     engine.destroy(remove=True)
 
@@ -156,7 +157,7 @@ def test_what_other_ranks_count_on_stays_until_weights_change(tmp_path: Path, mo
     made = engine, device, _ = small(monkeypatch, tmp_path)
     at_first = engine.device_memory
     grown(made)
-    engine._core.components.pager._common_uses = CountedOn(engine._core.components.pager._fetcher)  # type: ignore[assignment]
+    testing.inspect(engine).pager._common_uses = CountedOn(testing.inspect(engine).pager._fetcher)  # type: ignore[assignment]
     assert engine.empty_partition_cache() == 0 and engine.device_memory > at_first
     train_step(engine, JOB, 1)
     assert engine.device_memory == device.arena == at_first
@@ -170,7 +171,7 @@ def test_nothing_is_read_before_a_forward_that_could_not_be_repeated(
     engine, *_ = small(monkeypatch, tmp_path)
     reads: list[str] = []
     real = GeneratorStates.of
-    monkeypatch.setattr(GeneratorStates, "of", lambda device: reads.append("") or real(device))
+    testing.replace(monkeypatch, "generators.read", lambda device: reads.append("") or real(device))
     train_step(engine, JOB, 0)
     assert not reads
     train_step(engine, JOB, 1)

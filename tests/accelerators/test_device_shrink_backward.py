@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from offload import testing
 from offload.engine.training import device_growth
 from offload.sizes import PAGE
 from offload.swapper.memory import torch_allocator
@@ -65,7 +66,7 @@ def test_totals_on_the_device_survive_memory_that_is_given_back_in_the_middle_of
             for micro in range(3):
                 hungry.forward = too_much(made) if (step, micro) == (2, 1) else 0
                 if hungry.forward:
-                    assert engine._core.components.gradients.totals.segments(0), "there is something to lose"
+                    assert testing.inspect(engine).gradient_totals, "there is something to lose"
                 part = job.loss(engine, step, micro)
                 engine.backward(part)
                 total = total + part.detach().float() / 3

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import offload
-from offload import kernels
-from offload.engine.gradients import small_gradients
+from offload import kernels, testing
 from offload.engine.gradients.device_to_host import DeviceToHost
 from offload.engine.setup import gradients as gradient_setup
 from offload.errors import EngineFailed
@@ -80,7 +79,7 @@ def test_random_lateness_changes_no_bit(
         if placement[0] != "none":
             options["device_memory"] = room_for(JOB, 1 + seed) + resident_on_device(placement)
         # All gradients leave alone, some together, all together.
-        monkeypatch.setattr(small_gradients, "SMALL", (0, 1 << 12, MIB)[seed])
+        testing.replace(monkeypatch, "size.small_gradient", (0, 1 << 12, MIB)[seed])
         result, device = runs(monkeypatch, tmp_path / f"{seed}-{lateness}", seed, lateness, placement, **options)
         assert_same(expected, result)
         assert device.broken == [] and device.copies > 50
@@ -102,7 +101,7 @@ def test_where_the_device_sums_no_squares_the_host_does(
         without[-1].sums = False
         return without[-1]
 
-    monkeypatch.setattr(gradient_setup, "_downloads", made)
+    testing.replace(monkeypatch, "gradient.downloads", made)
     device = LateDevice(0, 0.9)
     use_device(monkeypatch, device)
     assert_same(expected, train(job, ("nvme", "nvme"), tmp_path / "late", device))
@@ -137,7 +136,7 @@ def watch_updates(patch: pytest.MonkeyPatch, device: LateDevice) -> list[int]:
         numels.append(partition.weight.numel())
         device.start_kernel(lambda: real(partition, segments))
 
-    patch.setattr(kernels, "update", update)
+    testing.replace(patch, "kernel.update", update)
     return numels
 
 
@@ -182,12 +181,12 @@ def test_gradients_that_have_no_room_there_leave_the_device(tmp_path: Path, monk
     device = LateDevice(0, 0.9)
     use_device(monkeypatch, device)
     engine = start(JOB, ("none", "none"), tmp_path, device_memory=ALL_UNITS)
-    units = len(engine._core.components.layouts)
-    assert all(engine._core.components.gradients.stays(unit) for unit in range(units))
-    used = engine._core.components.pager.arena.used_bytes
+    units = len(testing.inspect(engine).layouts)
+    assert all(testing.inspect(engine).gradients_stay(unit) for unit in range(units))
+    used = testing.inspect(engine).device_arena.used_bytes
     engine.destroy(remove=True)
     engine = start(JOB, ("none", "none"), tmp_path, device_memory=used - 4096)
-    stays = [engine._core.components.gradients.stays(unit) for unit in range(units)]
+    stays = [testing.inspect(engine).gradients_stay(unit) for unit in range(units)]
     assert any(stays) and not all(stays)
     engine.destroy(remove=True)
     expected = run(JOB, ("none", "none"), tmp_path / "memory", device="cpu")
@@ -299,7 +298,7 @@ def test_a_gradient_that_is_not_waited_for_shows_itself(
         self._arriving[0] = self._arriving[0]._replace(done=DONE)
         real(self)
 
-    monkeypatch.setattr(DeviceToHost, "_receive", early)
+    testing.replace(monkeypatch, "gradient.receive", early)
     device = LateDevice(0, 1.0)
     use_device(monkeypatch, device)
     with pytest.raises(offload.OffloadError):

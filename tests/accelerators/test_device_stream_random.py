@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from offload.engine.gradients import small_gradients
+from offload import testing
 from offload.sizes import GIB, MIB
 from offload.swapper.memory.device import DeviceRoom
 from tests.support import models
@@ -99,8 +99,8 @@ def carry_out(plan: Plan, seed: int, folder: Path, device: LateDevice) -> tuple[
                 losses.append(train_step(engine, plan.job, step))
                 norms.append(engine.get_global_grad_norm())
             result = Result(losses, norms, weights_of(engine))
-        totals = engine._core.components.gradients.totals
-        return result, any(totals.takes(unit) for unit in range(len(engine._core.components.layouts)))
+        inspected = testing.inspect(engine)
+        return result, any(inspected.gradients_add_up_on_device(unit) for unit in range(len(inspected.layouts)))
     finally:
         engine.destroy(remove=True)
 
@@ -110,7 +110,7 @@ def check(plan: Plan, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) 
     if plan.pieces:
         small_pieces(monkeypatch)
     expected = run(plan.job, ("none", "none"), folder / "plain")
-    monkeypatch.setattr(small_gradients, "SMALL", plan.small)
+    testing.replace(monkeypatch, "size.small_gradient", plan.small)
     device = LateDevice(seed, plan.lateness)
     device.spare = DeviceRoom(plan.spare, 0)
     use_device(monkeypatch, device)

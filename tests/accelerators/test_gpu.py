@@ -22,6 +22,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import offload
+from offload import testing
 from offload.sizes import GIB, MIB
 from tests.support import models
 from tests.support.oracle import (
@@ -127,7 +128,7 @@ def test_a_backward_does_not_wait_for_its_gradients(tmp_path: Path) -> None:
     torch.cuda._sleep(200_000_000)  # cycles: about a tenth of a second
     before = torch.cuda.Event()
     before.record()
-    engine._core.components.gradients.downloads._most = 1 << 40  # type: ignore[union-attr]  # its own wait is not what is meant
+    testing.inspect(engine).gradients.downloads._most = 1 << 40  # type: ignore[union-attr]  # its own wait is not what is meant
     engine.backward(loss)
     assert not before.query(), "the backward has waited for what came before it"
     engine.step()
@@ -140,7 +141,7 @@ def test_a_backward_does_not_wait_for_its_gradients(tmp_path: Path) -> None:
 @pytest.mark.parametrize("placement", [("cpu", "cpu"), ("nvme", "nvme"), ("cpu", "none")], ids="-".join)
 def test_all_copies_are_of_pinned_memory(placement: tuple[str, str], tmp_path: Path) -> None:
     engine = start(JOB, placement, tmp_path, **GPU)
-    arena = engine._core.components.arena
+    arena = testing.inspect(engine).host_arena
     wanted = sum(part.nbytes for part in arena._parts.values())
     assert arena.pinned_bytes == wanted > 0, "this machine limits pinned memory"
     steps(engine, JOB, 0, 2)
@@ -219,8 +220,8 @@ def test_every_placement_has_the_same_bits(accumulation: int, dtype: str, tmp_pa
 
 def test_what_lives_on_the_gpu_is_updated_there(tmp_path: Path) -> None:
     engine = start(JOB, ("none", "none"), tmp_path, **GPU)
-    units = range(len(engine._core.components.layouts))
-    assert all(engine._core.components.gradients.stays(unit) for unit in units)
+    units = range(len(testing.inspect(engine).layouts))
+    assert all(testing.inspect(engine).gradients_stay(unit) for unit in units)
     engine.destroy(remove=True)
 
 
@@ -231,8 +232,10 @@ def test_what_the_gpu_adds_up_has_the_bits_of_the_hosts_sums(placement: tuple[st
     job, found, copied = JOB._replace(accumulation=4, steps=4), list[Result](), list[int]()
     for name, room in (("host", room_for(job, 3)), ("gpu", 1 << 28)):
         engine = start(job, placement, tmp_path / name, **GPU, device_memory=room)
-        totals, device = engine._core.components.gradients.totals, engine._core.components.shards.device
-        assert all(totals.takes(unit) == (name == "gpu") for unit in range(len(engine._core.components.layouts)))
+        inspected, device = testing.inspect(engine), testing.inspect(engine).device
+        assert all(
+            inspected.gradients_add_up_on_device(unit) == (name == "gpu") for unit in range(len(inspected.layouts))
+        )
         nbytes, real = [0], device.download
 
         def counted(target: Any, source: Any, *given: Any, nbytes: Any = nbytes, real: Any = real) -> Any:

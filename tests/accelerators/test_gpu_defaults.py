@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from offload import kernels
+from offload import kernels, testing
 from offload.cli.main import app
 from offload.config import load_config
 from offload.engine.memory import report as reports
@@ -100,7 +100,7 @@ def test_the_memory_report_has_the_figures_of_torchs_allocator(tmp_path: Path, m
 def test_emulated_bf16_is_warned_of_once(
     native: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(dtype_choice, "warned", set())
+    testing.replace(monkeypatch, "dtype.warned", set())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native or including_emulation)
     base: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -143,7 +143,7 @@ def test_a_capture_of_a_cuda_graph_is_refused(tmp_path: Path, monkeypatch: pytes
     """Before anything is recorded on a stream; training goes on afterwards."""
     engine = start(models.GPT2, ("cpu", "cpu"), tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine._core.components.shards.device), "capturing", lambda _: True)
+        patch.setattr(type(testing.inspect(engine).device), "capturing", lambda _: True)
         with pytest.raises(UsageError, match="a CUDA graph cannot be captured"):
             models.GPT2.loss(engine, 0, 0)
     train_step(engine, models.GPT2, 0)

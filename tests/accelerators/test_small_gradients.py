@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offload
-from offload.engine.gradients import small_gradients
+from offload import testing
 from offload.engine.gradients.device_to_host import DeviceToHost
 from offload.engine.gradients.small_gradients import Piece, SmallGradients, join
 from offload.sizes import GIB, MIB
@@ -91,7 +91,7 @@ def test_neighbours_in_host_memory_are_copied_straight_to_their_places(
     missing: int | None, copies: int, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the padding between them, and with no byte of a parameter that has no gradient."""
-    monkeypatch.setattr(small_gradients, "THROUGH_STAGING", 100)
+    testing.replace(monkeypatch, "size.staged_gradient", 100)
     downloads, device = made
     memory = torch.full((256,), 7.0)
     places = [slice(0, 40), slice(64, 65), slice(96, 160), slice(160, 193), slice(224, 226)]  # of 32 elements or more
@@ -225,7 +225,7 @@ def test_what_is_joined_comes_apart_again(shapes: list[tuple[int, torch.dtype]])
 
 def late(patch: pytest.MonkeyPatch, small: int = MIB, lateness: float = 0.9) -> LateDevice:
     device = LateDevice(0, lateness)
-    patch.setattr(small_gradients, "SMALL", small)
+    testing.replace(patch, "size.small_gradient", small)
     use_device(patch, device)
     return device
 
@@ -239,7 +239,7 @@ def test_a_unit_of_small_gradients_is_one_download(
     for small in (MIB, NEVER):
         device = late(monkeypatch, small)
         engine = start(job, placement, tmp_path)
-        units, parameters = len(engine._core.components.layouts), len(list(engine.module.parameters()))
+        units, parameters = len(testing.inspect(engine).layouts), len(list(engine.module.parameters()))
         with Ticks(device):
             results[small] = trained(engine, job)
         downloads[small] = device.downloads / job.steps
@@ -263,7 +263,7 @@ def test_frozen_tied_and_unused_parameters_change_no_bit(
         device = late(monkeypatch, small)
         device.spare = DeviceRoom(spare, 0)
         engine = start(job, ("cpu", "cpu"), tmp_path / f"{small}-{spare}")
-        gradients = engine._core.components.gradients
+        gradients = testing.inspect(engine).gradients
         assert gradients.downloads is not None
         gradients.downloads.sums = sums
         with Ticks(device):
@@ -288,7 +288,7 @@ def test_an_error_in_a_backward_leaves_what_a_backward_has_added(
             late(monkeypatch)
         engine = start(job, ("cpu", "cpu"), tmp_path / name)
         at_once = name == "at once" and engine.device.type == "cpu"
-        assert (engine._core.components.gradients.downloads is None) == at_once
+        assert (testing.inspect(engine).gradients.downloads is None) == at_once
         losses = [train_step(engine, job, 0)]
         hook = engine.module.transformer.h[1].ln_2.weight.register_hook(failed)
         with pytest.raises(ValueError, match="of the user"):
@@ -365,16 +365,16 @@ def test_gradients_that_spill_leave_alone(tmp_path: Path, monkeypatch: pytest.Mo
     late(monkeypatch)
     least = least_host_memory(models.GPT2, tmp_path)
     engine = start(models.GPT2, ("nvme", "nvme"), tmp_path, host_memory=least)
-    gradients = engine._core.components.gradients
-    assert gradients.spill is not None and all(unit in gradients.spill for unit in range(len(gradients._titles)))
+    inspected = testing.inspect(engine)
+    assert all(inspected.gradients_spill(unit) for unit in range(len(inspected.layouts)))
     with monkeypatch.context() as patch:
-        patch.setattr(SmallGradients, "add", None)
+        testing.replace(patch, "gradient.add_small", None)
         train_step(engine, models.GPT2, 0)
     engine.destroy(remove=True)
 
 
 def test_a_cpu_copies_nothing_more(tmp_path: Path) -> None:
     engine = start(models.GPT2, ("cpu", "cpu"), tmp_path, device="cpu")
-    assert engine._core.components.gradients.downloads is None
-    assert isinstance(engine._core.components.shards.device, Device)
+    assert testing.inspect(engine).gradients.downloads is None
+    assert isinstance(testing.inspect(engine).device, Device)
     engine.destroy(remove=True)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import offload
+from offload import testing
 from offload.aio import DirectFile, File
 from offload.errors import IoError, StoreError, UsageError
 from offload.swapper.memory.host_arena import process_memory
@@ -177,7 +178,7 @@ def test_a_full_drive_is_told_and_training_goes_on_when_there_is_room(
             def full(file: DirectFile, nbytes: int) -> None:
                 raise IoError(str(file.path), 0, nbytes, errno.ENOSPC, "write")
 
-            patch.setattr(DirectFile, "reserve", full)
+            testing.replace(patch, "file.reserve", full)
             for _ in range(2):
                 with pytest.raises(StoreError, match="no room for inputs of checkpointed units"):
                     train_step(engine, DEEP, 0)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import offload
+from offload import testing
 from offload.swapper.memory.device import Device
 from tests.support import models
 from tests.support.modules.checkpointed import JOB, MEMORY, Stack, batch, kept, running, small_inputs_move, stack
@@ -177,7 +178,7 @@ def _kept_after_steps(job: Job, folder: Path) -> list[int]:
     found = []
     for step in range(2):
         train_step(engine, job, step)
-        found.append(sum(each["used"] for each in engine._core.components.activations.bytes_by_tier().values()))
+        found.append(testing.inspect(engine).activation_bytes)
     engine.destroy(remove=True)
     return found
 
@@ -303,7 +304,7 @@ def test_a_profile_is_a_line_of_each_step(tmp_path: Path, caplog: pytest.LogCapt
 def test_the_device_is_awaited_at_each_border(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = _with_keys(JOB, tmp_path, synchronize_checkpoint_boundary=True, number_checkpoints=8)
     waits: list[None] = []
-    device: Device = engine._core.components.shards.device
+    device: Device = testing.inspect(engine).device
     monkeypatch.setattr(device, "synchronize", lambda: waits.append(None))
     loss = JOB.loss(engine, 0, 0)
     assert len(waits) == 2 * 8

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import offload
+from offload import testing
 from offload.aio import DirectFile
 from offload.engine.activations.host_blocks import HostBlocks
 from offload.engine.activations.kept_inputs import _MOST_SHARED, KeptInputs
@@ -191,7 +192,7 @@ def test_host_memory_for_all_inputs_is_allocated_at_once(tmp_path: Path, monkeyp
         counts.append(count)
         return slab(blocks, size, count)
 
-    monkeypatch.setattr(HostBlocks, "_slab", counted)
+    testing.replace(monkeypatch, "input.slab", counted)
     job = _deep(8)
     asked = config(job, ("cpu", "cpu"), tmp_path, activations="cpu")
     for whole in (True, False):
@@ -240,7 +241,7 @@ def test_an_input_that_lost_its_host_memory_to_another_engine_is_told(
     with running(_deep(12), tmp_path, activations="nvme") as engine:
         loss = large_loss(engine, 0, 0)
         assert used(engine)["disk"] > 0
-        monkeypatch.setattr(HostBlocks, "take", lambda *_: None)
+        testing.replace(monkeypatch, "input.take", lambda *_: None)
         with pytest.raises(BudgetError, match="of an input of a checkpointed unit, which is on disk"):
             engine.backward(loss)
         monkeypatch.undo()
@@ -307,7 +308,7 @@ def test_a_drive_with_room_for_some_slots_alone_gives_these(tmp_path: Path, monk
             left[0] -= nbytes
             reserve(file, nbytes)
 
-        monkeypatch.setattr(DirectFile, "reserve", part)
+        testing.replace(monkeypatch, "file.reserve", part)
         assert [train_step(engine, job, step) for step in range(job.steps)] == expected
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import offload
+from offload import testing
 from offload.engine.activations.kept_input import KeptInput
 from offload.engine.activations.kept_inputs import KeptInputs
 from tests import device
@@ -153,7 +154,7 @@ def test_an_upload_ahead_without_device_memory_is_made_when_it_is_needed(
             raise torch.OutOfMemoryError("of the test")
         upload(self, kept)
 
-    monkeypatch.setattr(KeptInputs, "_upload", without_memory)
+    testing.replace(monkeypatch, "input.upload", without_memory)
     device.seed(3, 0.95)
     assert _norms("plain", 3, tmp_path / "late", activations=tier) == expected
     assert refused

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offload.engine.activations import kept_input
+from offload import testing
 from tests.models.test_module_kinds import AREAS, DISK, MEMORY, Case
 from tests.support.oracle import assert_same, room_for, run
 
@@ -16,7 +16,7 @@ TIERS = ("device", "cpu", "nvme", "auto")
 
 @pytest.fixture(autouse=True)
 def _tiny_inputs_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_input, "LEAST_NBYTES", 1)
+    testing.replace(monkeypatch, "size.least_kept_input", 1)
 
 
 ROWS = [

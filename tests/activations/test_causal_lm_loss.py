@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
+from offload import testing
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.losses import causal_lm
 from tests.support import models
@@ -227,11 +228,10 @@ def test_bits_do_not_depend_on_the_tier(dtype: str, tmp_path: Path) -> None:
 
 def test_the_head_is_brought_once(tmp_path: Path) -> None:
     engine = start(CHUNKED, ("nvme", "nvme"), tmp_path)
-    pager = engine._core.components.pager
+    pager = testing.inspect(engine).pager
     acquired: list[int] = []
-    acquire = pager.acquire
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pager, "acquire", lambda unit: (acquired.append(unit), acquire(unit))[1])
+        testing.intercept(patch, "pager.acquire", lambda real, *call: (acquired.append(call[1]), real(*call))[1])
         loss = chunked_loss(engine, 0, 0)
         engine.backward(loss)
     names = [entry.size.name for entry in pager.table.entries]
@@ -249,7 +249,7 @@ def test_a_loss_outside_of_the_model_trains_the_head(tmp_path: Path) -> None:
         ids, head = tokens_for(0, 0), engine.module.inner.lm_head
         hidden = engine(ids)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ParamHandle, "read", lambda handle: (reads.append(handle.name), read(handle))[1])
+            testing.replace(patch, "parameter.read", lambda handle: (reads.append(handle.name), read(handle))[1])
             engine.backward(engine(ids, ids) if inside else causal_lm(hidden, head, ids, chunk_tokens=5))
         gradients.append(offload.safe_get_full_grad(head.weight).clone())
         engine.step()

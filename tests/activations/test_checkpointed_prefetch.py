@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 
+from offload import testing
 from offload.aio import Priority
 from offload.states import State
 from offload.swapper.pager import Pager
@@ -60,13 +61,12 @@ def test_blocks_are_on_the_device_at_each_use(tmp_path: Path, monkeypatch: pytes
     for step in range(2):
         train_step(engine, JOB, step)
     found: list[tuple[str, Residency]] = []
-    acquire = Pager.acquire
 
-    def watched(pager: Pager, unit: int, ahead: bool = True) -> torch.Tensor:
+    def watched(acquire: Any, pager: Pager, unit: int, *ahead: bool) -> torch.Tensor:
         found.append((pager.sizes[unit].name, pager.residency(unit)))
-        return acquire(pager, unit, ahead)
+        return acquire(pager, unit, *ahead)
 
-    monkeypatch.setattr(Pager, "acquire", watched)
+    testing.intercept(monkeypatch, "pager.acquire", watched)
     in_backward(engine, found.clear)
     train_step(engine, JOB, 2)
     blocks = [residency for name, residency in found if "layers" in name]
@@ -82,16 +82,23 @@ def test_reads_in_place_begin_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for step in range(2):
         train_step(engine, JOB, step)
     priorities: list[Priority] = []
-    read = Store.read
 
     def watched(
-        store: Store, unit: int, state: State, slot: int, first: int, buffer: memoryview, *more: Any, **options: Any
+        read: Any,
+        store: Store,
+        unit: int,
+        state: State,
+        slot: int,
+        first: int,
+        buffer: memoryview,
+        *more: Any,
+        **options: Any,
     ) -> Any:
         if state is State.WEIGHT:
             priorities.append(more[0] if more else options["priority"])
         return read(store, unit, state, slot, first, buffer, *more, **options)
 
-    monkeypatch.setattr(Store, "read", watched)
+    testing.intercept(monkeypatch, "store.read", watched)
     in_backward(engine, priorities.clear)
     train_step(engine, JOB, 2)
     assert priorities.count(Priority.NORMAL) >= LAYERS

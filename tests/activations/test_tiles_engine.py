@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import offload
+from offload import testing
 from offload.engine.gradients.accumulator import GradientAccumulator
 from tests.activations.in_pieces import Gated
 from tests.activations.test_causal_lm_loss import Peak
@@ -89,10 +90,9 @@ def test_a_small_budget_changes_no_bit(units: tuple[str, ...], tmp_path: Path) -
 
 def acquired(engine: Any, work: Callable[[], Any]) -> list[str]:
     """Returns the units that the pager is asked for, in order, while `work` runs."""
-    pager, found = engine._core.components.pager, list[int]()
-    acquire = pager.acquire
+    pager, found = testing.inspect(engine).pager, list[int]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pager, "acquire", lambda unit: (found.append(unit), acquire(unit))[1])
+        testing.intercept(patch, "pager.acquire", lambda real, *call: (found.append(call[1]), real(*call))[1])
         work()
     names = [entry.size.name for entry in pager.table.entries]
     return [names[unit] for unit in found]
@@ -146,7 +146,7 @@ def test_a_parameter_has_one_gradient_a_micro_batch(tmp_path: Path) -> None:
         return counted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradientAccumulator, "adder", counting)  # before hooks bind it
+        testing.replace(patch, "gradient.adder", counting)  # before hooks bind it
         engine = start(JOBS["llama"], DISK, tmp_path, tile_mlp=4)
         engine.backward(models.language_loss(engine, 0, 0))
     assert len(calls) == len(set(calls)) == len(list(engine.module.parameters()))

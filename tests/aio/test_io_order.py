@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from offload import testing
 from offload.aio import DirectFile, IoQueue, Priority, aligned_empty
 from offload.aio import windows as rule
 from offload.aio.windows import WINDOW_BYTES, window_bytes
@@ -199,7 +200,7 @@ def test_an_engine_says_that_its_drives_have_windows(tmp_path: Path) -> None:
     for drive, window in ((Drive(GB, GB, GB), 0), (SLOW_AT_ONCE, WINDOW_BYTES)):
         keep_probe(tmp_path, drive)
         engine = start(models.GPT2, ("nvme", "nvme"), tmp_path)
-        queue = engine._core.components.queue
+        queue = testing.inspect(engine).queue
         assert queue is not None and queue.window_bytes == queue._queue.window_bytes == window
         assert any("in windows of 128.0 MiB" in line for line in engine.notices) == bool(window)
         engine.destroy(remove=True)

@@ -11,6 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import offload
+from offload import testing
 from offload.aio import Bandwidth
 from offload.aio.backend import refusals
 from offload.bench.tune_io import Trial, choose, write_config
@@ -114,7 +115,7 @@ def test_the_engine_takes_the_block(tmp_path: Path) -> None:
         "offload": {"io_backend": "libaio" if refusals()["libaio"] is None else "threads"},
     }
     engine, *_ = offload.initialize(model=nn.Linear(64, 64), config=config)
-    queue = engine._core.components.queue._queue
+    queue = testing.inspect(engine).queue._queue
     try:
         assert queue.block_bytes == 65536
         shape = (queue.threads, queue.depth)

@@ -17,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 import offload
+from offload import testing
 from offload.bench.drive import Rates, kernel_bytes
 from offload.bench.swap_figures import Row, Turn, find_limit, in_words, make_row
 from offload.bench.swap_plan import Plan, make_plan
@@ -81,7 +82,7 @@ def test_it_says_nothing_of_a_config_that_nobody_wrote(tmp_path: Path) -> None:
 def test_a_drive_without_room_for_two_slots_is_told_in_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.engine.setup.resume.find_shortage", lambda *_: Shortage(str(tmp_path), 1 << 30, 1))
+    testing.replace(monkeypatch, "disk.shortage_of_run", lambda *_: Shortage(str(tmp_path), 1 << 30, 1))
     answer = _json(str(tmp_path), *SMALL, "--no-in-memory")
     assert answer["durability"] == "none"
     assert [line[:39] for line in answer["notices"]] == ["durability none: two slots need 1.0 GiB"]

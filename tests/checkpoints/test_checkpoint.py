@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import offload
-from offload import kernels
+from offload import kernels, testing
 from offload.engine.checkpoint.files import checkpoints
 from offload.errors import StoreError
 from tests.support import models, rounding_bounds
@@ -106,7 +106,7 @@ def test_units_may_be_cut_otherwise(tmp_path: Path) -> None:
     unbroken = run(job, DISK, tmp_path / "whole", units=["GPT2Block"])
     losses = saved(job, DISK, tmp_path)
     engine = begin(job, DISK, tmp_path / "second", units=["GPT2MLP", "GPT2Attention"])
-    units = len(engine._core.components.layouts)
+    units = len(testing.inspect(engine).layouts)
     engine.load_checkpoint(tmp_path / "saved")
     losses += [train_step(engine, job, step) for step in range(2, 4)]
     manifest = checkpoints(tmp_path / "saved")["global_step2"]
@@ -124,7 +124,7 @@ def test_what_was_loaded_is_what_a_kill_leaves(tmp_path: Path) -> None:
     for step in range(5, 9):
         train_step(engine, job, step)
     engine.load_checkpoint(tmp_path / "saved")
-    engine._core.shutdown.abandon(remove=False)  # as a kill would: nothing is finished
+    testing.abandon(engine, remove=False)  # as a kill would: nothing is finished
     again = begin(job, DISK, tmp_path / "second", resume="must")
     assert again.global_steps == 2
     losses += [train_step(again, job, step) for step in range(2, 4)]
@@ -245,7 +245,7 @@ def test_without_optimizer_states_moments_stay(placement: tuple[str, str], tmp_p
     )
     for name, value in after.items():
         assert torch.equal(value, (before if "exp_avg" in name else first)[name]), name
-    assert engine._core.state.parameter_steps[0][0] == 3 and engine.global_steps == 2
+    assert testing.inspect(engine).parameter_steps[0][0] == 3 and engine.global_steps == 2
     engine.destroy(remove=True)
 
 
@@ -358,7 +358,7 @@ def test_other_parameters_may_be_frozen(placement: tuple[str, str], tmp_path: Pa
     assert all(torch.equal(loaded[n], value.to(torch.bfloat16)) for n, value in masters(tmp_path / "saved").items())
     engine.save_checkpoint(tmp_path / "again", tag="t")
     tensors = safetensors.torch.load_file(tmp_path / "again" / "t" / "states.rank0.safetensors")
-    layouts, steps = engine._core.components.layouts, engine._core.state.parameter_steps
+    layouts, steps = testing.inspect(engine).layouts, testing.inspect(engine).parameter_steps
     unit = next(i for i, layout in enumerate(layouts) if layout.name == "blocks.1")
     assert not tensors[f"{unit}.exp_avg"].any() and not tensors[f"{unit}.residual"].any() and steps[unit] == [0] * 4
     train_step(engine, thawed, 4)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from offload import testing
 from offload.aio import IoQueue
 from offload.engine.checkpoint import save as checkpoint_save
 from offload.errors import EngineFailed, IoError, StoreError
@@ -102,10 +103,9 @@ def test_swap_files_that_are_damaged_are_not_saved(tmp_path: Path) -> None:
     engine = start(job, DISK, tmp_path / "run")
     train_step(engine, job, 0)
     engine.save_checkpoint(tmp_path / "saved")
-    store = engine._core.components.store
+    store = testing.inspect(engine).store
     assert store is not None
-    place = store._places[1][list(engine._core.components.shards.states(1))[1]][store.newest[1]]
-    flip_bit(store.folders[0] / "states", place.offset(100))
+    flip_bit(*testing.inspect(engine).state_place(1, State.EXP_AVG, 100))
     with pytest.raises(OSError, match="checksum"):
         engine.save_checkpoint(tmp_path / "saved", tag="bad")
     assert {path.name for path in (tmp_path / "saved").iterdir()} == {"global_step1", "latest"}
@@ -136,10 +136,9 @@ def test_damage_that_a_save_finds_makes_the_swap_files_suspect(tmp_path: Path) -
     engine = start(models.GPT2, DISK, tmp_path / "run")
     train_step(engine, models.GPT2, 0)
     engine.save_checkpoint(tmp_path / "saved")
-    store = engine._core.components.store
+    store = testing.inspect(engine).store
     assert store is not None
-    place = store._places[1][State.EXP_AVG][store.newest[1]]
-    flip_bit(store.folders[0] / "states", place.offset(100))
+    flip_bit(*testing.inspect(engine).state_place(1, State.EXP_AVG, 100))
     with pytest.raises(IoError, match=r"exp_avg of .*, slot [AB],.*checksum"):
         engine.save_checkpoint(tmp_path / "saved", tag="bad")
     assert (store.folders[0] / "suspect").exists(), "the next start reads all"
@@ -179,8 +178,8 @@ def test_a_load_that_fails_half_way_stops_the_engine(tmp_path: Path, monkeypatch
     def fails(*_: Any) -> None:
         raise IoError("states", 0, 1, 5, "write")
 
-    assert engine._core.components.store is not None
-    monkeypatch.setattr(engine._core.components.store, "commit", fails)
+    assert testing.inspect(engine).store is not None
+    monkeypatch.setattr(testing.inspect(engine).store, "commit", fails)
     with pytest.raises((IoError, EngineFailed)):
         engine.load_checkpoint(tmp_path / "saved")
     with pytest.raises(EngineFailed):

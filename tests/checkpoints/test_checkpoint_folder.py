@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import offload
+from offload import testing
 from offload.engine.checkpoint import directory as checkpoint_folder
 from offload.engine.checkpoint import save as checkpoint_save
 from offload.engine.checkpoint.directory import begin_folder, end_folder, only_save, prune, saver, write_new
@@ -215,11 +216,11 @@ def test_two_engines_of_one_process(engine: offload.Engine, tmp_path: Path, monk
         assert go_on.wait(60)
         return result
 
-    monkeypatch.setattr(checkpoint_save, "_write_states", write)
+    testing.replace(monkeypatch, "checkpoint.write_states", write)
     first = threading.Thread(target=second.save_checkpoint, args=(tmp_path / "saved", "tag"))
     first.start()
     assert written.wait(60)
-    monkeypatch.setattr(checkpoint_save, "_write_states", real)
+    testing.replace(monkeypatch, "checkpoint.write_states", real)
     for tag in ("tag", "another"):
         with pytest.raises(StoreError, match=f"process {os.getpid()} .*is saving into "):
             engine.save_checkpoint(tmp_path / "saved", tag=tag)
@@ -343,7 +344,7 @@ def test_one_that_was_set_aside_gets_its_name_again(
 def test_one_that_was_set_aside_outlives_what_is_damaged(
     engine: offload.Engine, saved_checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_folder, "exchange", lambda *_: False)
+    testing.replace(monkeypatch, "folder.exchange", lambda *_: False)
     for name in ("a", ".a.old"):
         shutil.copytree(saved_checkpoint, folder / name)
     (folder / "a" / "states.rank0.safetensors").unlink()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from offload import testing
 from offload.engine.checkpoint import restore as checkpoint_fill
 from offload.fileio import buffered_copy as flow
 from tests.checkpoints.checkpoint_runs import DISK
@@ -55,16 +56,16 @@ def test_a_load_with_frozen_weights_takes_one_set_of_buffers(
         weakref.finalize(memory, lambda: now.__setitem__(0, now[0] - nbytes))
         return memory
 
-    monkeypatch.setattr(flow, "aligned_empty", counted)
+    testing.replace(monkeypatch, "checkpoint.buffer", counted)
     monkeypatch.setattr(checkpoint_fill, "aligned_empty", counted, raising=False)
     wrote: list[str] = []
-    real_put = type(engine._core.components.store).write
+    real_put = type(testing.inspect(engine).store).write
 
     def write(store: Any, unit: int, state: Any, *rest: Any) -> Any:
-        wrote.append(engine._core.components.shards.sizes[unit].title)
+        wrote.append(testing.inspect(engine).sizes[unit].title)
         return real_put(store, unit, state, *rest)
 
-    monkeypatch.setattr(type(engine._core.components.store), "write", write)
+    monkeypatch.setattr(type(testing.inspect(engine).store), "write", write)
     engine.load_checkpoint(tmp_path / "saved")
     assert most[0] == flow.BUFFERS * flow.BUFFER_NBYTES
     assert any("layers.1" in title for title in wrote) == others

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from offload import testing
 from offload.errors import StoreError, UsageError
 from tests.support.oracle import assert_same_tensors, weights_of
 from tests.support.processes.user_script import (
@@ -94,7 +95,7 @@ def test_two_loads_in_a_row_are_one(loads: int, tmp_path: Path) -> None:
 
 def killed_after(script: Script) -> None:
     """As a kill would leave it: nothing is finished."""
-    script.engine._core.shutdown.abandon(remove=False)
+    testing.abandon(script.engine, remove=False)
 
 
 @pytest.mark.sample(1)

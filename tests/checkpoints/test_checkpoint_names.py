@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.engine.checkpoint import directory as checkpoint_folder
+from offload import testing
 from offload.engine.checkpoint.files import checkpoints
 from offload.errors import StoreError, UsageError
 from tests.support import models
@@ -79,7 +79,7 @@ def test_a_checkpoint_of_the_same_name_is_replaced(
     at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not at_once:
-        monkeypatch.setattr(checkpoint_folder, "exchange", lambda *_: False)
+        testing.replace(monkeypatch, "folder.exchange", lambda *_: False)
     engine = start(models.GPT2, CPU, tmp_path / "run")
     for step in range(2):
         train_step(engine, models.GPT2, step)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import offload
+from offload import testing
 from offload.engine.checkpoint import load as checkpoint_load
 from offload.engine.checkpoint import save as checkpoint_save
 from offload.errors import IoError, RankError, StoreError, UsageError
@@ -224,7 +225,7 @@ def one_saves_alone(folder: Path, what: str) -> str:
     except RankError as error:
         return str(error)
     finally:
-        engine._core.shutdown.abandon(remove=True)
+        testing.abandon(engine, remove=True)
     return ""
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import offload
+from offload import testing
 from offload.aio import IoQueue, aligned_empty
 from offload.engine.model_io.weight_source import StoreSource
 from offload.engine.reshard import reshard as resharding
@@ -164,7 +165,9 @@ def test_a_kill_between_two_columns_leaves_a_run_for_either_number(ranks: int, e
 def fails_in_one_column(folder: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if rank_and_size()[0] == 1:
-            patch.setattr(Store, "wrote", lambda *_: (_ for _ in ()).throw(IoError("a file", 0, 10, 5, "write")))
+            testing.replace(
+                patch, "store.wrote", lambda *_: (_ for _ in ()).throw(IoError("a file", 0, 10, 5, "write"))
+            )
         try:
             start(folder, resume="must")
         except (StoreError, IoError) as error:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import offload
+from offload import testing
 from offload.aio import Bandwidth, IoQueue, aligned_empty
 from offload.engine.checkpoint.resharding import shards_of_scales
 from offload.engine.model_io.weight_source import StoreSource
@@ -25,7 +26,7 @@ from offload.runs.inspection import inspect
 from offload.runs.verify import RunChecking
 from offload.states import State
 from offload.swapper.modes import MODES, Mode
-from offload.swapper.store import drives, find_removal, rank_folders, remove_run, run_status, swap_files
+from offload.swapper.store import find_removal, rank_folders, remove_run, run_status, swap_files
 from offload.swapper.store.format.run_notes import RESHARDED
 from offload.swapper.store.inspection import is_run, look
 from offload.swapper.store.rank_folder import Lock
@@ -183,7 +184,7 @@ def on_two_drives(case: Case, folder: Path, function: Callable[..., Any]) -> Any
     """Calls `function` with swap files on two drives, whose speeds are not measured."""
     paths = [str(folder / "swap"), str(folder / "swap2")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drives, "_measured", lambda folders, nbytes: [Bandwidth(1e9, 1e9) for _ in folders])
+        testing.replace(patch, "drives.measured", lambda folders, nbytes: [Bandwidth(1e9, 1e9) for _ in folders])
         return function(dataclasses.replace(case, options={"nvme_path": paths}), folder)
 
 
@@ -301,7 +302,7 @@ def test_an_error_after_the_note_is_made_up_for_by_the_next_start(
     of_two: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(switch, "_rename", _fail)
+        testing.replace(patch, "folder.rename", _fail)
         with pytest.raises(IoError, match="a file"):
             resumed(PLAIN, tmp_path)
     states, _, _, notices = resumed(PLAIN, tmp_path)

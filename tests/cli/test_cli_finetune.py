@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from offload import testing
 from offload.cli.main import app
 from offload.errors import StoreError
 from tests.support.model_folders import MARKING_TEMPLATE, make_folder, write_lines
@@ -168,7 +169,7 @@ def test_a_save_that_fails_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         raise StoreError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr("offload.engine.model_io.save_pretrained.check_room", full)
+        testing.replace(patch, "disk.shortage_of_model", full)
         failed = call("--steps", "2", "--save", "out")
     assert failed.exit_code == 1 and "--resume auto" in failed.stderr and not Path("out").exists(), failed.output
     found = facts(call("--steps", "2", "--save", "out", "--resume", "auto", "--json"))

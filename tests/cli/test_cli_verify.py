@@ -12,13 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 import offload
+from offload import testing
 from offload.aio import Bandwidth
 from offload.cli.main import app
 from offload.errors import OffloadError
 from offload.runs.verify import RankReport, resumable_step
 from offload.states import State
 from offload.swapper.modes import MODES
-from offload.swapper.store import drives as drives_module
 from offload.swapper.store.format.manifest import Extents
 from offload.swapper.store.inspection import look
 from tests.support import models
@@ -43,8 +43,8 @@ def swap(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two drives with a run of three steps, in small stripes."""
     folder = tmp_path_factory.mktemp("swap")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drives_module, "_STRIPE_BYTES", 64 << 10)
-        patch.setattr(drives_module, "_measured", lambda folders, nbytes: [Bandwidth(2e9, 2e9)] * len(folders))
+        testing.replace(patch, "size.stripe", 64 << 10)
+        testing.replace(patch, "drives.measured", lambda folders, nbytes: [Bandwidth(2e9, 2e9)] * len(folders))
         trained(folder, 3).destroy()
     return folder
 
@@ -255,7 +255,7 @@ def test_the_step_after_writes_over_the_commit_before(swap: Path, run: Path, tmp
     """Which is no damage: the run goes on from its last commit."""
     engine = trained(tmp_path, 2)
     train_step(engine, JOB, 2)
-    engine._core.await_updates()  # written, and not committed: that is done by the next step
+    testing.settle(engine, commit=False)  # written, and not committed: that is done by the next step
     for drive in ("first", "second"):
         shutil.copytree(tmp_path / drive / "default", tmp_path / "left" / drive / "default")
     engine.destroy()

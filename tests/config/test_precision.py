@@ -12,10 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 import offload
-from offload import precision
+from offload import precision, testing
 from offload.cli.main import app
 from offload.config import load_config
-from offload.engine.setup import dtype_choice
 from offload.errors import RankError
 from offload.hardware import probe
 from offload.hardware.probe.measure import machine_of
@@ -37,7 +36,7 @@ OPEN = {"train_batch_size": 1, "bf16": {"enabled": "auto"}, "offload": {"device"
 def machine(monkeypatch: pytest.MonkeyPatch, found: Rates) -> None:
     """From here on the processor is of that speed, and nobody was warned of it."""
     monkeypatch.setattr(precision, "rates", lambda half: found)
-    monkeypatch.setattr(dtype_choice, "warned", set())
+    testing.replace(monkeypatch, "dtype.warned", set())
 
 
 # -- the decision --------------------------------------------------------------------------------------

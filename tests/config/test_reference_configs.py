@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import Dataset
 
 import offload
+from offload import testing
 from offload.config import Batch, load_config, resolve_batch
-from offload.engine.setup import initialize
 from offload.errors import ConfigError
 from tests.support import models, rounding_bounds
 from tests.support.oracle import Job, PlainEngine
@@ -206,7 +206,7 @@ class Ids(Dataset[dict[str, torch.Tensor]]):
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the plain loop: the files do not name a device."""
-    monkeypatch.setattr(initialize, "compute_device", lambda _: torch.device("cpu"))
+    testing.replace(monkeypatch, "device.choose", lambda _: torch.device("cpu"))
 
 
 @pytest.mark.sample(1)

@@ -21,6 +21,7 @@ import torch
 from typer.testing import CliRunner
 
 import offload
+from offload import testing
 from offload.cli.main import app
 from offload.deepspeed.utils import zero_to_fp32
 from offload.engine.checkpoint.foreign.zero import OFFLOADED
@@ -126,7 +127,7 @@ def test_masters_and_moments_are_those_of_deepspeeds_own_converter(case: str, da
         engine = start(tmp_path / "run")
         engine.load_checkpoint(folder)
         assert engine.global_steps == BEFORE and {
-            each for row in engine._core.state.parameter_steps for each in row
+            each for row in testing.inspect(engine).parameter_steps for each in row
         } == {BEFORE}
         loaded = {name: value.flatten() for name, value in states(engine).items()}
         assert_same_tensors(loaded, {name: expected[name].flatten() for name in loaded})

@@ -16,6 +16,7 @@ from torch import nn
 
 import offload
 import offload.deepspeed as deepspeed
+from offload import testing
 from offload.errors import ConfigError, UsageError
 
 DATA = [(torch.randn(4, generator=torch.Generator().manual_seed(row)), torch.ones(1)) for row in range(4)]
@@ -331,7 +332,7 @@ def test_leaf_modules_are_units(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no module of Sequential"):
         utils.set_z3_leaf_modules(model, [nn.Conv2d])
     engine, *_ = deepspeed.initialize(model=model, config=config(tmp_path))
-    assert "0.1" in [layout.name for layout in engine._core.components.layouts]
+    assert "0.1" in [layout.name for layout in testing.inspect(engine).layouts]
     engine.destroy()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import offload
-from offload.engine import param_access as looking
+from offload import testing
 from offload.errors import UsageError
 from tests.support import models, rounding_bounds
 from tests.support.oracle import PlainEngine, least_host_memory, small_pieces, start, train_step
@@ -82,13 +82,13 @@ def test_the_shard_of_a_single_rank_is_complete(tmp_path: Path) -> None:
 def test_spilled_gradients_and_small_chunks_are_read_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read goes over many chunks, tiles and windows of gradients on disk."""
     small_pieces(monkeypatch)
-    monkeypatch.setattr(looking, "CHUNK", 1024)
+    testing.replace(monkeypatch, "size.parameter_access", 1024)
     job = models.MIXTURE._replace(dtype="bf16")
     least = least_host_memory(job, tmp_path)
     found = []
     for name, options in (("least", {"host_memory": least}), ("room", {})):
         engine = start(job, DISK, tmp_path / name, **options)
-        assert (engine._core.components.gradients.spill is not None) == (name == "least")
+        assert testing.inspect(engine).gradients_spill(0) == (name == "least")
         found.append(a_round(engine, job, lambda engine=engine: everything(engine.module)))  # type: ignore[misc]
         backward(engine, job, 3)
         for number, parameter in enumerate(p for p in engine.module.parameters() if p.requires_grad):
@@ -124,7 +124,7 @@ def test_a_read_takes_what_it_reads_and_nothing_else(tmp_path: Path) -> None:
     train_step(engine, GPT2, 0)
     weight = engine.module.transformer.h[0].mlp.c_fc.weight
     engine.zero_grad()
-    engine._core.components.update_worker.finish()
+    testing.settle(engine)
     before = engine.io_bytes().read
     state = offload.safe_get_full_optimizer_state(weight, "exp_avg")
     assert engine.io_bytes().read - before <= 4 * weight.numel() + 2 * 4096

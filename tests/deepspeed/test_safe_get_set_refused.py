@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.engine import param_values as looking
+from offload import testing
 from offload.errors import BudgetError, UsageError
 from tests.support import models
 from tests.support.oracle import room_for, run, start, train_step
@@ -138,7 +138,7 @@ def test_refused_and_nothing_is_harmed(tmp_path: Path) -> None:
 def test_a_budget_error_where_the_ram_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(models.GPT2, DISK, tmp_path)
     weight = engine.module.lm_head.weight
-    monkeypatch.setattr(looking, "free_host_memory", lambda: 4 * weight.numel() - 1)
+    testing.replace(monkeypatch, "memory.free", lambda: 4 * weight.numel() - 1)
     with pytest.raises(BudgetError, match=r"transformer\.wte\.weight takes .* of RAM"):
         offload.safe_get_full_optimizer_state(weight, "exp_avg")
     with pytest.raises(BudgetError, match="of RAM"):

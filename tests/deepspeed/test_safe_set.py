@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import offload
+from offload import testing
 from tests.support import models, rounding_bounds
 from tests.support.drives.fault_injection import die
 from tests.support.oracle import Job, PlainEngine, dies, start, train_step
@@ -197,8 +198,7 @@ def _edit_and_die(job: Job, placement: tuple[str, str], folder: Path, steps: int
     for step in range(2, 2 + steps):
         train_step(engine, job, step)
     everything(engine.module)  # the first call after a step, which its commit waits for, and all edits are carried out
-    engine._core.components.weights.flush()
-    engine._core.components.update_worker.finish()
+    testing.settle(engine)
     die()
 
 

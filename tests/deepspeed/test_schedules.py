@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import offload
-from offload import schedules
+from offload import schedules, testing
 from offload.config import SCHEDULES, load_config
 from offload.engine.training import build_scheduler as schedule_choice
 from tests.support import rounding_bounds
@@ -259,8 +259,8 @@ def start(folder: Path, block: Any, resume: str = "auto", lr: float = LR) -> Scr
 def kill(engine: offload.Engine) -> None:
     """As SIGKILL does right after the commit of the last step: nothing more is written."""
     engine.mean(0.0)  # the first call after the step, which takes what the commit holds
-    engine._core.components.update_worker.finish()
-    engine._core.shutdown.abandon(remove=False)
+    testing.settle(engine)
+    testing.abandon(engine, remove=False)
 
 
 @pytest.mark.sample(2)

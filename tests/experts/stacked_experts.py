@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 
 import offload
+from offload import testing
 from offload.states import State
 from tests.support.modules.mixtures import few_tokens, qwen
 from tests.support.oracle import Job
@@ -20,24 +21,24 @@ SIXTEEN = Job(partial(qwen, 16), few_tokens, steps=4)
 
 def device_nbytes(engine: offload.Engine, title: str) -> int:
     """Returns the bytes on the device of the units whose names contain `title`."""
-    layouts = engine._core.components.layouts
+    layouts = testing.inspect(engine).layouts
     return sum(4 * layout.device_numel for layout in layouts if title in layout.name)
 
 
 def moved(engine: offload.Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[str, State]]]:
     """Returns lists that receive (unit's name, state) of each read and write of the store from now on."""
-    components = engine._core.components
+    inspected = testing.inspect(engine)
     found: dict[str, list[tuple[str, State]]] = {"read": [], "write": []}
 
     def told(real: Any, calls: list[tuple[str, State]]) -> Any:
         def call(unit: int, state: State, *args: Any, **kwargs: Any) -> Any:
-            calls.append((components.layouts[unit].name, state))
+            calls.append((inspected.layouts[unit].name, state))
             return real(unit, state, *args, **kwargs)
 
         return call
 
     for way, calls in found.items():
-        monkeypatch.setattr(components.store, way, told(getattr(components.store, way), calls))
+        monkeypatch.setattr(inspected.store, way, told(getattr(inspected.store, way), calls))
     return found
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import offload
+from offload import testing
 from offload.states import State
 from offload.swapper.store import Store
 from tests.support import models, rounding_bounds
@@ -113,7 +114,7 @@ JOB = Job(Model, expert_loss, steps=7)
 def expert_units(engine: offload.Engine, experts: set[int]) -> set[int]:
     """The units of these experts, in all layers."""
     names = {f"layers.{layer}.experts.{expert}" for layer in range(2) for expert in experts}
-    found = {unit for unit, layout in enumerate(engine._core.components.layouts) if layout.name in names}
+    found = {unit for unit, layout in enumerate(testing.inspect(engine).layouts) if layout.name in names}
     assert len(found) == len(names), "each expert is a unit"
     return found
 
@@ -144,16 +145,16 @@ def test_what_no_token_visits_is_neither_read_nor_updated(
     job = JOB._replace(accumulation=accumulation, dtype="bf16")
     engine = start(job, DISK, tmp_path, device_memory=room_for(job, 3))
     every, never = expert_units(engine, set(range(EXPERTS))), expert_units(engine, {NEVER})
-    store = engine._core.components.store
+    store = testing.inspect(engine).store
     assert store is not None
-    engine._core.components.update_worker.finish(commit=False)
+    testing.settle(engine, commit=False)
     before: set[int] = set()
     for calls in moved.values():
         calls.clear()
     for step in range(job.steps):
-        slots, counts = list(store.newest), [list(each) for each in engine._core.state.parameter_steps]
+        slots, counts = list(store.newest), [list(each) for each in testing.inspect(engine).parameter_steps]
         train_step(engine, job, step)
-        engine._core.components.update_worker.finish(commit=False)
+        testing.settle(engine, commit=False)
         now = expert_units(engine, set.union(*(visited(step, micro) for micro in range(accumulation))))
         # The order of the step before is what is read ahead of.
         read = {unit for unit, _ in moved["read"]} & every
@@ -163,12 +164,12 @@ def test_what_no_token_visits_is_neither_read_nor_updated(
         for unit in every:
             stepped = unit in now
             assert (store.newest[unit] != slots[unit]) == stepped
-            assert engine._core.state.parameter_steps[unit] == [count + stepped for count in counts[unit]]
+            assert testing.inspect(engine).parameter_steps[unit] == [count + stepped for count in counts[unit]]
         before = now
         for calls in moved.values():
             calls.clear()
     for unit in never:
-        for segment in engine._core.components.layouts[unit].segments:
+        for segment in testing.inspect(engine).layouts[unit].segments:
             parameter = engine.module.get_parameter(segment.name)
             for name in ("exp_avg", "exp_avg_sq"):
                 moment = offload.safe_get_full_optimizer_state(parameter, name)
@@ -189,11 +190,11 @@ def test_more_experts_that_nobody_visits_move_no_byte(tmp_path: Path) -> None:
     for model in (Model, Fewer):
         job = JOB._replace(model=model, dtype="bf16")
         engine = start(job, DISK, tmp_path / model.__name__, device_memory=room_for(job, 3), durability="none")
-        engine._core.components.update_worker.finish(commit=False)
+        testing.settle(engine, commit=False)
         at_start, used = engine.io_bytes().written, engine.use_counts().uses
         for step in range(job.steps):
             train_step(engine, job, step)
-        engine._core.components.update_worker.finish(commit=False)
+        testing.settle(engine, commit=False)
         written.append((engine.io_bytes().written - at_start, engine.use_counts().uses - used))
         engine.destroy(remove=True)
     assert written[0] == written[1]

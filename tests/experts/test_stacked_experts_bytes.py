@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import offload
+from offload import testing
 from offload.config import load_config
 from offload.layout.experts.division import Division, division_of
 from offload.planner.activations.load import Load
@@ -27,9 +28,9 @@ from tests.support.oracle import Job, config, start, train_step, weights_of
 @pytest.mark.parametrize("experts", ["each", "visited"])
 def test_only_visited_experts_are_read(experts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(SIXTEEN, DISK, tmp_path, device_memory="150KB", experts=experts)
-    worker = engine._core.components.update_worker
+    worker = testing.inspect(engine).update_worker
     assert worker is not None
-    every = {layout.name for layout in engine._core.components.layouts if layout.name.endswith("]")}
+    every = {layout.name for layout in testing.inspect(engine).layouts if layout.name.endswith("]")}
     calls, before = moved(engine, monkeypatch), set[str]()
     for step in range(SIXTEEN.steps):
         worker.finish(commit=False)
@@ -97,9 +98,9 @@ def test_a_plan_divides_as_the_run_does(family: str, tmp_path: Path) -> None:
         content = config(job, DISK, tmp_path, **options)
         shape = from_training(FAMILIES[family](), 16, torch.float32, division_of(load_config(content)), {})
         engine = start(job, DISK, tmp_path, **options)
-        assert shape.layouts == engine._core.components.layouts
+        assert shape.layouts == testing.inspect(engine).layouts
         train_step(engine, job, 0)
-        used = [unit for unit in engine._core.components.pager.end_step()]
+        used = [unit for unit in testing.inspect(engine).pager.end_step()]
         engine.destroy(remove=True)
         planned = [use.unit for use in drawn(shape, 10_000, 0).uses]
         assert len(planned) == len(set(planned)), "each unit is used once in a forward"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from offload import testing
 from offload.errors import StoreError
 from offload.layout.experts.stacks import find_stacks
 from tests.experts.stacked_experts import DISK, SIXTEEN, adapted
@@ -31,13 +32,13 @@ def test_the_loop_takes_the_place_of_an_implementation_that_needs_all(tmp_path: 
 def test_stacks_stay_whole_for_an_optimizer_that_looks_at_whole_parameters(rule: str, tmp_path: Path) -> None:
     engine = start(Job(mixtral, models.language_loss, optimizer=rule), DISK, tmp_path)
     assert any("the optimizer's rule looks at whole parameters" in notice for notice in engine.notices)
-    assert not any(layout.name.endswith("]") for layout in engine._core.components.layouts)
+    assert not any(layout.name.endswith("]") for layout in testing.inspect(engine).layouts)
     engine.destroy(remove=True)
 
 
 def test_a_module_that_is_one_unit_by_name_contains_its_experts(tmp_path: Path) -> None:
     engine = start(Job(mixtral, models.language_loss), DISK, tmp_path, units=["MixtralDecoderLayer"])
-    assert not any(layout.name.endswith("]") for layout in engine._core.components.layouts)
+    assert not any(layout.name.endswith("]") for layout in testing.inspect(engine).layouts)
     engine.destroy(remove=True)
 
 

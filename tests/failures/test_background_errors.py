@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from offload import testing
 from offload.aio import File
 from offload.aio.protocols import Future
 from offload.errors import EngineFailed, IoError
@@ -95,7 +96,7 @@ def test_no_request_of_a_failed_update_is_left_in_flight(
     """Of the tile in hand neither: the buffers are freed next, and the queue may be that of other engines too."""
     engine = start(models.GPT2, DISK, tmp_path)
     train_step(engine, models.GPT2, 0)
-    engine._core.components.update_worker.finish(commit=False)
+    testing.settle(engine, commit=False)
     read, write = Store.read, Store.write
     requests: list[Awaited] = []
     begun: list[str] = []
@@ -119,8 +120,8 @@ def test_no_request_of_a_failed_update_is_left_in_flight(
         requests.append(Awaited(write(store, *arguments, **options), False))
         return requests[-1]
 
-    monkeypatch.setattr(Store, "read", reads)
-    monkeypatch.setattr(Store, "write", writes)
+    testing.replace(monkeypatch, "store.read", reads)
+    testing.replace(monkeypatch, "store.write", writes)
     with pytest.raises((EngineFailed, OSError)):
         for step in range(1, 3):
             train_step(engine, models.GPT2, step)
@@ -146,7 +147,7 @@ def test_an_interrupt_in_the_middle_of_a_boundary(tmp_path: Path, monkeypatch: p
     losses = [train_step(engine, job, step) for step in range(3)]
     engine.backward(job.loss(engine, 3, 0))
     with monkeypatch.context() as patch:
-        patch.setattr(engine._core.optimizer_step._update_builder, "updates", _interrupt)
+        testing.replace(patch, "update.build", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     with pytest.raises(EngineFailed, match="last committed step"):

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 import offload
+from offload import testing
 from offload.aio.shared_queue import SharedQueue
 from offload.config import Config
 from offload.engine import core
 from offload.engine.setup import assembly, build, hooks, initialize
 from offload.errors import BudgetError, ConfigError, StoreError
-from offload.swapper.store import drives
+from offload.swapper.memory.host_arena import process_memory
 from tests.support import models
 from tests.support.oracle import assert_same_tensors, config, start, train_step, weights_of
 
@@ -80,9 +81,9 @@ def test_a_start_that_is_refused_late_keeps_the_run_that_it_would_replace(
     content = config(job, DISK, tmp_path)
     with monkeypatch.context() as patch, pytest.raises((ConfigError, BudgetError, StoreError)):
         if reason == "memory":
-            patch.setattr(assembly, "DeviceArena", mock.Mock(side_effect=BudgetError("of the test")))
+            testing.replace(patch, "device.arena", mock.Mock(side_effect=BudgetError("of the test")))
         if reason == "room":
-            patch.setattr(drives, "_free_bytes", lambda paths: [(0, 0) for _ in paths])
+            testing.replace(patch, "drives.free", lambda paths: [(0, 0) for _ in paths])
         schedule = _without_json if reason == "the schedule's state" else None
         model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)) if reason == "room" else job.model()
         offload.initialize(model=model, lr_scheduler=schedule, config=content)
@@ -103,8 +104,8 @@ def test_a_start_that_fails_early_leaves_no_queue_open(
         opened.add(queue := make(config))
         return queue
 
-    monkeypatch.setattr(build, "_queue", made)
-    monkeypatch.setattr(SharedQueue, "close", lambda queue: (close(queue), opened.discard(queue)))
+    testing.replace(monkeypatch, "io.open_queue", made)
+    testing.replace(monkeypatch, "io.close_queue", lambda queue: (close(queue), opened.discard(queue)))
     monkeypatch.setattr(build, name, fails)
     with pytest.raises(RuntimeError, match="of the test"):
         start(models.GPT2, DISK, tmp_path)
@@ -117,11 +118,11 @@ def test_a_component_that_cannot_be_closed_keeps_nothing_open(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(models.GPT2, DISK, tmp_path)
-    it = getattr(engine._core.components, part)
+    it = getattr(testing.inspect(engine), part)
     closed = it.close
     monkeypatch.setattr(it, "close", lambda: (closed(), fails()))
     with pytest.raises(RuntimeError, match="of the test"):
         engine.destroy()
-    assert not workers() and engine._core.components.arena not in engine._core.components.arena._memory._arenas
+    assert not workers() and testing.inspect(engine).host_arena not in process_memory().arenas
     again = start(models.GPT2, DISK, tmp_path, resume="must")  # the lock is free
     again.destroy(remove=True)

@@ -12,13 +12,14 @@ from tests.support.processes import warm_process
 
 SCRIPT = """
 import os, signal
+from offload import testing
 from pathlib import Path
 from tests.failures.test_exit_status import train
 from tests.failures.test_spawned_processes import start
 engine = start(Path({folder!r}), durability={{"every": 2}})
 for _ in range(3):
     train(engine)
-engine._core.components.update_worker.come_to_rest = lambda: os.kill(os.getpid(), signal.SIGINT)
+testing.inspect(engine).update_worker.come_to_rest = lambda: os.kill(os.getpid(), signal.SIGINT)
 {ending}
 """
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import offload
+from offload import testing
 from offload.errors import BudgetError
 from tests.models.test_module_kinds import DISK
 from tests.support import models
@@ -117,14 +118,9 @@ def seeded_loss(model: Any, step: int, micro: int) -> torch.Tensor:
 
 def assert_nothing_left(engine: offload.Engine) -> None:
     """No use is open, and every lease that is out is one that the pager knows of."""
-    pager = engine._core.components.pager
-    assert [entry.pins for entry in pager._entries] == [0] * len(pager._entries)
-    held = sum(entry.host_buffer.nbytes for entry in pager._entries if entry.host_buffer is not None)
-    held += sum(entry.transfer.host_buffer.nbytes for entry in pager._entries if entry.transfer is not None)
-    assert pager.host.weights.space.used_bytes == held
-    assert pager.arena.used_bytes == sum(
-        entry.device_buffer.nbytes for entry in pager._entries if entry.device_buffer is not None
-    )
+    inspected = testing.inspect(engine)
+    assert not any(inspected.pins) and inspected.unaccounted_memory() == {"host": 0, "device": 0}
+    assert not inspected.live_views
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
@@ -176,8 +172,7 @@ def test_training_continues_after_an_exception(place: str, kind: str, dtype: str
             fail(engine, job, KINDS[kind])
         engine.zero_grad()
         losses.append(train_step(engine, job, step))
-    engine._core.components.update_worker.finish(commit=False)  # type: ignore[union-attr]
-    engine._core.components.unit_views.settle()
+    testing.settle(engine, commit=False)
     assert_nothing_left(engine)
     engine.destroy(remove=True)
     assert threading.active_count() == before
@@ -206,7 +201,7 @@ def test_a_budget_that_a_nested_site_exceeds(tmp_path: Path) -> None:
     """The error comes from a pre-hook inside of other sites; what those hold is given back exactly once."""
     job = models.GPT2
     engine = start(job, DISK, tmp_path / "tight")
-    pager = engine._core.components.pager
+    pager = testing.inspect(engine).pager
     real = pager.acquire
     losses = []
     for step in range(job.steps):
@@ -220,7 +215,7 @@ def test_a_budget_that_a_nested_site_exceeds(tmp_path: Path) -> None:
         with pytest.raises(BudgetError):
             job.loss(engine, step, 0)
         pager.acquire = real  # type: ignore[method-assign]
-        assert all(entry.pins == 0 for entry in pager._entries)
+        assert not any(testing.inspect(engine).pins)
         losses.append(train_step(engine, job, step))
     engine.destroy(remove=True)
     assert losses == run(job, DISK, tmp_path / "plain").losses
@@ -232,7 +227,7 @@ def test_destroy_can_be_called_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     engine = start(job, DISK, tmp_path / "cut")
     losses = [train_step(engine, job, step) for step in range(3)]
     with monkeypatch.context() as patch:
-        patch.setattr(engine._core.components.pager, "close", raiser(KeyboardInterrupt))
+        testing.replace(patch, "pager.close", raiser(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             engine.destroy()
     engine.destroy()

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import offload
+from offload import testing
 from offload.errors import UsageError
 from tests.support import models
 from tests.support.drives.fault_injection import LateQueue, use_queue
@@ -146,7 +147,7 @@ class Trespassing(Dataset[Any]):
                 figures[name] = type(error).__name__
         # These do nothing at all in a child, or its end would be the end of its parent's run.
         engine.destroy(remove=True)
-        engine._core.shutdown.at_exit()
+        testing.leave(engine)
         return figures
 
 
@@ -162,7 +163,7 @@ def test_a_forked_worker_cannot_use_the_engine(tmp_path: Path, monkeypatch: pyte
             raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
         return False
 
-    monkeypatch.setattr(type(engine._core.components.shards.device), "capturing", capturing)
+    monkeypatch.setattr(type(testing.inspect(engine).device), "capturing", capturing)
     losses = []
     for step in range(job.steps):
         losses.append(train_step(engine, job, step))

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload import interrupts
+from offload import interrupts, testing
 from tests.support.devices.late_device import LateDevice, Ticks, use_device
 from tests.support.oracle import Job, room_for, start, train_step
 from tests.support.processes import warm_process
@@ -132,7 +132,7 @@ def test_a_ctrl_c_that_had_to_wait_for_a_change_is_obeyed_by_the_next_unit(
     device: LateDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However soon the next units are done: the signal arrives again only after a moment."""
-    monkeypatch.setattr(interrupts, "_RETRY_S", 0.3)
+    testing.replace(monkeypatch, "clock.interrupts", 0.3)
     engine = start(JOB, ("nvme", "nvme"), tmp_path, device_memory=room_for(JOB, 2))
     watch = engine.module.watch
     watch.armed = watch.in_change = True

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import offload
+from offload import testing
 from tests.support import models
 from tests.support.oracle import assert_same_tensors, config, room_for, run, start, train_step, weights_of
 from tests.support.processes import warm_process
@@ -92,7 +93,7 @@ def test_a_destroyed_engine_can_be_collected_and_so_can_its_model(placement: tup
     assert [reference() for reference in gone] == [None, None, None]
 
     engine = trained()
-    arenas = weakref.ref(engine._core.components.arena), weakref.ref(engine._core.components.pager)
+    arenas = weakref.ref(testing.inspect(engine).host_arena), weakref.ref(testing.inspect(engine).pager)
     module, gone_engine = engine.module, weakref.ref(engine)
     del engine
     gc.collect()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from offload import testing
 from offload.errors import EngineFailed, IoError
 from tests.support import models
 from tests.support.oracle import start, train_step
@@ -18,8 +19,8 @@ DISK = ("nvme", "nvme")
 def message_of(folder: Path, error: BaseException, rewritten: bool = False, **options: object) -> str:
     engine = start(models.GPT2, DISK, folder, **options)
     train_step(engine, models.GPT2, 0)
-    engine._core.components.pager.mark_rewritten(rewritten)
-    engine._core.components.pager.fail(error)
+    testing.inspect(engine).pager.mark_rewritten(rewritten)
+    testing.fail(engine, error)
     with pytest.raises(EngineFailed) as caught:
         train_step(engine, models.GPT2, 1)
     engine.destroy()
@@ -35,8 +36,8 @@ def test_a_run_that_is_not_removed_after_an_error_is_reported(
     tmp_path.mkdir()
     engine = start(models.GPT2, DISK, tmp_path, durability=durability)
     train_step(engine, models.GPT2, 0)
-    engine._core.components.update_worker.finish(commit=False)
-    engine._core.components.pager.fail(IoError("states", 0, 1, errno.EIO, "read"))
+    testing.settle(engine, commit=False)
+    testing.fail(engine, IoError("states", 0, 1, errno.EIO, "read"))
     for _ in range(2):  # reported once
         engine.destroy(remove=True)
     messages = [each.getMessage() for each in caplog.records if "is kept" in each.getMessage()]

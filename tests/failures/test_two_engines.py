@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import offload
+from offload import testing
 from offload.aio import shared_queue
 from offload.engine.optim.update_worker import UpdateWorker
 from offload.errors import BudgetError
@@ -213,7 +214,7 @@ def test_ctrl_c_while_a_cache_is_given_harms_no_engine(tmp_path: Path, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(UpdateWorker, "finish", interrupted)
+        testing.replace(patch, "update.finish", interrupted)
         start(JOB, DISK, tmp_path, host_memory=budget, run="other")
     train_step(one, JOB, 1)
     other = start(JOB, DISK, tmp_path, host_memory=budget, run="other")

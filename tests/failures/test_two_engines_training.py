@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import offload
+from offload import testing
 from offload.errors import UsageError
 from tests.support import models, rounding_bounds
 from tests.support.oracle import Job, PlainEngine, assert_same_tensors, config, small_pieces, start, weights_of
@@ -177,7 +178,10 @@ def test_an_inference_engine_has_no_states(tmp_path: Path) -> None:
     weights = 4 * engine.parameter_count
     kept = sum(path.stat().st_blocks * 512 for path in (tmp_path / "reference").rglob("*") if path.is_file())
     assert kept < 1.5 * weights, "one slot of the weights, and nothing else"
-    assert engine._core.components.arena.classes.tiles == 0 and engine._core.components.arena.classes.gradients == 0
+    assert (
+        testing.inspect(engine).host_arena.classes.tiles == 0
+        and testing.inspect(engine).host_arena.classes.gradients == 0
+    )
     assert engine.host_memory < trained.host_memory
     assert engine.get_global_grad_norm() is None and engine.global_steps == 0
     with torch.no_grad():

@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 import offload
+from offload import testing
 from offload.layout.frozen.choice import stored_as_blocks
 from offload.states import State
 from tests.support import models
@@ -193,15 +194,15 @@ def test_a_run_that_was_killed_goes_on_with_them(form: str, tmp_path: Path) -> N
 def stored_and_read(folder: Path, form: str | None) -> tuple[int, int]:
     """Bytes of the frozen partitions, and bytes that a step reads."""
     engine = start(JOB, DISK, folder, frozen=form, device_memory=1 << 20)
-    components = engine._core.components
+    inspected = testing.inspect(engine)
     train_step(engine, JOB, 0)
-    engine._core.await_updates()
-    assert components.queue is not None
-    before = components.queue.read_bytes
+    testing.settle(engine, commit=False)
+    assert inspected.queue is not None
+    before = inspected.queue.read_bytes
     train_step(engine, JOB, 1)
-    engine._core.await_updates()
-    read = components.queue.read_bytes - before
-    frozen = sum(len(behind) for _, behind in components.shards.shares) * 2
+    testing.settle(engine, commit=False)
+    read = inspected.queue.read_bytes - before
+    frozen = sum(len(behind) for _, behind in inspected.shares) * 2
     engine.destroy(remove=True)
     return frozen, read
 
@@ -228,9 +229,9 @@ def test_codes_that_exceed_both_budgets_train(tmp_path: Path, monkeypatch: pytes
     device = 2 << 20  # two blocks with their values
     host = least_host_memory(job, tmp_path / "least", frozen="nf4", device_memory=device)
     engine = start(job, DISK, tmp_path / "disk", frozen="nf4", host_memory=host, device_memory=device)
-    components = engine._core.components
-    codes = 2 * sum(len(behind) for _, behind in components.shards.shares)
-    assert components.arena.nbytes + components.pager.arena.nbytes < codes
+    inspected = testing.inspect(engine)
+    codes = 2 * sum(len(behind) for _, behind in inspected.shares)
+    assert inspected.host_arena.nbytes + inspected.device_arena.nbytes < codes
     assert_same(expected, trained(engine, job))
     engine.destroy(remove=True)
 
@@ -294,6 +295,6 @@ def test_weights_of_the_moment_are_values(tmp_path: Path) -> None:
     for step in range(JOB.steps):
         train_step(engine, JOB, step)
     assert_same_tensors(expected.weights, weights_of(engine))
-    tiers = engine._core.components.shards.nbytes
+    tiers = testing.inspect(engine).state_bytes
     assert all(State.WEIGHT in row for row in tiers)
     engine.destroy(remove=True)

@@ -13,8 +13,8 @@ import transformers
 from typer.testing import CliRunner
 
 import offload
+from offload import testing
 from offload.cli.main import app
-from offload.engine.model_io import block_chunks
 from offload.errors import StoreError
 from tests.support import models
 from tests.support.frozen_blocks import dequantized, through_blocks
@@ -53,7 +53,7 @@ def frozen_of(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 @pytest.mark.parametrize("form", FORMS)
 def test_an_export_contains_values(form: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_chunks, "VALUES", 256)  # several chunks of each matrix, the last one shorter
+    testing.replace(monkeypatch, "size.block_chunk", 256)  # several chunks of each matrix, the last one shorter
     engine = trained(tmp_path / "run", frozen=form, durability="step")
     expected = {name: value for name, value in weights_of(engine).items() if "lora_" not in name}
     engine.save_16bit_model(tmp_path / "saved")

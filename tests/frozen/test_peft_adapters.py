@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 
 import offload
+from offload import testing
 from offload.states import State
 from tests.support import models
 from tests.support.oracle import assert_same_tensors, train_step
@@ -32,7 +33,7 @@ def test_frozen_weights_are_copied_once_and_never_written_again(tmp_path: Path) 
     assert adapters and not any(parameter.any() for parameter in adapters), "as peft has made them"
     job = FAMILIES["llama"].job("bf16")
     engine = engine_of(model, tmp_path / "swap", job)
-    store = engine._core.components.store
+    store = testing.inspect(engine).store
     assert store is not None
     writes: list[tuple[int, State, int, int]] = []
     write = store.write
@@ -44,11 +45,11 @@ def test_frozen_weights_are_copied_once_and_never_written_again(tmp_path: Path) 
     store.write = note  # type: ignore[method-assign]
     for step in range(2):
         train_step(engine, job, step)
-    engine._core.await_updates()
-    trainable = [len(part) for part in engine._core.components.trainable]
+    testing.settle(engine, commit=False)
+    trainable = [len(part) for part in testing.inspect(engine).trainable]
     assert writes and any(not part for part in trainable)
     for unit, state, start, nbytes in writes:
-        itemsize = engine._core.components.shards.mode.states[state].itemsize
+        itemsize = testing.inspect(engine).mode.states[state].itemsize
         assert start + nbytes <= trainable[unit] * itemsize, "what is frozen is behind that"
     state = engine.module.state_dict()
     for name, value in given.items():

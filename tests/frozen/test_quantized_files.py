@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 import offload
+from offload import testing
 from offload.errors import ConfigError, StoreError
 from tests.frozen.quantized_models import WITH_BITSANDBYTES, folder, job, loaded
 from tests.support.oracle import assert_same_tensors, start, train_step, trained, weights_of
@@ -92,7 +93,7 @@ def test_a_quantized_folder_is_run_from_its_own_files(form: str, tmp_path: Path)
     config = {"offload": {"device": "cpu"}, "bf16": {"enabled": True}}
     with offload.inference(path, config, dtype=torch.bfloat16) as engine:
         assert not any("kept in host memory" in line for line in engine.notices), engine.notices
-        units = len(engine._core.components.layouts)
+        units = len(testing.inspect(engine).layouts)
         assert any(f"{units} units of {units}" in line for line in engine.notices), engine.notices
         assert torch.equal(engine(ids).logits, expected)
         assert engine.io_bytes().read > 0 and engine.io_bytes().written == 0

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from offload import testing
 from tests.frozen.quantized_models import WITH_BITSANDBYTES, InMemory, folder, in_values, job
 from tests.support.oracle import (
     Job,
@@ -63,16 +64,16 @@ def test_two_ranks_divide_the_bytes(ranks: RankPool, form: str, tmp_path: Path) 
 def _frozen_and_read(this: Job, path: Path, host: int, device: int) -> tuple[int, int, Result]:
     """Returns the bytes of frozen weights, those that a step reads, and the whole run."""
     engine = start(this, DISK, path, host_memory=host, device_memory=device)
-    components = engine._core.components
-    frozen = 2 * sum(len(behind) for _, behind in components.shards.shares)
-    assert components.queue is not None
+    inspected = testing.inspect(engine)
+    frozen = 2 * sum(len(behind) for _, behind in inspected.shares)
+    assert inspected.queue is not None
     reads, losses = [], []
     for step in range(this.steps):
-        before = components.queue.read_bytes
+        before = inspected.queue.read_bytes
         losses.append(train_step(engine, this, step))
-        engine._core.await_updates()
-        reads.append(components.queue.read_bytes - before)
-    assert components.arena.nbytes + components.pager.arena.nbytes < frozen
+        testing.settle(engine, commit=False)
+        reads.append(inspected.queue.read_bytes - before)
+    assert inspected.host_arena.nbytes + inspected.device_arena.nbytes < frozen
     weights = weights_of(engine)
     engine.destroy(remove=True)
     return frozen, reads[-1], Result(losses, [], weights)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import offload
+from offload import testing
 from offload.engine.gradients.disk_spill import DiskSpill, windows
 from offload.engine.gradients.values import borders, parameter_starts
 from offload.errors import EngineFailed, IoError, StoreError
@@ -85,7 +85,7 @@ def test_late_io_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     job = models.GPT2._replace(steps=4, dtype="bf16", accumulation=2)
     ample = run(job, ("none", "none"), tmp_path)
     least = least_host_memory(job, tmp_path)
-    monkeypatch.setattr(offload.engine.setup.build, "IoQueue", lambda *_, **__: LateQueue(1, 0.01))
+    testing.replace(monkeypatch, "io.queue", lambda *_, **__: LateQueue(1, 0.01))
     tight, _ = _run_in(tmp_path, job, least)
     assert_same(ample, tight, "in memory and with late I/O")
 
@@ -135,10 +135,10 @@ def test_a_disk_that_is_too_small_is_an_error_before_training(tmp_path: Path, mo
     def refuse(file: Any, nbytes: int) -> None:
         raise IoError(file.path, 0, nbytes, 28, "reserve")
 
-    monkeypatch.setattr(scratch.DirectFile, "reserve", refuse)
+    testing.replace(monkeypatch, "file.reserve", refuse)
     with pytest.raises(StoreError, match=r"no room for gradients that do not fit host memory: .* needed"):
         start(job, ("none", "none"), tmp_path, host_memory=least)
-    monkeypatch.setattr(scratch.DirectFile, "reserve", real)
+    testing.replace(monkeypatch, "file.reserve", real)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -154,7 +154,7 @@ def test_a_gradient_that_cannot_be_written_stops_the_engine(tmp_path: Path, monk
         def wait(self, timeout: float | None = None) -> int:
             raise IoError("spill", 0, 4096, 5, "write")
 
-    monkeypatch.setattr(scratch.SpillFile, "write", lambda *_: Failed())
+    testing.replace(monkeypatch, "spill.write", lambda *_: Failed())
     with pytest.raises((IoError, EngineFailed)):
         for step in range(1, 4):
             train_step(engine, job, step)
@@ -295,7 +295,7 @@ def test_a_gradient_is_written_once_in_a_step_of_one_micro_batch(
         nbytes[key] = self._nbytes(key)
         write(self, key)
 
-    monkeypatch.setattr(DiskSpill, "_write", counted)
+    testing.replace(monkeypatch, "gradient.spill", counted)
     job = JOBS[name]._replace(dtype="bf16", accumulation=1, steps=1)
     engine = start(job, DISK, tmp_path, host_memory=least_host_memory(job, tmp_path))
     train_step(engine, job, 0)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import offload
+from offload import testing
 from offload.errors import EngineFailed, UsageError
 from offload.swapper.memory.device import DeviceRoom
 from tests.support import models
@@ -130,7 +131,7 @@ def test_gradients_leave_the_device_once_a_step(
     accumulated_step(engine, job, 0)  # one micro-batch after the other, to watch the model
     before = device.downloaded
     accumulated_step(engine, job, 1)
-    nbytes = engine.parameter_count * engine._core.components.gradients.dtype.itemsize
+    nbytes = engine.parameter_count * testing.inspect(engine).gradient_dtype.itemsize
     assert nbytes <= device.downloaded - before < 1.05 * nbytes  # sums of squares too
     engine.destroy(remove=True)
 
@@ -142,7 +143,7 @@ def test_a_part_of_a_step_leaves_no_total_on_the_device(tmp_path: Path, monkeypa
     engine = start(JOB, DISK, tmp_path, device_memory=room_for(JOB, 3), **LAYERED)
     for part in (range(2), range(2, 4)):
         engine.accumulate(part, lambda micro: JOB.loss(engine, 0, micro))
-        assert [*engine._core.components.gradients.totals.ranges()] == []
+        assert testing.inspect(engine).gradient_totals == 0
         engine.step()
     engine.destroy(remove=True)
 
@@ -303,7 +304,7 @@ def test_a_model_may_set_something_up_in_its_first_forward(tmp_path: Path) -> No
     job = WIDE._replace(model=SetsUp)
     engine = start(job, DISK, tmp_path, **LAYERED)
     accumulated_step(engine, job, 0)
-    assert engine._core.components.layer_major is not None and engine._core.components.layer_major.possible
+    assert testing.inspect(engine).takes_turns
     engine.destroy(remove=True)
 
 
@@ -316,8 +317,7 @@ def test_a_forward_hook_of_the_user_ends_turns_that_were_not_asked_for(
     engine.module.blocks[2].register_forward_hook(lambda module, args, output: seen.append(output.detach()))
     with caplog.at_level(logging.WARNING, "offload"):
         accumulated_step(engine, WIDE, 0)
-    assert engine._core.components.layer_major is not None
-    assert engine._core.components.layer_major.possible is (asked == "layer_major")
+    assert testing.inspect(engine).takes_turns is (asked == "layer_major")
     assert any("a forward hook of yours on blocks.2" in each.getMessage() for each in caplog.records)
     engine.destroy(remove=True)
 

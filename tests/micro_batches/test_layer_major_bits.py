@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.engine.activations import kept_input
+from offload import testing
 from tests.models.test_module_kinds import AREAS, DISK, MEMORY, Case
 from tests.support import models
 from tests.support.oracle import Job, accumulated_step, assert_same, room_for, run
@@ -30,7 +30,7 @@ LAYERED = {"schedule": "layer_major"}
 
 @pytest.fixture(autouse=True)
 def _tiny_inputs_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_input, "LEAST_NBYTES", 1)
+    testing.replace(monkeypatch, "size.least_kept_input", 1)
 
 
 @pytest.mark.sample(4)

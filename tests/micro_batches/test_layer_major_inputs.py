@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offload.engine.activations import kept_input
+from offload import testing
 from offload.engine.activations.kept_inputs import KeptInputs, _Order
 from tests.support import models
 from tests.support.oracle import accumulated_step, start
@@ -30,7 +30,7 @@ def test_the_order_is_newest_first_and_within_a_unit_by_micro_batch() -> None:
 
 
 def test_the_backward_asks_in_the_expected_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_input, "LEAST_NBYTES", 1)
+    testing.replace(monkeypatch, "size.least_kept_input", 1)
     asked: list[tuple[int, ...]] = []
     fetch = KeptInputs.fetch
 
@@ -38,7 +38,7 @@ def test_the_backward_asks_in_the_expected_order(tmp_path: Path, monkeypatch: py
         asked.append(view.kept.wanted)
         return fetch(self, view)
 
-    monkeypatch.setattr(KeptInputs, "fetch", noted)
+    testing.replace(monkeypatch, "input.fetch", noted)
     engine = start(JOB, ("nvme", "nvme"), tmp_path, schedule="layer_major", activations="nvme")
     for step in range(JOB.steps):
         asked.clear()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import offload
-from offload.engine.params import initial_fill
+from offload import testing
 from offload.errors import ConfigError
 from tests.support import models
 from tests.support.oracle import config
@@ -113,7 +113,7 @@ def test_copies_of_other_units_are_equal(way: str, last: bool, tmp_path: Path) -
 def test_copies_are_equal_in_every_tier_and_in_chunks(
     placement: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(initial_fill, "CHUNK", 4096)
+    testing.replace(monkeypatch, "size.first_weights", 4096)
     _assert_copied(_begins_with(lambda: Twins(copy.deepcopy), placement, tmp_path))
 
 

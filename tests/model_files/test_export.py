@@ -14,7 +14,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import offload
-from offload import kernels
+from offload import kernels, testing
 from offload.cli.main import app
 from offload.states import State
 from tests.support import models
@@ -75,16 +75,16 @@ def test_persistent_buffers_come_along(tmp_path: Path) -> None:
 
 def masters(engine: offload.Engine) -> dict[str, torch.Tensor]:
     """The engine's own fp32 masters, from its memory: of a bf16 run whose states live in RAM."""
-    engine._core.await_updates()
-    residents = engine._core.components.shards.residents
+    testing.settle(engine, commit=False)
+    residents = testing.inspect(engine).residents
     state = engine.module.state_dict()
     found: dict[str, torch.Tensor] = {}
-    for unit, layout in enumerate(engine._core.components.layouts):
+    for unit, layout in enumerate(testing.inspect(engine).layouts):
         for segment in layout.segments:
             weight = state[segment.name].clone().view(-1)
             found[segment.name] = weight.float().view(segment.shape)
             if segment.trainable:
-                residual = residents[unit, State.MASTER_LOW_BITS].tensor[segment.start : segment.stop].clone()
+                residual = residents[unit, State.MASTER_LOW_BITS][segment.start : segment.stop].clone()
                 kernels.join_master(weight, residual, found[segment.name].view(-1))
     return found
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import offload
+from offload import testing
 from offload.cli.main import app
 from offload.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from offload.engine.model_io import weight_stream
 from offload.engine.model_io.grid.strips import strips
 from offload.errors import UsageError
 from tests.support.oracle import Job, assert_same_tensors
@@ -100,7 +100,7 @@ def check(kind: str, found: list[dict[str, torch.Tensor]], folder: Path) -> None
     command("export", folder / "saved", folder / "exported")
     assert_same_tensors(read(folder / "exported"), weights)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_stream, "_CHUNK_NUMEL", 1000)  # chunks begin and end within rows
+        testing.replace(patch, "size.export_chunk", 1000)  # chunks begin and end within rows
         command("export", folder / "saved", folder / "in chunks")
     assert_same_tensors(read(folder / "in chunks"), weights)
     assert_same_tensors(get_fp32_state_dict_from_zero_checkpoint(folder / "saved"), masters)

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 import offload
-from offload import kernels
+from offload import kernels, testing
 from offload.aio import IoQueue
-from offload.engine.model_io import weight_stream
 from offload.engine.model_io.weight_source import StoreSource
 from offload.runs.export import export, make_plan, read_nbytes
 from tests.support import models
@@ -70,7 +69,7 @@ def test_what_is_read_is_what_was_planned(small: Path, tmp_path: Path) -> None:
 
 def test_small_chunks_give_the_same(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exported(small, tmp_path / "out")
-    monkeypatch.setattr(weight_stream, "_CHUNK_NUMEL", 2048)
+    testing.replace(monkeypatch, "size.export_chunk", 2048)
     exported(small, tmp_path / "again")
     assert tensors(tmp_path / "out").keys() == tensors(tmp_path / "again").keys()
     assert_same_tensors(tensors(tmp_path / "again"), tensors(tmp_path / "out"))

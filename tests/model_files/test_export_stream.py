@@ -15,7 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.aio import DirectFile, IoQueue
+from offload import testing
+from offload.aio import IoQueue
 from offload.engine.model_io import weight_stream
 from offload.engine.model_io.weight_plan import Place, Plan, make_plan
 from offload.engine.model_io.weight_source import StoreSource
@@ -42,9 +43,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many chunks and few buffers, so that each buffer is used again and again."""
-    monkeypatch.setattr(weight_stream, "_CHUNK_NUMEL", 2048)
-    monkeypatch.setattr(weight_stream, "_READS", 3)
-    monkeypatch.setattr(weight_stream, "_WRITES", 3)
+    testing.replace(monkeypatch, "size.export_chunk", 2048)
+    testing.replace(monkeypatch, "size.export_reads", 3)
+    testing.replace(monkeypatch, "size.export_writes", 3)
 
 
 def written(run: Path, out: Path, dtype: str, queue: Any, shard_nbytes: int = 100_000) -> dict[str, bytes]:
@@ -72,7 +73,7 @@ def test_a_file_system_without_direct_io_gives_the_same_files(
         def refuses(*_: Any) -> int:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-        monkeypatch.setattr(DirectFile, "_open_again", refuses)
+        testing.replace(monkeypatch, "file.open_again", refuses)
         assert written(run, tmp_path / "cached", "fp32", queue) == expected
 
 
@@ -111,7 +112,7 @@ def test_weights_are_written_from_where_direct_io_can_write_them(
         distances.append(torch.frombuffer(data, dtype=torch.uint8).data_ptr() - offset)
         return real(queue, file, offset, data, **options)
 
-    monkeypatch.setattr(IoQueue, "write", noted)
+    testing.replace(monkeypatch, "io.write", noted)
     with IoQueue() as queue:
         written(run, tmp_path / "out", "fp32", queue)
     assert len(distances) > 10 and not any(distance % PAGE for distance in distances)
@@ -131,7 +132,7 @@ def test_memory_is_that_of_the_buffers_for_any_model(
         weakref.finalize(memory, lambda: now.__setitem__(0, now[0] - nbytes))
         return memory
 
-    monkeypatch.setattr(weight_stream, "aligned_empty", counted)
+    testing.replace(monkeypatch, "export.buffer", counted)
     with IoQueue() as queue:
         written(run, tmp_path / "out", "fp32", queue)
     numel, gaps = weight_stream._CHUNK_NUMEL, weight_stream._GAPS

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.engine.model_io import safetensors_folder
+from offload import testing
 from offload.engine.params.deferred_parameter import DeferredParameter
 from offload.errors import ConfigError, UsageError
 from tests.support import models
@@ -197,7 +197,7 @@ def test_a_tied_weight_that_the_folder_has_in_two_dtypes(
     piece_nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal numbers are equal values; chunks of the two dtypes differ in length."""
-    monkeypatch.setattr(safetensors_folder, "_PIECE_NBYTES", piece_nbytes)
+    testing.replace(monkeypatch, "size.safetensors_piece", piece_nbytes)
     given = written(tmp_path / "given", models.gpt2())
     file = tmp_path / "given" / "model.safetensors"
     stored = safetensors.torch.load_file(file)
@@ -295,7 +295,6 @@ def test_a_copy_of_the_model_is_read_too(tmp_path: Path) -> None:
 
 
 def test_a_resume_reads_nothing_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.engine.model_io.safetensors_folder import Stored
 
     written(tmp_path / "given")
     job = FAMILIES["llama"].job()
@@ -307,7 +306,7 @@ def test_a_resume_reads_nothing_of_the_folder(tmp_path: Path, monkeypatch: pytes
     def never(*_: object) -> None:
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr(Stored, "_fill", never)
+    testing.replace(monkeypatch, "safetensors.fill", never)
     model = offload.load_pretrained(CAUSAL, tmp_path / "given")
     engine = engine_of(model, tmp_path / "swap", job, resume="auto")
     assert engine.global_steps == 1

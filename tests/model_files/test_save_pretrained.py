@@ -16,8 +16,8 @@ import transformers
 from typer.testing import CliRunner
 
 import offload
+from offload import testing
 from offload.cli.main import app
-from offload.engine.params import weight_edits as weights
 from offload.errors import BudgetError, ConfigError, StoreError, UsageError
 from tests.support import models
 from tests.support.exported_runs import FROZEN, tied_by_hand
@@ -230,7 +230,7 @@ def test_the_key_of_deepspeed_is_honoured(
 
 
 def test_a_state_dict_without_room_names_what_has_it(engine: offload.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "free_host_memory", lambda: 1000)
+    testing.replace(monkeypatch, "memory.free", lambda: 1000)
     with pytest.raises(BudgetError, match=r"engine\.save_pretrained"):
         engine.module.state_dict()
 

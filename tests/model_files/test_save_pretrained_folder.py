@@ -14,12 +14,11 @@ import pytest
 import transformers
 
 import offload
-from offload import fileio
+from offload import testing
 from offload.aio import IoQueue
 from offload.engine.model_io import output_folder as model_folder
 from offload.engine.params.local_shards import LocalShards
 from offload.errors import IoError, OffloadError, StoreError
-from offload.fileio import safetensors_stream as tensor_file
 from tests.model_files.test_save_pretrained import JOB, NAMES, a_tokenizer, engine, listed, untied
 from tests.support.exported_runs import tensors as all_tensors
 from tests.support.oracle import assert_same_tensors, start, train_step
@@ -50,7 +49,7 @@ def test_a_folder_of_an_earlier_save_is_replaced(
     can_exchange: bool, engine: offload.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(model_folder, "exchange", lambda *_: False)
+        testing.replace(monkeypatch, "folder.exchange", lambda *_: False)
     engine.save_pretrained(tmp_path / "out", max_shard_size="50KB")
     train_step(engine, JOB, 1)
     engine.save_pretrained(tmp_path / "out")
@@ -92,11 +91,11 @@ def test_a_disk_that_is_full_leaves_what_was_there(
         elif failure == "reserve":
             patch.setattr(os, "posix_fallocate", full)
         elif failure == "head":
-            patch.setattr(tensor_file, "write_all", full)
+            testing.replace(patch, "file.write_all", full)
         elif failure in ("begin", "write"):
-            patch.setattr(IoQueue, "write", full_file)
+            testing.replace(patch, "io.write", full_file)
         elif failure == "config":
-            patch.setattr(fileio, "write_new", full)
+            testing.replace(patch, "file.write_new", full)
         else:
             patch.setattr(type(tokenizer), "save_pretrained", full)
         with pytest.raises((StoreError, OSError)) as error:
@@ -211,7 +210,7 @@ def test_one_save_at_a_time_into_a_folder(
         save_too()
 
     real = model_folder._arrive
-    monkeypatch.setattr(model_folder, "_arrive", between)
+    testing.replace(monkeypatch, "folder.arrive", between)
     for _ in range(2):  # where nothing is, and where a model is replaced
         engine.save_pretrained(out)
     assert len(refused) == 4 and str(os.getpid()) in refused[0]
@@ -233,7 +232,7 @@ def test_a_read_that_fails_leaves_none_in_flight(mode: str, tmp_path: Path, monk
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalShards, "read", fails)
+        testing.replace(patch, "state.read", fails)
         with pytest.raises(IoError):
             engine.save_pretrained(tmp_path / "out", dtype="fp32")
     assert flying and all(future.awaited for future in flying)

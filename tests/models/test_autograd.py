@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from offload import testing
 from tests.models.test_module_kinds import DISK, MEMORY
 from tests.support import models, rounding_bounds
 from tests.support.modules.autograd_modules import (
@@ -358,7 +359,7 @@ def test_same_bits_and_as_pytorch(name: str, dtype: str, tmp_path: Path) -> None
     def found(placement: tuple[str, str], **options: Any) -> list[float]:
         engine = start(job, placement, tmp_path / placement[0], **options)
         values = loop(engine, job)
-        assert all(entry.pins == 0 for entry in engine._core.components.pager._entries)
+        assert not any(testing.inspect(engine).pins)
         engine.destroy(remove=True)
         return values
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import offload
+from offload import testing
 from offload.errors import UsageError
 from tests.support import models, rounding_bounds
 from tests.support.modules.autograd_modules import Launching
@@ -81,7 +82,7 @@ def test_a_kernel_that_reads_by_address_and_strides_needs_no_announcement(tmp_pa
     rounding_bounds.same_losses(found, plain_loop(job).losses, job)
     weight = engine.module.first.weight
     assert weight.stride() == (0, 0) and weight.data_ptr() and not weight.is_contiguous(), "outside as they were"
-    assert all(entry.pins == 0 for entry in engine._core.components.pager._entries)
+    assert not any(testing.inspect(engine).pins)
     engine.destroy(remove=True)
 
 

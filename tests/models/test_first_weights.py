@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import offload
+from offload import testing
 from offload.aio import IoQueue
 from offload.engine.params import initial_fill
 from offload.runs.verify import RunChecking
 from offload.sizes import MIB
-from offload.swapper.store.format import checksum_table
 from tests.support import models
 from tests.support.frozen_blocks import deep
 from tests.support.modules import mixtures
@@ -62,7 +62,7 @@ def test_they_are_those_of_one_chunk(
     job = Job(MODELS[model], models.language_loss, dtype="bf16")
     options = {"master": master, **({"frozen": "nf4"} if model == "blocks" else {})}
     whole = first_weights(job, placement, tmp_path / "whole", **options)
-    monkeypatch.setattr(initial_fill, "CHUNK", SMALL)
+    testing.replace(monkeypatch, "size.first_weights", SMALL)
     assert_same_tensors(first_weights(job, placement, tmp_path / "chunks", **options), whole)
 
 
@@ -71,8 +71,8 @@ def test_an_update_leaves_the_checksums_of_frozen_weights(
 ) -> None:
     """Tiny chunks make more checksums than a slot may have, so those of neighbours are joined."""
     job = Job(deep, models.language_loss, dtype="bf16")
-    monkeypatch.setattr(initial_fill, "CHUNK", SMALL)
-    monkeypatch.setattr(checksum_table, "_MIN_CHECKSUM_NBYTES", 1 << 30)
+    testing.replace(monkeypatch, "size.first_weights", SMALL)
+    testing.replace(monkeypatch, "size.least_checksum", 1 << 30)
     engine = start(job, ("nvme", "nvme"), tmp_path, run="run")
     train_step(engine, job, 0)
     engine.destroy()
@@ -92,7 +92,7 @@ def of_a_rank(folder: Path) -> dict[str, torch.Tensor]:
     """Returns the first weights, made in chunks, where each rank was given others."""
     job = Job(partial(drawn_from, rank_and_size()[0]), models.language_loss, dtype="bf16")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(initial_fill, "CHUNK", SMALL)
+        testing.replace(patch, "size.first_weights", SMALL)
         engine = start_rank(job, ("nvme", "nvme"), folder)
         try:
             return weights_of(engine)

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import offload
 from bench.measure import settings_for
+from offload import testing
 from offload.engine.params.unit_views import UnitViews
 
 WIDTH = 16
@@ -84,7 +85,7 @@ def test_only_the_outer_module_of_a_unit_materializes_the_unit(
 ) -> None:
     used: list[int] = []
     real = UnitViews.use
-    monkeypatch.setattr(UnitViews, "use", lambda views, unit: (used.append(unit), real(views, unit))[1])
+    testing.replace(monkeypatch, "weights.use", lambda views, unit: (used.append(unit), real(views, unit))[1])
     engine = started(tmp_path)
     block: Any = engine.module[0]
     engine(batch)

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from offload import testing
 from tests.support import models
 from tests.support.early_updates import finish_step_before
 from tests.support.oracle import Job, start, train_step
@@ -40,9 +41,9 @@ def bytes_of_a_parameter(folder: Path, job: Job = JOB, **options: Any) -> Bytes:
     """Trains with everything on disk, and counts by the queue and the store; nearly all parameters are matrices."""
     job = job._replace(model=lambda: models.gpt2(layers=4, width=256), steps=1)
     engine = start(job, ("nvme", "nvme"), folder, speculate=False, **options)
-    store, queue = engine._core.components.store, engine._core.components.queue
+    store, queue = testing.inspect(engine).store, testing.inspect(engine).queue
     assert store is not None and queue is not None
-    numel = sum(len(part) for part in engine._core.components.trainable)
+    numel = sum(len(part) for part in testing.inspect(engine).trainable)
     totals = [0]
     for step in range(5):  # three count: the first records the order, the second has no update beside it yet
         train_step(engine, job, step)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import offload
+from offload import testing
 from offload.config import load_config
 from offload.engine.params.paged_parameter import handle_of
 from offload.errors import ConfigError, StoreError
@@ -68,7 +69,7 @@ def test_the_bits_are_those_of_seed_unit_update_and_element(tmp_path: Path) -> N
             assert gradient is not None
             handle = handle_of(parameter)
             assert handle is not None
-            segment = engine._core.components.layouts[handle.unit].segments[handle.position]
+            segment = testing.inspect(engine).layouts[handle.unit].segments[handle.position]
             before = expected.get(name, torch.zeros(segment.numel, dtype=torch.bfloat16))
             noise = Noise(noise_stream(5, handle.unit, step + 1), segment.start)
             rule = SGDStep(0.0, 0.9, 0.0, 0.0, False, step == 0)
@@ -116,7 +117,7 @@ def test_deepspeeds_key_and_ours_mean_the_same(given: dict[str, Any], tmp_path: 
     whole = config(JOB, DISK, tmp_path)
     whole |= {key: {**whole[key], **value} for key, value in given.items()}
     engine = offload.initialize(model=JOB.model(), config=whole)[0]
-    assert engine._core.components.shards.mode.name == "bf16 bf16-moments"
+    assert testing.inspect(engine).mode.name == "bf16 bf16-moments"
     engine.destroy(remove=True)
 
 

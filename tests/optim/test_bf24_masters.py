@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import offload
+from offload import testing
 from offload.cli.main import app
 from offload.config import load_config
 from offload.engine.params.paged_parameter import handle_of
@@ -88,7 +89,7 @@ def test_the_bits_are_those_of_seed_unit_update_and_element(tmp_path: Path) -> N
         for name, parameter in engine.module.named_parameters():
             gradient, handle = offload.safe_get_full_grad(parameter), handle_of(parameter)
             assert gradient is not None and handle is not None
-            segment = engine._core.components.layouts[handle.unit].segments[handle.position]
+            segment = testing.inspect(engine).layouts[handle.unit].segments[handle.position]
             weight, residual = expected[name]
             noise = Noise(noise_stream(5, handle.unit, step + 1), segment.start)
             part = Partition(weight, gradient.view(-1), (), residual)
@@ -187,7 +188,7 @@ def test_a_run_with_another_master_is_refused(before: str, after: str, tmp_path:
     had = "--moments fp32" if "int8" in after else f"--master {before}"
     assert f"resume with {had}, as the run had;" in in_options(str(no.value), Options())
     again = start(JOB, DISK, tmp_path, resume="must", **forms(before))
-    assert again.global_steps == 2 and f"{before}-master" in f"fp32-master {again._core.components.shards.mode.name}"
+    assert again.global_steps == 2 and f"{before}-master" in f"fp32-master {testing.inspect(again).mode.name}"
     again.destroy(remove=True)
 
 
@@ -305,8 +306,8 @@ def test_a_plan_is_what_a_run_takes(tmp_path: Path) -> None:
         model = job.model()
         planned = settle(layouts_of(model, find_units(model)), given, Room(host=8 * GIB, device=0, disk=None))
         assert all(nbytes % 4096 == 0 for row in planned.parts.nbytes for nbytes in row.values()), "pages of their own"
-        assert planned.parts.nbytes == engine._core.components.shards.nbytes
-        assert planned.stored == engine._core.components.store.spec.nbytes  # type: ignore[union-attr]
+        assert planned.parts.nbytes == testing.inspect(engine).state_bytes
+        assert planned.stored == testing.inspect(engine).store.spec.nbytes  # type: ignore[union-attr]
         low = sum(row.get(State.MASTER_LOW_BITS, 0) for row in planned.parts.nbytes)
         assert low == sum(planned.parts.trainable_numel)
         engine.destroy(remove=True)

@@ -18,6 +18,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import offload
+from offload import testing
 from offload.cli.main import app
 from offload.errors import IoError
 from offload.swapper.store import Store
@@ -155,7 +156,7 @@ def test_a_run_of_two_ranks_is_converted(before: str, after: str, ranks: RankPoo
     job = JOB._replace(clip=0.0)
     one, _ = ranks.run(on_two_ranks, job, tmp_path, "default", before)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Store, "commit", fails_for_rank_1)
+        testing.replace(patch, "store.commit", fails_for_rank_1)
         assert call(tmp_path / "default", "--moments", after, "--run", "other").exit_code == 1
     assert not (tmp_path / "other").exists(), "a part of the new run is left"
     done = call(tmp_path / "default", "--moments", after, "--run", "other")

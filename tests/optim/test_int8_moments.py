@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import offload
+from offload import testing
 from offload.cli.main import app
 from offload.config import load_config
 from offload.engine.params.paged_parameter import handle_of
@@ -62,7 +63,7 @@ def test_tiles_of_any_size_give_the_same_bits(name: str, tmp_path: Path, monkeyp
 
     def with_tiles(folder: Path, where: tuple[str, str] = DISK) -> Result:
         engine = start(job, where, folder, **INT8)
-        worker = engine._core.components.update_worker
+        worker = testing.inspect(engine).update_worker
         assert worker is not None
         tiles.append(worker.tile_numel)
         try:
@@ -93,7 +94,7 @@ def test_the_bits_are_those_of_seed_unit_update_and_element(tmp_path: Path) -> N
             assert gradient is not None
             handle = handle_of(parameter)
             assert handle is not None
-            segment = engine._core.components.layouts[handle.unit].segments[handle.position]
+            segment = testing.inspect(engine).layouts[handle.unit].segments[handle.position]
             assert segment.start % BLOCK == 0, "no block has elements of two parameters"
             numel = segment.numel
             none = torch.zeros(numel, dtype=torch.int8), torch.zeros(blocks_of(numel), 1)
@@ -155,7 +156,7 @@ def test_states_are_read_and_set_in_fp32(tmp_path: Path) -> None:
 def test_a_run_is_inspected_and_verified(tmp_path: Path) -> None:
     engine = start(JOB, DISK, tmp_path, **INT8)
     train_step(engine, JOB, 0)
-    assert engine._core.components.shards.mode.name == "bf16 int8-moments"
+    assert testing.inspect(engine).mode.name == "bf16 int8-moments"
     engine.destroy()
     assert inspect(tmp_path)["runs"][0]["mode"] == "bf16 int8-moments"
     done = CliRunner().invoke(app, ["verify", str(tmp_path / "default")])
@@ -308,8 +309,8 @@ def test_a_plan_is_what_a_run_takes(tmp_path: Path) -> None:
     plain = layouts_of(model, find_units(model))
     planned = settle(plain, given, Room(host=8 * GIB, device=0, disk=None))
     assert all(nbytes % 4096 == 0 for row in planned.parts.nbytes for nbytes in row.values()), "pages of their own"
-    assert planned.parts.nbytes == engine._core.components.shards.nbytes
-    assert planned.stored == engine._core.components.store.spec.nbytes  # type: ignore[union-attr]
+    assert planned.parts.nbytes == testing.inspect(engine).state_bytes
+    assert planned.stored == testing.inspect(engine).store.spec.nbytes  # type: ignore[union-attr]
     scales = sum(row.get(State.SCALES, 0) for row in planned.parts.nbytes)
     assert 8 / 256 <= scales / sum(planned.parts.trainable_numel) <= 12 / 256, "padded to pages"
     engine.destroy(remove=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from offload import testing
 from offload.layout.flat_layout import UnitLayout, lay_out
 from offload.layout.optimizers.whole import cuts, whole_sizes
 from offload.planner.memory import Memory, Room, settings, settle
@@ -78,21 +79,21 @@ def test_a_plan_plays_the_tiles_of_the_run() -> None:
 def test_states_of_elements_in_no_matrix_alone_are_read_with_their_tiles(tmp_path: Path) -> None:
     """Of a matrix nothing of the second moment is read, or written."""
     engine = start(MUON._replace(dtype="bf16"), DISK, tmp_path)
-    components = engine._core.components
+    inspected = testing.inspect(engine)
     train_step(engine, MUON, 0)
-    components.update_worker.finish(commit=False)  # type: ignore[union-attr]
+    testing.settle(engine, commit=False)
     seen: list[tuple[int, State, int, int]] = []
-    real = components.store.write  # type: ignore[union-attr]
+    real = inspected.store.write  # type: ignore[union-attr]
 
     def write(unit: int, state: State, slot: int, first: int, buffer: Any) -> Any:
         seen.append((unit, state, first, first + len(buffer)))
         return real(unit, state, slot, first, buffer)
 
-    components.store.write = write  # type: ignore[method-assign, union-attr]
+    inspected.store.write = write  # type: ignore[method-assign, union-attr]
     train_step(engine, MUON, 1)
-    components.update_worker.finish(commit=False)  # type: ignore[union-attr]
+    testing.settle(engine, commit=False)
     engine.destroy(remove=True)
-    for unit, layout in enumerate(components.layouts):
+    for unit, layout in enumerate(inspected.layouts):
         for state, limit in ((State.EXP_AVG, layout.trainable_stop), (State.EXP_AVG_SQ, layout.rest_stop)):
             written = sorted((first, stop) for number, each, first, stop in seen if (number, each) == (unit, state))
             assert [first for first, _ in written] == [0, *(stop for _, stop in written)][: len(written)]

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import offload
+from offload import testing
 from offload.config import load_config
-from offload.engine.optim.matrices import directions
 from offload.engine.optim.matrices.directions import Workspace, orthogonalize
 from offload.errors import ConfigError, UsageError
 from offload.layout.optimizers.matrices import matrices_of, product_flops
@@ -117,10 +117,10 @@ def test_without_products_in_bf16_placements_have_the_same_bits(
     """The products are in fp32 then; after an even number of iterations the direction is in the master's memory."""
     if engine_device() != "cpu":
         pytest.skip("a device has products in bf16")
-    monkeypatch.setattr(directions, "products_in_bf16", lambda: False)
+    testing.replace(monkeypatch, "muon.products_in_bf16", lambda: False)
     job = MUON._replace(steps=2, dtype="bf16", params=(*MUON.params, ("ns_steps", ns_steps)))
     slow = same_bits(job, tmp_path / "fp32", SOME)
-    monkeypatch.setattr(directions, "products_in_bf16", lambda: True)
+    testing.replace(monkeypatch, "muon.products_in_bf16", lambda: True)
     fast = run(job, DISK, tmp_path / "bf16")
     assert not torch.equal(slow.weights["blocks.0.1.weight"], fast.weights["blocks.0.1.weight"])
     # Two runs of one direction: the second step starts from weights that are apart by roundings of a bf16 direction.
@@ -171,9 +171,9 @@ def test_a_killed_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
 
 def test_a_matrix_has_one_moment_and_the_rest_two(tmp_path: Path) -> None:
     engine = start(MUON._replace(dtype="bf16"), DISK, tmp_path)
-    components = engine._core.components
+    inspected = testing.inspect(engine)
     inner = matrices_of(Words())
-    for layout, states in zip(components.shards.layouts, components.shards.nbytes, strict=True):
+    for layout, states in zip(inspected.layouts, inspected.state_bytes, strict=True):
         assert {s.name for s in layout.segments if layout.is_matrix(s)} == inner & {s.name for s in layout.segments}
         numel = {name: sum(s.numel for s in layout.segments if (s.name in inner) is name) for name in (True, False)}
         values = states.get(State.EXP_AVG, 0) + states.get(State.EXP_AVG_SQ, 0)
@@ -365,11 +365,11 @@ def _plan(optimizer: str) -> Memory:
 def test_a_plan_has_the_bytes_of_the_run(optimizer: str, tmp_path: Path) -> None:
     content = config(MUON._replace(dtype="bf16", optimizer=optimizer, params=()), DISK, tmp_path)
     engine = offload.initialize(model=gpt2(), config=content)[0]
-    shards = engine._core.components.shards
-    engine.destroy(remove=True)
+    inspected = testing.inspect(engine)
     plan = _plan(optimizer)
-    assert plan.layouts == shards.layouts
-    assert plan.parts.nbytes == shards.nbytes
+    assert plan.layouts == inspected.layouts
+    assert plan.parts.nbytes == inspected.state_bytes
+    engine.destroy(remove=True)
 
 
 def test_a_plan_counts_fewer_bytes_for_a_matrix() -> None:

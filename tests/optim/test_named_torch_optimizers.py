@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import offload
+from offload import testing
 from offload.config import load_config
 from offload.engine.optim.build_optimizer import from_config
 from offload.errors import ConfigError
@@ -65,7 +66,7 @@ def test_a_class_with_a_kernel_uses_the_kernel(tmp_path: Path) -> None:
         return offload.initialize(model=make_model(), config=_settings(tmp_path / folder, optimizer))[0]
 
     engine = begin(_named("AdamW", {"lr": 1e-2, "weight_decay": 0.1}), "a")
-    assert engine.optimizer.rule.name == "adam" and engine._core.components.shards.mode.name == "fp32"
+    assert engine.optimizer.rule.name == "adam" and testing.inspect(engine).mode.name == "fp32"
     losses = train(engine, range(2))
     engine.destroy(remove=True)
     engine = begin({"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}, "b")
@@ -125,7 +126,7 @@ def test_the_key_behind_it_is_none_of_a_file() -> None:
 def test_a_plan_has_the_bytes_of_the_run(name: str, tmp_path: Path) -> None:
     content = _settings(tmp_path, _named(name, CLASSES[name]))
     engine = offload.initialize(model=gpt2(), config=content)[0]
-    layouts = engine._core.components.shards.layouts
+    layouts = testing.inspect(engine).layouts
     engine.destroy(remove=True)
     plan = _plan(name)
     assert [layout.packed_numel() for layout in plan.layouts] == [layout.packed_numel() for layout in layouts]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import offload
+from offload import testing
 from offload.errors import ConfigError, StoreError, UsageError
 from tests.optim.resuming import assert_resumes_and_loads
 from tests.support import rounding_bounds
@@ -80,10 +81,7 @@ def test_lamb_has_the_same_bits_in_tiles_of_any_size(
         settings["zero_optimization"]["sub_group_size"] = 4096
         torch.manual_seed(job.seed)
         engine = offload.initialize(model=job.model(), config=settings)[0]
-        assert (
-            engine._core.components.update_worker is not None
-            and engine._core.components.update_worker._tile_numel < 3 * 4096
-        )
+        assert 0 < testing.inspect(engine).tile_numel < 3 * 4096
         for step in range(job.steps):
             train_step(engine, job, step)
         found = engine.module.state_dict()
@@ -204,7 +202,7 @@ def test_the_bytes_of_each_mode(tmp_path: Path) -> None:
     for name, numbers in expected.items():
         for dtype, nbytes in zip(("fp32", "bf16", "fp16"), numbers, strict=True):
             engine = start(JOBS[name]._replace(dtype=dtype), DISK, tmp_path / name / dtype)
-            assert engine._core.components.shards.mode.element_bytes == nbytes, (name, dtype)
+            assert testing.inspect(engine).mode.element_bytes == nbytes, (name, dtype)
             engine.destroy(remove=True)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import offload
+from offload import testing
 from offload.errors import UsageError
 from tests.params.param_actions import DISK, Action, rows
 from tests.support import models
@@ -75,7 +76,7 @@ def test_weights_that_have_no_room_are_left_as_they_are(tmp_path: Path, monkeypa
     engine = start(models.GPT2, ("nvme", "nvme"), tmp_path)
     before = {name: value.clone() for name, value in engine.module.state_dict().items()}
     with monkeypatch.context() as patch:
-        patch.setattr("offload.engine.params.gathered.free_host_memory", lambda: 1024)
+        testing.replace(patch, "memory.free", lambda: 1024)
         with pytest.raises(offload.BudgetError, match=r"gathered parameters would take .*, 1\.0 KiB are free"):
             offload.gathered(engine.module).__enter__()
     assert_same_tensors(engine.module.state_dict(), before)

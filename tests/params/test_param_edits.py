@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import offload
+from offload import testing
 from tests.params.param_actions import DISK
 from tests.support import rounding_bounds
 from tests.support.oracle import PlainEngine, assert_same_tensors, room_for, run, start, train_step
@@ -37,7 +38,7 @@ def test_edits_of_one_unit_are_written_together(tmp_path: Path) -> None:
     before = engine.io_bytes().written
     engine.module.load_state_dict(state)
     written = engine.io_bytes().written - before
-    states = 12 * sum(layout.numel for layout in engine._core.components.layouts)
+    states = 12 * sum(layout.numel for layout in testing.inspect(engine).layouts)
     assert states <= written <= 1.4 * states, "only tied names, which come last, may write their unit once more"
     engine.destroy(remove=True)
 

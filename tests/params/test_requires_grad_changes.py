@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import offload
+from offload import testing
 from offload.errors import EngineFailed, UsageError
 from tests.support import models, rounding_bounds
 from tests.support.modules.module_kinds import Layers
@@ -89,7 +90,9 @@ def test_changes_of_requires_grad_act_as_in_pytorch(name: str, dtype: str, tmp_p
         found.append((losses, weights_of(engine)))
         counts = {
             segment.name: count
-            for layout, mine in zip(engine._core.components.layouts, engine._core.state.parameter_steps, strict=True)
+            for layout, mine in zip(
+                testing.inspect(engine).layouts, testing.inspect(engine).parameter_steps, strict=True
+            )
             for segment, count in zip(layout.segments, mine, strict=True)
         }
         engine.destroy(remove=True)

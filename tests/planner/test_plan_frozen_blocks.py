@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from offload import testing
 from offload.cli.main import app
 from offload.layout.frozen.choice import stored_as_blocks
 from offload.layout.tiers import Partitions
@@ -40,10 +41,10 @@ def test_bytes_are_those_of_the_run(form: str, tmp_path: Path) -> None:
     shape = shape_of(form)
     memory = settle(shape.layouts, config(JOB, DISK, tmp_path, frozen=form), ROOM)
     engine = start(JOB, DISK, tmp_path, frozen=form)
-    components = engine._core.components
-    assert shape.layouts == components.layouts
-    assert components.store is not None
-    assert memory.stored == components.store.spec.nbytes
+    inspected = testing.inspect(engine)
+    assert shape.layouts == inspected.layouts
+    assert inspected.store is not None
+    assert memory.stored == inspected.store.spec.nbytes
     assert (memory.host, memory.device) == (engine.host_memory, engine.device_memory)
     assert shape.parameters == engine.parameter_count == sum(p.numel() for p in JOB.model().parameters())
     engine.destroy(remove=True)

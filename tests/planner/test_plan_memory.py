@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offload
+from offload import testing
 from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import layouts_of
 from offload.layout.units import find_units
@@ -90,9 +91,9 @@ def test_bytes_add_up_and_are_those_of_the_run(case: Case) -> None:
         assert (total.host, total.device, total.disk) == (memory.host, memory.device, memory.stored + memory.spilled)
         assert memory.least_host <= memory.host
         engine = offload.initialize(model=case.model(), config=case.content)[0]
-        parts = engine._core.components
+        parts = testing.inspect(engine)
         try:
-            assert parts.arena.classes == memory.placement.classes
+            assert parts.host_arena.classes == memory.placement.classes
             assert engine.host_memory == memory.host and engine.device_memory == memory.device
             assert (parts.store.spec.nbytes if parts.store else 0) == memory.stored
             assert (parts.store.spec.slots if parts.store else 0) == memory.slots

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from offload import testing
 from offload.aio import IoQueue
-from offload.engine.setup import build
 from offload.planner.simulation.machine import Moved, Rates
 from offload.planner.simulation.simulate import Budgets, Simulation, Use
 from offload.planner.simulation.updater import UpdateCost
@@ -107,9 +107,9 @@ def spilled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 def record(job: Job, folder: Path, overlap: bool, spilled: dict[str, int], steps: int = 4, **options: Any) -> Recorded:
     """Train `job` with everything on disk; what the uses were, what they came to."""
     engine = start(job, ("nvme", "nvme"), folder, debug={"overlap": overlap}, **options)
-    parts = engine._core.components
-    pager, updater, store = parts.pager, parts.update_worker, parts.store
-    assert updater is not None and store is not None
+    inspected = testing.inspect(engine)
+    pager, store = inspected.pager, inspected.store
+    assert store is not None
     calls: list[tuple[str, int]] = []
 
     def log(name: str, real: Any) -> None:
@@ -121,11 +121,11 @@ def record(job: Job, folder: Path, overlap: bool, spilled: dict[str, int], steps
 
     for name in ("acquire", "release"):
         log(name, getattr(pager, name))
-    sizes = [entry.size for entry in pager._entries]
+    sizes = list(inspected.sizes)
     costs: list[UpdateCost | None] = []
-    for index, part in enumerate(parts.trainable):
-        of = {s: len(part) * d.itemsize for s, d in parts.shards.mode.states.items() if store.keeps(index, s)}
-        read = sum(n for s, n in of.items() if s is not State.WEIGHT and (index, s) not in parts.shards.residents)
+    for index, part in enumerate(inspected.trainable):
+        of = {s: len(part) * d.itemsize for s, d in inspected.mode.states.items() if store.keeps(index, s)}
+        read = sum(n for s, n in of.items() if s is not State.WEIGHT and (index, s) not in inspected.residents)
         costs.append(UpdateCost(len(part), of.get(State.WEIGHT, 0), read, sum(of.values())) if part else None)
     promoted, home = pager.host.weights.space.used_bytes, pager.arena.used_bytes
     budgets = Budgets(pager.host.weights.space.nbytes - promoted, pager.arena.nbytes - home)
@@ -139,7 +139,7 @@ def record(job: Job, folder: Path, overlap: bool, spilled: dict[str, int], steps
         calls.clear()
         train_step(engine, job, step)
         if step == steps - 1:
-            updater.finish(commit=False)
+            testing.settle(engine, commit=False)
         after = totals()
         peaks = pager.host.weights.space.peak_bytes - promoted, pager.arena.space.peak_bytes - home
         figures.append(Figures(*(new - old for new, old in zip(after, before, strict=True)), *peaks))
@@ -151,11 +151,11 @@ def record(job: Job, folder: Path, overlap: bool, spilled: dict[str, int], steps
         uses,
         sizes,
         [each if index in trained else None for index, each in enumerate(costs)],
-        updater._tile_numel,
-        pager._limits,
+        inspected.tile_numel,
+        inspected.prefetch_limits,
     )
-    spill = parts.gradients.spill
-    on_cpu = parts.shards.device.host_addressable
+    spill = inspected.gradients.spill
+    on_cpu = inspected.device.host_addressable
     found = Recorded(case, budgets, figures, () if spill is None else tuple(spill._windows), on_cpu)
     engine.destroy(remove=True)
     return found
@@ -194,7 +194,7 @@ def test_without_chance_every_figure_is_the_engines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bytes, hits and both peaks of each step, from the least host memory, where units stream, to enough for all."""
-    monkeypatch.setattr(build, "IoQueue", lambda *_, **__: PromptQueue())
+    testing.replace(monkeypatch, "io.queue", lambda *_, **__: PromptQueue())
     if device is not None:
         use_device(monkeypatch, device)
     job = JOBS[name]._replace(dtype="bf16")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import offload
+from offload import testing
 from offload.layout.flat_layout import UnitLayout
 from tests.support.oracle import Job, weights_of
 from tests.support.ranks.rank_jobs import JOBS
@@ -74,6 +75,6 @@ def train_and_look(job: Job, folder: Path, **options: Any) -> Seen:
         stored[name] = master
     with torch.no_grad():
         job.loss(engine, 1, 0)
-    found = Seen(used, stored, weights_of(engine), tuple(engine._core.components.layouts))
+    found = Seen(used, stored, weights_of(engine), tuple(testing.inspect(engine).layouts))
     engine.destroy(remove=True)
     return found

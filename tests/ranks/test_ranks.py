@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import offload
+from offload import testing
 from offload.errors import NumericsError
 from offload.torch_internals import top_saved_tensor_hooks
 from tests.support import models, rounding_bounds
@@ -152,7 +153,7 @@ THREE_BLOCKS = models.GPT2._replace(loss=language_rows_loss)
 def meet_outside(folder: Path, room: int) -> list[float]:
     """Losses of steps and evaluations with collectives of the user's own in between, on ranks with other arenas."""
     engine = start(THREE_BLOCKS, DISK, folder, device_memory=room)
-    engine._core.components.pager.arena.space.scatter = random.Random(rank_and_size()[0])
+    testing.inspect(engine).device_arena.space.scatter = random.Random(rank_and_size()[0])
     losses = []
 
     def add_up(loss: torch.Tensor) -> None:
@@ -223,7 +224,7 @@ def test_the_threads_of_an_engines_groups_end_with_it(shard_size: int, ranks: Ra
 def begin_under_hooks(folder: Path) -> tuple[bool, bool]:
     """Begins a gather while saved tensors go through hooks; returns whether they are active after it, and live on."""
     engine = start(JOBS["gpt2"], DISK, folder)
-    group, hooks = engine._core.components.ranks, [lambda tensor: tensor, lambda tensor: tensor]
+    group, hooks = testing.inspect(engine).ranks, [lambda tensor: tensor, lambda tensor: tensor]
     assert group is not None
     dead = weakref.ref(hooks[0])
     with torch.autograd.graph.saved_tensors_hooks(*hooks):

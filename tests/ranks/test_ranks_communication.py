@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from offload import testing
 from offload.engine.distributed.communication import Communication, Sent
 from tests.support.oracle import Job, Result, assert_same, trained
 from tests.support.ranks.rank_jobs import JOBS
@@ -45,7 +46,7 @@ def second_step(folder: Path, stage: int, accumulation: int, schedule: str = "mi
     found = Step(
         sent=after.since(before),
         measured=dict(engine.measured),
-        units=[layout.trainable_stop for layout in engine._core.components.layouts],
+        units=[layout.trainable_stop for layout in testing.inspect(engine).layouts],
         mean=engine.communication().since(after),
     )
     engine.destroy(remove=True)

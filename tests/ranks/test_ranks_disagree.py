@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import offload
+from offload import testing
 from offload.engine.setup import initialize
 from offload.errors import ConfigError, RankError, UsageError
 from tests.support.oracle import config
@@ -159,6 +160,6 @@ def test_a_collective_that_has_failed_is_no_end(monkeypatch: pytest.MonkeyPatch)
     from offload.engine.distributed.work import Work
 
     ranks = object.__new__(Ranks)
-    monkeypatch.setattr(Ranks, "_blame", lambda self, error: RankError(f"gone: {error}"))
+    testing.replace(monkeypatch, "ranks.blame", lambda self, error: RankError(f"gone: {error}"))
     with pytest.raises(RankError, match="gone: connection closed"):
         Work(ranks, Failed(), "gather weights").wait()

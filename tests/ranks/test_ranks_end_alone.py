@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import offload
+from offload import testing
 from offload.errors import IoError, OffloadError, RankError
-from offload.swapper.store.store import Store
 from tests.support.oracle import Job, train_step
 from tests.support.ranks import sequence_parallel as sp
 from tests.support.ranks import tensor_parallel as tp
@@ -34,7 +34,7 @@ def edit_beside_a_lost_rank(folder: Path) -> None:
     """Rank 0 fails with its first commit; rank 1 edits, and ends."""
     if rank_and_size()[0] == 0:
         with pytest.MonkeyPatch.context() as patches, pytest.raises(IoError):
-            patches.setattr(Store, "commit", fail_to_commit)
+            testing.replace(patches, "store.commit", fail_to_commit)
             start("tensor", folder)
     else:
         engine = start("tensor", folder)
@@ -69,7 +69,7 @@ def edit_beside_a_lost_step(folder: Path) -> None:
     (folder / f"losses{rank}").write_text(repr(losses))
     if rank == 0:
         with pytest.MonkeyPatch.context() as patches, contextlib.suppress(OffloadError):
-            patches.setattr(Store, "commit", fail_to_commit)
+            testing.replace(patches, "store.commit", fail_to_commit)
             engine.destroy()
         return
     for weight in (engine.module.head.weight, engine.module.embed.weight):
@@ -104,7 +104,7 @@ def end_in_a_batch(kind: str, how: str, folder: Path) -> None:
                 raise KeyboardInterrupt
             except KeyboardInterrupt:
                 sys.exit(1) if how == "exit" else engine.destroy()
-        engine._core.shutdown.at_exit()
+        testing.leave(engine)
         ended.touch()
         return
     while not ended.exists():

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.layout.budgets import host as host_budget
+from offload import testing
 from offload.layout.flat_layout import lay_out
 from offload.layout.optimizers.whole import divided
 from offload.swapper.modes import make_mode
@@ -134,7 +134,7 @@ def in_small_pieces(job: Job, folder: Path) -> tuple[Result, Result]:
     """With memory for all, and with so little that units stream and gradients wait on disk."""
     with pytest.MonkeyPatch.context() as patch:
         small_pieces(patch)
-        patch.setattr(host_budget, "_WINDOW_NBYTES", 16_384)  # has room for the padding of two ranks
+        testing.replace(patch, "size.gradient_window", 16_384)  # has room for the padding of two ranks
         least = least_host_memory(job, folder)
         return train(job, DISK, folder / "roomy"), train(job, DISK, folder / "tight", host_memory=least)
 

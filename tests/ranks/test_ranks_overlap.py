@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.engine.distributed.heartbeat import Heartbeat
+from offload import testing
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.distributed.work import Work
 from offload.engine.gradients.reduce_scatter import ReduceScatterAccumulator
@@ -40,14 +40,13 @@ class Late:
 
 def train_late(job: Job, placement: tuple[str, str], folder: Path) -> Result:
     """Until an exchange is waited for, nothing is received, and what changes of the memory to be sent is sent."""
-    exchange = Ranks.exchange
 
-    def late(ranks: Ranks, received: torch.Tensor, sent: torch.Tensor | None, senders: Any) -> Any:
+    def late(exchange: Any, ranks: Ranks, received: torch.Tensor, sent: torch.Tensor | None, senders: Any) -> Any:
         received.view(torch.uint8).fill_(0xFF)  # NaN in any dtype, and the scale of a block of codes
         return Late(lambda: exchange(ranks, received, sent, senders))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ranks, "exchange", late)
+        testing.intercept(patch, "ranks.exchange", late)
         return train(job, placement, folder)
 
 
@@ -102,21 +101,20 @@ def test_a_unit_is_reduced_while_the_next_makes_its_gradients(overlap: bool, ran
 def fail_in_the_additions(folder: Path, starts_over: bool) -> tuple[str, list[float]]:
     """Rank 1 has no memory for a sum at the end of its first backward. Returns its error, and the norms."""
     engine = start(JOB, MEMORY, folder)
-    gradients, error_message, norms = engine._core.components.gradients, "", list[float]()
+    gradients, error_message, norms = testing.inspect(engine).gradients, "", list[float]()
     assert isinstance(gradients, ReduceScatterAccumulator)
-    finish, put = gradients._finish, gradients.put
 
-    def short(*arguments: Any) -> None:
+    def short(put: Any, *arguments: Any) -> None:
         put(*arguments)
         raise torch.OutOfMemoryError
 
-    def fall_short() -> None:
-        patch.setattr(gradients, "put", short)
-        finish()
+    def fall_short(finish: Any, *arguments: Any) -> None:
+        testing.intercept(patch, "ranks.reduce", short)
+        finish(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         if rank_and_size()[0] == 1:
-            patch.setattr(gradients, "_finish", fall_short)
+            testing.intercept(patch, "ranks.finish_reduce", fall_short)
         with contextlib.suppress(torch.OutOfMemoryError):
             engine.backward(JOB.loss(engine, 0, 0))
     try:
@@ -154,7 +152,7 @@ class Broken:
 def test_a_lost_rank_is_named_once_however_many_exchanges_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = object.__new__(Ranks)
     ranks._lost, ranks.on_gpu = RankError("rank 1 was killed"), False
-    monkeypatch.setattr(Heartbeat, "gone", lambda *_: pytest.fail("the loss is known"))
+    testing.replace(monkeypatch, "ranks.gone", lambda *_: pytest.fail("the loss is known"))
     for _ in range(2):
         with pytest.raises(RankError) as caught:
             Work(ranks, Broken(), "reduce gradients").order_compute()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from offload import testing
 from offload.engine.distributed.communication import Communication, Sent
 from offload.layout import config_request
 from offload.sizes import align_up
@@ -41,7 +42,7 @@ def second_step(job: Job, folder: Path, **options: Any) -> Step:
         before = engine.communication()
         engine.backward(job.loss(engine, step, 0))
         engine.step()
-    layouts = engine._core.components.layouts
+    layouts = testing.inspect(engine).layouts
     units = [(layout.trainable_stop, layout.numel - layout.trainable_stop) for layout in layouts]
     found = Step(engine.communication().since(before), units)
     engine.destroy(remove=True)
@@ -87,7 +88,7 @@ def test_replicas_send_codes_of_their_sums(four: RankPool, tmp_path: Path) -> No
 def with_many_replicas(job: Job, folder: Path) -> Step:
     """Two replicas that take themselves for too many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config_request, "MOST_CODED_REPLICAS", 1)
+        testing.replace(patch, "size.coded_replicas", 1)
         return second_step(job, folder)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import offload
+from offload import testing
 from offload.layout.flat_layout import UnitLayout
 from tests.ranks.int8_collectives import HOST, JOB, MEMORY, flat, through_codes
 from tests.support import models
@@ -38,7 +39,7 @@ def local_gradients(job: Job, folder: Path) -> Made:
 
     for name, parameter in engine.module.named_parameters():
         parameter.register_hook(functools.partial(note, name))
-    layouts, micro_batches = tuple(engine._core.components.layouts), []
+    layouts, micro_batches = tuple(testing.inspect(engine).layouts), []
     for micro in range(job.accumulation):
         engine.backward(job.loss(engine, 0, micro))
         micro_batches.append([flat(layout, made) for layout in layouts])

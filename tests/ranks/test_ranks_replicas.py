@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import offload
-from offload.aio import IoQueue, aligned_empty, crc32c
+from offload import testing
+from offload.aio import IoQueue, crc32c
 from offload.engine.distributed.communication import Communication, Sent
 from offload.engine.distributed.mesh import Mesh
 from offload.engine.gradients.reduce_scatter import ReduceScatterAccumulator
@@ -23,6 +24,7 @@ from offload.errors import ConfigError
 from offload.runs.inspection import inspect
 from offload.runs.verify import CheckpointReport, open_checking
 from offload.sizes import align_up
+from offload.states import State
 from offload.swapper.weight_updates import WeightUpdates
 from tests.checkpoints.test_resume_other_ranks import Case, begun, loaded, resumed, states_in
 from tests.ranks.test_ranks_killed import Run
@@ -67,13 +69,11 @@ def train_and_look(job: Job, placement: tuple[str, str], folder: Path) -> Traine
     engine = start(job, placement, folder)
     result = trained(engine, job)
     engine.synchronize()  # the last update, whose states are read here
-    held, checksums = engine._core.components.shards, dict[str, int]()
-    for unit in range(len(held.layouts)):
-        for state, nbytes in held.states(unit).items():
-            buffer = aligned_empty(nbytes)
-            for future in held.read(unit, state, 0, buffer):
-                future.wait()
-            checksums[f"{unit} {state.value}"] = crc32c(buffer)
+    inspected, checksums = testing.inspect(engine), dict[str, int]()
+    for unit, states in enumerate(inspected.state_bytes):
+        for state in states:
+            if state is not State.GRAD:
+                checksums[f"{unit} {state.value}"] = crc32c(inspected.read_state(unit, state))
     engine.destroy(remove=True)
     return Trained(result, checksums)
 
@@ -195,14 +195,14 @@ def second_step(job: Job, folder: Path) -> Step:
         before = engine.communication()
         engine.backward(job.loss(engine, step, 0))
         engine.step()
-    components = engine._core.components
-    gradients = components.gradients
+    inspected = testing.inspect(engine)
+    gradients = inspected.gradients
     assert isinstance(gradients, ReduceScatterAccumulator)
     buffers = (*gradients._memory._received, *gradients._room[0], *gradients._over_replicas._memory)
     found = Step(
         sent=engine.communication().since(before),
-        units=[layout.trainable_stop for layout in components.layouts],
-        held=list(map(len, components.trainable)),
+        units=[layout.trainable_stop for layout in inspected.layouts],
+        held=list(map(len, inspected.trainable)),
         reduction_nbytes=sum(memory.nbytes for memory in buffers),
     )
     engine.destroy(remove=True)
@@ -233,7 +233,7 @@ def trained_with_late_updates(job: Job, folder: Path) -> Result:
         return at_once(self, unit)
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(WeightUpdates, "device_tier", late)
+        testing.replace(patches, "weights.device_tier", late)
         return train(job, MEMORY, folder)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import offload
+from offload import testing
 from offload.config import load_config
 from offload.engine.distributed.communication import Communication, Sent
 from offload.engine.distributed.payload.secondary import SecondaryShards
@@ -255,7 +256,7 @@ def second_step(job: Job, folder: Path) -> Step:
     for step in range(2):
         before = engine.communication()
         train_step(engine, job, step)
-    sizes = [layout.numel * 4 for layout in engine._core.components.layouts]
+    sizes = [layout.numel * 4 for layout in testing.inspect(engine).layouts]
     found = Step(engine.communication().since(before), sum(sizes), max(sizes))
     engine.destroy(remove=True)
     return found
@@ -286,7 +287,7 @@ def test_a_step_gathers_each_weight_over_all_ranks_once(accumulation: int, four:
 def held_and_least(job: Job, folder: Path) -> tuple[int, int, str]:
     """Returns the elements of all units, the least device memory, and the error."""
     engine = start(job, HOST, folder)
-    numel = sum(layout.numel for layout in engine._core.components.layouts)
+    numel = sum(layout.numel for layout in testing.inspect(engine).layouts)
     engine.destroy(remove=True)
     return numel, least(job, HOST, folder), no_room(job, HOST, folder)
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from offload import testing
 from offload.engine.distributed.communication import Communication
 from tests.support import rounding_bounds
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, trained, weights_of
@@ -35,7 +36,7 @@ def sent_by_step(job: Job, folder: Path, scatter: bool = False, **options: Any) 
     """Trains, and returns what each step sent; `scatter` gives each rank's arena an order of its own."""
     engine = start(job, RAM, folder, device_memory=ROOM, **options)
     if scatter:
-        engine._core.components.pager.arena.space.scatter = random.Random(rank_and_size()[0])
+        testing.inspect(engine).device_arena.space.scatter = random.Random(rank_and_size()[0])
     counts = [engine.communication()]
     losses, norms = [], []
     for step in range(job.steps):
@@ -225,7 +226,7 @@ def wander(job: Job, folder: Path, alone: bool) -> Result:
     """Trains; with `alone` each rank evaluates, reads weights and takes means between steps as it likes."""
     engine = start(job, RAM, folder, device_memory=ROOM)
     rank = engine.global_rank
-    engine._core.components.pager.arena.space.scatter = random.Random(rank)
+    testing.inspect(engine).device_arena.space.scatter = random.Random(rank)
     drawn = random.Random(7 + rank)
     losses, norms = [], []
     for step in range(job.steps):
@@ -264,7 +265,7 @@ def meet_in_between(folder: Path) -> list[float]:
     """Returns losses over all ranks, with a barrier of the user's behind each layer."""
     job = BRANCHING._replace(steps=3)
     engine = start(job, RAM, folder, device_memory=ROOM)
-    engine._core.components.pager.arena.space.scatter = random.Random(rank_and_size()[0])
+    testing.inspect(engine).device_arena.space.scatter = random.Random(rank_and_size()[0])
     for layer in engine.module.modules():
         if isinstance(layer, nn.Linear):
             layer.register_forward_hook(lambda *_: dist.barrier())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from offload import testing
 from offload.errors import RankError, StoreError
 from tests.support import models
 from tests.support.ranks.rank_jobs import language_rows_loss
@@ -21,8 +22,8 @@ def trained(folder: Path, steps: int) -> None:
         engine.backward(JOB.loss(engine, step, 0))
         engine.step()
     engine.mean(0.0)
-    engine._core.components.update_worker.finish()  # type: ignore[union-attr]
-    engine._core.shutdown.abandon(remove=False)
+    testing.settle(engine)
+    testing.abandon(engine, remove=False)
 
 
 def refused(folder: Path) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from offload.engine.distributed import heartbeat, rendezvous
+from offload import testing
+from offload.engine.distributed import rendezvous
 from offload.engine.distributed.bounded_store import BoundedStore
 from offload.engine.distributed.heartbeat import Heartbeat
 from offload.errors import RankError
@@ -108,7 +109,7 @@ def test_an_error_of_torchs_is_that_of_the_call_and_the_next_one_is_made() -> No
 
 
 def test_a_rank_that_is_cut_off_says_so_and_ends(ends: tuple[Any, Any, Cable], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "BoundedStore", functools.partial(BoundedStore, longest=LONGEST))
+    testing.replace(monkeypatch, "ranks.heartbeat_store", functools.partial(BoundedStore, longest=LONGEST))
     _, client, cable = ends
     pulse = Heartbeat(client, 0, 2)
     pulse.places = [("here", 1), ("there", 1)]

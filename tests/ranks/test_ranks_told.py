@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from offload import testing
 from offload.engine.distributed.heartbeat import Heartbeat
 from offload.errors import OffloadError, RankError
 from offload.notices import exception_line
@@ -37,7 +38,7 @@ def one_fails(folder: Path, at_exit: bool) -> str:
         return str(error)
     except ValueError as error:
         sys.last_value = error  # as Python does before it calls exit handlers
-        engine._core.shutdown.at_exit()
+        testing.leave(engine)
         del sys.last_value
     finally:
         with contextlib.suppress(OffloadError):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import offload
+from offload import testing
 from offload.errors import ConfigError, OffloadError, StoreError, UsageError
 from tests.support import rounding_bounds
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, room_for
@@ -61,7 +62,7 @@ def test_two_divided_ranks_equal_one_rank(name: str, ranks: RankPool, tmp_path: 
 def train_and_count(job: Job, name: str, folder: Path) -> tuple[Result, list[int], list[int]]:
     """Returns the training of a grid of rows of two, the ranks of this one's column, and the samples that it loads."""
     engine = tp.start(job, name, 2, DISK, folder)
-    ranks = engine._core.components.ranks
+    ranks = testing.inspect(engine).ranks
     assert ranks is not None and (engine.global_rank, engine.world_size) == rank_and_size()
     found = tp.steps(engine, job, 2, 0, job.steps)
     # Data are divided over columns alone: processes of a row compute one batch together.
@@ -69,7 +70,7 @@ def train_and_count(job: Job, name: str, folder: Path) -> tuple[Result, list[int
     rows = [int(row) for batch in engine.deepspeed_io(data, collate_fn=list) for (row,) in batch]
     sent = engine.communication()
     # ZeRO's volumes for the gradients of this column, once for each micro-batch: within a replica, then between them.
-    trained = sum(layout.trainable_stop for layout in engine._core.components.layouts) * 4
+    trained = sum(layout.trainable_stop for layout in testing.inspect(engine).layouts) * 4
     replicas, shards = ranks.mesh
     once = trained * (shards - 1) // shards + 2 * (trained // shards) * (replicas - 1) // replicas
     assert sent.gradients.nbytes == job.steps * job.accumulation * once

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload.engine.pipeline import torch_stage
+from offload import testing
 from offload.engine.pipeline.split_backward import split
 from tests.support.oracle import Job, assert_same
 from tests.support.ranks import pipelines
@@ -110,7 +110,7 @@ def in_both_schedules(job: Job, folder: Path, options: dict[str, Any]) -> list[b
         return halves
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_stage, "split", counted)
+        testing.replace(patch, "pipeline.split_backward", counted)
         found = pipelines.train(job, Plan("InterleavedZeroBubble", stages=4), DISK, folder / "zero", **options)
     assert_same(found, plain)
     return ran

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import offload
+from offload import testing
 from offload.engine.metrics.step_meter import cause_of
 from offload.engine.metrics.writers import cut
 from offload.errors import NumericsError
-from offload.timeline import OFF, Row
+from offload.timeline import Row
 from tests.report.monitor_runs import CSV, DISK, JOB, loss, model, no_thread_stays, rows, start, values
 from tests.support.models import GPT2
 from tests.support.oracle import (
@@ -91,8 +92,7 @@ def test_a_loop_of_plain_torch_is_measured_but_for_its_loss(tmp_path: Path) -> N
 
 def test_without_a_breakdown_nothing_listens_inside_of_a_step(tmp_path: Path) -> None:
     engine = start(tmp_path)
-    parts = engine._core.components
-    assert parts.timeline is parts.hooks._timeline is parts.pager.table.timeline is OFF
+    assert not testing.inspect(engine).records_spans
     train_step(engine, JOB, 0)
     engine.destroy(remove=True)
     assert not (tmp_path / "job" / "Train_Samples_elapsed_time_ms_forward.csv").exists()
@@ -101,7 +101,7 @@ def test_without_a_breakdown_nothing_listens_inside_of_a_step(tmp_path: Path) ->
 
 def test_nothing_is_measured_without_a_monitor(tmp_path: Path) -> None:
     engine = start(tmp_path, keys={"csv_monitor": {"enabled": False}, "steps_per_print": math.inf})
-    assert engine._core.components.meter is None and engine._core.components.timeline is OFF and engine.measured == {}
+    assert not (testing.inspect(engine).measures or testing.inspect(engine).records_spans or engine.measured)
     engine.destroy(remove=True)
 
 
@@ -212,8 +212,7 @@ def test_a_resumed_run_goes_on_with_the_files(tmp_path: Path) -> None:
     engine = start(tmp_path, durability={"every": 2})
     for step in range(3):
         train_step(engine, JOB, step)
-    engine._core.components.meter.close()  # all is written, and the third step was never committed
-    engine._core.shutdown.abandon(remove=False)
+    testing.abandon(engine, remove=False)
     kept = rows(tmp_path, "Train/Samples/train_loss")
     with (tmp_path / "job" / "Train_Samples_train_loss.csv").open("a") as file:
         file.write("8,0.")  # of a step that a kill has torn
@@ -289,7 +288,7 @@ def _train_on_a_rank(folder: Path) -> tuple[bool, int]:
     engine = start(folder)
     for step in range(2):
         train_step(engine, JOB, step)
-    measured = engine._core.components.meter is not None
+    measured = testing.inspect(engine).measures
     engine.destroy(remove=True)
     return measured, engine.global_samples
 

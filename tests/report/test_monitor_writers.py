@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import offload
+from offload import testing
 from offload.config import load_config
-from offload.engine.metrics import reporter as reporter_module
 from offload.engine.metrics.reporter import Line, Reporter, line
 from offload.engine.metrics.writers import Record, events
 from offload.errors import ConfigError
@@ -102,7 +102,7 @@ class Slow(Broken):
 
 
 def test_a_slow_writer_has_a_bounded_number_of_records_waiting_and_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporter_module, "_MOST_PENDING", 2)
+    testing.replace(monkeypatch, "size.pending_metrics", 2)
     slow = Slow()
     reporter = Reporter(None, {"slow": lambda: slow})
     reporter.open()

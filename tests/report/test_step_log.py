@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import offload
-from offload.engine.metrics import step_meter
+from offload import testing
 from offload.engine.metrics.reporter import Reporter
 from offload.engine.metrics.step_meter import StepMeter, Stepped
 from offload.report.figures import figures
@@ -27,8 +27,7 @@ def test_any_loop_writes_a_log_that_goes_on_where_it_was_committed(tmp_path: Pat
     engine = begin(tmp_path, durability={"every": 2}, log=str(path), drive_tbw=5)
     for step in range(3):
         train_step(engine, JOB, step)
-    engine._core.components.meter.close()  # all is written, and the third step was never committed
-    engine._core.shutdown.abandon(remove=False)
+    testing.abandon(engine, remove=False)
     with path.open("a") as file:
         file.write('{"step": 4, "lo')
     engine = begin(tmp_path, durability={"every": 2}, log=str(path), resume="must", drive_tbw=5)
@@ -72,8 +71,7 @@ def test_an_evaluation_is_a_line_behind_its_step(tmp_path: Path) -> None:
                 found.loss = torch.tensor(step + len(more) / 2)
             with engine.evaluation():
                 pass  # without a loss there is nothing to write
-        engine._core.components.meter.close()
-        engine._core.shutdown.abandon(remove=False)
+        testing.abandon(engine, remove=False)
 
     run(range(3))
     run(range(2, 4), resume="must")
@@ -98,7 +96,7 @@ def test_an_evaluation_before_the_first_step_is_in_no_file(tmp_path: Path) -> No
 
 def test_what_an_evaluation_costs_is_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     spent = {"read": 0, "nanoseconds": 0}
-    monkeypatch.setattr(step_meter, "now", lambda: spent["nanoseconds"])
+    testing.replace(monkeypatch, "clock.steps", lambda: spent["nanoseconds"])
 
     def spend(read: int, seconds: int) -> None:
         spent["read"] += read

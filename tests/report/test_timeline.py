@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from offload.aio import IoFuture
-from offload.engine.metrics.compute_spans import NO_SPANS
+from offload import testing
 from offload.engine.metrics.span_relay import Relay
 from offload.timeline import OFF, Phase, Row, Timeline, now
 from tests.report.timeline_reader import DISK, JOB, _content, counters, names, read, row, threads
@@ -157,13 +156,9 @@ def test_a_change_of_a_counter_has_one_moment(tmp_path: Path, monkeypatch: pytes
 def test_nothing_of_it_is_there_where_nobody_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No recorder, no hook on a module, and no request that somebody is to be told of."""
     calls: list[object] = []
-    monkeypatch.setattr(IoFuture, "add_done_callback", lambda future, function: calls.append(function))
+    testing.replace(monkeypatch, "io.add_done_callback", lambda future, function: calls.append(function))
     engine = start(JOB, DISK, tmp_path)
-    parts = engine._core.components
-    assert parts.timeline is parts.pager.table.timeline is OFF and parts.update_worker is not None
-    assert parts.update_worker._timeline is parts.gradients._timeline is parts.hooks._timeline is OFF
-    assert parts.pager.table._memory is None
-    assert parts.hooks._compute is parts.gradients._compute is NO_SPANS
+    assert not testing.inspect(engine).records_spans
     for module in engine.module.modules():
         assert len(module._forward_pre_hooks) <= 1 and len(module._forward_hooks) <= 1, "the engine's own"
     train_step(engine, JOB, 0)

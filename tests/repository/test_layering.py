@@ -19,7 +19,7 @@ LAYERS = (
     *("swapper", "hardware", "layout"),
     *("engine", "planner", "losses", "__init__"),
     *("finetune", "bench", "offline", "hf", "integrations", "runs", "deepspeed"),
-    *("cli", "__main__"),
+    *("cli", "testing", "__main__"),
 )
 """Modules and folders of the package. Each may import only those before it."""
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import offload
+from offload import testing
 from offload.engine.optim.update_worker import UpdateWorker
 from offload.errors import EngineFailed
 from offload.swapper.store import Store
@@ -84,7 +85,7 @@ def test_a_step_whose_schedule_was_interrupted_is_not_committed(when: str, leave
         train_step(engine)
     with pytest.raises(EngineFailed):
         train_step(engine)
-    engine.destroy() if leave == "destroy" else engine._core.shutdown.at_exit()
+    engine.destroy() if leave == "destroy" else testing.leave(engine)
     again = begin(tmp_path / "cut")
     assert again.global_steps == again.lr_scheduler.last_epoch == 2
     seen += [train_step(again) for _ in range(2, STEPS)]
@@ -117,14 +118,13 @@ def test_a_worker_that_is_late_commits_no_step_before_its_updates(
     monkeypatch.setattr(UpdateWorker, "deliver_blob", deliver_and_say)
     engine = begin(tmp_path, None)
     train_step(engine)
-    engine._core._begin()  # as every call does: it gives the blob
-    engine._core.components.update_worker.finish()
+    testing.settle(engine)
     monkeypatch.setattr(Store, "commit", remember)
     delivered.clear()
     late.set()
     while late.is_set():  # until the worker has looked
-        with engine._core.components.pager.lock:
-            engine._core.components.update_worker._wake()
+        with testing.inspect(engine).pager.lock:
+            testing.inspect(engine).update_worker._wake()
         time.sleep(0.001)
     train_step(engine)
     train_step(engine)
@@ -149,7 +149,7 @@ def test_the_final_message_names_the_committed_step(tmp_path: Path, caplog: pyte
     for _ in range(3):
         train_step(engine)
     with caplog.at_level(logging.WARNING, "offload"):
-        engine._core.shutdown.at_exit()
+        testing.leave(engine)
     assert "at step 3: " in caplog.text and "a start without it begins anew" in caplog.text
     caplog.clear()
     engine = begin(tmp_path / "failed", durability={"every": 2})
@@ -157,9 +157,9 @@ def test_the_final_message_names_the_committed_step(tmp_path: Path, caplog: pyte
         train_step(engine)
     engine.backward(engine(torch.ones(2, 4)).square().mean())
     engine.step()
-    engine._core.components.pager.fail(RuntimeError("of the test"))
+    testing.fail(engine, RuntimeError("of the test"))
     with caplog.at_level(logging.WARNING, "offload"):
-        engine._core.shutdown.at_exit()
+        testing.leave(engine)
     assert "at step 4, the last committed one of 5: " in caplog.text
     assert "a start without it is refused while the run is there" in caplog.text
     again = begin(tmp_path / "failed")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import offload
+from offload import testing
 from offload.aio import DirectFile
 from offload.swapper.store import Store
 from offload.swapper.store.format.commit_record import read_records
@@ -95,8 +96,8 @@ def _die_after(folder: Path, placement: tuple[str, str], steps: int, writes: int
     engine = start(JOB, placement, folder, **options)
     for step in range(steps - 1):
         train_step(engine, JOB, step)
-    if engine._core.components.update_worker is not None:
-        engine._core.components.update_worker.finish(commit=False)
+    if testing.inspect(engine).update_worker is not None:
+        testing.settle(engine, commit=False)
     die_after_writes(writes)
     train_step(engine, JOB, steps - 1)
     engine.destroy()
@@ -173,7 +174,7 @@ def _die_after_edits(folder: Path) -> None:
     _train_with_edits(engine, range(5))
     _edit(engine, 0.5)
     engine.module.state_dict()  # the edit has been carried out, into the slots of the window
-    engine._core.components.update_worker.finish()  # type: ignore[union-attr]
+    testing.settle(engine)
     die()
 
 

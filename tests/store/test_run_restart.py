@@ -15,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 import offload
+from offload import testing
 from offload.cli.main import app
 from offload.deepspeed.runtime.engine import DeepSpeedEngine
 from offload.errors import StoreError
@@ -223,7 +224,7 @@ def test_one_that_ended_without_destroy_is_replaced(
     for step in range(steps):
         train_step(engine, JOB, step)
     caplog.clear()
-    engine._core.shutdown.at_exit()
+    testing.leave(engine)
     (line,) = (record.getMessage() for record in caplog.records)
     assert f"at step {steps}: " in line and "a start without it begins anew" in line
     _, messages = script(tmp_path)
@@ -240,9 +241,9 @@ def test_one_that_ended_by_an_error_is_protected(
     if how == "exception":
         monkeypatch.setattr(sys, "last_value", ValueError("of the script"), raising=False)
     else:
-        engine._core.components.pager.fail(RuntimeError("of the test"))
+        testing.fail(engine, RuntimeError("of the test"))
     caplog.clear()
-    engine._core.shutdown.at_exit()
+    testing.leave(engine)
     (line,) = (record.getMessage() for record in caplog.records if "is kept in" in record.getMessage())
     assert "a start without it is refused while the run is there" in line
     with pytest.raises(StoreError, match="holds a run that did not end"):
@@ -273,8 +274,7 @@ def test_a_closed_one_that_is_gone_on_with_and_killed_is_protected(tmp_path: Pat
 def test_a_run_that_trains_is_reported_as_such(tmp_path: Path) -> None:
     engine = start(JOB, DISK, tmp_path)
     train_step(engine, JOB, 0)
-    engine._core._begin()
-    engine._core.components.update_worker.finish()
+    testing.settle(engine)
     for resume in ("never", "restart"):
         with pytest.raises(StoreError, match=r"in use by process \d+ on .*; call destroy\(\) on that engine of"):
             script(tmp_path, resume=resume)
@@ -300,7 +300,7 @@ def _exits_on_ranks(folder: Path) -> list[str]:
     train_step(engine, JOB, 0)
     records = logging.handlers.BufferingHandler(99)
     logging.getLogger("offload").addHandler(records)
-    engine._core.shutdown.at_exit()
+    testing.leave(engine)
     logging.getLogger("offload").removeHandler(records)
     return [record.getMessage() for record in records.buffer]
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import offload
+from offload import testing
 from offload.errors import EngineFailed, IoError, StoreError
 from offload.states import State
 from offload.swapper.store import Store
@@ -177,8 +178,7 @@ def _hold(folder: Path, pipe: Any) -> None:
     logging.disable(logging.CRITICAL)
     engine = start(JOB, DISK, folder, resume="auto")
     train_step(engine, JOB, engine.global_steps)
-    engine._core._begin()
-    engine._core.components.update_worker.finish()  # type: ignore[union-attr]
+    testing.settle(engine)
     pipe.send(os.getpid())
     pipe.recv()
 
@@ -291,7 +291,7 @@ def test_a_commit_that_fails_stops_the_engine_at_the_one_before(
     engine = start(JOB, DISK, tmp_path)
     for step in range(DONE):
         train_step(engine, JOB, step)
-    engine._core.components.update_worker.finish(commit=False)  # type: ignore[union-attr]
+    testing.settle(engine, commit=False)
     with monkeypatch.context() as patch:
         patch.setattr(os, CALLS[what][0], failing(*CALLS[what], number))
         with pytest.raises(EngineFailed) as caught:
@@ -320,5 +320,5 @@ def test_the_last_commit_of_all_fails(
         with pytest.raises(IoError):
             engine.destroy()
     engine.destroy()
-    engine._core.shutdown.at_exit()
+    testing.leave(engine)
     go_on(tmp_path, DONE, unbroken)

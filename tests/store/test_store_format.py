@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import offload
-from offload import kernels
+from offload import kernels, testing
 from offload.aio import Bandwidth
 from offload.aio import crc32c as their_crc32c
 from offload.states import State
@@ -234,10 +234,10 @@ def of_the_engine(dtype: str, folder: Path) -> tuple[dict[str, torch.Tensor], di
 
 def _states(engine: offload.Engine) -> dict[tuple[str, str], torch.Tensor]:
     """This rank's partitions of every state but the weight, by unit, from the engine's memory."""
-    engine._core.await_updates()
+    testing.settle(engine, commit=False)
     return {
-        (engine._core.components.layouts[unit].name, state.value): resident.tensor.clone()
-        for (unit, state), resident in engine._core.components.shards.residents.items()
+        (testing.inspect(engine).layouts[unit].name, state.value): resident.clone()
+        for (unit, state), resident in testing.inspect(engine).residents.items()
         if state is not State.GRAD
     }
 

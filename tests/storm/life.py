@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 
 import offload
+from offload import testing
 from offload.errors import IoError, OffloadError
-from offload.layout.budgets import host as host_budget
 from offload.swapper.memory.host_arena import process_memory
 from tests.storm.division import Pipeline, is_of_a_lost_rank, mine_of
 from tests.storm.plan import Plan
@@ -71,7 +71,7 @@ def live(plan: Plan, number: int, folder: Path, rank: int = 0, port: int = 0) ->
     patches = pytest.MonkeyPatch()
     if plan.pieces:
         small_pieces(patches)
-        patches.setattr(host_budget, "_WINDOW_NBYTES", 1 << 15)  # a unit of bf24 masters is padded to 4096 elements
+        testing.replace(patches, "size.gradient_window", 1 << 15)  # a unit of bf24 masters is padded to 4096 elements
     small_inputs_move(patches)
     weather = Weather(plan, number, folder / "runs", spared=rank != number % plan.ranks)
     before = _held()

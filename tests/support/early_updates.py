@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import offload
+from offload import testing
 from offload.engine.optim.speculation.offers import SpeculationCounts
 from offload.engine.optim.update_worker import UpdateWorker
 from tests.support.oracle import Job, PlainEngine
@@ -16,7 +16,7 @@ from tests.support.oracle import Job, PlainEngine
 
 def worker_of(engine: offload.Engine) -> UpdateWorker:
     """Returns the update worker of an engine that trains."""
-    worker = engine._core.components.update_worker
+    worker = testing.inspect(engine).update_worker
     assert worker is not None
     return worker
 
@@ -28,21 +28,7 @@ def counts(engine: offload.Engine) -> SpeculationCounts:
 
 def finish_step_before(engine: offload.Engine) -> None:
     """Waits for the updates and the commit of the step before: until then no update begins under a backward."""
-    engine._core._begin()
-    worker_of(engine).finish()
-
-
-def await_early_updates(engine: offload.Engine) -> None:
-    """Waits until every update that was offered has been made, or dropped."""
-    worker, pager = worker_of(engine), engine._core.components.pager
-    while True:
-        pager.check()
-        with pager.lock:
-            offers, pipeline = worker.offers, worker._pipeline
-            waits = offers._promised or offers._offered or offers.unsettled or worker._job is not None
-            if not waits and not pipeline.reading and not pipeline.writing:
-                return
-        time.sleep(0.0005)
+    testing.settle(engine)
 
 
 def backward(engine: Any, loss: torch.Tensor, retain_graph: bool = False) -> None:
@@ -52,7 +38,7 @@ def backward(engine: Any, loss: torch.Tensor, retain_graph: bool = False) -> Non
         return
     finish_step_before(engine)
     engine.backward(loss, retain_graph=retain_graph)
-    await_early_updates(engine)
+    testing.settle_early_updates(engine)
 
 
 def train_step(

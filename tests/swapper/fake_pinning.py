@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from offload import testing
 from offload.aio import aligned_empty
-from offload.swapper.memory import accelerator
 from offload.swapper.memory.accelerator import AcceleratorDevice
 from offload.swapper.memory.cuda_host_side import CudaHostSide
 from offload.swapper.memory.device import DeviceRoom
@@ -112,8 +112,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[AcceleratorD
         refuse: Callable[[int], bool] = lambda call: False, chunk: int = SMALL, least: int = SMALL
     ) -> tuple[AcceleratorDevice, FakeCuda]:
         cuda, stream = FakeCuda(refuse), FakeStream()
-        monkeypatch.setattr(accelerator, "PIN_CHUNK", chunk)
-        monkeypatch.setattr(accelerator, "PIN_LEAST", least)
+        testing.replace(monkeypatch, "size.pin_chunk", chunk)
+        testing.replace(monkeypatch, "size.pin_least", least)
         monkeypatch.setattr(torch, "ones", cuda.ones)
         monkeypatch.setattr(torch.Tensor, "copy_", lambda *given, **named: cuda.copy_(*given, **named))
         monkeypatch.setattr(torch, "Stream", FakeStream)
@@ -132,8 +132,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[AcceleratorD
             """The real one goes by the kind of device, and here both are the CPU."""
             (device.download if cuda.touched(destination) else device.upload)(destination, source).wait()
 
-        monkeypatch.setattr(AcceleratorDevice, "copy", copy)
-        monkeypatch.setattr(AcceleratorDevice, "room", lambda self: DeviceRoom(0, 0))
+        testing.replace(monkeypatch, "device.copy", copy)
+        testing.replace(monkeypatch, "device.room", lambda self: DeviceRoom(0, 0))
         return AcceleratorDevice(torch.device("cpu"), CudaHostSide(torch.device("cpu"))), cuda
 
     return make

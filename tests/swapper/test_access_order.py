@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.swapper import access_order
+from offload import testing
 from offload.swapper.access_order import NEVER, AccessOrder, PassKind
 
 orders = st.lists(st.integers(0, 7), min_size=1, max_size=40)
@@ -147,7 +147,7 @@ def test_a_run_that_never_ends_records_a_bounded_number_of_uses(
     kind: PassKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a loop that runs forwards with a graph, and never steps."""
-    monkeypatch.setattr(access_order, "_LONGEST", 10)
+    testing.replace(monkeypatch, "size.access_order", 10)
     trace = AccessOrder()
     trace.begin(kind)
     for use in range(100):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import offload
+from offload import testing
 from offload.sizes import MIB
 from offload.swapper.residency import Residency
 from tests.support import models
@@ -33,11 +34,11 @@ JOB = models.GPT2._replace(dtype="bf16", steps=5)
 
 
 def first_unit(engine: offload.Engine) -> int:
-    return engine._core.components.pager.table.access_order.order[0]
+    return testing.inspect(engine).access_order[0]
 
 
 def residency_of_first(engine: offload.Engine) -> Residency:
-    return engine._core.components.pager.residency(first_unit(engine))
+    return testing.inspect(engine).residency(first_unit(engine))
 
 
 class Chain(nn.Module):
@@ -78,7 +79,7 @@ def test_the_first_unit_of_the_next_forward_is_on_its_way_when_step_returns(
     with Ticks(device):
         for step in range(CHAIN.steps):
             train_step(engine, CHAIN, step)
-            pager = engine._core.components.pager
+            pager = testing.inspect(engine).pager
             assert pager.sizes[first_unit(engine)].name == "embedding"
             assert residency_of_first(engine) in (*ON_DEVICE, Residency.READING)
     engine.destroy(remove=True)
@@ -96,7 +97,7 @@ def test_the_first_unit_of_the_next_forward_comes_with_its_update(
     with Ticks(device):
         for step in range(JOB.steps):
             train_step(engine, JOB, step)
-            engine._core.await_updates()
+            testing.settle(engine, commit=False)
             assert residency_of_first(engine) is Residency.DEVICE
             assert not device.broken
     engine.destroy(remove=True)

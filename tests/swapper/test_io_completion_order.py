@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from offload import testing
 from tests.support import models
 from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import Job, assert_same, room_for, run
@@ -35,10 +36,9 @@ def test_late_writes_through(placement: tuple[str, str], tmp_path: Path, monkeyp
 
 def test_tiles_that_split_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of a few pages, so that every unit takes many and every tensor is cut."""
-    from offload.layout import tile_sizes as tiles
 
     job = models.GPT2._replace(dtype="bf16", steps=4)
     expected = run(job, ("none", "none"), tmp_path / "memory")
-    monkeypatch.setattr(tiles, "_TILE_NBYTES", range(3 * 2048 * 12, 3 * 2048 * 12 + 1))
+    testing.replace(monkeypatch, "size.update_tile", range(3 * 2048 * 12, 3 * 2048 * 12 + 1))
     use_queue(monkeypatch, lambda: LateQueue(2, 0.002))
     assert_same(expected, run(job, ("nvme", "nvme"), tmp_path / "tiles"), "whole and in tiles")

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import offload
+from offload import testing
 from offload.aio import aligned_empty, resident_bytes
 from offload.sizes import MIB, align_up
 from tests.support import models
@@ -81,7 +82,7 @@ def test_classes_are_the_budget(tmp_path: Path) -> None:
     assert report["device"] == {
         "allocated": engine.device_memory + other,
         "arena": engine.device_memory,
-        "in_use": engine._core.components.pager.arena.used_bytes,
+        "in_use": testing.inspect(engine).device_arena.used_bytes,
         "other": other,
     }
     assert other >= 0

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.swapper.memory import accelerator, cuda_host_side
+from offload import testing
 from offload.swapper.memory.accelerator import PIN_CHUNK, PIN_LEAST, AcceleratorDevice, cut
 from offload.swapper.memory.cuda_host_side import CudaHostSide, memory_node
 from offload.swapper.memory.device import Device
@@ -246,11 +246,11 @@ def test_memory_is_laid_on_the_node_before_it_is_pinned(install: Install, monkey
         seen.append((address, len(buffer), node, cuda.asked))
         return False
 
-    monkeypatch.setattr(cuda_host_side, "prefer_node", prefer_node)
+    testing.replace(monkeypatch, "device.prefer_node", prefer_node)
     nbytes = 3 * SMALL + 1
     device.allocate_host(nbytes)
     assert seen == [], "nobody says which node"
-    monkeypatch.setattr(cuda_host_side, "memory_node", lambda _: 1)
+    testing.replace(monkeypatch, "device.memory_node", lambda _: 1)
     memory = torch.frombuffer(device.allocate_host(nbytes).buffer, dtype=torch.uint8)
     assert pinned(device, memory) == nbytes, "and a kernel that refuses is no reason not to pin"
     assert seen == [(memory.data_ptr(), nbytes, 1, 0)]
@@ -268,7 +268,7 @@ def real_device() -> AcceleratorDevice:
 
 @pytest.mark.gpu
 def test_pinned_chunks_work_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerator, "PIN_CHUNK", REAL)
+    testing.replace(monkeypatch, "size.pin_chunk", REAL)
     device = real_device()
     memory = host_memory(3 * REAL + PAGE + 1)
     assert pinned(device, memory) == len(memory)
@@ -287,7 +287,7 @@ def test_pinned_chunks_work_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 def test_a_refusal_of_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """CUDA does not pin twice what somebody else has pinned."""
-    monkeypatch.setattr(accelerator, "PIN_CHUNK", REAL)
+    testing.replace(monkeypatch, "size.pin_chunk", REAL)
     device = real_device()
     memory = host_memory(4 * REAL)
     cudart = torch.cuda.cudart()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import offload
+from offload import testing
 from offload.swapper.host_cache import HostCache
 from offload.swapper.policy import Limits
 from tests.support import models
@@ -129,7 +130,7 @@ def _reads_on_demand(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             found.append(entry.index)
         real(cache, entry, buffer, priority)
 
-    monkeypatch.setattr(HostCache, "start_read", start_read)
+    testing.replace(monkeypatch, "host.start_read", start_read)
     return found
 
 
@@ -145,7 +146,7 @@ def test_from_the_second_step_on_nothing_is_read_on_demand(
     try:
         for step in range(JOB.steps):
             train_step(engine, JOB, step)
-            engine._core.components.update_worker.finish(commit=False)
+            testing.settle(engine, commit=False)
             if step == 0:
                 assert found, "nothing was foreseen yet"
             if step > 1:
@@ -174,7 +175,7 @@ def test_deepspeeds_limits_are_inputs_and_change_no_bit(
     found = _reads_on_demand(monkeypatch)
     torch.manual_seed(JOB.seed)
     engine = offload.initialize(model=JOB.model(), config=settings)[0]
-    assert engine._core.components.pager._limits == limits
+    assert testing.inspect(engine).prefetch_limits == limits
     losses = [train_step(engine, JOB, step) for step in range(JOB.steps)]
     assert losses == alone.losses
     if limits.ahead == 0:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import offload
-from offload.sizes import align_up
+from offload import testing
 from offload.swapper.memory.host_arena import process_memory
 from tests.support.modules.module_trees import TREES, Tree, job_of, room
 from tests.support.oracle import (
@@ -37,20 +37,9 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_no_lease_is_lost(engine: offload.Engine) -> None:
     """What the arenas say is taken is what units and states hold."""
-    engine._core.await_updates()
-    pager = engine._core.components.pager
-    with pager.lock:
-        buffers = [
-            entry.host_buffer
-            for entry in pager._entries
-            if entry.host_buffer is not None and entry.size.tier.value == "disk"
-        ]
-        buffers += [entry.transfer.host_buffer for entry in pager._entries if entry.transfer is not None]
-        held = sum(align_up(lease.nbytes) for lease in buffers)
-        residents = engine._core.components.shards.residents.values()
-        held += sum(align_up(resident.spare.nbytes) for resident in residents if resident.spare is not None)
-        assert pager.host.weights.space.used_bytes == held
-        assert not any(entry.pins or entry.updating or entry.in_update or entry.unwritten for entry in pager._entries)
+    testing.settle(engine, commit=False)
+    inspected = testing.inspect(engine)
+    assert inspected.unaccounted_memory()["host"] == 0 and inspected.busy_units == []
 
 
 def _train(tree: Tree, where: tuple[str, str], folder: Path, host_memory: int, device_memory: int) -> Result:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from offload import testing
 from offload.aio import Priority
 from offload.errors import BudgetError, EngineFailed
 from offload.sizes import PAGE
@@ -238,7 +239,7 @@ def test_training_with_the_least_host_memory_has_the_bits_of_memory(
 def test_a_step_reads_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = models.GPT2._replace(dtype="bf16")
     engine = start(job, ("nvme", "nvme"), tmp_path, **tight(job, tmp_path, monkeypatch))
-    pager = engine._core.components.pager
+    pager = testing.inspect(engine).pager
     assert any(pager.streams(unit) for unit in range(len(pager.sizes)))
     started: list[Priority] = []
     begin = DeviceCache.start_read
@@ -247,7 +248,7 @@ def test_a_step_reads_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         started.append(Priority.NORMAL if not entry.pins else Priority.URGENT)
         begin(cache, entry, buffer, read)
 
-    monkeypatch.setattr(DeviceCache, "start_read", start_read)
+    testing.replace(monkeypatch, "device.start_read", start_read)
     for step in range(3):
         started.clear()
         train_step(engine, job, step)

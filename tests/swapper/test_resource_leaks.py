@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch
 
+from offload import testing
 from offload.aio import IoQueue
-from offload.engine.setup import build
 from offload.sizes import MIB
 from tests.support import models
 from tests.support.oracle import least_host_memory, small_pieces, start, train_step
@@ -115,12 +115,12 @@ def test_requests_in_flight_are_no_more_than_the_budgets(
     small_pieces(monkeypatch)
     budget = least_host_memory(job, tmp_path) if host_memory is None else host_memory
     queue = Watched()
-    monkeypatch.setattr(build, "IoQueue", lambda *_, **__: queue)
+    testing.replace(monkeypatch, "io.queue", lambda *_, **__: queue)
     engine = start(job, ("nvme", "nvme"), tmp_path, host_memory=budget)
-    components = engine._core.components
-    arenas = [(components.arena.address, components.arena.address + components.arena.nbytes)]
+    inspected = testing.inspect(engine)
+    arenas = [(inspected.host_arena.address, inspected.host_arena.address + inspected.host_arena.nbytes)]
     if host_memory is None:  # large units are read into the memory of the CPU on which they are used
-        arenas += components.pager.arena.addresses()
+        arenas += inspected.device_arena.addresses()
     queue.memory.clear()  # at the start each unit's states were written from memory of their own, one after the other
     queue.most_nbytes = 0
     for step in range(3):

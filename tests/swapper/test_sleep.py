@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import offload
+from offload import testing
 from offload.aio import resident_bytes
 from offload.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from offload.errors import BudgetError, UsageError
@@ -22,7 +23,7 @@ JOB = models.GPT2._replace(steps=4, dtype="bf16", accumulation=2)
 
 
 def resident(engine: offload.Engine) -> int:
-    arena = engine._core.components.arena
+    arena = testing.inspect(engine).host_arena
     return resident_bytes(arena.address, arena.nbytes)
 
 
@@ -67,7 +68,7 @@ def test_with_all_states_in_files_nothing_stays_in_memory(tmp_path: Path) -> Non
     if device.loaded():
         assert before - on_device(engine) == freed.device == arena
     freed = engine.sleep(host=True)
-    assert resident(engine) == 0 and freed.host > 0 and engine._core.components.arena.pinned_bytes == 0
+    assert resident(engine) == 0 and freed.host > 0 and testing.inspect(engine).host_arena.pinned_bytes == 0
     assert engine.memory_report()["device"]["arena"] == 0
     engine.destroy()
     engine = start(JOB, ("nvme", "nvme"), tmp_path, resume="must")
@@ -105,7 +106,7 @@ def test_after_a_backward_that_failed_no_graph_keeps_an_engine_awake(schedule: s
             error.args = (error,) if kept else ()
         handle.remove()
         engine.zero_grad()
-        held = any(each["used"] for each in engine._core.components.activations.bytes_by_tier().values())
+        held = testing.inspect(engine).activation_bytes > 0
         assert held == kept
         engine.sleep()
     finally:
@@ -137,7 +138,7 @@ def test_an_engine_whose_memory_others_have_taken_sleeps_on_until_it_is_free(
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine._core.components.shards.device), "take_back", refuse)
+        patch.setattr(type(testing.inspect(engine).device), "take_back", refuse)
         with pytest.raises(BudgetError, match="others took while the engine was asleep, and call again"):
             engine.wake()
     assert engine.asleep and [*losses, train_step(engine, JOB, 1)] == expected

@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import offload
+from offload import testing
 from offload.errors import EngineFailed, UsageError
 from offload.torch_internals import top_saved_tensor_hooks
 from tests.models.test_autograd import LAYERS
@@ -203,7 +204,7 @@ def test_beside_units_that_come_and_go_every_bit_is_the_same(tmp_path: Path) -> 
     settings["zero_optimization"]["stage3_param_persistence_threshold"] = 6144
     torch.manual_seed(job.seed)
     engine = offload.initialize(model=job.model(), config=settings)[0]
-    pager = engine._core.components.pager
+    pager = testing.inspect(engine).pager
     assert {pager.stays(unit) for unit in range(len(pager.sizes))} == {True, False}
     old = job.loss(engine, 9, 0)
     losses = [train_step(engine, job, 0)]

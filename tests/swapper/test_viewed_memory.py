@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from offload import testing
 from offload.sizes import PAGE
-from offload.swapper.memory import device_arena
 from offload.swapper.memory.device import DONE, Device
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.viewed_memory import ViewedMemory, ViewPlaces
@@ -27,7 +27,7 @@ counts = pytest.mark.skipif(not StorageUsers.counted(), reason="this build of to
 def counting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """A torch that counts the users of a storage, and one that does not, as some builds of 2.6."""
     if not request.param:
-        monkeypatch.setattr(StorageUsers, "_tensors", None)
+        testing.replace(monkeypatch, "storage.users", None)
     return bool(request.param)
 
 
@@ -69,7 +69,7 @@ def test_a_unit_that_returns_to_its_place_finds_its_storage(counting: bool) -> N
 
 def test_an_arena_keeps_a_bounded_number_of_views(counting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond, all are made again; a view that somebody holds stays his."""
-    monkeypatch.setattr(device_arena, "_VIEWS", 3)
+    testing.replace(monkeypatch, "size.device_views", 3)
     arena = DeviceArena(8 * PAGE, Device(torch.device("cpu")))
     held = [arena.viewed(arena.view(arena.take_at(place * PAGE, PAGE)), PLACES) for place in range(8)]
     assert len(arena._views) <= 3 and len(arena._viewed) <= 3
@@ -91,5 +91,5 @@ def test_grown_memory_is_free_once_it_is_given_back(counting: bool) -> None:
 def test_every_bit_is_the_same_where_torch_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = models.GPT2
     expected = run(job, ("cpu", "cpu"), tmp_path / "counts", device_memory=room_for(job, 2))
-    monkeypatch.setattr(StorageUsers, "_tensors", None)
+    testing.replace(monkeypatch, "storage.users", None)
     assert_same(run(job, ("cpu", "cpu"), tmp_path / "not", device_memory=room_for(job, 2)), expected)

@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch.nn import functional
 
+from offload import testing
 from offload.engine.params.paged_parameter import handle_of
 from offload.errors import BudgetError, UsageError
 from offload.hf import Accelerator, OffloadMixin
@@ -99,7 +100,7 @@ def test_the_reference_is_in_swap_files_of_its_own_and_does_not_train(tmp_path: 
         assert mine.ref_model is engine.module and mine.engine is None
         assert all(handle_of(parameter) is not None for parameter in mine.ref_model.parameters())
         assert (tmp_path / "swap" / "default-reference" / "rank0" / "manifest.json").is_file()
-        assert engine._core.components.store is not None and engine._core.components.store.run == "default-reference"
+        assert testing.inspect(engine).store is not None and testing.inspect(engine).store.run == "default-reference"
         before = {name: value.clone() for name, value in engine.state_dict().items()}
         mine.train()
         assert mine.engine is not engine and mine.model is not mine.ref_model

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import offload
+from offload import testing
 from offload.errors import NumericsError
 from tests.support import models
 from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.early_updates import (
-    await_early_updates,
     backward,
     counts,
     finish_step_before,
@@ -249,7 +249,7 @@ def test_a_backward_that_raises_leaves_nothing_of_its_updates(tmp_path: Path) ->
     """It breaks in the first block, after others are complete and updated; then the step is tried again."""
 
     def burst(engine: offload.Engine, *_: Any) -> None:
-        await_early_updates(engine)
+        testing.settle_early_updates(engine)
         raise ValueError("broken")
 
     results = []

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.engine.setup import gradients as setup_gradients
+from offload import testing
 from tests.support.early_updates import (
     backward,
     counts,
@@ -52,7 +52,7 @@ def test_weights_states_and_evaluation_are_the_old_ones_until_the_step(tmp_path:
 def test_a_checkpoint_between_backward_and_step_holds_the_old_states(tmp_path: Path) -> None:
     def between(engine: Any, step: int) -> None:
         if step == 2:
-            engine.save_checkpoint(str(tmp_path / "saved" / str(engine._core.components.shards.sizes[0].tier)), tag="2")
+            engine.save_checkpoint(str(tmp_path / "saved" / str(testing.inspect(engine).sizes[0].tier)), tag="2")
 
     seen = in_all_ways(JOB, tmp_path, between)
     assert seen[2][0] == 0 and seen[2][1] > 0
@@ -144,7 +144,7 @@ def test_nothing_is_updated_early_where_the_old_states_would_be_lost_or_norms_ar
         for step in range(3):
             train_step(engine, job, step)
         seen.append((counts(engine).hits, counts(engine).misses))
-        assert engine._core.components.gradients.completion is None
+        assert not testing.inspect(engine).makes_early_updates
         engine.destroy(remove=True)
     else:
         trained(job, placement, tmp_path, seen=seen, **{"speculate": True, **options})
@@ -159,7 +159,7 @@ def test_between_two_commits_both_slots_are_needed(tmp_path: Path) -> None:
 def test_auto_stops_at_a_miss_and_begins_again_after_eight_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup_gradients, "makes_early_updates", lambda asked, on_cpu: True)  # on a CPU, too
+    testing.replace(monkeypatch, "update.early", lambda asked, on_cpu: True)  # on a CPU, too
 
     def between(engine: Any, step: int) -> None:
         if step == 2:
@@ -208,8 +208,7 @@ def test_no_byte_is_moved_twice(tmp_path: Path, first: int, fresh_in_memory: ran
             loss = engine(torch.randn(4, 64)).square().mean()
             backward(engine, loss)
             if speculate and step > 1:
-                entries = engine._core.components.pager._entries
-                assert sum(entry.fresh is not None for entry in entries) in fresh_in_memory
+                assert testing.inspect(engine).fresh_units in fresh_in_memory
             engine.step()
             losses.append(float(loss.detach()))
         finish_step_before(engine)
@@ -229,7 +228,7 @@ def test_no_byte_is_moved_twice(tmp_path: Path, first: int, fresh_in_memory: ran
 def test_weights_that_an_early_update_copies_keep_their_place_on_the_device(tmp_path: Path) -> None:
     engine = start(JOB, DISK, tmp_path, speculate=True)
     JOB.loss(engine, 0, 0)
-    pager = engine._core.components.pager
+    pager = testing.inspect(engine).pager
     with pager.lock:
         cache = pager._device_cache
         units = [block.unit for block in cache._droppable()]

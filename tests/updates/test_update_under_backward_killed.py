@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from offload import testing
 from tests.support import models
 from tests.support.drives.fault_injection import die, die_after_writes
-from tests.support.early_updates import await_early_updates, finish_step_before, train_step
+from tests.support.early_updates import finish_step_before, train_step
 from tests.support.oracle import (
     Job,
     Result,
@@ -42,7 +43,7 @@ def killed_under_a_backward(job: Job, folder: Path, writes: int, decided: bool) 
     if not decided:
         die_after_writes(writes)
     engine.backward(loss)
-    await_early_updates(engine)
+    testing.settle_early_updates(engine)
     if decided:
         die_after_writes(writes)
         engine.step()

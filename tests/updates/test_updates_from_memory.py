@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from offload import kernels
+from offload import kernels, testing
 from offload.aio import IoQueue
-from offload.engine.setup import build
 from tests.support import models
 from tests.support.oracle import run, small_pieces, start, train_step
 
@@ -57,9 +56,9 @@ class HoldingQueue:
 def test_the_next_forward_ends_while_every_write_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_pieces(monkeypatch)
     queue = HoldingQueue()
-    monkeypatch.setattr(build, "IoQueue", lambda *_, **__: queue)
+    testing.replace(monkeypatch, "io.queue", lambda *_, **__: queue)
     engine = start(JOB, ("nvme", "nvme"), tmp_path, host_memory="16MiB")  # room for every state
-    worker = engine._core.components.update_worker
+    worker = testing.inspect(engine).update_worker
     assert worker is not None
     losses = [train_step(engine, JOB, step) for step in range(2)]
     engine.synchronize()
@@ -70,9 +69,9 @@ def test_the_next_forward_ends_while_every_write_is_in_flight(tmp_path: Path, mo
     engine.step()
     loss = JOB.loss(engine, 3, 0)  # uses the weights of every unit
     assert not queue.go.is_set(), "the forward has waited for writes"
-    tiles = -(-max(map(len, engine._core.components.trainable)) // worker.tile_numel)
+    tiles = -(-max(map(len, testing.inspect(engine).trainable)) // worker.tile_numel)
     assert queue.held > tiles > 3, "more tiles are in flight than there are buffers"
-    spec = engine._core.components.store.spec  # type: ignore[union-attr]
+    spec = testing.inspect(engine).store.spec  # type: ignore[union-attr]
     assert queue.held_nbytes <= sum(sum(row.values()) for row in spec.partitions), (
         "each state is in flight once at most"
     )
@@ -93,12 +92,12 @@ def test_a_unit_of_which_nothing_is_read_or_written_is_one_tile(
     small_pieces(monkeypatch)
     engine = start(JOB, placement, tmp_path)
     calls, update = list[int](), kernels.update
-    monkeypatch.setattr(
-        kernels, "update", lambda part, segments: (calls.append(len(part.weight)), update(part, segments))
+    testing.replace(
+        monkeypatch, "kernel.update", lambda part, segments: (calls.append(len(part.weight)), update(part, segments))
     )
     train_step(engine, JOB, 0)
     engine.synchronize()
-    units = [len(trainable) for trainable in engine._core.components.trainable]
+    units = [len(trainable) for trainable in testing.inspect(engine).trainable]
     assert (sorted(calls) == sorted(units)) == (pieces == 1)
     assert len(calls) >= pieces * len(units) - 3
     engine.destroy(remove=True)

@@ -29,8 +29,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offload import testing
 from offload.engine.gradients import accumulator
-from offload.engine.setup import initialize
 from offload.swapper.memory import device_arena
 from offload.swapper.memory.device import Device, DeviceRoom, Event
 from offload.torch_internals import modes
@@ -353,7 +353,7 @@ def use_device(monkeypatch: pytest.MonkeyPatch, device: Device, always: bool = T
         device: the device.
         always: False lets a backward of a `LateDevice` run on its caller's thread if that asks torch for it.
     """
-    monkeypatch.setattr(initialize, "open_device", lambda _: device)
+    testing.replace(monkeypatch, "device.open", lambda _: device)
     if isinstance(device, LateDevice):
         use_backward_thread(monkeypatch, always)
         _let_kernels_in(monkeypatch, device)
@@ -375,6 +375,6 @@ def _let_kernels_in(monkeypatch: pytest.MonkeyPatch, device: LateDevice) -> None
         with _WITHOUT_MODES(), Operations(device):
             yield
 
-    monkeypatch.setattr(accumulator, "squares_of", squares_of_device)
+    testing.replace(monkeypatch, "gradient.squares", squares_of_device)
     for module in (modes, device_arena):
         monkeypatch.setattr(module, "without_modes", without_other_modes)

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 import pytest
 
+from offload import testing
 from offload.aio import File, IoFuture, IoQueue
-from offload.engine.setup import build
 from offload.errors import IoError
 from offload.interrupts import interruptible
 from offload.swapper.store import Store
@@ -91,7 +91,7 @@ class LateQueue:
 
 def use_queue(monkeypatch: pytest.MonkeyPatch, make: Callable[[], LateQueue]) -> None:
     """Engines made from now on use the queue that `make` gives."""
-    monkeypatch.setattr(build, "IoQueue", lambda *_, **__: make())
+    testing.replace(monkeypatch, "io.queue", lambda *_, **__: make())
 
 
 def flip_bit(path: Path, offset: int, mask: int = 16) -> None:

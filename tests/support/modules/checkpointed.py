@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.engine.activations import kept_input
+from offload import testing
 from offload.engine.activations.kept_inputs import KeptInputs
 from offload.sizes import align_up
 from tests.support.oracle import Job, start
@@ -75,12 +75,12 @@ JOB = Job(Stack, square_loss, steps=3, lr=1e-3)
 
 def small_inputs_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs of tiny models are moved too."""
-    monkeypatch.setattr(kept_input, "LEAST_NBYTES", 1)
+    testing.replace(monkeypatch, "size.least_kept_input", 1)
 
 
 def kept(engine: offload.Engine) -> KeptInputs:
     """Returns the keeper of an engine's inputs."""
-    inputs = engine._core.components.activations.inputs
+    inputs = testing.inspect(engine).inputs
     assert inputs is not None
     return inputs
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import offload
+from offload import testing
 from offload.layout.flat_layout import lay_out
 from offload.layout.units import find_units
 from tests.support.oracle.job import DTYPES, Job, Result, config
@@ -47,24 +48,12 @@ def room_for(job: Job, units: int, ranks: int = 1) -> int:
 
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes chunks of first weights, of gradients, of streamed units and of updates tiny, for tiny models."""
-    from offload.engine.gradients import accumulator as gradients
-    from offload.engine.gradients import host_gradients
-    from offload.engine.gradients import reduce_scatter as reduction
-    from offload.engine.gradients import values as gradient_values
-    from offload.engine.optim import lamb_norms as weighing
-    from offload.engine.params import initial_fill
-    from offload.layout import tile_sizes as tiles
-    from offload.layout.budgets import host as host_budget
-    from offload.planner.simulation import updater as simulate_updater
-
-    for module in (host_budget, gradient_values, gradients, host_gradients, reduction, weighing):
-        monkeypatch.setattr(module, "CHUNK", 1024)
-    monkeypatch.setattr(initial_fill, "CHUNK", 8192)  # a page of states of one byte is 4096 elements
-    for module in (tiles, simulate_updater):
-        monkeypatch.setattr(module, "TILE_BUFFERS", 3)  # else tiles are most of a tiny budget
-    monkeypatch.setattr(host_budget, "_WINDOW_NBYTES", 8192)
-    monkeypatch.setattr(host_budget, "_STREAM_NBYTES", 8192)
-    monkeypatch.setattr(tiles, "_TILE_NBYTES", range(16_000, 48_000))
+    testing.replace(monkeypatch, "size.chunk", 1024)
+    testing.replace(monkeypatch, "size.first_weights", 8192)  # a page of states of one byte is 4096 elements
+    testing.replace(monkeypatch, "size.tile_buffers", 3)  # else tiles are most of a tiny budget
+    testing.replace(monkeypatch, "size.gradient_window", 8192)
+    testing.replace(monkeypatch, "size.stream", 8192)
+    testing.replace(monkeypatch, "size.update_tile", range(16_000, 48_000))
 
 
 def least_host_memory(job: Job, folder: Path, placement: tuple[str, str] = ("nvme", "nvme"), **options: Any) -> int:

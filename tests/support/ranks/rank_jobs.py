@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import offload
+from offload import testing
 from offload.errors import IoError, OffloadError
 from tests.support import models
 from tests.support.oracle import Job, train_step, weights_of
@@ -58,7 +59,7 @@ def message_of_a_failing_drive(engine: offload.Engine, job: Job, request: str) -
         request: name of the store's method that fails, "read" or "write".
     """
     rank, _ = rank_and_size()
-    components = engine._core.components
+    inspected = testing.inspect(engine)
     message = ""
     try:
         train_step(engine, job, 0)
@@ -68,9 +69,8 @@ def message_of_a_failing_drive(engine: offload.Engine, job: Job, request: str) -
             def fails(*_: object, **__: object) -> None:
                 raise IoError("/drive/data", 0, 4096, 5)
 
-            assert components.update_worker is not None
-            components.update_worker.finish()
-            setattr(components.store, request, fails)
+            testing.settle(engine)
+            setattr(inspected.store, request, fails)
         train_step(engine, job, 1)
     except (OffloadError, OSError) as error:
         message = f"{type(error).__name__}: {error}"

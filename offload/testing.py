@@ -1,0 +1,581 @@
+"""Introspection of an engine and named points of intervention, for tests.
+
+Tests that use this module and the public API alone do not depend on how the engine is built: a rewrite of the engine
+changes this file, and no test.
+
+* `inspect(engine)` reads layouts, residency, budgets and counters.
+* `settle`, `abandon`, `leave` and `fail` bring an engine to a moment that a test needs: updates written, a kill, the
+  exit of the process, an error of a thread.
+* `replace` and `intercept` change a named point, such as "store.commit" or "size.update_tile", for one test. A point
+  is a row of `POINTS`; a run that uses none executes no code of this module.
+
+    from offload import testing
+
+    def test_a_failed_commit_stops_the_engine(monkeypatch):
+        testing.replace(monkeypatch, "store.commit", fails)
+        ...
+        testing.settle(engine, commit=False)
+        assert testing.inspect(engine).parameter_steps[0] == [1]
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from offload.aio import aligned_empty
+from offload.engine.metrics.compute_spans import NO_SPANS
+from offload.sizes import align_up
+from offload.states import State, Tier
+from offload.timeline import OFF
+
+if TYPE_CHECKING:
+    import torch
+
+    from offload.aio.shared_queue import SharedQueue
+    from offload.engine.activations.kept_inputs import KeptInputs
+    from offload.engine.distributed.process_group import Ranks
+    from offload.engine.engine import Engine
+    from offload.engine.gradients.accumulator import GradientAccumulator
+    from offload.engine.optim.update_worker import UpdateWorker
+    from offload.engine.training.device_growth import DeviceBudget
+    from offload.layout.budgets.device_need import DeviceNeed
+    from offload.layout.flat_layout import UnitLayout
+    from offload.swapper.memory.device import Device
+    from offload.swapper.memory.device_arena import DeviceArena
+    from offload.swapper.memory.host_arena import HostArena
+    from offload.swapper.modes import Mode
+    from offload.swapper.pager import Pager
+    from offload.swapper.policy import Limits
+    from offload.swapper.residency import Residency
+    from offload.swapper.store import Store
+    from offload.swapper.unit_table import UnitSize
+
+__all__ = [
+    "POINTS",
+    "Inspection",
+    "Patcher",
+    "abandon",
+    "fail",
+    "inspect",
+    "intercept",
+    "leave",
+    "replace",
+    "settle",
+    "settle_early_updates",
+]
+
+
+# -- what an engine consists of ----------------------------------------------------------------------
+
+
+class Inspection:
+    """A live view of an engine: each attribute is read when it is asked for. Made by `inspect`.
+
+    Units are numbered from 0, in the order of `layouts`. Bytes and elements are those of this rank.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._core = engine._core
+        self._parts = engine._core.components
+
+    # Units and their states.
+
+    @property
+    def layouts(self) -> tuple[UnitLayout, ...]:
+        """The segments of each unit: names, shapes, positions."""
+        return self._parts.layouts
+
+    @property
+    def trainable(self) -> tuple[range, ...]:
+        """Elements of each unit that this rank updates."""
+        return self._parts.trainable
+
+    @property
+    def shares(self) -> Sequence[tuple[range, range]]:
+        """Trainable and frozen elements of each unit that this rank stores."""
+        return self._parts.shards.shares
+
+    @property
+    def mode(self) -> Mode:
+        """The states of a trainable element, and their dtypes."""
+        return self._parts.shards.mode
+
+    @property
+    def state_bytes(self) -> Sequence[Mapping[State, int]]:
+        """Bytes of each partition, gradients included, by unit and state."""
+        return self._parts.shards.nbytes
+
+    @property
+    def sizes(self) -> Sequence[UnitSize]:
+        """Names, tiers and bytes of the weights of each unit."""
+        return self._parts.shards.sizes
+
+    @property
+    def parameter_steps(self) -> list[list[int]]:
+        """Number of updates of each parameter, by unit and segment."""
+        return self._core.state.parameter_steps
+
+    @property
+    def residents(self) -> dict[tuple[int, State], torch.Tensor]:
+        """The memory of each partition, weights excepted, whose tier is above DISK."""
+        return {key: resident.tensor for key, resident in self._parts.shards.residents.items()}
+
+    def read_state(self, unit: int, state: State) -> memoryview:
+        """Returns a copy of the newest bytes of a partition. Call `settle` before."""
+        buffer = aligned_empty(self._parts.shards.states(unit)[state])
+        for future in self._parts.shards.read(unit, state, 0, buffer):
+            future.wait()
+        return buffer
+
+    def state_place(self, unit: int, state: State, byte: int = 0) -> tuple[Path, int]:
+        """Returns the swap file and the offset in it of a byte of the newest slot of a partition."""
+        store = self._parts.store
+        assert store is not None, "nothing is on DISK"
+        return store.folders[0] / "states", store._places[unit][state][store.newest[unit]].offset(byte)
+
+    # The layers below the engine.
+
+    @property
+    def store(self) -> Store | None:
+        """The swap files; None if nothing is on DISK."""
+        return self._parts.store
+
+    @property
+    def queue(self) -> SharedQueue | None:
+        """The I/O queue; None without a store."""
+        return self._parts.queue
+
+    @property
+    def pager(self) -> Pager:
+        """The pager of weights."""
+        return self._parts.pager
+
+    @property
+    def device(self) -> Device:
+        """The device on which the model computes."""
+        return self._parts.shards.device
+
+    @property
+    def host_arena(self) -> HostArena:
+        """The memory of the host budget."""
+        return self._parts.arena
+
+    @property
+    def device_arena(self) -> DeviceArena:
+        """The memory of the device budget."""
+        return self._parts.pager.arena
+
+    @property
+    def update_worker(self) -> UpdateWorker | None:
+        """The thread that updates states; None if nothing trains."""
+        return self._parts.update_worker
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes among which ZeRO divides states; None if this process is alone."""
+        return self._parts.ranks
+
+    @property
+    def gradients(self) -> GradientAccumulator:
+        """The gradients between autograd and the update."""
+        return self._parts.gradients
+
+    @property
+    def device_budget(self) -> DeviceBudget:
+        """What runs a forward again with a smaller device arena when device memory runs out."""
+        return self._core.device_budget
+
+    @property
+    def inputs(self) -> KeptInputs | None:
+        """The inputs of blocks that wait for their backward outside of the device; None if they stay there."""
+        return self._parts.activations.inputs
+
+    # What is switched on.
+
+    @property
+    def measures(self) -> bool:
+        """True if numbers of each step are recorded."""
+        return self._parts.meter is not None
+
+    @property
+    def records_spans(self) -> bool:
+        """True if any component records spans of the timeline, or of the device's compute."""
+        parts = self._parts
+        lines = [parts.timeline, parts.pager.table.timeline, parts.gradients._timeline, parts.hooks._timeline]
+        if parts.update_worker is not None:
+            lines.append(parts.update_worker._timeline)
+        compute = [parts.hooks._compute, parts.gradients._compute]
+        spans = any(line is not OFF for line in lines) or any(line is not NO_SPANS for line in compute)
+        return spans or parts.pager.table._memory is not None
+
+    @property
+    def makes_early_updates(self) -> bool:
+        """True if updates may begin under the backward."""
+        return self._parts.gradients.completion is not None
+
+    @property
+    def takes_turns(self) -> bool:
+        """True if micro-batches take turns at a block."""
+        return self._parts.layer_major is not None and self._parts.layer_major.possible
+
+    @property
+    def tile_numel(self) -> int:
+        """Largest number of elements that an update reads, computes and writes at a time; 0 if nothing trains."""
+        return 0 if self._parts.update_worker is None else self._parts.update_worker.tile_numel
+
+    @property
+    def prefetch_limits(self) -> Limits:
+        """Limits of the prefetch, in bytes."""
+        return self._parts.pager._limits
+
+    @property
+    def device_need(self) -> DeviceNeed:
+        """Device memory that weights and sums of gradients can use."""
+        return self._core.state.settings.device_need
+
+    # Weights.
+
+    def residency(self, unit: int) -> Residency:
+        """Returns where the weights of a unit are."""
+        return self._parts.pager.residency(unit)
+
+    @property
+    def access_order(self) -> list[int]:
+        """The recorded order of uses of a step."""
+        return list(self._parts.pager.table.access_order.order)
+
+    @property
+    def pins(self) -> list[int]:
+        """Number of open uses of each unit."""
+        return [entry.pins for entry in self._parts.pager.table.entries]
+
+    @property
+    def busy_units(self) -> list[str]:
+        """Names of units with an open use, an update under way or weights that are not written."""
+        entries = self._parts.pager.table.entries
+        busy = [entry for entry in entries if entry.pins or entry.updating or entry.in_update or entry.unwritten]
+        return [entry.size.name for entry in busy]
+
+    @property
+    def fresh_units(self) -> int:
+        """Number of units whose new weights an early update has left in host memory."""
+        return sum(entry.fresh is not None for entry in self._parts.pager.table.entries)
+
+    @property
+    def live_views(self) -> bool:
+        """True while a graph or a user holds a view of weights."""
+        return bool(self._parts.unit_views._live)
+
+    # Memory.
+
+    def unaccounted_memory(self) -> dict[str, int]:
+        """Returns the bytes of weights in the arenas beyond the buffers that units and states hold, by tier.
+
+        A value that is not 0 is a leak, or a buffer that was released twice.
+        """
+        pager = self._parts.pager
+        with pager.lock:
+            host = [state.spare for state in self._parts.shards.residents.values() if state.spare is not None]
+            device = []
+            for entry in pager.table.entries:
+                # The buffer of weights whose tier is HOST is no lease of the cache.
+                if entry.host_buffer is not None and entry.size.tier is Tier.DISK:
+                    host.append(entry.host_buffer)
+                if entry.transfer is not None and entry.transfer.host_buffer is not None:
+                    host.append(entry.transfer.host_buffer)
+                if entry.device_buffer is not None:
+                    device.append(entry.device_buffer)
+            return {
+                "host": pager.host.weights.space.used_bytes - sum(align_up(buffer.nbytes) for buffer in host),
+                "device": pager.arena.used_bytes - sum(buffer.nbytes for buffer in device),
+            }
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of inputs of blocks that wait for their backward, in all tiers."""
+        return sum(counts["used"] for counts in self._parts.activations.bytes_by_tier().values())
+
+    # Gradients.
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype in which gradients wait for the update."""
+        return self._parts.gradients.dtype
+
+    def gradients_stay(self, unit: int) -> bool:
+        """Returns True if the gradients of a unit stay on the device until the update."""
+        return self._parts.gradients.stays(unit)
+
+    def gradients_add_up_on_device(self, unit: int) -> bool:
+        """Returns True if the gradients of the micro-batches are added up on the device."""
+        return self._parts.gradients.totals.takes(unit)
+
+    @property
+    def gradient_totals(self) -> int:
+        """Number of partial sums of gradients on the device now."""
+        return len([*self._parts.gradients.totals.ranges()])
+
+    def gradients_spill(self, unit: int) -> bool:
+        """Returns True if the gradients of a unit wait in a file."""
+        spill = self._parts.gradients.spill
+        return spill is not None and unit in spill
+
+
+def inspect(engine: Engine) -> Inspection:
+    """Returns a live view of an engine's units, memory and counters.
+
+    Args:
+        engine: An engine that has not been destroyed.
+    """
+    return Inspection(engine)
+
+
+# -- moments of an engine ----------------------------------------------------------------------------
+
+
+def settle(engine: Engine, commit: bool = True) -> None:
+    """Waits until the updates of the last step are written and, with `commit`, until a commit that is due is made.
+
+    Unlike `Engine.synchronize`, drops no update under the backward, and with `commit=False` begins no call.
+
+    Args:
+        engine: The engine.
+        commit: True to deliver, as the next call of the engine would, what the commit of the last step waits for.
+
+    Raises:
+        EngineFailed: if a background thread has failed.
+    """
+    if commit:
+        engine._core.enter()
+    worker = engine._core.components.update_worker
+    if worker is not None:
+        worker.finish(commit)
+
+
+def settle_early_updates(engine: Engine) -> None:
+    """Waits until every update that was offered under the backward has been made or dropped."""
+    worker, pager = engine._core.components.update_worker, engine._core.components.pager
+    assert worker is not None, "the engine trains nothing"
+    while True:
+        pager.check()
+        with pager.lock:
+            offers, pipeline = worker.offers, worker._pipeline
+            waits = offers._promised or offers._offered or offers.unsettled or worker._job is not None
+            if not waits and not pipeline.reading and not pipeline.writing:
+                return
+        time.sleep(0.0005)
+
+
+def abandon(engine: Engine, remove: bool = False) -> None:
+    """Closes an engine as a kill would leave it: nothing is finished, written or committed.
+
+    Args:
+        engine: The engine, which cannot be used afterwards.
+        remove: True to delete the run's files.
+    """
+    meter = engine._core.components.meter
+    if meter is not None:
+        meter.close()
+    engine._core.shutdown.abandon(remove)
+
+
+def leave(engine: Engine) -> None:
+    """Ends an engine as the exit of the process does."""
+    engine._core.shutdown.at_exit()
+
+
+def fail(engine: Engine, error: BaseException) -> None:
+    """Stops an engine as an error of one of its threads does."""
+    engine._core.components.pager.fail(error)
+
+
+# -- points ------------------------------------------------------------------------------------------
+
+
+class Patcher(Protocol):
+    """What undoes a change at the end of a test: pytest's `monkeypatch`, or the object of its `context()`."""
+
+    def setattr(self, target: Any, name: str, value: Any) -> None:
+        """Sets an attribute, and notes its value of before."""
+
+
+POINTS: Mapping[str, Sequence[str]] = {
+    # Sizes.
+    "size.chunk": (
+        "offload.layout.budgets.host:CHUNK",
+        "offload.engine.gradients.values:CHUNK",
+        "offload.engine.gradients.accumulator:CHUNK",
+        "offload.engine.gradients.host_gradients:CHUNK",
+        "offload.engine.gradients.reduce_scatter:CHUNK",
+        "offload.engine.optim.lamb_norms:CHUNK",
+    ),
+    "size.first_weights": ("offload.engine.params.initial_fill:CHUNK",),
+    "size.parameter_access": ("offload.engine.param_access:CHUNK",),
+    "size.update_tile": ("offload.layout.tile_sizes:_TILE_NBYTES",),
+    "size.tile_buffers": (
+        "offload.layout.tile_sizes:TILE_BUFFERS",
+        "offload.planner.simulation.updater:TILE_BUFFERS",
+    ),
+    "size.gradient_window": ("offload.layout.budgets.host:_WINDOW_NBYTES",),
+    "size.stream": ("offload.layout.budgets.host:_STREAM_NBYTES",),
+    "size.small_gradient": ("offload.engine.gradients.small_gradients:SMALL",),
+    "size.staged_gradient": ("offload.engine.gradients.small_gradients:THROUGH_STAGING",),
+    "size.least_kept_input": ("offload.engine.activations.kept_input:LEAST_NBYTES",),
+    "size.export_chunk": ("offload.engine.model_io.weight_stream:_CHUNK_NUMEL",),
+    "size.export_reads": ("offload.engine.model_io.weight_stream:_READS",),
+    "size.export_writes": ("offload.engine.model_io.weight_stream:_WRITES",),
+    "size.block_chunk": ("offload.engine.model_io.block_chunks:VALUES",),
+    "size.safetensors_piece": ("offload.engine.model_io.safetensors_folder:_PIECE_NBYTES",),
+    "size.pending_metrics": ("offload.engine.metrics.reporter:_MOST_PENDING",),
+    "size.coded_replicas": ("offload.layout.config_request:MOST_CODED_REPLICAS",),
+    "size.access_order": ("offload.swapper.access_order:_LONGEST",),
+    "size.device_views": ("offload.swapper.memory.device_arena:_VIEWS",),
+    "size.pin_chunk": ("offload.swapper.memory.accelerator:PIN_CHUNK",),
+    "size.pin_least": ("offload.swapper.memory.accelerator:PIN_LEAST",),
+    "size.stripe": ("offload.swapper.store.drives:_STRIPE_BYTES",),
+    "size.least_checksum": ("offload.swapper.store.format.checksum_table:_MIN_CHECKSUM_NBYTES",),
+    # What the machine says.
+    "clock.steps": ("offload.engine.metrics.step_meter:now",),
+    "clock.interrupts": ("offload.interrupts:_RETRY_S",),
+    "memory.free": (
+        "offload.engine.param_values:free_host_memory",
+        "offload.engine.params.gathered:free_host_memory",
+        "offload.engine.params.weight_edits:free_host_memory",
+        "offload.swapper.memory.host_side:free_host_memory",
+    ),
+    "disk.shortage_of_run": ("offload.engine.setup.resume:find_shortage",),
+    "disk.shortage_of_checkpoint": ("offload.engine.checkpoint.save:find_shortage",),
+    "disk.shortage_of_model": ("offload.engine.model_io.save_pretrained:check_room",),
+    "drives.measured": ("offload.swapper.store.drives:_measured",),
+    "drives.free": ("offload.swapper.store.drives:_free_bytes",),
+    "device.choose": ("offload.engine.setup.initialize:compute_device",),
+    "device.open": ("offload.engine.setup.initialize:open_device",),
+    "device.arena": ("offload.engine.setup.assembly:DeviceArena",),
+    "device.empty_cache": ("offload.engine.training.device_growth:empty_cache",),
+    "device.shortages": ("offload.engine.training.device_growth:shortages",),
+    "device.room": ("offload.swapper.memory.accelerator:AcceleratorDevice.room",),
+    "device.copy": ("offload.swapper.memory.accelerator:AcceleratorDevice.copy",),
+    "device.allocate": ("offload.swapper.memory.device_arena:DeviceArena._allocate",),
+    "device.memory_node": ("offload.swapper.memory.cuda_host_side:memory_node",),
+    "device.prefer_node": ("offload.swapper.memory.cuda_host_side:prefer_node",),
+    "device.inputs": ("offload.engine.training.model_inputs:to_device",),
+    "storage.users": ("offload.torch_internals:StorageUsers._tensors",),
+    "dtype.warned": ("offload.engine.setup.dtype_choice:warned",),
+    "kernel.update": ("offload.kernels:update",),
+    "muon.products_in_bf16": ("offload.engine.optim.matrices.directions:products_in_bf16",),
+    # I/O and files.
+    "io.queue": ("offload.engine.setup.build:IoQueue",),
+    "io.open_queue": ("offload.engine.setup.build:_queue",),
+    "io.close_queue": ("offload.aio.shared_queue:SharedQueue.close",),
+    "io.submit": ("offload.aio.queue:IoQueue._submit",),
+    "io.write": ("offload.aio.queue:IoQueue.write",),
+    "io.add_done_callback": ("offload.aio.future:IoFuture.add_done_callback",),
+    "file.reserve": ("offload.aio.file:DirectFile.reserve",),
+    "file.sync": ("offload.aio.file:DirectFile.sync",),
+    "file.open_again": ("offload.aio.file:DirectFile._open_again",),
+    "file.write_new": ("offload.fileio:write_new",),
+    "file.write_all": ("offload.fileio.safetensors_stream:write_all",),
+    "folder.exchange": (
+        "offload.engine.checkpoint.directory:exchange",
+        "offload.engine.model_io.output_folder:exchange",
+    ),
+    "folder.arrive": ("offload.engine.model_io.output_folder:_arrive",),
+    "folder.rename": ("offload.engine.reshard.switch:_rename",),
+    "spill.read": ("offload.swapper.store.spill_file:SpillFile.read",),
+    "spill.write": ("offload.swapper.store.spill_file:SpillFile.write",),
+    # Weights.
+    "pager.acquire": ("offload.swapper.pager:Pager.acquire",),
+    "pager.close": ("offload.swapper.pager:Pager.close",),
+    "host.start_read": ("offload.swapper.host_cache:HostCache.start_read",),
+    "device.start_read": ("offload.swapper.device_cache:DeviceCache.start_read",),
+    "weights.device_tier": ("offload.swapper.weight_updates:WeightUpdates.device_tier",),
+    "weights.use": ("offload.engine.params.unit_views:UnitViews.use",),
+    "parameter.read": ("offload.engine.params.paged_parameter:ParamHandle.read",),
+    "state.read": ("offload.engine.params.local_shards:LocalShards.read",),
+    "safetensors.fill": ("offload.engine.model_io.safetensors_folder:Stored._fill",),
+    # Store.
+    "store.create": ("offload.swapper.store.store:Store.create",),
+    "store.read": ("offload.swapper.store.store:Store.read",),
+    "store.write": ("offload.swapper.store.store:Store.write",),
+    "store.wrote": ("offload.swapper.store.store:Store.wrote",),
+    "store.commit": ("offload.swapper.store.store:Store.commit",),
+    # Gradients, activations and updates.
+    "gradient.squares": ("offload.engine.gradients.accumulator:squares_of",),
+    "gradient.adder": ("offload.engine.gradients.accumulator:GradientAccumulator.adder",),
+    "gradient.add_small": ("offload.engine.gradients.small_gradients:SmallGradients.add",),
+    "gradient.begin_download": ("offload.engine.gradients.device_to_host:DeviceToHost._begin",),
+    "gradient.receive": ("offload.engine.gradients.device_to_host:DeviceToHost._receive",),
+    "gradient.drain": ("offload.engine.gradients.device_to_host:DeviceToHost.drain",),
+    "gradient.downloads": ("offload.engine.setup.gradients:_downloads",),
+    "gradient.spill": ("offload.engine.gradients.disk_spill:DiskSpill._write",),
+    "input.fetch": ("offload.engine.activations.kept_inputs:KeptInputs.fetch",),
+    "input.upload": ("offload.engine.activations.kept_inputs:KeptInputs._upload",),
+    "input.slab": ("offload.engine.activations.host_blocks:HostBlocks._slab",),
+    "input.take": ("offload.engine.activations.host_blocks:HostBlocks.take",),
+    "update.build": ("offload.engine.optim.unit_updates:UpdateBuilder.updates",),
+    "update.early": ("offload.engine.setup.gradients:makes_early_updates",),
+    "update.look_for_commit": ("offload.engine.optim.update_worker:UpdateWorker._commit",),
+    "update.deliver_blob": ("offload.engine.optim.update_worker:UpdateWorker.deliver_blob",),
+    "update.finish": ("offload.engine.optim.update_worker:UpdateWorker.finish",),
+    "checkpoint.write_states": ("offload.engine.checkpoint.save:_write_states",),
+    "checkpoint.buffer": ("offload.fileio.buffered_copy:aligned_empty",),
+    "export.buffer": ("offload.engine.model_io.weight_stream:aligned_empty",),
+    "generators.read": ("offload.engine.training.snapshot:GeneratorStates.of",),
+    # Ranks.
+    "ranks.heartbeat_store": ("offload.engine.distributed.heartbeat:BoundedStore",),
+    "ranks.gone": ("offload.engine.distributed.heartbeat:Heartbeat.gone",),
+    "ranks.blame": ("offload.engine.distributed.process_group:Ranks._blame",),
+    "ranks.exchange": ("offload.engine.distributed.process_group:Ranks.exchange",),
+    "ranks.reduce": ("offload.engine.gradients.reduce_scatter:ReduceScatterAccumulator.put",),
+    "ranks.finish_reduce": ("offload.engine.gradients.reduce_scatter:ReduceScatterAccumulator._finish",),
+    "pipeline.split_backward": ("offload.engine.pipeline.torch_stage:split",),
+}
+"""Places in the package, as `module:attribute`, by the name that tests use. A name changes all its places."""
+
+
+def _targets(point: str) -> list[tuple[Any, str]]:
+    if point not in POINTS:
+        raise KeyError(f"no point {point!r}: offload.testing.POINTS has {', '.join(POINTS)}")
+    targets = []
+    for place in POINTS[point]:
+        module, _, path = place.partition(":")
+        *owners, name = path.split(".")
+        targets.append((functools.reduce(getattr, owners, importlib.import_module(module)), name))
+    return targets
+
+
+def replace(patch: Patcher, point: str, value: Any) -> None:
+    """Replaces a function, a class or a number of the package until `patch` undoes it.
+
+    Args:
+        patch: pytest's `monkeypatch`.
+        point: A name of `POINTS`.
+        value: What stands there instead. A method's replacement takes `self`.
+    """
+    for owner, name in _targets(point):
+        patch.setattr(owner, name, value)
+
+
+def intercept(patch: Patcher, point: str, action: Callable[..., Any]) -> None:
+    """Calls `action(real, *args, **kwargs)` in place of a function until `patch` undoes it.
+
+    Args:
+        patch: pytest's `monkeypatch`.
+        point: A name of `POINTS`.
+        action: Called with the real function, then with the arguments of the call; a method's include `self`.
+    """
+    for owner, name in _targets(point):
+        patch.setattr(owner, name, _calling(action, getattr(owner, name)))
+
+
+def _calling(action: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    # A plain function, so that a class binds its instance as the first argument after `real`.
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return action(real, *args, **kwargs)
+
+    return call
