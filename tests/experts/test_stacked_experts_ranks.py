@@ -29,7 +29,7 @@ def rows_of_few_tokens(model: Any, step: int, micro: int) -> torch.Tensor:
 
 
 JOB = Job(partial(qwen, 16), rows_of_few_tokens, steps=2, lr=3e-4, params=(("eps", 1e-6),))
-"""Queries of two tokens have gradients that are differences of nearly equal terms: a small eps would step along noise."""
+"""Queries of two tokens have gradients that are differences of near terms: a small eps would step along noise."""
 
 
 # -- the numbers --------------------------------------------------------------------------------------
