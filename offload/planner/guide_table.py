@@ -15,12 +15,11 @@ from typing import NamedTuple
 from offload.errors import BudgetError
 from offload.planner import recommend as choice
 from offload.planner.activations.load import Load
+from offload.planner.gpus import GPUS, Gpu
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.memory import settings
 from offload.planner.model_shape import Shape, from_count
-from offload.planner.published.gpu import Gpu
-from offload.planner.published.gpus import GPUS
-from offload.planner.published.rate import Rate
+from offload.planner.rate import Rate
 from offload.planner.recommend import Planned
 from offload.planner.report import text as report
 from offload.sizes import GIB, format_size, format_time

@@ -16,9 +16,9 @@ from offload.aio.windows import rate_of_both
 from offload.errors import ConfigError
 from offload.hardware.probe import DriveRates, Probed, drive_under
 from offload.notices import shell_command
-from offload.planner.published import card_rates
-from offload.planner.published.gpus import find_gpu
-from offload.planner.published.rate import Origin, Rate, sentences
+from offload.planner import gpus
+from offload.planner.gpus import find_gpu
+from offload.planner.rate import Origin, Rate, sentences
 from offload.sizes import GIB, format_size, parse_size
 
 KERNEL_BYTES = {"bf16": 26, "fp32": 28, "fp16": 28}
@@ -242,7 +242,7 @@ def described(
     found, like = find_gpu(gpu)
     if found.unified and link is not None:
         raise ConfigError(f"{found.name} has one memory for GPU and CPU, so --pcie has no meaning there")
-    assumed = [*([] if like is None else [like]), *card_rates.half_precision(found, dtype), _HANDED_TO_GPU]
+    assumed = [*([] if like is None else [like]), *gpus.half_precision(found, dtype), _HANDED_TO_GPU]
     if ram is None:
         ram = found.memory if found.unified else 64 * GIB
         assumed.append(f"there are {format_size(ram)} of RAM")
@@ -256,11 +256,11 @@ def described(
         assumed += _OF_UNIFIED
     assumed.append(f"{_USABLE_RAM:.0%} of the RAM and {_USABLE_RAM:.0%} of the GPU's memory are free")
     # Under autocast fp32 weights are multiplied in bf16, at the rate of tensor cores.
-    products = card_rates.products(found, "bf16" if autocast else dtype)
-    device = card_rates.other_work(found)
-    copies = card_rates.copies(found, link)
-    host = card_rates.host_memory(found, memory)
-    optimizer = card_rates.optimizer(host, KERNEL_BYTES[dtype])
+    products = gpus.products(found, "bf16" if autocast else dtype)
+    device = gpus.other_work(found)
+    copies = gpus.copies(found, link)
+    host = gpus.host_memory(found, memory)
+    optimizer = gpus.optimizer(host, KERNEL_BYTES[dtype])
     return Hardware(
         name=found.name,
         dtype=dtype,
@@ -277,7 +277,7 @@ def described(
         optimizer=optimizer.value,
         device_optimizer=device.value / KERNEL_BYTES[dtype],
         # Each element of a gradient is read once and written once.
-        gradient=card_rates.HOST_SHARE * host.value / (2 * _ITEMSIZES[dtype]),
+        gradient=gpus.HOST_SHARE * host.value / (2 * _ITEMSIZES[dtype]),
         handed_seconds=_HANDED_TO_GPU_SECONDS,
         drives=tuple(drives),
         assumed=tuple(assumed),

@@ -20,11 +20,11 @@ from offload.layout.experts.division import Division, division_of
 from offload.layout.schedule import SCHEDULES, makes_early_updates
 from offload.planner import recommend as choice
 from offload.planner.activations.load import Load
+from offload.planner.gpus import find_gpu
 from offload.planner.hardware import Hardware, described, drive_rates, parse_drive, parse_memory, parse_rate, probed
 from offload.planner.measure_model import measured
 from offload.planner.memory import settings
 from offload.planner.model_shape import Adapters, Shape, from_adapted, from_count, from_name
-from offload.planner.published.gpus import find_gpu
 from offload.planner.reach import Longest, search
 from offload.planner.recommend import Planned
 from offload.precision import choose

@@ -12,8 +12,8 @@ import transformers
 
 from offload.cli.commands.planning import plan as command
 from offload.finetune.model import allows_chunks
+from offload.planner.gpus import GPUS, find_gpu
 from offload.planner.hardware import described, parse_memory
-from offload.planner.published.gpus import GPUS, find_gpu
 from offload.sizes import GIB
 from tests.planner.plan_command import found, run
 from tests.support import models

@@ -14,12 +14,11 @@ from offload.planner import config_file, memory
 from offload.planner import recommend as choice
 from offload.planner.activations.budgets import beside_weights
 from offload.planner.activations.load import Load
+from offload.planner.gpus import GPUS, Gpu, find_gpu
 from offload.planner.guide_table import PAGE
 from offload.planner.hardware import described, parse_drive
 from offload.planner.model_shape import from_count
-from offload.planner.published.gpu import Gpu
-from offload.planner.published.gpus import GPUS, find_gpu
-from offload.planner.published.rate import ORIGINS, Rate
+from offload.planner.rate import ORIGINS, Rate
 from offload.planner.report import text as report
 from offload.sizes import GIB
 

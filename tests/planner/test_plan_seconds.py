@@ -10,9 +10,9 @@ import pytest
 from offload.planner import memory
 from offload.planner import recommend as choice
 from offload.planner.activations.load import Load
+from offload.planner.gpus import GPUS
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, from_count
-from offload.planner.published.gpus import GPUS
 from offload.planner.report.text import in_short
 from offload.planner.step_time import passes
 from offload.planner.step_time import prediction as timing

@@ -8,7 +8,7 @@ from typing import Any
 
 from offload.planner.activations.formulas import tile_tokens
 from offload.planner.advice import Advice, Ordered
-from offload.planner.published.rate import Rate
+from offload.planner.rate import Rate
 from offload.planner.reach import Reach
 from offload.planner.recommend import Planned
 from offload.planner.report.text import Asked, cautions, experts_of, hiding, inputs_of, rounded, run_seconds, years

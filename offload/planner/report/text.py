@@ -9,7 +9,7 @@ from offload.layout.budgets.host import HOST_SHARE
 from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.planner.activations.formulas import is_tiled, recomputed, tile_tokens
 from offload.planner.advice import Advice, Ordered
-from offload.planner.published.rate import ORIGINS, sentences
+from offload.planner.rate import ORIGINS, sentences
 from offload.planner.recommend import Planned
 from offload.planner.step_time import Timing, hiding_tokens
 from offload.sizes import count_of, format_count, format_size, format_time

@@ -1,0 +1,246 @@
+"""GPUs by their published figures, and the rates of a machine that is described in words.
+
+The figures are a table, `gpus.toml`, with a source for each. A plan assumes a rate that nobody published as a fraction
+of the data sheet's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from typing import Any
+
+from offload.errors import ConfigError
+from offload.planner.rate import Figure, Rate
+from offload.sizes import GIB, format_size
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_FASTEST_SLOT = 64e9
+"""Bytes per second, each way, of 16 lanes of PCIe 5: no card in a slot has a faster link."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """A GPU's published figures."""
+
+    name: str
+    generation: str
+    """Cards of one generation and kind, which reach about the same fraction of their data sheets. GeForce and
+    workstation cards of one architecture are two: a GeForce card has half the rate where sums are in fp32."""
+    memory: int
+    """Bytes; of a unified memory all bytes, which the CPU uses too."""
+    flops: float
+    """Dense operations per second in bf16, accumulated in fp32: the peak of the data sheet. Without units for bf16
+    those in fp32, by which torch computes."""
+    flops_fp32: float
+    """Dense operations per second in fp32, without matrix units: torch uses TF32 only on request."""
+    bandwidth: float
+    """Bytes per second of the GPU's own memory: the peak of the data sheet."""
+    link: Figure | None
+    """Bytes per second that copies from pinned memory reach each way; None if GPU and CPU have one memory."""
+    matmul: Figure | None = None
+    """Operations per second that products of large matrices in bf16 reached in torch."""
+    matmul_fp32: Figure | None = None
+    """The same in fp32."""
+    reached: Figure | None = None
+    """Bytes per second of its memory that a program reached."""
+    flops_fp16: float | None = None
+    """`flops` in fp16 of a GPU that has matrix units for fp16 and none for bf16; None for any other."""
+    matmul_fp16: Figure | None = None
+    """`matmul` in fp16 of such a GPU."""
+
+    @property
+    def has_bf16(self) -> bool:
+        """Returns True if products in bf16 are as fast as those in fp16."""
+        return self.flops_fp16 is None
+
+    @property
+    def unified(self) -> bool:
+        """Returns True if GPU and CPU have one memory, so that nothing has to be copied between them."""
+        return self.link is None
+
+
+def _load() -> tuple[Gpu, ...]:
+    table = tomllib.loads((files("offload.planner") / "gpus.toml").read_text("utf-8"))
+    sources = table["sources"]
+
+    def scaled(number: float, power: int) -> float:
+        # By decimal digits: a product would round once more.
+        return float(f"{number}e{power}")
+
+    def figure(row: Mapping[str, Any], name: str, power: int) -> Figure | None:
+        if name not in row:
+            return None
+        source = re.sub(r"^\$(\w+)", lambda key: sources[key[1]], row[name]["source"])
+        return Figure(scaled(row[name]["value"], power), source)
+
+    return tuple(
+        Gpu(
+            name=row["name"],
+            generation=row["generation"],
+            memory=row["memory"] * GIB,
+            flops=scaled(row["tflops"], 12),
+            flops_fp32=scaled(row["tflops_fp32"], 12),
+            flops_fp16=scaled(row["tflops_fp16"], 12) if "tflops_fp16" in row else None,
+            bandwidth=scaled(row["bandwidth"], 9),
+            link=figure(row, "link", 9),
+            matmul=figure(row, "matmul", 12),
+            matmul_fp32=figure(row, "matmul_fp32", 12),
+            matmul_fp16=figure(row, "matmul_fp16", 12),
+            reached=figure(row, "reached", 9),
+        )
+        for row in table["gpu"]
+    )
+
+
+GPUS = _load()
+
+_MAKERS = re.compile(r"\b(nvidia|geforce|tesla|amd|instinct|sxm\d*)\b")
+"""Words that `nvidia-smi` and torch write around a card's name."""
+
+
+def find_gpu(text: str) -> tuple[Gpu, str | None]:
+    """Returns the GPU that `text` names, and an assumption in words or None.
+
+    Args:
+        text: a name or a part of one, such as "4090", "a100-80gb" or "NVIDIA GeForce RTX 4090", or a memory size such
+            as "24GB". A size selects the smallest and slowest RTX card with that much memory, or else the smallest and
+            slowest other card.
+
+    Raises:
+        ConfigError: `text` is neither a name nor a size.
+    """
+    wanted = re.sub(r"[^a-z0-9]", "", _MAKERS.sub(" ", text.lower()))
+    names = {re.sub(r"[^a-z0-9]", "", gpu.name.lower()): gpu for gpu in GPUS}
+    if wanted in names:
+        return names[wanted], None
+    named = [gpu for name, gpu in names.items() if wanted and wanted in name]
+    # "4060" is the RTX 4060, and not the RTX 4060 Ti.
+    named = [gpu for name, gpu in names.items() if wanted and name.endswith(wanted)] or named
+    size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*gi?b", text.strip().lower())
+    # GPUs sold as 24 GB contain 24 GiB.
+    nbytes = 0 if size is None else int(float(size[1]) * GIB)
+    # Without a size, the entry with the most memory represents the name: "A100" is the one of 80 GB.
+    if size is None and named:
+        return max(named, key=lambda gpu: gpu.memory), None
+    if nbytes:
+        # A size alone means a card in a slot, not a chip that shares its memory or its board with a processor.
+        cards = [gpu for gpu in GPUS if gpu.link is not None and gpu.link.value < _FASTEST_SLOT]
+        of_size = sorted((gpu for gpu in cards if gpu.memory >= nbytes), key=lambda gpu: (gpu.memory, gpu.flops))
+        # A bare memory size usually means a consumer card, so RTX cards are preferred.
+        largest = max(cards, key=lambda gpu: gpu.memory)
+        like = next((gpu for gpu in of_size if gpu.name.startswith("RTX")), None) or (of_size or [largest])[0]
+        return replace(
+            like, name=f"GPU of {format_size(nbytes)}", memory=nbytes
+        ), f"the GPU is as fast as a {like.name}"
+    known = ", ".join(gpu.name for gpu in GPUS)
+    raise ConfigError(f"there is no GPU {text!r} here: give a size such as 24GB, or one of {known}")
+
+
+# -- the rates of a described machine ---------------------------------------------------------------------
+
+_MATMUL_SHARE = 0.5
+"""Fraction of the data sheet's products where no figure of the GPU's generation was published."""
+_DEVICE_SHARE = 0.7
+_RAM_BANDWIDTH = 50e9
+_CORES_BANDWIDTH = 100e9
+HOST_SHARE = 0.9
+"""Fraction of the host memory's rate that the optimizer is assumed to reach."""
+
+
+def products(gpu: Gpu, dtype: str) -> Rate:
+    """Returns the rate of matrix products: the one that others reached, else a fraction of the data sheet's.
+
+    The fraction is the one that cards of the same generation reached, by the median and at most all of it.
+
+    Args:
+        gpu: the GPU.
+        dtype: bf16, fp16 or fp32.
+    """
+    found, peak = _of_products(gpu, dtype)
+    name = f"matrix products in {dtype}"
+    if found is not None:
+        return Rate(name=name, value=found.value, unit="flop/s", origin="published", source=found.source)
+    kin = [_of_products(kin_gpu, dtype) for kin_gpu in GPUS if kin_gpu.generation == gpu.generation]
+    reached = [figure.value / most for figure, most in kin if figure is not None]
+    share = min(statistics.median(reached), 1.0) if reached else _MATMUL_SHARE
+    source = f"{share:.0%} of the data sheet's {peak / 1e12:.4g} Tflop/s"
+    if reached:
+        source += f", as other cards of {gpu.generation} reached"
+    return Rate(name=name, value=share * peak, unit="flop/s", origin="assumed", source=source)
+
+
+def _of_products(gpu: Gpu, dtype: str) -> tuple[Figure | None, float]:
+    """Returns the rate of matrix products that others reached, or None, and that of the data sheet."""
+    bf16 = (gpu.matmul, gpu.flops)
+    fp16 = bf16 if gpu.has_bf16 else (gpu.matmul_fp16, gpu.flops_fp16 or gpu.flops)
+    by_dtype: Mapping[str, tuple[Figure | None, float]] = {
+        "bf16": bf16,
+        "fp16": fp16,
+        "fp32": (gpu.matmul_fp32, gpu.flops_fp32),
+    }
+    return by_dtype[dtype]
+
+
+def half_precision(gpu: Gpu, dtype: str) -> list[str]:
+    """Returns a sentence on fp16 if the card is faster in it than in `dtype`, by units that it lacks for bf16."""
+    if gpu.has_bf16 or dtype == "fp16":
+        return []
+    return [f"{gpu.name} has matrix units for fp16 and none for bf16, so --dtype fp16 is faster there"]
+
+
+def other_work(gpu: Gpu) -> Rate:
+    """Returns the rate of all other work on the GPU, which its memory limits."""
+    name = "other work on the GPU"
+    if gpu.reached is not None:
+        return Rate(name=name, value=gpu.reached.value, unit="B/s", origin="published", source=gpu.reached.source)
+    source = f"{_DEVICE_SHARE:.0%} of the data sheet's {gpu.bandwidth / 1e9:.4g} GB/s"
+    return Rate(name=name, value=_DEVICE_SHARE * gpu.bandwidth, unit="B/s", origin="assumed", source=source)
+
+
+def copies(gpu: Gpu, given: float | None) -> Rate:
+    """Returns the rate of copies to and from the GPU, each way."""
+    name = "copies to and from the GPU, each way,"
+    if given is not None:
+        return Rate(name=name, value=given, unit="B/s", origin="given", source="--pcie")
+    if gpu.link is None:
+        return Rate(name=name, value=math.inf, unit="B/s", origin="assumed", source="GPU and CPU have one memory")
+    return Rate(name=name, value=gpu.link.value, unit="B/s", origin="published", source=gpu.link.source)
+
+
+def host_memory(gpu: Gpu, given: float | None) -> Rate:
+    """Returns the rate at which the CPU reads and writes its memory."""
+    name = "host memory"
+    if given is not None:
+        return Rate(name=name, value=given, unit="B/s", origin="given", source="--memory-bandwidth")
+    if gpu.unified:
+        # The cores of such chips reach a part of their memory's rate; most of it is for the GPU.
+        value, source = _CORES_BANDWIDTH, "by the CPU's cores, of the memory that the GPU uses too"
+    else:
+        value, source = _RAM_BANDWIDTH, "two channels of DDR5"
+    return Rate(name=name, value=value, unit="B/s", origin="assumed", source=source)
+
+
+def optimizer(host: Rate, nbytes: int) -> Rate:
+    """Returns the rate of AdamW on the CPU, which the host's memory limits.
+
+    Args:
+        host: the rate of host memory.
+        nbytes: bytes that the update of one parameter reads and writes.
+    """
+    return Rate(
+        name="AdamW on the CPU",
+        value=HOST_SHARE * host.value / nbytes,
+        unit="parameters/s",
+        origin="assumed",
+        source=f"{HOST_SHARE:.0%} of the host memory's rate",
+    )
