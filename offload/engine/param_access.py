@@ -112,9 +112,9 @@ class ParamAccess:
         value = unpack(segment.kept, words.view(torch.uint8)).get(name)
         if value is None:
             return None
-        if isinstance(value, float):
-            value = torch.tensor(value, dtype=torch.float32)  # as_tensor would take the default dtype of the process
-        value = torch.as_tensor(value)
+        if not isinstance(value, torch.Tensor):
+            # A float would have the default dtype of the process.
+            value = torch.tensor(value, dtype=torch.float32 if isinstance(value, float) else None, device="cpu")
         return value.to(handle.device, torch.float32 if value.is_floating_point() else None, copy=True)
 
     def check_idle(self, handle: ParamHandle, call: str) -> None:

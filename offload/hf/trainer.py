@@ -15,6 +15,7 @@ the engine's part of the Trainer's checkpoints, and refuses arguments that an en
     _load_from_checkpoint            loads nothing yet: the engine does not exist
     _load_optimizer_and_scheduler    loads the engine's checkpoint, or weights only
     _load_best_model                 loads the weights of the engine's checkpoint
+    _get_num_items_in_batch          divides integers, which gives the default dtype of the process: 16 bits hold no 257
     get_batch_samples                its batches are those of the `training_step` calls that follow (`micro_batches.py`)
 
 `accelerator.py` sets Accelerate's mark `_is_accelerate_prepared`. A test checks that all of them exist. The sum of the
@@ -58,6 +59,7 @@ OVERRIDDEN = (
     "_load_from_checkpoint",
     "_load_optimizer_and_scheduler",
     "_load_best_model",
+    "_get_num_items_in_batch",
     "get_batch_samples",
 )
 _ARGUMENTS = "training_args.bin"
@@ -261,6 +263,15 @@ class OffloadMixin(_Base):
         batches, items = super().get_batch_samples(*args, **kwargs)
         self._step_at_once.fetched(self, batches)
         return batches, items
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the number of items of a step in fp32, whatever the default dtype of the process is."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            return super()._get_num_items_in_batch(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs forward and backward of a micro-batch, or of all micro-batches of the step if this is the first.

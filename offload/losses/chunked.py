@@ -104,7 +104,9 @@ def causal_lm(
     # torch disables gradients inside of a Function's forward, so the forward is told whether they are wanted.
     with_gradients = torch.is_grad_enabled()
     total = _Loss.apply(flat, weight, bias, labels, counts, terms, chunk_tokens, with_gradients)  # type: ignore[no-untyped-call]
-    result: torch.Tensor = total / (divisor.to(total.device) if isinstance(divisor, torch.Tensor) else divisor)
+    if isinstance(divisor, torch.Tensor):
+        divisor = divisor.to(total.device, torch.float32)  # a number of fp64 would make the loss one
+    result: torch.Tensor = total / divisor
     return result
 
 

@@ -225,7 +225,8 @@ def _steps(
         for parameter, value in zip(parameters, values, strict=True):
             # Gradients of several sizes and signs, because some optimizers react to a change of sign.
             parameter.grad = value * (1.0, 0.5, -0.25)[number % 3]
-        type(optimizer).step(alone)
+        with torch.device("cpu"):  # as on the update thread, which has no other default device
+            type(optimizer).step(alone)
     others = [key for key, value in group.items() if key != "params" and _differs(value, then.get(key))]
     others += [key for key, value in alone.__dict__.items() if value is not mine.get(key)]
     others += [key for key, size in sizes.items() if len(mine[key]) != size]

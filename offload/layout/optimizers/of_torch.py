@@ -134,6 +134,7 @@ def _stepped(name: str, arguments: Mapping[str, Any], shape: tuple[int, ...], de
     optimizer: Any = make(name, [parameter], arguments)
     for _ in range(2):
         parameter.grad = torch.ones(shape, dtype=torch.float32, device=device)
-        optimizer.step()
+        with torch.device("cpu"):  # whatever the default device of the process
+            optimizer.step()
     states: Mapping[str, Any] = optimizer.state[parameter]
     return states
