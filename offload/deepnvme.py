@@ -264,7 +264,7 @@ class aio_handle:
             example_tensor: a tensor of the dtype.
         """
         if num_elem == 0:
-            return torch.empty(0, dtype=example_tensor.dtype)
+            return torch.empty(0, dtype=example_tensor.dtype, device="cpu")
         memory = aligned_empty(num_elem * example_tensor.element_size())
         tensor_view = memory[:]  # dies with the tensor; `memory` stays mapped until CUDA has unregistered it
         tensor = torch.frombuffer(tensor_view, dtype=example_tensor.dtype)

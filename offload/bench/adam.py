@@ -190,7 +190,7 @@ def _torch_fused(arrays: Arrays) -> Callable[[], object]:
     # The state is set by hand, so that the contender works on the same arrays as the others.
     optimizer.state[master] = {
         # The optimizer counts up before the step.
-        "step": torch.tensor(float(STEP.step - 1)),
+        "step": torch.tensor(float(STEP.step - 1), dtype=torch.float32, device="cpu"),
         "exp_avg": arrays.exp_avg,
         "exp_avg_sq": arrays.exp_avg_sq,
     }
@@ -230,7 +230,7 @@ def _deepspeed(arrays: Arrays) -> dict[str, Callable[[], object]]:
         if arrays.weight is not arrays.master:
             arrays.weight.copy_(arrays.master)
 
-    cast = torch.empty(_TILE)
+    cast = torch.empty(_TILE, dtype=torch.float32, device="cpu")
 
     def tiled() -> None:
         for start in range(0, numel, _TILE):

@@ -41,14 +41,16 @@ class Load:
         self.seconds = 0.0
         """Seconds of one unit's forward; set between turns."""
         # The seed is fixed, so that every turn and both models compute on the same values.
-        noise = torch.randn(min(numel, _NOISE), generator=torch.Generator().manual_seed(0)).mul_(1e-3)
+        noise = torch.randn(
+            min(numel, _NOISE), generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+        ).mul_(1e-3)
         # The pattern of 2 MiB is repeated: drives that compress look for repetition within shorter ranges.
         self.gradient = noise.to(torch.bfloat16).repeat(-(-numel // _NOISE))[:numel].contiguous()
         """(numel,) bf16: the gradient, the same for every unit and step."""
         self._busy = busy
         self._values, self._result = (
-            torch.zeros(1 << 14),
-            torch.empty(1 << 14),
+            torch.zeros(1 << 14, dtype=torch.float32, device="cpu"),
+            torch.empty(1 << 14, dtype=torch.float32, device="cpu"),
         )  # so few elements that torch uses one thread
 
     def take(self, seconds: float) -> None:
@@ -267,7 +269,7 @@ def _step(engine: offload.Engine, plan: Plan) -> _Moved:
     update worker is when `step()` returns.
     """
     for micro in range(plan.accumulation):
-        engine.backward(engine(torch.zeros(1)).sum())
+        engine.backward(engine(torch.zeros(1, dtype=torch.float32, device="cpu")).sum())
         if micro == plan.accumulation - 1:
             moved = _Moved(engine.io_bytes(), kernel_bytes())
         engine.step()

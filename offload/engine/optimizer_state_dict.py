@@ -58,7 +58,7 @@ class OptimizerStates:
             # torch's own code keeps the count among its states, if it counts.
             return {name: value.cpu() for name, value in found.items() if value is not None}
         # torch's optimizers keep the count as a floating-point tensor.
-        values = {_STEP: torch.tensor(float(count), device="cpu")}
+        values = {_STEP: torch.tensor(float(count), dtype=torch.float32, device="cpu")}
         for name, state in self._moments(handle).items():
             value = self._param_access.read(handle, state)
             assert value is not None
@@ -121,7 +121,7 @@ class OptimizerStates:
         shape = handle.shape
         # A parameter that trained in an earlier run and is frozen now has a count to reset, but no moments.
         for name, moment in self._moments(handle).items() if handle.trainable else ():
-            value = state[name].float() if state else torch.zeros(shape, device="cpu")
+            value = state[name].float() if state else torch.zeros(shape, dtype=torch.float32, device="cpu")
             self._param_access.write(handle, moment, value)
         count = _count(state) if state else 0
         assert count is not None, "check has accepted the state"

@@ -112,7 +112,9 @@ class ParamAccess:
         value = unpack(segment.kept, words.view(torch.uint8)).get(name)
         if value is None:
             return None
-        value = torch.as_tensor(value)
+        if not isinstance(value, torch.Tensor):
+            # A float would have the default dtype of the process.
+            value = torch.tensor(value, dtype=torch.float32 if isinstance(value, float) else None, device="cpu")
         return value.to(handle.device, torch.float32 if value.is_floating_point() else None, copy=True)
 
     def check_idle(self, handle: ParamHandle, call: str) -> None:
@@ -154,7 +156,7 @@ class ParamAccess:
             return None
         if self._segment(handle).form:
             return self._components.weights.read(handle.unit, handle.position).float()
-        whole = torch.empty(0, device="cpu")
+        whole = torch.empty(0, dtype=torch.float32, device="cpu")
 
         def mine() -> None:
             nonlocal whole
@@ -248,7 +250,7 @@ class ParamAccess:
             BudgetError: if the RAM has no room for two copies of the whole parameter.
         """
         self._begin(state)
-        whole = torch.empty(0, device="cpu")
+        whole = torch.empty(0, dtype=torch.float32, device="cpu")
 
         def mine() -> None:
             nonlocal whole

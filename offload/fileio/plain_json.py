@@ -140,5 +140,5 @@ def _as_counter(pairs: list[list[Any]]) -> Counter[Any]:
 
 def _as_tensor(dtype: str, shape: list[int], encoded: str) -> torch.Tensor:
     """Returns the tensor of a dtype's name, a shape and its bytes in base 64."""
-    content = torch.tensor(list(base64.b64decode(encoded)), dtype=torch.uint8)
+    content = torch.tensor(list(base64.b64decode(encoded)), dtype=torch.uint8, device="cpu")
     return content.view(getattr(torch, dtype)).view(shape)

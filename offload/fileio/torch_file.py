@@ -98,7 +98,7 @@ class StoredTensor(NamedTuple):
             raise StoreError(f"{self.storage.path} cannot be read: {error}") from error
         if count != len(whole) or zlib.crc32(whole) != self.storage.crc32:
             raise StoreError(f"{self.storage.path} is damaged: a tensor does not match its checksum")
-        flat = torch.frombuffer(whole, dtype=self.dtype) if whole else torch.empty(0, dtype=self.dtype)
+        flat = torch.frombuffer(whole, dtype=self.dtype) if whole else torch.empty(0, dtype=self.dtype, device="cpu")
         return flat.as_strided(self.shape, self.stride, self.start).clone(memory_format=torch.contiguous_format)
 
 

@@ -44,7 +44,7 @@ class Arrays:
         self.scales: torch.Tensor | None = None
         if moment_dtype is torch.int8:
             self.exp_avg, self.exp_avg_sq = aligned_like(numel, torch.int8), aligned_like(numel, torch.uint8)
-            self.scales = torch.zeros(blocks_of(numel), 2)
+            self.scales = torch.zeros(blocks_of(numel), 2, dtype=torch.float32, device="cpu")
             encode_moments(first, self.exp_avg, self.scales, 0)
             encode_moments(second, self.exp_avg_sq, self.scales, 1)
         else:

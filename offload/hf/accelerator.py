@@ -312,7 +312,7 @@ class Accelerator(accelerate.Accelerator):
         self._log_clipping(max_norm)
         self.engine.clip_grad_norm_(max_norm)
         # The norm is known only after the gradients of all ranks are complete, in the step: NaN until then.
-        norm = torch.full((), math.nan)
+        norm = torch.full((), math.nan, dtype=torch.float32, device="cpu")
         self._optimizer.norms.append(norm)
         return norm
 

@@ -11,9 +11,10 @@ from torch import nn
 from transformers import Trainer
 
 from offload.errors import ConfigError
-from offload.hf.micro_batches import owner_of
+from offload.hf.micro_batches import own_method
 from offload.losses.causal_model import without_logits
 from offload.losses.choice import ChosenLoss, as_begun, choose_loss
+from offload.provenance import is_of
 
 logger = logging.getLogger("offload")
 
@@ -40,7 +41,8 @@ def loss_of(trainer: Any, wanted: bool | None) -> ChosenLoss:
     # Code of a subclass may read the logits. Only its author knows, who says so by the argument.
     if wanted is None and reason is None:
         reason = _own_code(trainer)
-    return _logged(choose_loss(trainer.model, wanted, off=OFF, reason=reason))
+    # By default the Trainer's own steps alone: a callback that calls the model may read the logits.
+    return _logged(choose_loss(trainer.model, wanted, off=OFF, training=wanted is True, reason=reason))
 
 
 def state_of(loss: ChosenLoss) -> dict[str, Any]:
@@ -70,7 +72,8 @@ def evaluation_of(model: nn.Module, step: Any, prediction_loss_only: bool) -> Ab
         step: the method.
         prediction_loss_only: the method's argument.
     """
-    alone = prediction_loss_only and getattr(step, "__func__", None) is Trainer.prediction_step
+    plain = getattr(step, "__func__", None) is Trainer.prediction_step and is_of(step, "transformers")
+    alone = prediction_loss_only and plain
     return without_logits(model) if alone else nullcontext()
 
 
@@ -95,6 +98,6 @@ def _reader_of_logits(trainer: Any) -> str | None:
 def _own_code(trainer: Any) -> str | None:
     """Returns which method of the Trainer computes the loss in a way of its own; None if none does."""
     for name in ("compute_loss", "training_step"):
-        if owner_of(trainer, name) is not Trainer:
+        if own_method(trainer, name) is not None:
             return f"{type(trainer).__name__}.{name} may read the logits (chunked_loss=True if it does not)"
     return None

@@ -10,8 +10,9 @@ Each micro-batch runs through the Trainer's own `training_step`, in which `accel
 place of a backward. So losses, their division and all that a Trainer does to a micro-batch are its own.
 
 A `training_step` of the user's would run in parts: that of the second micro-batch would begin before that of the first
-ends. So would a `compute_loss` that stores values on the Trainer. With either, micro-batches pass one by one, and a
-line says so.
+ends. So would a `compute_loss`, which may keep values meanwhile. With either, micro-batches pass one by one, and a line
+says so. With "layer_major" in the config the user says that a `compute_loss` keeps none, and only one whose text stores
+something on the Trainer passes one by one.
 
 A model that draws random numbers, such as dropout's, draws others for a micro-batch that takes turns than the stock
 Trainer would. Whether "auto" lets them take turns depends on where weights are, and losses must not: with "auto" the
@@ -23,6 +24,7 @@ from __future__ import annotations
 import ast
 import contextvars
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -34,6 +36,7 @@ from transformers import Trainer
 from offload.engine.engine import Engine
 from offload.engine.training.snapshot import read_generators
 from offload.notices import announce
+from offload.provenance import is_of
 
 _DRAWS = (
     "it draws random numbers, such as dropout's, and draws them so as the stock Trainer does. "
@@ -72,7 +75,7 @@ class StepAtOnce:
         """
         if self._watches and self._draws is not None:
             # Ranks pass through the blocks in one order, also where the model of one alone draws.
-            mine = torch.tensor([float(self._draws)], device=trainer.accelerator.device)
+            mine = torch.tensor([float(self._draws)], dtype=torch.float32, device=trainer.accelerator.device)
             self._draws = bool(trainer.accelerator.gather(mine).max() > 0)
         at_once = len(batches) > 1 and self._is_possible(trainer)
         self._watches = at_once and self._draws is None and _is_auto(trainer.accelerator.engine)
@@ -143,43 +146,58 @@ def _run(engine: Engine, batches: Sequence[Any], step: Callable[[Any], torch.Ten
     return [results[number] for number in range(len(batches))]
 
 
-def owner_of(trainer: Any, name: str) -> type:
-    """Returns the class whose method `name` a Trainer runs, other than those of this package.
+def own_method(trainer: Any, name: str) -> Any:
+    """Returns the function that a Trainer runs in place of transformers' own; None if it runs that.
 
     Args:
         trainer: a Trainer, of which a script may have replaced the method.
         name: the method.
     """
-    if name in vars(trainer):
-        return type(trainer)
-    return next(kind for kind in type(trainer).__mro__ if name in vars(kind) and not _is_ours(kind))
+    function = _methods(trainer, name)[0]
+    return None if function is vars(Trainer)[name] and is_of(function, "transformers") else function
 
 
-def _is_ours(kind: type) -> bool:
-    return kind.__module__.startswith(f"{__package__}.")
+def _methods(trainer: Any, name: str) -> list[Any]:
+    """Returns the functions that a method of a Trainer may run, the first one first, other than this package's."""
+    of_classes = [vars(kind)[name] for kind in type(trainer).__mro__ if name in vars(kind)]
+    found = [vars(trainer)[name]] if name in vars(trainer) else []
+    return found + [each for each in of_classes if not is_of(each, "offload.hf")]
 
 
 def _own_code(trainer: Any) -> str | None:
     """Returns which code of the Trainer must not run in parts; None if there is none."""
-    owner = owner_of(trainer, "training_step")
+    step = own_method(trainer, "training_step")
     # trl's enters a context around it, which does nothing unless its arguments ask for its offload of activations.
-    plain = _is_sft(owner) and isinstance(trainer.maybe_activation_offload_context, nullcontext)
-    if owner is not Trainer and not plain:
-        return f"{owner.__name__} has a training_step of its own, which would run in parts"
-    losses = [kind.__dict__["compute_loss"] for kind in type(trainer).__mro__ if _has_own_loss(kind)]
-    for function in (*losses, *([trainer.compute_loss] if "compute_loss" in vars(trainer) else [])):
+    plain = _is_sft(step, "training_step") and isinstance(trainer.maybe_activation_offload_context, nullcontext)
+    if step is not None and not plain:
+        return f"{_class_of(step)} has a training_step of its own, which would run in parts"
+    losses = [each for each in _methods(trainer, "compute_loss") if not _is_known(each)]
+    if losses and _is_auto(trainer.accelerator.engine):
+        return (
+            f"{losses[0].__qualname__} is code of its own, which may keep values of one micro-batch while others run. "
+            '"schedule": "layer_major" in the "offload" block says that it keeps none'
+        )
+    for function in losses:
         if (stored := _stored_in(function)) is not None:
             return f"{function.__qualname__} {stored}, where another micro-batch may replace it before it is read"
     return None
 
 
-def _is_sft(kind: type) -> bool:
-    return kind.__module__.startswith("trl.") and kind.__name__ == "SFTTrainer"
+def _class_of(function: Any) -> str:
+    """Returns the name of the class in whose body a method stands."""
+    return str(function.__qualname__).rpartition(".")[0].removesuffix(".<locals>").rpartition(".")[2]
 
 
-def _has_own_loss(kind: type) -> bool:
-    """Returns True for a class whose `compute_loss` is neither transformers' nor known to keep nothing."""
-    return "compute_loss" in vars(kind) and kind is not Trainer and not _is_sft(kind)
+def _is_known(function: Any) -> bool:
+    """Returns True for a `compute_loss` of transformers, or of trl, that keeps nothing of a micro-batch."""
+    plain = function is vars(Trainer)["compute_loss"] and is_of(function, "transformers")
+    return plain or _is_sft(function, "compute_loss")
+
+
+def _is_sft(function: Any, name: str) -> bool:
+    """Returns True for a method of trl's SFTTrainer."""
+    kind = getattr(sys.modules.get("trl"), "SFTTrainer", None)  # a script that uses it has imported it
+    return kind is not None and function is vars(kind).get(name) and is_of(function, "trl")
 
 
 def _stored_in(function: Callable[..., Any]) -> str | None:

@@ -15,9 +15,11 @@ the engine's part of the Trainer's checkpoints, and refuses arguments that an en
     _load_from_checkpoint            loads nothing yet: the engine does not exist
     _load_optimizer_and_scheduler    loads the engine's checkpoint, or weights only
     _load_best_model                 loads the weights of the engine's checkpoint
+    _get_num_items_in_batch          divides integers, which gives the default dtype of the process: 16 bits hold no 257
     get_batch_samples                its batches are those of the `training_step` calls that follow (`micro_batches.py`)
 
-`accelerator.py` sets Accelerate's mark `_is_accelerate_prepared`. A test checks that all of them exist.
+`accelerator.py` sets Accelerate's mark `_is_accelerate_prepared`. A test checks that all of them exist. The sum of the
+losses until the next log, `_tr_loss`, becomes fp32 where transformers has it in another default dtype of the process.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from offload.hf.checkpoint_folder import SCHEDULER, check_resumable, has_adapter
 from offload.hf.last_checkpoint import LastCheckpoint, announced_end
 from offload.hf.loss import evaluation_of, loss_of, resumed, state_of
 from offload.hf.micro_batches import StepAtOnce, losses_to_hand_over
+from offload.losses.causal_model import without_logits
 from offload.losses.choice import ChosenLoss
 
 logger = logging.getLogger("offload")
@@ -56,6 +59,7 @@ OVERRIDDEN = (
     "_load_from_checkpoint",
     "_load_optimizer_and_scheduler",
     "_load_best_model",
+    "_get_num_items_in_batch",
     "get_batch_samples",
 )
 _ARGUMENTS = "training_args.bin"
@@ -260,6 +264,15 @@ class OffloadMixin(_Base):
         self._step_at_once.fetched(self, batches)
         return batches, items
 
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the number of items of a step in fp32, whatever the default dtype of the process is."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            return super()._get_num_items_in_batch(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
+
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs forward and backward of a micro-batch, or of all micro-batches of the step if this is the first.
 
@@ -273,7 +286,11 @@ class OffloadMixin(_Base):
             The loss of this micro-batch, detached.
         """
         step = super().training_step
-        return self._step_at_once.result(self, inputs, lambda each: step(model, each, *args, **kwargs))
+        sums = vars(self).get("_tr_loss")
+        if sums is not None and sums.dtype is not torch.float32:
+            self._tr_loss = sums.float()
+        with without_logits(self.model):
+            return self._step_at_once.result(self, inputs, lambda each: step(model, each, *args, **kwargs))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates as the Trainer does. A call before `train()` builds the engine, which `train()` then uses.

@@ -124,7 +124,7 @@ def dequantize(form: BlockFormat, blocks: torch.Tensor, values: torch.Tensor) ->
 def _pairs(device: torch.device) -> torch.Tensor:
     """Returns the two values of each byte of nf4, (256, 2) fp32, so that one look-up of a byte gives both."""
     with torch.inference_mode(False):
-        book = torch.tensor(NF4, dtype=torch.float32)
+        book = torch.tensor(NF4, dtype=torch.float32, device="cpu")
         # The copy is done when this returns, so every stream may read the table.
         return torch.stack((book.repeat_interleave(16), book.repeat(16)), 1).to(device)
 

@@ -68,7 +68,7 @@ def lamb_moments(partition: Partition, segments: Sequence[LambSegment]) -> list[
     found = []
     for start, stop, step, noise in segments:
         # One row for each block of a parameter, counted from the segment's start, so that ranks can join their rows.
-        sums = torch.zeros(-(-(stop - start) // BLOCK), 2, dtype=torch.float64)
+        sums = torch.zeros(-(-(stop - start) // BLOCK), 2, dtype=torch.float64, device="cpu")
         given = native_segment((start, stop, (*step[:7], 1.0), noise))
         _native.lamb_moments(*arrays, given, sums.data_ptr())
         found.append(sums)

@@ -233,7 +233,7 @@ def _begin(parameter: torch.Tensor, moment_dtype: torch.dtype, state: dict[str, 
     """Initializes the state of a parameter before its first step."""
     state["step"] = 0
     for name in ("exp_avg", "exp_avg_sq"):
-        state[name] = torch.zeros(parameter.shape, dtype=moment_dtype)
+        state[name] = torch.zeros(parameter.shape, dtype=moment_dtype, device="cpu")
     _begin_master(parameter, state)
 
 
@@ -241,7 +241,7 @@ def _begin_master(parameter: torch.Tensor, state: dict[str, Any]) -> None:
     """Initializes the master of a 16-bit parameter to the parameter's value."""
     if parameter.dtype is torch.bfloat16:
         # Zero low bits: the master is the bf16 value itself.
-        state["residual"] = torch.zeros(parameter.shape, dtype=torch.int16)
+        state["residual"] = torch.zeros(parameter.shape, dtype=torch.int16, device="cpu")
     elif parameter.dtype is torch.float16:
         state["master"] = parameter.detach().float().contiguous()
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from torch import nn
 
 from offload.errors import ConfigError
+from offload.provenance import is_class_of
+from offload.torch_internals import is_optimized_module
 
 _SMALLEST_SHARE = 64
 """A candidate below 1/64 of the largest joins its parent: the memory that it could free is not worth its reads."""
@@ -205,7 +207,7 @@ def layers_inside(model: nn.Module, sites: Mapping[str, tuple[int, ...]]) -> dic
     modules = dict(model.named_modules())
     found: dict[str, list[str]] = {}
     for name, needed in sites.items():
-        if type(modules[name]).__module__.startswith("torch.nn.modules."):
+        if is_class_of(type(modules[name]), "torch.nn.modules") and "forward" not in vars(modules[name]):
             for outer in _outside_of(name):
                 if outer in sites and set(needed) <= set(sites[outer]):
                     found.setdefault(outer, []).append(name)
@@ -235,7 +237,7 @@ def _outside_of(name: str) -> Iterator[str]:
 
 def is_compiled(module: nn.Module) -> bool:
     """Returns True if `torch.compile(module)` or `module.compile()` has compiled the module."""
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    return is_optimized_module(module) or getattr(module, "_compiled_call_impl", None) is not None
 
 
 _EXTERNAL = "_offload_external_parameters"

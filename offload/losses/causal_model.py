@@ -3,16 +3,21 @@
 A model of transformers ends in two lines: `logits = self.lm_head(hidden_states)` and `self.loss_function(logits,
 labels, …)`. With labels, in training, `chunk_loss_of` makes the first compute the logits of no token, and the second
 the loss of the hidden states that the head received. Nothing else of the model is touched: inputs, router losses of
-mixtures, adapters. Models that scale or cap their logits in between are refused, since their loss would be another one.
+mixtures, adapters.
+
+What reads or changes logits would have no effect, so the whole path from the call of the model to its loss must be code
+that is known by identity (`provenance.py`): transformers' class with its own forward, torch's head, transformers'
+loss, and no hook of others. Models that scale or cap their logits, or compute another term from them, are refused. The
+path is looked at again in each call, since a hook may come later: such a call computes all logits, and a line says why.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import inspect
 import re
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,22 +29,33 @@ from torch import nn
 
 from offload.errors import UsageError
 from offload.losses.chunked import CHUNK_TOKENS, causal_lm
+from offload.notices import announce
+from offload.provenance import change_of_call, described, forward_text, is_causal_lm_loss, is_class_of, is_of
 
 _HIDDEN = re.compile(r"\w+(\[:, slice_indices(, :)?\])?")
 """The hidden states as a forward gives them to its head; in transformers 5.0 those of `logits_to_keep`."""
 
 
 def chunk_loss_of(
-    model: nn.Module, *, chunk_tokens: int = CHUNK_TOKENS, evaluation: bool = False, by_row: bool = False
+    model: nn.Module,
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+    training: bool = True,
+    evaluation: bool = False,
+    by_row: bool = False,
 ) -> Callable[[], None]:
     """Makes a causal language model of transformers compute its training loss by `causal_lm`.
 
     In training, a call with labels returns the loss and the logits of no token, (..., 0, words). Calls without labels,
     under `torch.no_grad()` or in evaluation are as before. Call it before `offload.initialize`.
 
+    A hook that is registered later on the model or its head, and any other change of what they compute, makes calls
+    compute all logits, with a warning.
+
     Args:
         model: a causal language model of transformers, or a model of peft around one.
         chunk_tokens: tokens whose logits are in memory at a time.
+        training: False if calls are to compute chunks inside of `offload.losses.causal_model.without_logits` alone.
         evaluation: True if calls with labels are to return no logits in evaluation and under `torch.no_grad()` either.
         by_row: True for the sum of each row's losses, (rows,) fp32, in place of their mean: the negative of the row's
             log-likelihood.
@@ -48,11 +64,17 @@ def chunk_loss_of(
         A function that makes the model compute all logits again.
 
     Raises:
-        UsageError: if the model is no causal language model of transformers, its head no linear layer, or if it changes
-            its logits before the loss.
+        UsageError: if the model is no causal language model of transformers, its head no linear layer, if something
+            reads or changes its logits before or after the loss, or if its loss function is another one.
     """
     inner = _inside_adapters(model)
-    return _LossOfModel(model, inner, _plain_head(inner), chunk_tokens, evaluation, by_row).compute_all_logits
+    head = _plain_head(model, inner)
+    return _LossOfModel(model, inner, head, chunk_tokens, training, evaluation, by_row).compute_all_logits
+
+
+def line_on_all_logits(reason: str) -> str:
+    """Returns the line that says why a loss is not computed in chunks."""
+    return f"the loss is not computed in chunks of tokens: {reason}"
 
 
 def undo_of(model: nn.Module) -> Callable[[], None] | None:
@@ -63,13 +85,13 @@ def undo_of(model: nn.Module) -> Callable[[], None] | None:
 
 @contextlib.contextmanager
 def without_logits(model: nn.Module) -> Iterator[None]:
-    """Computes the loss of calls with labels in chunks in evaluation too, inside of the context.
+    """Computes the loss of all calls with labels in chunks, inside of the context: nothing there reads logits.
 
     Args:
         model: the model. One whose loss is not computed in chunks computes all logits as ever.
     """
     loss = getattr(_inside_adapters(model), "_loss_function", None)
-    with loss.in_evaluation() if isinstance(loss, _LossOfModel) else contextlib.nullcontext():
+    with loss.inside() if isinstance(loss, _LossOfModel) else contextlib.nullcontext():
         yield
 
 
@@ -99,15 +121,23 @@ class _LossOfModel:
     """
 
     def __init__(
-        self, outer: nn.Module, model: Any, head: nn.Linear, chunk_tokens: int, evaluation: bool, by_row: bool
+        self,
+        outer: nn.Module,
+        model: Any,
+        head: nn.Linear,
+        chunk_tokens: int,
+        training: bool,
+        evaluation: bool,
+        by_row: bool,
     ) -> None:
-        self._model, self._head, self._chunk_tokens, self._evaluation = model, head, chunk_tokens, evaluation
-        self._by_row = by_row
-        if not by_row:
-            self.__name__ = "ForCausalLMLoss"  # what it computes, as transformers' functions of that loss are called
+        self._model, self._head, self._chunk_tokens, self._by_row = model, head, chunk_tokens, by_row
+        self._training, self._evaluation, self._inside = training, evaluation, False
+        self._outer, self._head_path, self._told = outer, _path_of(model, head), False
         # Up to peft 0.18 a model with adapters calls the `forward` of the model inside, so that no hook of that runs.
         self._signatures = {each: inspect.signature(type(each).forward) for each in (outer, model)}
         self._usual: Callable[..., Any] = model.loss_function
+        if not by_row:
+            self.__wrapped__ = self._usual  # it computes the same, which others may rely on
         self._before: Callable[..., Any] | None = model.__dict__.get("_loss_function")
         self._calls: dict[int, _Call] = {}
         """The calls under way, by thread."""
@@ -130,13 +160,13 @@ class _LossOfModel:
                 self._model.loss_function = self._before
 
     @contextlib.contextmanager
-    def in_evaluation(self) -> Iterator[None]:
-        """Computes chunks in evaluation too, inside of the context."""
-        before, self._evaluation = self._evaluation, True
+    def inside(self) -> Iterator[None]:
+        """Computes chunks in all calls with labels, inside of the context."""
+        before, self._inside = self._inside, True
         try:
             yield
         finally:
-            self._evaluation = before
+            self._inside = before
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notes whether the call will compute a loss to train with."""
@@ -144,8 +174,29 @@ class _LossOfModel:
             return
         bound = self._signatures[model].bind_partial(model, *args, **kwargs).arguments
         labels = kwargs.get("labels", bound.get("labels"))
-        trains = model.training and torch.is_grad_enabled()
-        self._calls[threading.get_ident()] = _Call((trains or self._evaluation) and labels is not None)
+        trains = self._training and model.training and torch.is_grad_enabled()
+        wanted = (trains or self._evaluation or self._inside) and labels is not None
+        self._calls[threading.get_ident()] = _Call(wanted and self._is_known())
+
+    def _is_known(self) -> bool:
+        """Returns True if nothing that was added since reads or changes the logits; otherwise says so once.
+
+        Raises:
+            UsageError: if something does, and the model's own loss would not be that of each row.
+        """
+        loss = vars(self._model).get("_loss_function")
+        if loss is self:
+            reason = _why_not_path(self._outer, self._model, self._usual, self._head, self._head_path)
+        else:
+            reason = f"the loss of {type(self._model).__name__} has been replaced by {described(loss)}"
+        if reason is None:
+            return True
+        if self._by_row:
+            raise UsageError(f"{reason}, so that losses by row cannot be computed without logits; remove it")
+        if not self._told:
+            self._told = True
+            announce(line_on_all_logits(reason))
+        return False
 
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Drops what an exception between head and loss left behind."""
@@ -216,11 +267,11 @@ class _LossOfModel:
         return chunked(hidden, labels=wanted, num_items_in_batch=num_items_in_batch)
 
 
-def _plain_head(model: nn.Module) -> nn.Linear:
+def _plain_head(outer: nn.Module, model: Any) -> nn.Linear:
     """Returns the head of a model whose loss is the cross entropy of the head's own output.
 
     Raises:
-        UsageError: if the model's loss is another one, or its forward cannot be read.
+        UsageError: if the model's loss is another one, or code that is not known may read or change the logits.
     """
     name = type(model).__name__
     embeddings: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
@@ -232,45 +283,94 @@ def _plain_head(model: nn.Module) -> nn.Linear:
     usual = getattr(model, "loss_function", None)
     if isinstance(usual, _LossOfModel):
         raise UsageError(f"{name} computes its loss in chunks already; call chunk_loss_of once for a model")
-    if getattr(usual, "__name__", "") != "ForCausalLMLoss":
-        raise UsageError(
-            f"the loss of {name} is {getattr(usual, '__name__', usual)}, not that of a causal language model"
-        )
-    mine = [path for path, module in model.named_modules() if module is head]
-    if not any(_ends_in_loss_of(model, path) for path in mine):
-        raise UsageError(
-            f"{name} does not compute its loss from the output of {' or '.join(mine)} itself: it scales or caps its "
-            "logits, or its forward has another form; compute its loss with offload.losses.causal_lm"
-        )
+    reason = _why_not_path(outer, model, usual, head, _path_of(model, head))
+    if reason is not None:
+        raise UsageError(reason)
     return head
 
 
-def _ends_in_loss_of(model: nn.Module, head: str) -> bool:
-    """Returns True if the model's forward has `logits = self.<head>(…)`, and gives these to the loss unchanged.
+def _path_of(model: nn.Module, head: nn.Module) -> str:
+    """Returns the name of the head in its model, or words for a head that is not part of it."""
+    return next((path for path, module in model.named_modules() if module is head), "its head")
 
-    Decided by the text of the forward, since a run would need a batch and the model's weights. The forward is that of
-    the object: Liger replaces the forward of one model, not of its class.
+
+def _why_not_path(outer: nn.Module, model: Any, loss: Any, head: nn.Linear, path: str) -> str | None:
+    """Returns what may read or change logits between a call of a model and its loss, as a clause; None if nothing does.
+
+    Args:
+        outer: the model that is called, which may be one of peft.
+        model: the model of transformers.
+        loss: its own loss function.
+        head: its head.
+        path: the name of the head in the model.
     """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(model.forward))))
-    except (OSError, TypeError, SyntaxError):  # no source: an interactive session, a compiled module
+    name = type(model).__name__
+    if not is_causal_lm_loss(loss):
+        return (
+            f"the loss of {name} is {described(loss)}, which is not transformers' own of a causal language model, or "
+            "calls functions that were replaced"
+        )
+    adapters: list[Any] = [] if outer is model else [outer, outer.base_model]  # of prompts: the model itself
+    around = [(f"the {type(each).__name__} around {name}", each) for each in adapters if each is not model]
+    for words, module in (*around, (name, model), (f"{path} of {name}", head)):
+        if change := change_of_call(module, words):
+            return f"{change}, which may read or change logits"
+    for words, module in around:
+        if not is_of(type(module).forward, "peft"):
+            return f"the forward of {words} is not that of peft"
+    if not is_class_of(type(model), "transformers"):
+        return f"{name} is no class of transformers, and may read or change logits"
+    if not is_of(getattr(type(model).loss_function, "fget", None), "transformers"):
+        return f"{name} has a loss_function of its own"
+    if not is_of(nn.Linear.forward, "torch.nn"):
+        return "the forward of torch.nn.Linear was replaced"
+    if not is_of(type(model).forward, "transformers"):
+        return f"the forward of {name} is {described(type(model).forward)}, not that of transformers"
+    if not _ends_in_loss_of(forward_text(model, "transformers"), path):
+        return (
+            f"{name} does not compute its loss from the output of {path} itself: it scales or caps its "
+            "logits, reads them for another term, or its forward has another form; compute its loss with "
+            "offload.losses.causal_lm"
+        )
+    return None
+
+
+@functools.cache
+def _ends_in_loss_of(text: ast.AST | None, head: str) -> bool:
+    """Returns True if a forward has `logits = self.<head>(…)`, and gives these to the loss and its output alone.
+
+    Decided by the text, since a run would need a batch and the model's weights.
+    """
+    if text is None:
         return False
-    calls, assignments = [], []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+    calls, assignments, reads, in_output, uses_of_head = [], [], 0, 0, 0
+    for node in ast.walk(text):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(each, ast.Name) and each.id == "logits" for each in targets):
                 assignments.append(node.value)
+        elif isinstance(node, ast.Name) and node.id == "logits":
+            reads += isinstance(node.ctx, ast.Load)
+        elif isinstance(node, ast.Tuple):  # the output with return_dict=False
+            in_output += any(map(_is_logits, node.elts))
+        elif isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
+            in_output += any(_is_logits(each.value) for each in node.value.keywords if each.arg == "logits")
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "self.loss_function":
             calls.append(
                 node.args[0] if node.args else next((k.value for k in node.keywords if k.arg == "logits"), None)
             )
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{head}":
+            uses_of_head += 1
     return (
-        len(calls) == len(assignments) == 1
-        and isinstance(calls[0], ast.Name)
-        and calls[0].id == "logits"
+        len(calls) == len(assignments) == uses_of_head == 1
+        and _is_logits(calls[0])
+        and reads == 1 + in_output
         and isinstance(assignments[0], ast.Call)
         and ast.unparse(assignments[0].func) == f"self.{head}"
         and len(assignments[0].args) == 1
         and _HIDDEN.fullmatch(ast.unparse(assignments[0].args[0])) is not None
     )
+
+
+def _is_logits(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Name) and node.id == "logits"

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from offload.errors import UsageError
-from offload.losses.causal_model import chunk_loss_of, undo_of
+from offload.losses.causal_model import chunk_loss_of, line_on_all_logits, undo_of
 from offload.losses.chunked import CHUNK_TOKENS
 
 
@@ -25,7 +25,13 @@ class ChosenLoss:
 
 
 def choose_loss(
-    model: nn.Module, wanted: bool | None, *, off: str, evaluation: bool = False, reason: str | None = None
+    model: nn.Module,
+    wanted: bool | None,
+    *,
+    off: str,
+    training: bool = True,
+    evaluation: bool = False,
+    reason: str | None = None,
 ) -> ChosenLoss:
     """Makes the model compute its loss in chunks, unless the model or its user needs its own loss.
 
@@ -33,6 +39,7 @@ def choose_loss(
         model: the model, before `offload.initialize`.
         wanted: True for chunks or an error, False for all logits, None for chunks where the model allows them.
         off: what a user writes to compute all logits, for the line.
+        training: False for chunks inside of `without_logits` alone.
         evaluation: True for chunks in evaluation as well.
         reason: why the program needs the model's own loss; None if only the model decides.
 
@@ -49,7 +56,7 @@ def choose_loss(
     if reason is not None:
         return as_it_is(reason)
     try:
-        undo = chunk_loss_of(model, evaluation=evaluation)
+        undo = chunk_loss_of(model, training=training, evaluation=evaluation)
     except UsageError as error:
         if wanted:
             raise
@@ -71,7 +78,7 @@ def would_be_chunked(model: nn.Module, wanted: bool | None) -> bool:
 
 def as_it_is(reason: str) -> ChosenLoss:
     """Returns the choice to leave the model's loss as it is, with a line that gives the reason."""
-    return ChosenLoss(chunked=False, line=f"the loss is not computed in chunks of tokens: {reason}")
+    return ChosenLoss(chunked=False, line=line_on_all_logits(reason))
 
 
 def as_begun(chosen: ChosenLoss, wanted: bool | None, began_chunked: bool) -> ChosenLoss:

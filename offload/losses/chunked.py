@@ -98,13 +98,15 @@ def causal_lm(
         labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     labels = labels.reshape(-1)
     counts = labels != ignore_index
-    divisor = counts.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+    divisor: Any = counts.sum() if num_items_in_batch is None else num_items_in_batch
     terms = _Terms(label_smoothing, z_loss, softcap)
     flat = hidden.reshape(-1, hidden.shape[-1])
     # torch disables gradients inside of a Function's forward, so the forward is told whether they are wanted.
     with_gradients = torch.is_grad_enabled()
     total = _Loss.apply(flat, weight, bias, labels, counts, terms, chunk_tokens, with_gradients)  # type: ignore[no-untyped-call]
-    result: torch.Tensor = total / divisor.to(total.device)
+    if isinstance(divisor, torch.Tensor):
+        divisor = divisor.to(total.device, torch.float32)  # a number of fp64 would make the loss one
+    result: torch.Tensor = total / divisor
     return result
 
 
@@ -205,7 +207,7 @@ def _losses(
     losses = torch.where(counts, losses, 0.0)
     if not with_gradient:
         return losses, None
-    share = torch.where(counts, 1.0, 0.0).unsqueeze(-1)
+    share = counts.float().unsqueeze(-1)
     gradient = exponentials.mul_(share * (1 + 2 * terms.z_loss * lse.unsqueeze(-1)) / sums)
     if terms.label_smoothing:
         gradient -= share * (terms.label_smoothing / words)

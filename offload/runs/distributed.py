@@ -111,7 +111,10 @@ def _state_dict(source: TrainedSource, plan: StatesPlan) -> dict[str, Any]:
     facts = source.progress.facts
     groups = _groups(facts, plan)
     optimizer: dict[str, Any] = {
-        "state": {name: {"step": torch.tensor(float(steps))} for name, steps in plan.trainable.items()},
+        "state": {
+            name: {"step": torch.tensor(float(steps), dtype=torch.float32, device="cpu")}
+            for name, steps in plan.trainable.items()
+        },
         "param_groups": groups,
     }
     # A flattened optimizer looks for the numbers under each parameter, the usual one in the list. Both find theirs.

@@ -103,7 +103,7 @@ def _count(steps: int) -> torch.Tensor:
 
     Those of DeepSpeed hand it to C++ as an integer, those of torch add to a tensor.
     """
-    return torch.tensor(steps, dtype=torch.int64)
+    return torch.tensor(steps, dtype=torch.int64, device="cpu")
 
 
 def _optimizer_state(source: TrainedSource, plan: StatesPlan) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from offload.torch_internals.graphs import (
     without_saved_tensor_hooks,
 )
 from offload.torch_internals.modes import (
+    is_optimized_module,
     outside_of_compiled_code,
     outside_of_modes,
     under_modes,
@@ -35,6 +36,7 @@ from offload.torch_internals.tensors import (
     StorageUsers,
     fake_tensors,
     flatten_state_dict,
+    global_module_hooks,
     has_no_storage,
     in_second_storage,
     inner_tensors,
@@ -63,10 +65,12 @@ __all__ = [
     "count_saved_tensor_hooks",
     "fake_tensors",
     "flatten_state_dict",
+    "global_module_hooks",
     "has_no_storage",
     "in_second_storage",
     "inner_tensors",
     "inside_backward",
+    "is_optimized_module",
     "make_subclass",
     "make_wrapper",
     "module_call",

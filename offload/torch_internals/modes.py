@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -32,6 +33,13 @@ def outside_of_compiled_code(hook: Callable[..., Any]) -> Callable[..., Any]:
     # `disabled`.
     skipped: Callable[..., Any] = skip(call)
     return skipped
+
+
+def is_optimized_module(module: Any) -> bool:
+    """Returns True for what `torch.compile` returns for a module."""
+    # The compiler is not imported for this: whoever compiles has imported it.
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and isinstance(module, frames.OptimizedModule)
 
 
 # -- modes of dispatch -------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch.nn.modules.module import __file__ as _module_file
+from torch.nn.modules import module as _module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -206,9 +206,23 @@ def fake_tensors(allow_others: bool = False) -> Any:
 def module_call() -> types.FrameType:
     """Returns the Python frame in which torch calls the module whose hook runs now."""
     frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename != _module_file:
+    while frame.f_back is not None and frame.f_code.co_filename != _module.__file__:
         frame = frame.f_back
     return frame
+
+
+def global_module_hooks() -> list[Any]:
+    """Returns the hooks that torch calls for all modules, of forwards and of backwards."""
+    return [
+        hook
+        for hooks in (
+            _module._global_forward_pre_hooks,
+            _module._global_forward_hooks,
+            _module._global_backward_pre_hooks,
+            _module._global_backward_hooks,
+        )
+        for hook in hooks.values()
+    ]
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:

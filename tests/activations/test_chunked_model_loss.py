@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import peft
 import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
+from torch.nn.utils import parametrize, prune
+from transformers.loss import loss_utils
 
 import offload
-from offload.losses import chunk_loss_of
+from offload.losses import causal_model, chunk_loss_of
+from offload.losses.choice import choose_loss
 from tests.support import models
+from tests.support.modules.older_libraries import older
 from tests.support.oracle import Job, same_bits
 
 SMALL = {**models.DECODER, "max_position_embeddings": 64, "pad_token_id": 0}
@@ -37,35 +45,6 @@ def adapted() -> nn.Module:
     return peft.get_peft_model(models.llama(), config)  # type: ignore[no-any-return, arg-type]
 
 
-class OfTransformers50(transformers.LlamaForCausalLM):
-    """A forward in the form of transformers 5.0."""
-
-    def forward(self, input_ids: Any, labels: Any = None, logits_to_keep: int = 0, **more: Any) -> Any:  # type: ignore[override]
-        hidden_states = self.model(input_ids=input_ids).last_hidden_state
-        slice_indices = slice(-logits_to_keep, None)
-        logits = self.lm_head(hidden_states[:, slice_indices, :])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **more)
-        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
-
-
-class OfPeft018(nn.Module):
-    """Adapters in the form of peft 0.18: the model inside is not called, its forward is."""
-
-    peft_config = "of adapters"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model: Any = models.llama()
-
-    def get_base_model(self) -> nn.Module:
-        return self.model  # type: ignore[no-any-return]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.forward(*args, **kwargs)
-
-
 FAMILIES = {
     "gpt2, tied": models.gpt2,
     "llama": models.llama,
@@ -73,8 +52,8 @@ FAMILIES = {
     "qwen3": lambda: of("Qwen3", head_dim=8),
     "mixtral": mixtral,
     "lora": adapted,
-    "lora, of peft 0.18": OfPeft018,
-    "llama, of transformers 5.0": lambda: OfTransformers50(models.llama().config),
+    "lora, of peft 0.18": lambda: older("peft").OfPeft018(),
+    "llama, of transformers 5.0": lambda: older("transformers").OfTransformers50(models.llama().config),
 }
 
 
@@ -170,21 +149,20 @@ def test_a_model_whose_own_forward_was_replaced_is_refused() -> None:
         return nn.functional.cross_entropy((hidden @ self.lm_head.weight.T).flatten(0, 1), labels.flatten())
 
     model.forward = types.MethodType(fused, model)
-    with pytest.raises(offload.UsageError, match="does not compute its loss from the output of lm_head itself"):
+    with pytest.raises(offload.UsageError, match="LlamaForCausalLM has a forward of its own"):
         chunk_loss_of(model)
 
 
-def test_an_exception_between_head_and_loss_leaves_nothing_behind() -> None:
+def test_an_exception_between_head_and_loss_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.llama()
     chunk_loss_of(model)
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise ValueError("in between")
 
-    hook = model.lm_head.register_forward_hook(fail)
-    with pytest.raises(ValueError, match="in between"):
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="in between"):
+        patch.setattr(causal_model, "causal_lm", fail)
         model(input_ids=ids(), labels=ids())
-    hook.remove()
     model.eval()
     assert model(input_ids=ids(), labels=ids()).logits.shape == (2, 12, 128)
 
@@ -196,13 +174,197 @@ def test_a_deep_copy_computes_all_logits() -> None:
     assert twin(input_ids=ids()).logits.shape == (2, 12, 128)
 
 
-def test_a_model_that_changes_its_logits_is_noticed_while_it_runs() -> None:
-    """A hook of the user is not in the text of the forward."""
+# -- what reads or changes logits ---------------------------------------------------------------------
+
+
+def halved(module: Any, args: Any, output: Any) -> Any:
+    return output / 2
+
+
+def with_z_loss(model: Any, args: Any, output: Any) -> Any:
+    output.loss = output.loss + 0.1 * output.logits.float().logsumexp(-1).square().mean()
+    return output
+
+
+def around(function: Any) -> Any:
+    """A function of the user that carries the names and the text of another."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
+        return found * 3 if isinstance(found, torch.Tensor) else with_z_loss(None, None, found)
+
+    return wrapper
+
+
+def replaced(owner: Any, name: str) -> Callable[[Any, Any], None]:
+    return lambda model, patch: patch.setattr(owner, name, around(getattr(owner, name)))
+
+
+def everywhere(register: Any, hook: Any) -> Callable[[Any, Any], None]:
+    def change(model: Any, patch: Any) -> None:
+        handle = register(lambda module, *args: hook(*args) if module is model.lm_head else None)
+        patch.undo_later(handle.remove)
+
+    return change
+
+
+def half_of_gradients(_: Any, slopes: Any) -> Any:
+    return tuple(each / 2 for each in slopes)
+
+
+def by_accelerate(model: Any, patch: Any) -> None:
+    class Half(accelerate.hooks.ModelHook):  # type: ignore[misc]
+        def post_forward(self, module: Any, output: Any) -> Any:
+            return output / 2
+
+    accelerate.hooks.add_hook_to_module(model.lm_head, Half())
+
+
+def in_object(model: Any, patch: Any) -> None:
+    patch.setattr(model.lm_head, "forward", around(model.lm_head.forward))
+
+
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "forward hook of the head": lambda model, _: model.lm_head.register_forward_hook(halved),
+    "forward pre-hook of the head": lambda model, _: model.lm_head.register_forward_pre_hook(lambda _, x: (x[0] / 2,)),
+    "backward hook of the head": lambda model, _: model.lm_head.register_full_backward_hook(
+        lambda head, slopes, _: half_of_gradients(head, slopes)
+    ),
+    "backward pre-hook of the head": lambda model, _: model.lm_head.register_full_backward_pre_hook(half_of_gradients),
+    "forward hook of the model": lambda model, _: model.register_forward_hook(
+        lambda module, args, kwargs, output: with_z_loss(module, args, output), with_kwargs=True, always_call=True
+    ),
+    "hook of all modules": everywhere(register_module_forward_hook, lambda args, output: output / 2),
+    "backward hook of all modules": everywhere(
+        register_module_full_backward_hook, lambda slopes, _: half_of_gradients(None, slopes)
+    ),
+    "forward in the head": in_object,
+    "accelerate's hook": by_accelerate,
+    "pruned head": lambda model, _: prune.l1_unstructured(model.lm_head, "weight", 0.5),
+    "parametrization": lambda model, _: parametrize.register_parametrization(model.lm_head, "weight", Thirds()),
+    "compiled head": lambda model, _: model.lm_head.compile(backend="eager"),
+    "forward of the class": replaced(transformers.LlamaForCausalLM, "forward"),
+    "forward of nn.Linear": replaced(nn.Linear, "forward"),
+    "wrapped loss": lambda model, _: setattr(model, "loss_function", around(loss_utils.ForCausalLMLoss)),
+    "partial loss": lambda model, _: setattr(
+        model, "loss_function", functools.partial(loss_utils.ForCausalLMLoss, ignore_index=int(ids()[0, 3]))
+    ),
+    "loss of the table": lambda model, patch: patch.setitem(
+        loss_utils.LOSS_MAPPING, "ForCausalLM", around(loss_utils.ForCausalLMLoss)
+    ),
+    "cross entropy of transformers": replaced(loss_utils, "fixed_cross_entropy"),
+    "cross entropy of torch": replaced(nn.functional, "cross_entropy"),
+}
+
+
+class Thirds(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 3
+
+
+@pytest.fixture
+def patches(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
+    """Patches of a test, and what else ends with it."""
+    with contextlib.ExitStack() as stack:
+        yield types.SimpleNamespace(setattr=monkeypatch.setattr, setitem=monkeypatch.setitem, undo_later=stack.callback)
+
+
+def same(left: tuple[float, dict[str, torch.Tensor]], right: tuple[float, dict[str, torch.Tensor]]) -> bool:
+    return left[0] == right[0] and all(torch.equal(left[1][name], value) for name, value in right[1].items())
+
+
+@pytest.mark.filterwarnings("ignore:For backward hooks:UserWarning", "ignore:Full backward hook:UserWarning")
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.works(
+    "Losses", "hooks, wrappers and replaced functions on the way to the loss: all logits, and one line", "right"
+)
+def test_what_reads_or_changes_logits_has_its_effect(change: Callable[[Any, Any], None], patches: Any) -> None:
+    """The loss is not computed in chunks, and a line says what prevents it."""
+    torch.manual_seed(0)
+    model = models.llama()
+    changed = copy.deepcopy(model)
+    inputs = {"input_ids": ids(), "labels": ids()}
+    plain = gradients(model, **inputs)
+    change(changed, patches)
+    expected = gradients(changed, **inputs)
+    compiled = changed.lm_head._compiled_call_impl is not None
+    assert compiled or plain[1].keys() != expected[1].keys() or not same(plain, expected), "the change has no effect"
+    chosen = choose_loss(changed, None, off="off")
+    assert not chosen.chunked and str(chosen.line).startswith("the loss is not computed in chunks of tokens: ")
+    assert same(gradients(changed, **inputs), expected)
+    with pytest.raises(offload.UsageError):
+        chunk_loss_of(changed)
+
+
+LATE = (
+    "forward hook of the head",
+    "forward hook of the model",
+    "backward hook of all modules",
+    "forward in the head",
+    "wrapped loss",
+    "cross entropy of torch",
+)
+
+
+@pytest.mark.filterwarnings("ignore:For backward hooks:UserWarning", "ignore:Full backward hook:UserWarning")
+@pytest.mark.parametrize("name", LATE)
+def test_a_change_that_comes_later_has_its_effect_and_is_told_once(
+    name: str, patches: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = models.llama()
+    twin = copy.deepcopy(model)
+    inputs = {"input_ids": ids(), "labels": ids()}
+    chunk_loss_of(model)
+    assert model(**inputs).logits.shape == (2, 0, 128)
+    CHANGES[name](model, patches)
+    found = [gradients(model, **inputs) for _ in range(2)]
+    assert caplog.text.count("the loss is not computed in chunks of tokens: ") == 1
+    if name != "cross entropy of torch":  # which is one for both
+        CHANGES[name](twin, patches)
+    expected = gradients(twin, **inputs)
+    assert same(found[0], expected) and same(found[1], expected)
+
+
+def test_losses_by_row_are_refused_where_logits_are_read() -> None:
+    model = models.llama()
+    chunk_loss_of(model, by_row=True)
+    model.lm_head.register_forward_hook(halved)
+    with pytest.raises(offload.UsageError, match="forward hook halved"):
+        model(input_ids=ids(), labels=ids())
+
+
+def test_a_hook_that_is_registered_between_beginning_and_head_is_noticed() -> None:
+    """The path was looked at when the call began."""
     model = models.llama()
     chunk_loss_of(model)
-    model.lm_head.register_forward_hook(lambda head, args, output: output / 2)
+    model.model.norm.register_forward_hook(lambda *_: model.lm_head.register_forward_hook(halved) and None)
     with pytest.raises(offload.UsageError, match="changes its logits"):
         model(input_ids=ids(), labels=ids())
+
+
+def test_hooks_beside_the_way_to_the_loss_prevent_no_chunks() -> None:
+    """Of the decoder, of layers, of parameters, and of this library."""
+    model = models.llama()
+    model.model.register_forward_hook(lambda *_: None)
+    model.model.layers[0].register_full_backward_hook(lambda *_: None)
+    model.lm_head.weight.register_hook(lambda slope: slope / 2)
+    expected = gradients(model, input_ids=ids(), labels=ids())[1]["lm_head.weight"]
+    chunk_loss_of(model)
+    assert model(input_ids=ids(), labels=ids()).logits.shape == (2, 0, 128)
+    found = gradients(model, input_ids=ids(), labels=ids())[1]["lm_head.weight"]
+    assert torch.allclose(found, expected, rtol=1e-4, atol=2e-6)
+
+
+class SubclassOfTheUser(transformers.LlamaForCausalLM):
+    """Its parent's text says nothing of its outputs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return with_z_loss(self, args, super().forward(*args, **kwargs))
 
 
 @pytest.mark.parametrize(
@@ -210,10 +372,12 @@ def test_a_model_that_changes_its_logits_is_noticed_while_it_runs() -> None:
     [
         (lambda: of("Gemma2", head_dim=8), "scales or caps"),
         (lambda: of("Cohere"), "scales or caps"),
+        (lambda: of("Bamba", attn_layer_indices=[0], mamba_n_heads=8, mamba_d_head=8), "reads them for another term"),
+        (lambda: SubclassOfTheUser(models.llama().config), "is no class of transformers"),
         (models.t5, "the loss of T5|scales or caps|has another form"),
         (lambda: nn.Sequential(nn.Linear(4, 4)), "has no head"),
     ],
-    ids=["gemma2", "cohere", "t5", "sequential"],
+    ids=["gemma2", "cohere", "bamba", "subclass", "t5", "sequential"],
 )
 def test_a_model_with_another_loss_is_refused(make: Callable[[], nn.Module], message: str) -> None:
     model = make()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +104,65 @@ def test_a_module_of_the_user_is_never_taken_for_a_known_one() -> None:
     layer = nn.Module()
     layer.mlp = LlamaMLP()
     assert known_mlps.known_mlps(nn.ModuleList([layer])) == ()
+
+
+class Cumulative(nn.Linear):
+    """A layer of the user that mixes tokens."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return super().forward(values.cumsum(1))
+
+
+def subclass_inside(mlp: Any, patch: pytest.MonkeyPatch) -> None:
+    mlp.down_proj.__class__ = Cumulative
+
+
+def activation_inside(mlp: Any, patch: pytest.MonkeyPatch) -> None:
+    mlp.act_fn = nn.Softmax(1)
+
+
+def hook_inside(mlp: Any, patch: pytest.MonkeyPatch) -> None:
+    mlp.act_fn.register_forward_hook(lambda module, args, output: output - output.mean(1, keepdim=True))
+
+
+def forward_inside(mlp: Any, patch: pytest.MonkeyPatch) -> None:
+    usual = mlp.up_proj.forward
+    mlp.up_proj.forward = lambda values: usual(values.cumsum(1))
+
+
+def forward_of_the_class(mlp: Any, patch: pytest.MonkeyPatch) -> None:
+    usual = type(mlp).forward
+
+    @functools.wraps(usual)
+    def cumulative(self: Any, values: torch.Tensor) -> Any:
+        return usual(self, values.cumsum(1))
+
+    patch.setattr(type(mlp), "forward", cumulative)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (subclass_inside, "its down_proj is a "),
+        (activation_inside, "its act_fn is a "),
+        (hook_inside, "its act_fn has a forward hook"),
+        (forward_inside, "its up_proj has a forward of its own"),
+        (forward_of_the_class, "the forward of LlamaMLP was replaced"),
+    ],
+)
+def test_an_mlp_in_which_something_may_mix_tokens_stays_whole(
+    change: Callable[[Any, pytest.MonkeyPatch], None], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a line says what."""
+    model: Any = models.llama()
+    change(model.model.layers[0].mlp, monkeypatch)
+    known = known_mlps.known_mlps(model)
+    assert known == (() if change is forward_of_the_class else ("model.layers.1.mlp",))
+    engine = begun(model, tmp_path, tile_mlp="auto")[0]
+    (line,) = [each for each in engine.notices if "MLP" in each]
+    assert f"(model.layers.0.mlp stays whole: {reason}" in line
+    engine.destroy(remove=True)
 
 
 def test_a_model_without_known_mlps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -134,7 +134,7 @@ MUTANTS = (
     Mutant(
         "take a module of the user for an MLP of transformers",
         "offload.engine.tiles.known_mlps",
-        'or not type(module).__module__.startswith("transformers.")',
+        ' or not is_class_of(type(module), "transformers")',
         "",
         _TILE_MLP,
     ),

@@ -284,9 +284,8 @@ def test_calls_that_cannot_be_divided_are_errors_on_all_ranks(ranks: RankPool, t
 
 def other_layers(folder: Path) -> str:
     """A model one of whose layers computes attention by itself."""
-    model = sp.llama()
-    model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
-    engine = sp.start(LLAMA._replace(model=lambda: model), 2, MEMORY, folder)
+    engine = sp.start(LLAMA, 2, MEMORY, folder)
+    engine.module.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     message = message_of(lambda: engine(**sp.batch(0, 0)))
     engine.destroy(remove=True)
     return message

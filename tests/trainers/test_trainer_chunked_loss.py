@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -207,6 +208,62 @@ def test_a_prediction_step_of_ones_own_receives_all_logits(calls: list[torch.Siz
     with ended(made(tmp_path, Mine)) as mine:
         mine.train()
         assert len(calls) == 5 and mine.evaluate()["eval_loss"] > 0 and len(calls) == 5
+
+
+def with_a_hook() -> Any:
+    """A model whose hook adds a term of the logits to its loss."""
+
+    def add(model: Any, args: Any, output: Any) -> Any:
+        output.loss = output.loss + 0.01 * output.logits.float().logsumexp(-1).square().mean()
+        return output
+
+    model: Any = models.llama()
+    model.register_forward_hook(add)
+    return model
+
+
+@pytest.mark.numeric
+def test_a_hook_on_the_model_trains_as_in_the_stock_trainer(
+    calls: list[torch.Size], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "offload")
+    mine, theirs = offloaded(tmp_path / "mine", model=with_a_hook), stock(tmp_path / "stock", model=with_a_hook)
+    assert_close(mine, theirs, with_a_hook)
+    assert (
+        not calls and caplog.text.count("not computed in chunks of tokens: LlamaForCausalLM has the forward hook") == 1
+    )
+
+
+def test_a_callback_that_calls_the_model_receives_all_logits(calls: list[torch.Size], tmp_path: Path) -> None:
+    """Also in the middle of a training: only the Trainer's own steps compute chunks."""
+    shapes: list[tuple[int, ...]] = []
+
+    class Reads(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            ids = Texts()[0]["input_ids"][None]
+            shapes.append(mine.engine(input_ids=ids, labels=ids).logits.shape)
+
+    with ended(made(tmp_path)) as mine:
+        mine.add_callback(Reads)
+        mine.train()
+    assert len(calls) == 5 and shapes == [(1, 12, 128)] * 3
+
+
+def test_a_replaced_method_of_the_trainers_class_receives_all_logits(
+    calls: list[torch.Size], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = transformers.Trainer.compute_loss
+
+    @functools.wraps(usual)
+    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss, outputs = usual(self, *args, **kwargs | {"return_outputs": True})
+        assert outputs.logits.shape[1] == 12
+        return loss
+
+    monkeypatch.setattr(transformers.Trainer, "compute_loss", replaced)
+    with ended(made(tmp_path)) as mine:
+        mine.train()
+    assert not calls
 
 
 def test_the_users_own_loss_function_stays(calls: list[torch.Size], tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from offload.hf import OffloadMixin, OffloadTrainer
+from offload.losses import causal_lm, causal_model
 from tests.support import models
 from tests.support.oracle import least_host_memory, room_for
 from tests.support.trainer_runs import (
@@ -112,13 +113,18 @@ def test_losses_logs_and_weights_have_the_same_bits(changed: dict[str, Any], tmp
     assert_same(trained(tmp_path, ONE_BY_ONE, **changed), trained(tmp_path, LAYERED, **changed))
 
 
-def test_logits_of_all_tokens_are_never_computed(tmp_path: Path) -> None:
+def test_logits_of_all_tokens_are_never_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss in chunks holds in each micro-batch, while others are between the beginning of the model and its end."""
     shapes: list[tuple[int, ...]] = []
+
+    def recorded(hidden: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        shapes.append(tuple(hidden.shape))
+        return causal_lm(hidden, *args, **more)
+
+    monkeypatch.setattr(causal_model, "causal_lm", recorded)
     with ended(trainer(tmp_path, LAYERED)) as mine:
-        mine.model.lm_head.register_forward_hook(lambda _, args, logits: shapes.append(tuple(logits.shape)))
         mine.train()
-    assert len(shapes) == 20 and {shape[1] for shape in shapes} == {0}
+    assert shapes == [(1, 12, 64)] * 20
 
 
 @pytest.mark.slow
@@ -230,12 +236,40 @@ class Told(OffloadTrainer):
         return loss
 
 
+class ToldModel(transformers.GPT2LMHeadModel):
+    """A model that notes where its forwards begin and end."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        Told.notes.append("begin")
+        output = super().forward(*args, **kwargs)
+        Told.notes.append("end")
+        return output
+
+
+def told_model() -> Any:
+    return ToldModel(models.gpt2().config)
+
+
 def test_a_model_without_dropout_takes_turns_after_two_steps_that_were_watched(tmp_path: Path) -> None:
     """The Trainer watches the first for random numbers, the engine the second for values between blocks."""
     Told.notes.clear()
-    with ended(trainer(tmp_path, "auto", kind=Told, max_steps=3, **{CHECKPOINTING: True})) as mine:
+    more: dict[str, Any] = {CHECKPOINTING: True, "remove_unused_columns": False}
+    with ended(trainer(tmp_path, "auto", told_model, max_steps=3, **more)) as mine:
         mine.train()
     assert Told.notes == ["begin", "end"] * 8 + ["begin"] * 2 + ["end"] * 2
+
+
+def test_a_loss_of_the_users_takes_turns_only_where_the_config_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may keep a value from before the model to after it, as this one does, in ways that no text shows."""
+    for schedule, turns in (("auto", False), (LAYERED, True)):
+        caplog.clear()
+        Told.notes.clear()
+        with ended(trainer(tmp_path / schedule, schedule, kind=Told, max_steps=3, **{CHECKPOINTING: True})) as mine:
+            mine.train()
+        assert (Told.notes == ["begin", "end"] * 10) is not turns
+        assert ("Told.compute_loss is code of its own" in caplog.text) is not turns
 
 
 # -- code of the user's -------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ class _Memory:
             flat = (
                 torch.frombuffer(self._bytes, dtype=tensor.dtype, count=count, offset=places[name].offset)
                 if count
-                else torch.empty(0, dtype=tensor.dtype)
+                else torch.empty(0, dtype=tensor.dtype, device="cpu")
             )
             found[name] = flat.view(tensor.shape)
         return found

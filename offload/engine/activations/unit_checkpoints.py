@@ -23,6 +23,7 @@ Threads. Forward hooks run on the thread that runs the model, recomputations on 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -286,9 +287,8 @@ def _length_of(cache: Any, module: nn.Module) -> int:
 
 def _is_cache(value: Any) -> bool:
     """Returns True for transformers' cache of keys and values, without an import of transformers."""
-    return any(
-        kind.__name__ == "Cache" and kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__
-    )
+    kind = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
+    return kind is not None and isinstance(value, kind)
 
 
 def _buffers_of(module: nn.Module) -> list[_Buffer]:

@@ -111,7 +111,7 @@ class SavedStates:
     def __init__(self, layouts: Sequence[UnitLayout], mode: Mode, world_size: int, partitions: PartitionReader) -> None:
         self._layouts, self._mode, self._world_size = layouts, mode, world_size
         self._partitions = partitions
-        self._unit, self._scales = -1, torch.empty(0, device="cpu")
+        self._unit, self._scales = -1, torch.empty(0, dtype=torch.float32, device="cpu")
 
     def close(self) -> None:
         """Closes the files."""

@@ -187,7 +187,7 @@ class Sleep:
                 start = values.data_ptr() - arena.blocks[0][1].data_ptr()
                 kept.append((start, start + nbytes))
             else:
-                self._aside[unit, state] = torch.empty(nbytes, dtype=torch.uint8)
+                self._aside[unit, state] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
                 device.copy(self._aside[unit, state], values)
         arena.give_back(kept)
         return before - _resident(arena)

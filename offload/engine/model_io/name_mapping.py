@@ -103,7 +103,7 @@ class Conversion:
 
         def numbers(stored: Stored) -> torch.Tensor:
             shape = (*stored.shape[:-1], 1)
-            return (torch.arange(math.prod(shape)).view(shape) + firsts[stored.name] + 1) * factor
+            return (torch.arange(math.prod(shape), device="cpu").view(shape) + firsts[stored.name] + 1) * factor
 
         return numbers
 
@@ -139,7 +139,7 @@ class Converted(NamedTuple):
         rows = numbers[part.start // width : part.stop // width]
         # A run ends where the next row is not the next one of the files, or begins another tensor.
         firsts = [0, *itertools.accumulate(math.prod(stored.shape[:-1]) for stored, _ in self.conversion.parts)]
-        tensor = torch.bucketize(rows - 1, torch.tensor(firsts), right=True) - 1
+        tensor = torch.bucketize(rows - 1, torch.tensor(firsts, device="cpu"), right=True) - 1
         breaks = ((rows.diff() != 1) | (tensor.diff() != 0)).nonzero().flatten() + 1
         for start, stop in itertools.pairwise([0, *breaks.tolist(), len(rows)]):
             which = int(tensor[start])

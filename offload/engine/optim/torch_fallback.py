@@ -133,9 +133,14 @@ def _dry_run(
     optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shape: Sequence[int], attributes: Mapping[str, Any]
 ) -> tuple[StateField, ...]:
     """Returns the states that exist after a second step; the parameter is a meta tensor if the code runs on one."""
+
+    def states(device: str) -> tuple[StateField, ...]:
+        values = torch.full(shape, 1e-3, dtype=torch.float32, device=device)
+        return describe_state(_steps(optimizer, options, [values], attributes)[0][1])
+
     with contextlib.suppress(Exception):  # the code needs values; a genuine error is raised again below
-        return describe_state(_steps(optimizer, options, [torch.full(shape, 1e-3, device="meta")], attributes)[0][1])
-    return describe_state(_steps(optimizer, options, [torch.full(shape, 1e-3, device="cpu")], attributes)[0][1])
+        return states("meta")
+    return states("cpu")
 
 
 def _check_apart(
@@ -153,7 +158,8 @@ def _check_apart(
         ValueError: the optimizer cannot run parameter by parameter.
     """
     options = {**given, "lr": 1e-3} if "lr" in given and given["lr"] is not None else given  # schedules may begin at 0
-    values = [torch.linspace(-1, 1, math.prod(shape), device="cpu").reshape(shape) * factor for factor in (1.0, 0.1)]
+    line = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float32, device="cpu").reshape(shape)
+    values = [line * factor for factor in (1.0, 0.1)]
     both = _steps(optimizer, options, values, attributes)
     for value, (together, _) in zip(values, both, strict=True):
         # Bits are compared: parameters that step together must give exactly what each gives alone.
@@ -219,7 +225,8 @@ def _steps(
         for parameter, value in zip(parameters, values, strict=True):
             # Gradients of several sizes and signs, because some optimizers react to a change of sign.
             parameter.grad = value * (1.0, 0.5, -0.25)[number % 3]
-        type(optimizer).step(alone)
+        with torch.device("cpu"):  # as on the update thread, which has no other default device
+            type(optimizer).step(alone)
     others = [key for key, value in group.items() if key != "params" and _differs(value, then.get(key))]
     others += [key for key, value in alone.__dict__.items() if value is not mine.get(key)]
     others += [key for key, size in sizes.items() if len(mine[key]) != size]

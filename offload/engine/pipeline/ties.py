@@ -38,7 +38,7 @@ class TiedGradients:
             assert handle is not None, "a parameter of the engine's model"
             mine = self._access.read(handle, State.GRAD)
             # A stage whose uses gave no gradient in this step takes part with zeros, since the others wait for it.
-            values = torch.zeros(parameter.shape, device="cpu") if mine is None else mine.cpu()
+            values = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu") if mine is None else mine.cpu()
             # Of two stages the sum has the same bits in either order; gloo adds up those of more on one, and sends it.
             dist.all_reduce(values, group=group)
             self._access.write(handle, State.GRAD, values)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-import textwrap
 from typing import Any
 
 from torch import nn
@@ -14,6 +13,7 @@ from offload.config import Config
 from offload.engine.sequence.group import SequenceParallel
 from offload.errors import ConfigError
 from offload.layout.schedule import LAYER_MAJOR
+from offload.provenance import change_of_call, described, foreign_hooks, forward_text, is_causal_lm_loss, is_of
 from offload.sizes import count_of
 
 _LAYERS = frozenset(("full_attention", "sliding_attention", "chunked_attention"))
@@ -83,19 +83,28 @@ def _why_not_transformers(model: nn.Module, inner: Any) -> str | None:
     # Older ones give masks the positions of one part, from which the whole cannot be told.
     if "q_length" not in inspect.signature(sdpa_mask).parameters:
         return "is one of a transformers that is too old: 5.23 was tried"
-    if getattr(inner.loss_function, "__name__", "") != "ForCausalLMLoss" or not _gives_keywords_to_loss(inner):
+    for each in (inner, model):
+        if (change := change_of_call(each, f"its {type(each).__name__}")) is not None:
+            return f"does not run as its class says: {change}, which would see a part of the sequence"
+    if not is_causal_lm_loss(inner.loss_function) or not _gives_keywords_to_loss(inner):
         return "does not end in transformers' loss of a causal language model"
     # Flex attention has masks of blocks, and kernels of the hub have arguments of their own.
     own = inner.config._attn_implementation
     if own not in ("sdpa", "eager") and not str(own).startswith("flash_attention"):
         return f"has attn_implementation={own!r}, where sdpa, eager and flash attention are known"
-    if own == "eager" and not any(_has_eager(module) for module in inner.modules()):
-        return "has no function eager_attention_forward beside its layers"
-    return None
+    if own == "eager":
+        functions = [each for module in inner.modules() if (each := _eager(module)) is not None]
+        if not functions:
+            return "has no function eager_attention_forward beside its layers"
+    else:
+        functions = [transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[own]]
+    other = next((each for each in functions if not is_of(each, "transformers")), None)
+    return None if other is None else f"has the attention {described(other)}, which is not transformers' own"
 
 
-def _has_eager(module: nn.Module) -> bool:
-    return hasattr(sys.modules[type(module).__module__], "eager_attention_forward")
+def _eager(module: nn.Module) -> Any:
+    """Returns the function beside a layer's class that transformers calls for "eager"; None without it."""
+    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
 
 
 def _why_not_config(config: Any, size: int) -> str | None:
@@ -120,11 +129,16 @@ def _why_not_config(config: Any, size: int) -> str | None:
 
 
 def _why_not_modules(inner: nn.Module) -> str | None:
-    """Returns which module mixes tokens without attention, or has a part for each head, as a clause; None if none."""
+    """Returns which module may mix tokens without attention, or has a part for each head, as a clause."""
     # A kind of layer that is in no list here is found in the first forward, by the number of calls of the attention.
     for path, module in inner.named_modules():
         if isinstance(module, _MIXERS):
             return f"has the {type(module).__name__} {path}, which mixes tokens"
+        # A hook of the user's may mix tokens, or look for the whole sequence.
+        if "forward" in vars(module):
+            return f"has a forward of its own on {path}, {described(vars(module)['forward'])}"
+        if (hook := next(foreign_hooks(module, "transformers", "peft"), None)) is not None:
+            return f"has the {hook[0]} {described(hook[1])} on {path}, which would see a part of each sequence"
         if isinstance(getattr(module, "sinks", None), nn.Parameter):
             return f"has a parameter for each head in {path}"
     return None
@@ -136,10 +150,7 @@ def _gives_keywords_to_loss(model: Any) -> bool:
     Those are the labels of this rank's part, which the last token of the part does not have, and the number of tokens
     of the whole sequence. A run would need a batch and the weights.
     """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(model.forward))))
-    except (OSError, TypeError, SyntaxError):  # no source: an interactive session, a compiled module
-        return False
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    text = forward_text(model, "transformers")
+    calls = [node for node in ast.walk(text) if isinstance(node, ast.Call)] if text is not None else []
     losses = [call for call in calls if ast.unparse(call.func) == "self.loss_function"]
     return len(losses) == 1 and any(keyword.arg is None for keyword in losses[0].keywords)

@@ -182,7 +182,7 @@ def _facts(call: Mapping[str, Any]) -> list[int]:
         value = call.get(name)
         if not isinstance(value, torch.Tensor):
             shapes += [0, 0]
-            sums.append(torch.zeros((), dtype=torch.int64))
+            sums.append(torch.zeros((), dtype=torch.int64, device="cpu"))
             continue
         flat = value.detach().reshape(-1)
         bits = flat.float().view(torch.int32) if flat.is_floating_point() else flat

@@ -176,7 +176,7 @@ def decide(
     units, stacks, experts = divide(model, division_of(config, optimizer))
     stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, rows_of(stacks))
     layouts = laid_out_for(layouts_of(model, units, mesh.shards, kept, stored, matrices), mode, mesh.shards)
-    tiles = tile_notices(tiled_mlps, config.offload.tile_mlp)
+    tiles = tile_notices(model, tiled_mlps, config.offload.tile_mlp)
     more = (*frozen_notices(config.offload.frozen, layouts, mode.weight_dtype.itemsize), *experts, *tiles)
     check_batch_norm(model, mode, device.torch, buffers)
     check_same(everyone, config, batch, mode, layouts, model, device, grid)

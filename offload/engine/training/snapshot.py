@@ -174,7 +174,7 @@ def write_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
     if places >= buffer.numel():
         buffer.detach().copy_(value)
         return
-    order = torch.arange(places).as_strided(buffer.shape, buffer.stride()).flatten()
+    order = torch.arange(places, device="cpu").as_strided(buffer.shape, buffer.stride()).flatten()
     memory = buffer.detach().as_strided((places,), (1,))
     memory[order.to(buffer.device)] = value.to(buffer).flatten()
     if not torch.equal(buffer, value.to(buffer)):

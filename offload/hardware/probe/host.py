@@ -49,7 +49,7 @@ class Host:
         of = DTYPES[dtype]
         arrays = self._arrays if of is torch.bfloat16 else Arrays(self.numel, of, of)
         buffer = torch.frombuffer(aligned_empty(self.numel * of.itemsize), dtype=of)
-        gradient = torch.ones(self.numel, dtype=of)  # in ordinary memory, like autograd's gradients
+        gradient = torch.ones(self.numel, dtype=of, device="cpu")  # in ordinary memory, like autograd's gradients
         size = min(_TILE, self.numel)
         tiles = [_slice_of(arrays.partition, start, start + size) for start in range(0, self.numel, size)]
         segments = [kernels.Segment(0, size, STEP)]

@@ -93,7 +93,7 @@ def why_not(device: torch.device) -> str | None:
     expected = 9.0 * (BLOCK + 1)
     try:
         # Waits for the device once, at the start: a kernel that fails does so after its launch.
-        squares = sum_squares(torch.full((BLOCK + 1,), 3.0, device=device), 2 * BLOCK).item()
+        squares = sum_squares(torch.full((BLOCK + 1,), 3.0, dtype=torch.float32, device=device), 2 * BLOCK).item()
     except (ConfigError, RuntimeError) as error:  # torch's errors of CUDA are RuntimeErrors, and so are ours
         return str(error)
     return None if squares == expected else f"a trial of the kernels gave {squares} in place of {expected}"

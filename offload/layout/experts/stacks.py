@@ -2,11 +2,13 @@
 
 transformers 5 stacks the experts of a layer: `gate_up_proj` is (experts, rows, columns), and a forward multiplies by
 `gate_up_proj[expert]`. The decorator with which transformers marks such a class tells it from any other module; its
-forward goes through the experts that tokens visit, one after the other.
+forward goes through the experts that tokens visit, one after the other. That loop takes the place of an implementation
+which needs all experts at once only where both are transformers' own: another one may compute something else.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,11 +17,11 @@ from torch import nn
 from offload.layout.optimizers.matrices import MATRIX_RULES
 from offload.layout.units import Stack, is_compiled
 from offload.notices import Remark
+from offload.provenance import described as described_code
+from offload.provenance import is_of
 from offload.sizes import count_of
 from offload.swapper.modes import LAMB, TORCH
 
-PARAMETER_ADAPTER = "ParamWrapper"
-"""Name of the class of peft that adds an adapter to a whole parameter of the module inside (`target_parameters`)."""
 LOOP = "eager"
 """The implementation of transformers that takes one expert after the other."""
 
@@ -40,6 +42,11 @@ def cut_stacks(model: nn.Module, experts: str, optimizer: str) -> CutStacks:
         optimizer: name of the optimizer's rule.
     """
     found = () if experts == "whole" else find_stacks(model)
+    used = other_implementations(model, found)
+    for name, implementation in used.items():
+        reason = _why_not_loop(model.get_submodule(name), implementation)
+        if reason is not None:
+            return CutStacks((), (_whole(f"{reason}, which a loop over the experts may not replace"),))
     if optimizer in (LAMB, TORCH, *MATRIX_RULES):
         kept = tuple(stack for stack in found if not _trains(model, stack))
         if len(kept) < len(found):
@@ -72,6 +79,16 @@ def other_implementations(model: nn.Module, stacks: Sequence[Stack]) -> dict[str
     configs = {stack.module: getattr(model.get_submodule(stack.module), "config", None) for stack in stacks}
     named = {name: getattr(config, "_experts_implementation", None) for name, config in configs.items()}
     return {name: used for name, used in named.items() if isinstance(used, str) and used != LOOP}
+
+
+def _why_not_loop(module: nn.Module, implementation: str) -> str | None:
+    """Returns which code an implementation runs that is not transformers' own, as a clause; None if there is none."""
+    functions = getattr(sys.modules.get("transformers.integrations.moe"), "ALL_EXPERTS_FUNCTIONS", {})
+    used = functions.get(implementation)
+    if not is_of(used, "transformers"):
+        return f'"{implementation}" is {described_code(used)}'
+    own = vars(module).get("forward", type(module).forward)
+    return None if is_of(own, "transformers") else f"their forward is {described_code(own)}"
 
 
 def described(stacks: Sequence[Stack], others: Mapping[str, str], experts: str) -> tuple[str, ...]:
@@ -124,7 +141,14 @@ def _is_wrapped(name: str, modules: Mapping[str, nn.Module]) -> bool:
     if any(is_compiled(modules[each]) for each in around):
         return True
     # It adds its product to the whole parameter in each forward.
-    return any(type(modules[each]).__name__ == PARAMETER_ADAPTER for each in around)
+    return any(is_parameter_adapter(modules[each]) for each in around)
+
+
+def is_parameter_adapter(module: nn.Module) -> bool:
+    """Returns True for an adapter of peft for a whole parameter of the module inside (`target_parameters`)."""
+    # Not imported for this: a model with such an adapter has imported it.
+    kind = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
+    return kind is not None and isinstance(module, kind)
 
 
 def _trains(model: nn.Module, stack: Stack) -> bool:

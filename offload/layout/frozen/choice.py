@@ -13,6 +13,7 @@ quantized stays as that library has it (`opaque`).
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -90,7 +91,8 @@ def _is_matrix(parameter: nn.Parameter, owner: nn.Module | None, own: str) -> bo
     shape = tuple(parameter.shape)
     if len(shape) == 2:
         # transformers' Conv1D, of GPT-2, is a linear layer with a transposed weight.
-        return own == "weight" and (isinstance(owner, nn.Linear) or type(owner).__name__ == "Conv1D")
+        transposed = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", nn.Linear)
+        return own == "weight" and isinstance(owner, nn.Linear | transposed)
     outside = not type(owner).__module__.startswith("torch.nn.modules.")
     return outside and len(shape) == 3 and shape[0] > 1 and min(shape[1:]) >= _LEAST
 

@@ -24,6 +24,7 @@ from torch import nn
 
 from offload.layout.flat_layout import Stored
 from offload.layout.opaque_state import ALIGNMENT, StateField
+from offload.provenance import is_class_of
 from offload.sizes import align_up
 from offload.torch_internals import inner_tensors
 
@@ -56,7 +57,7 @@ def opaque_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def is_of_bitsandbytes(parameter: nn.Parameter) -> bool:
     """Returns True if bitsandbytes has quantized a parameter, or will."""
-    eight = any(kind.__name__ == _INT8 for kind in type(parameter).__mro__)
+    eight = any(kind.__name__ == _INT8 and is_class_of(kind, "bitsandbytes") for kind in type(parameter).__mro__)
     # Codes of 4 bits may be in elements of a floating dtype; the state to read them with tells them apart.
     return hasattr(parameter, "quant_state") or (eight and not getattr(parameter, "has_fp16_weights", False))
 

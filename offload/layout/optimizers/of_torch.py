@@ -130,10 +130,11 @@ def _states(name: str, arguments: Mapping[str, Any], shape: tuple[int, ...]) -> 
 
 def _stepped(name: str, arguments: Mapping[str, Any], shape: tuple[int, ...], device: str) -> Mapping[str, Any]:
     """Returns the states of a parameter of ones after two steps."""
-    parameter = nn.Parameter(torch.ones(shape, device=device))
+    parameter = nn.Parameter(torch.ones(shape, dtype=torch.float32, device=device))
     optimizer: Any = make(name, [parameter], arguments)
     for _ in range(2):
-        parameter.grad = torch.ones(shape, device=device)
-        optimizer.step()
+        parameter.grad = torch.ones(shape, dtype=torch.float32, device=device)
+        with torch.device("cpu"):  # whatever the default device of the process
+            optimizer.step()
     states: Mapping[str, Any] = optimizer.state[parameter]
     return states

@@ -91,7 +91,7 @@ class Device:
         """Allocates (nbytes,) uint8 of device memory. Raises torch's error, or `OSError`, if not enough is free."""
         # On pages of 2 MiB, as the host arena: a step of 1B parameters, all in this memory, takes an eighth less time.
         if not nbytes:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(aligned_empty(nbytes), dtype=torch.uint8)
 
     def give_back(self, memory: torch.Tensor, regions: Sequence[tuple[int, int]]) -> None:

@@ -69,7 +69,7 @@ def least_host_memory(job: Job, folder: Path, placement: tuple[str, str] = ("nvm
 
 def train_step(engine: offload.Engine | PlainEngine, job: Job, step: int) -> float:
     """Trains one step of `job` and returns the mean loss over its micro-batches."""
-    loss = torch.zeros(())
+    loss = torch.zeros((), dtype=torch.float32, device="cpu")
     for micro in range(job.accumulation):
         part = job.loss(engine, step, micro)
         engine.backward(part)
@@ -82,7 +82,7 @@ def accumulated_step(engine: Any, job: Job, step: int) -> float:
     """The same step by `Engine.accumulate`, in the order of the config's schedule."""
     parts = engine.accumulate(range(job.accumulation), lambda micro: job.loss(engine, step, micro))
     engine.step()
-    loss = torch.zeros(())
+    loss = torch.zeros((), dtype=torch.float32, device="cpu")
     for part in parts:
         loss = loss + part.float() / job.accumulation
     return float(loss)

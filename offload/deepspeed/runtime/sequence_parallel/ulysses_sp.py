@@ -144,7 +144,7 @@ class UlyssesSPDataLoaderAdapter:
                 "whole batches with labels"
             )
         if "position_ids" not in found:
-            found["position_ids"] = torch.arange(tokens).expand(rows, -1)
+            found["position_ids"] = torch.arange(tokens, device="cpu").expand(rows, -1)
         if "labels" in found:
             found["shift_labels"] = F.pad(found.pop("labels"), (0, 1), value=_IGNORED)[..., 1:]
         size = tokens // self.sp_world_size

@@ -106,7 +106,9 @@ def _four_bits(name: str, module: Any, stored: Mapping[str, Stored], folder: Pat
         raise _lacks(name, folder)
     # The scales stay in the file, so the state is made with others.
     small = {key: part.whole() for key, part in parts.items() if key != "absmax"}
-    state: Any = functional.QuantState.from_dict({**small, "absmax": torch.empty(0)}, device=torch.device("cpu"))
+    state: Any = functional.QuantState.from_dict(
+        {**small, "absmax": torch.empty(0, dtype=torch.float32, device="cpu")}, device=torch.device("cpu")
+    )
     state.absmax = FileBytes(parts["absmax"]).tensor()
     weight: Any = FileBytes(stored[name]).tensor(paged_kind(cast(Any, nn).Params4bit))
     weight.quant_state, weight.module, weight.bnb_quantized = state, module, True

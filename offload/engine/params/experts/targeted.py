@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from offload.engine.params.paged_parameter import ParamHandle
-from offload.layout.experts.stacks import PARAMETER_ADAPTER
+from offload.layout.experts.stacks import is_parameter_adapter
 from offload.torch_internals import outside_of_compiled_code
 
 
@@ -30,7 +30,7 @@ def forgive_parametrizations(
     """
     known = {id(handle.parameter): handle for unit in handles for handle in unit}
     found: list[tuple[nn.Module, ParamHandle]] = []
-    wrappers: list[Any] = [module for module in modules.values() if type(module).__name__ == PARAMETER_ADAPTER]
+    wrappers: list[Any] = [module for module in modules.values() if is_parameter_adapter(module)]
     for wrapper in wrappers:
         inner = wrapper.get_base_layer()
         handle = known.get(id(getattr(inner, wrapper.parameter_name)))

@@ -114,7 +114,7 @@ def pack(table: Mapping[Key, Slot]) -> torch.Tensor:
     rows = [
         (unit, STATES.index(state), *checksum_range) for (unit, state), slot in table.items() for checksum_range in slot
     ]
-    return torch.tensor(rows, dtype=torch.int64).view(-1, 5)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 5)
 
 
 def unpack(rows: bytes) -> dict[Key, Slot]:

@@ -1,0 +1,170 @@
+"""Where code comes from: whether a library's own functions run between a call of a module and its result.
+
+What replaces a part of a user's model, such as a loss in chunks, is right for code that is known and wrong for any
+other. So the code is compared by identity, and never by names, which `functools.wraps` copies: a function belongs to
+the module whose dictionary its names are looked up in. The text of a function is read after that, and only to derive
+what a library's own class does.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+from torch.nn import functional
+
+from offload.torch_internals import global_module_hooks
+
+_CALLS = ("__call__", "_wrapped_call_impl", "_call_impl")
+"""Methods of torch's between a call of a module and its forward."""
+_HOOKS = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
+}
+
+
+def is_of(function: Any, package: str, *around: str) -> bool:
+    """Returns True if a package defines a function, and all that was wrapped around it.
+
+    Args:
+        function: a function, a method, or an object whose class defines `__call__`.
+        package: a dotted name, such as "transformers": that of the innermost function's module begins with it.
+        *around: other packages that may define a wrapper, such as "torch" for a function with a compiler disabled.
+    """
+    packages = [_package_of(each, (package, *around)) for each in _unwrapped(function)]
+    return packages[-1] == package and None not in packages
+
+
+def is_class_of(kind: type, package: str) -> bool:
+    """Returns True if a class is the one that a module of a package has under the name of the class."""
+    module = sys.modules.get(kind.__module__)
+    return _is_below(kind.__module__, package) and vars(module).get(kind.__qualname__) is kind if module else False
+
+
+def method_of(module: nn.Module, name: str) -> Any:
+    """Returns the function that a method of a module is, on the object or else in its class; None without it."""
+    return vars(module).get(name, getattr(type(module), name, None))
+
+
+def described(function: Any) -> str:
+    """Returns a name by which a user finds a function: that of its code, and its place."""
+    inner = getattr(function, "__func__", function)
+    if isinstance(inner, functools.partial):
+        return described(inner.func)
+    if isinstance(inner, FunctionType):
+        return f"{inner.__qualname__} ({inner.__code__.co_filename}:{inner.__code__.co_firstlineno})"
+    return f"{type(inner).__module__}.{type(inner).__qualname__}"
+
+
+def change_of_call(module: nn.Module, name: str) -> str | None:
+    """Returns what runs in a call of a module beside the forward of its class, as a clause; None if nothing does.
+
+    Hooks of this library are left out. Those of others may read or change what goes in and comes out.
+
+    Args:
+        module: the module.
+        name: the words by which the clause names it.
+    """
+    own = next((each for each in (*_CALLS, "forward") if each in vars(module)), None)
+    if own is not None:
+        return f"{name} has a {own} of its own, {described(vars(module)[own])}"
+    changed = next((each for each in _CALLS if not is_of(getattr(type(module), each), "torch")), None)
+    if changed is not None:
+        return f"{name} is called by {described(getattr(type(module), changed))}"
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return f"{name} is compiled"
+    found = next(foreign_hooks(module), None)
+    if found is not None:
+        kind, hook = found
+        return f"{name} has the {kind} {described(hook)}"
+    everywhere = global_module_hooks()
+    return f"all modules have the hook {described(everywhere[0])}" if everywhere else None
+
+
+def foreign_hooks(module: nn.Module, *known: str) -> Iterator[tuple[str, Any]]:
+    """Yields the hooks of a module's calls that neither this library nor one of the packages `known` defines.
+
+    Args:
+        module: the module.
+        *known: packages, such as "transformers".
+
+    Yields:
+        The words for the kind of a hook, and the hook.
+    """
+    for attribute, kind in _HOOKS.items():
+        for hook in getattr(module, attribute).values():
+            if not any(is_of(hook, package, "torch", "offload") for package in ("offload", *known)):
+                yield kind, hook
+
+
+def is_causal_lm_loss(function: Any) -> bool:
+    """Returns True for transformers' loss of a causal language model, and for one of this library that wraps it.
+
+    The functions that it calls are compared too: Liger replaces `torch.nn.functional.cross_entropy`, and not the loss.
+    """
+    # Not imported for this: a model of transformers has imported it.
+    losses = sys.modules.get("transformers.loss.loss_utils")
+    if losses is None or not is_of(function, "transformers", "offload"):
+        return False
+    parts = (losses.ForCausalLMLoss, losses.fixed_cross_entropy)
+    return (
+        _unwrapped(function)[-1] is parts[0]
+        and all(is_of(each, "transformers.loss") for each in parts)
+        and is_of(functional.cross_entropy, "torch.nn.functional")
+        and losses.nn is nn
+    )
+
+
+def forward_text(module: nn.Module, package: str) -> ast.AST | None:
+    """Returns the parsed text of a module's forward, if it is a package's own; None otherwise.
+
+    Args:
+        module: the module.
+        package: the package whose code may be read, such as "transformers".
+    """
+    function = method_of(module, "forward")
+    return _parsed(_unwrapped(function)[-1]) if is_of(function, package) else None
+
+
+@functools.cache
+def _parsed(function: Any) -> ast.AST | None:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):  # no source, as of a package without its .py files
+        return None
+
+
+def _unwrapped(function: Any) -> list[Any]:
+    """Returns a function and those that it wraps, from the outermost on."""
+    chain = [function]
+    while (inner := getattr(chain[-1], "__wrapped__", None)) is not None and inner not in chain:
+        chain.append(inner)
+    return chain
+
+
+def _package_of(function: Any, packages: tuple[str, ...]) -> str | None:
+    """Returns which of some packages defines a function; None if none of them does."""
+    plain = function.__func__ if isinstance(function, MethodType) else function
+    called = plain if isinstance(plain, FunctionType) else inspect.getattr_static(type(function), "__call__", None)
+    if not isinstance(called, FunctionType):
+        return None
+    name = str(called.__globals__.get("__name__"))
+    module = sys.modules.get(name)
+    if module is None or vars(module) is not called.__globals__:
+        return None
+    if getattr(module, "__file__", None) != called.__code__.co_filename:  # code that was given to the function
+        return None
+    return next((each for each in packages if _is_below(name, each)), None)
+
+
+def _is_below(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
