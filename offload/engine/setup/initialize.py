@@ -45,6 +45,7 @@ from offload.engine.setup.plan import Plan, decide
 from offload.engine.setup.resume import check_division
 from offload.engine.training import build_scheduler as schedule_choice
 from offload.engine.training.data_loader import Loader, check_data, load
+from offload.engine.training.group_options import check_options
 from offload.engine.training.snapshot import keep_generators
 from offload.errors import ConfigError
 from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR
@@ -223,6 +224,7 @@ def _start(
     batch = resolve_batch(loaded, count)
     _check_same_data(everyone, given.training_data)
     chosen = optimizer_choice.choose(loaded.optimizer, model, given.optimizer, given.model_parameters)
+    check_options(chosen)
     check_model(model)  # before the optimizer's own code meets parameters without a shape
     with keep_generators(device.torch):  # the optimizer's own code may draw in its dry run
         kept = optimizer_choice.kept_by(chosen, model)
