@@ -24,6 +24,7 @@ from offload.engine.distributed.payload.secondary import form_node
 from offload.engine.distributed.process_group import Ranks, join_ranks
 from offload.engine.distributed.rendezvous import UNABLE, meet_others, stay_away
 from offload.engine.distributed.tensor_parallel import TensorParallel, form_grid
+from offload.engine.dtype_mismatch import kept_in_fp32
 from offload.engine.engine import Engine
 from offload.engine.keywords import refuse
 from offload.engine.optim import build_optimizer as optimizer_choice
@@ -329,7 +330,7 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
             "before initialize to silence this message",
         ),
     )
-    return tuple(line for holds, line in lines if holds)
+    return (*(line for holds, line in lines if holds), *kept_in_fp32(model, plan.mode.weight_dtype))
 
 
 def _model_of(args: Any, model: Any) -> tuple[Any, nn.Module]:
