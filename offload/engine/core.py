@@ -19,6 +19,7 @@ from torch import nn
 
 from offload.engine.callbacks import Edit, EngineCallbacks, Turn
 from offload.engine.checkpoint.manager import Checkpoints
+from offload.engine.dtype_mismatch import fp32_needed
 from offload.engine.gradients.zero_grad import ZeroGrad
 from offload.engine.memory.report import base_bytes
 from offload.engine.memory.sleep import FreedBytes, Sleep
@@ -196,7 +197,20 @@ class EngineCore(EngineCallbacks):
             updater.deliver_blob(progress.pack())
 
     def run_model(self, args: Any, kwargs: Any) -> Any:
-        """Runs the model and returns its output. If device memory runs out, the device budget may run it once more."""
+        """Runs the model and returns its output. If device memory runs out, the device budget may run it once more.
+
+        Raises:
+            UsageError: a module computes in fp32 with a 16-bit weight, which torch refuses.
+        """
+        try:
+            return self._run_model(args, kwargs)
+        except RuntimeError as error:
+            explained = fp32_needed(error, self.module, self.components.shards.mode.weight_dtype)
+            if explained is None:
+                raise
+            raise explained from error
+
+    def _run_model(self, args: Any, kwargs: Any) -> Any:
         if self._in_turn:  # the other micro-batches keep memory and views, so a repetition would not help
             return self.module(*args, **kwargs)
         return self.device_budget.run(

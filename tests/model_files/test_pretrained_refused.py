@@ -225,3 +225,20 @@ def test_a_transformers_that_does_not_tell_names_is_an_error_with_the_range(
     monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)  # transformers 4 has no such module
     with pytest.raises(ConfigError, match=re.escape(f"pip install 'transformers{found[0]}'")):
         offload.load_pretrained(T.LlamaForCausalLM, tmp_path)
+
+
+@pytest.mark.parametrize("settings", [{"init_lora_weights": "olora"}, {"use_dora": True}], ids=["olora", "dora"])
+def test_adapters_that_are_made_from_weights_are_told_how_to_load(settings: dict[str, Any], tmp_path: Path) -> None:
+    """The advice can be followed: the model of `from_pretrained` trains."""
+    peft, lora = pytest.importorskip("peft"), {"r": 2, "target_modules": ["v_proj"]}
+    model, job = models.llama(), FAMILIES["llama"].job("fp32")
+    model.save_pretrained(tmp_path / "folder")
+    deferred = offload.load_pretrained(type(model), tmp_path / "folder")
+    with pytest.raises(UsageError, match=r"needs the values .* takes a model of from_pretrained"):
+        peft.get_peft_model(deferred, peft.LoraConfig(**lora, **settings))
+    eager = peft.get_peft_model(type(model).from_pretrained(tmp_path / "folder"), peft.LoraConfig(**lora, **settings))
+    engine = engine_of(eager, tmp_path, job)
+    loss = job.loss(engine, 0, 0)
+    engine.backward(loss)
+    engine.step()
+    assert loss.isfinite()

@@ -113,3 +113,75 @@ def test_one_whose_list_of_groups_is_replaced_is_refused(tmp_path: Path) -> None
     with pytest.raises(UsageError, match="its list param_groups was replaced"):
         train(engine, 0)
     engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("make", [adamw, rprop], ids=["by a kernel", "by its own code"])
+def test_a_look_at_its_states_before_the_start_changes_nothing(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    """`state` is a defaultdict, so a look leaves an empty dict."""
+
+    def looked_at(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = make(parameters)
+        assert not any(optimizer.state[parameter] for parameter in parameters)
+        return optimizer
+
+    expected, _ = start(tmp_path / "plain", make)
+    engine, _ = start(tmp_path / "looked at", looked_at)
+    assert_same_tensors(train(engine, 0, 1), train(expected, 0, 1))
+    expected.destroy(remove=True)
+    engine.destroy(remove=True)
+
+
+def test_a_look_at_its_states_during_training_is_an_error(tmp_path: Path) -> None:
+    """They are in the engine: code that went on with an empty dict would do nothing, without a word."""
+    engine, optimizer = start(tmp_path, adamw)
+    train(engine, 0)
+    for each in (optimizer, engine.optimizer):
+        with pytest.raises(UsageError, match="are in the engine"):
+            each.state[each.param_groups[0]["params"][0]]
+        assert not each.state
+    engine.destroy(remove=True)
+
+
+def test_hooks_on_the_state_dict_meet_the_states(tmp_path: Path) -> None:
+    engine, _ = start(tmp_path, adamw)
+    train(engine, 0)
+    seen: list[str] = []
+    hooks = (
+        engine.optimizer.register_state_dict_post_hook(lambda _, found: {**found, "phases": len(found["state"])}),
+        engine.optimizer.register_load_state_dict_pre_hook(lambda _, found: seen.append(f"{found['phases']} phases")),
+        engine.optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded")),
+    )
+    found = engine.optimizer.state_dict()
+    engine.optimizer.load_state_dict(found)
+    assert found["phases"] == 4 and seen == ["4 phases", "loaded"]
+    for hook in hooks:
+        hook.remove()
+    assert engine.optimizer.state_dict().keys() == {"state", "param_groups"}
+    engine.destroy(remove=True)
+
+
+def test_attributes_of_the_optimizer_are_those_of_the_step(tmp_path: Path) -> None:
+    """A script may change them behind `step`, while the update still runs."""
+
+    class Damped(torch.optim.Optimizer):
+        damping = 1.0
+
+        def __init__(self, parameters: list[nn.Parameter]) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            for parameter in (p for group in self.param_groups for p in group["params"]):
+                parameter.data.sub_(parameter.grad, alpha=self.damping / 10)
+
+    weights = []
+    for damping in (1.0, 0.0):
+        engine, optimizer = start(tmp_path / str(damping), Damped)
+        rows = torch.randn(4, 12, generator=torch.Generator().manual_seed(7))
+        engine.backward(engine(rows).square().mean())
+        engine.step()
+        optimizer.damping = damping  # type: ignore[attr-defined]
+        weights.append(engine.state_dict())
+        engine.destroy(remove=True)
+    assert_same_tensors(*weights)

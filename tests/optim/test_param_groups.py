@@ -245,3 +245,69 @@ def test_a_state_of_many_parameters_is_looked_through_once(tmp_path: Path) -> No
     engine.optimizer.load_state_dict(state)
     assert 40 <= Number.hashed <= 4 * 40
     engine.destroy(remove=True)
+
+
+class Phased(torch.optim.SGD):
+    """Steps backwards in groups of another phase."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group = {**group, "lr": -group["lr"] if group["phase"] == "back" else group["lr"]}
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("saved", ["a commit", "a checkpoint"])
+def test_all_entries_of_a_group_come_back(saved: str, tmp_path: Path) -> None:
+    """Flags, words and counters that a script has changed, as by torch's state dict; not those that it sets anew."""
+
+    def begin(run: str, **more: Any) -> tuple[Any, Any]:
+        torch.manual_seed(JOB.seed)
+        model = Layers()
+        layers = [{"params": list(part.parameters()), "phase": "on"} for part in (model.embedding, model.layers)]
+        head = {"params": list(model.head.parameters()), "phase": "on", "name": "head", "scale": int, **more}
+        content = config(JOB, DISK, tmp_path, run=run, resume="auto")
+        del content["optimizer"]
+        optimizer = Phased([*layers, head], lr=JOB.lr)
+        return offload.initialize(model=model, optimizer=optimizer, config=content)[0], optimizer
+
+    def change(groups: list[dict[str, Any]]) -> None:
+        groups[1]["phase"] = "back"
+        groups[2] |= {"name": "top", "seen": {"rows": (3, 4)}, "mean": torch.tensor([0.5, float("inf")])}
+
+    unbroken, optimizer = begin("unbroken")
+    train_step(unbroken, JOB, 0)
+    change(optimizer.param_groups)
+    train_step(unbroken, JOB, 1)
+    if saved == "a checkpoint":
+        unbroken.save_checkpoint(tmp_path / "saved")
+    expected = train_step(unbroken, JOB, 2)
+    engine, optimizer = begin("broken")
+    if saved == "a commit":
+        train_step(engine, JOB, 0)
+        change(optimizer.param_groups)
+        train_step(engine, JOB, 1)
+    engine.destroy()
+    engine, optimizer = begin("broken", name="tail")  # the script says another name now
+    if saved == "a checkpoint":
+        engine.load_checkpoint(tmp_path / "saved")
+    entries = optimizer.param_groups
+    assert [each["phase"] for each in entries] == ["on", "back", "on"]
+    assert entries[2]["name"] == "tail" and entries[2]["seen"] == {"rows": (3, 4)} and entries[2]["scale"] is int
+    assert torch.equal(entries[2]["mean"], torch.tensor([0.5, float("inf")]))
+    assert train_step(engine, JOB, 2) == expected
+    assert_same_tensors(weights_of(engine), weights_of(unbroken))
+    for each in (engine, unbroken):
+        each.destroy(remove=True)
+
+
+def test_an_entry_that_no_commit_can_contain_is_an_error_at_the_next_call(tmp_path: Path) -> None:
+    torch.manual_seed(JOB.seed)
+    engine = offload.initialize(model=Layers(), config=config(JOB, DISK, tmp_path))[0]
+    train_step(engine, JOB, 0)
+    engine.optimizer.param_groups[0]["logger"] = object()
+    with pytest.raises(UsageError, match=r"logger of a group of the optimizer is a builtins\.object"):
+        train_step(engine, JOB, 1)
+    del engine.optimizer.param_groups[0]["logger"]
+    train_step(engine, JOB, 1)
+    engine.destroy(remove=True)

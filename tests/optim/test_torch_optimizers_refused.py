@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import random
+import types
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -119,9 +122,121 @@ class Lists(torch.optim.SGD):
         super().step()
 
 
+class InAttributes(torch.optim.SGD):
+    """Counts where the object stays the same one: in a tensor, a dict of one size, an object of its own, a queue."""
+
+    def __init__(self, params: Any, place: str) -> None:
+        super().__init__(params, lr=0.1)
+        self.place = place
+        self.tensor, self.table, self.helper = torch.zeros(1), {"calls": 0}, SimpleNamespace(calls=[0])
+        self.queue: collections.deque[int] = collections.deque(maxlen=4)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.place == "tensor":
+            self.tensor += 1
+        elif self.place == "table":
+            self.table["calls"] += 1
+        elif self.place == "helper":
+            self.helper.calls[0] += 1
+        elif self.place == "queue":
+            self.queue.append(1)
+        super().step()
+
+
+class OfItsClass(torch.optim.SGD):
+    calls = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        OfItsClass.calls += 1
+        super().step()
+
+
+class Switches(torch.optim.SGD):
+    """Is after two steps as before them."""
+
+    even = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.even = not self.even
+        super().step()
+
+
+class OnParameters(torch.optim.SGD):
+    """Keeps its momentum on the parameters."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.velocity = getattr(p, "velocity", 0) * 0.9 + p.grad
+            p.data.sub_(p.velocity, alpha=0.1)
+
+
+def of_a_closure(params: Any) -> torch.optim.Optimizer:
+    calls = 0
+
+    class Closed(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            nonlocal calls
+            calls += 1
+            super().step()
+
+    return Closed(params, lr=0.1)
+
+
+class Saves(torch.optim.RMSprop):
+    """Decides what is saved of it."""
+
+    phase = "late"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "phase": self.phase}
+
+
+class TwoModes(torch.optim.SGD):
+    """Moves weights between two sequences, as schedule-free optimizers do."""
+
+    def train(self) -> None: ...
+    def eval(self) -> None: ...
+
+
+class KeptForAll(torch.optim.SGD):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.state["rounds"] = 0  # type: ignore[index]
+
+
+def stepping_otherwise(params: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    optimizer.step = types.MethodType(lambda self: None, optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+def with_a_hook(params: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(params, lr=0.1)
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "phase": 1})
+    return optimizer
+
+
+def with_an_object(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": params, "history": SimpleNamespace(losses=[])}], lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda p: InAttributes(p, "tensor"), "a step changes tensor, which all parameters share"),
+        (lambda p: InAttributes(p, "table"), "a step changes table, which all parameters share"),
+        (lambda p: InAttributes(p, "helper"), "a step changes helper, which all parameters share"),
+        (lambda p: InAttributes(p, "queue"), "a step changes queue, which all parameters share"),
+        (lambda p: OfItsClass(p, lr=0.1), r"a step changes OfItsClass\.calls, which all parameters share"),
+        (lambda p: Switches(p, lr=0.1), "a step changes even, which all parameters share"),
+        (lambda p: OnParameters(p, lr=0.1), r"a step changes parameter\.velocity"),
+        (of_a_closure, "a step changes calls, which all parameters share"),
+        (lambda p: Saves(p, lr=0.1), r"Saves has phase in its state_dict\(\)"),
+        (lambda p: TwoModes(p, lr=0.1), r"TwoModes has two modes, train\(\) and eval\(\)"),
+        (KeptForAll, r"KeptForAll keeps state\['rounds'\], which is no parameter's"),
+        (stepping_otherwise, "step of this SGD was replaced on the object"),
+        (with_a_hook, r"AdamW has hooks on its state dict \(state_dict_post\)"),
+        (with_an_object, "history of a group of the optimizer is a types.SimpleNamespace"),
         (lambda p: Counts(p, lr=0.1), "Counts has no kernel here.* a step changes k, which all parameters share"),
         (lambda p: Own(p, lr=0.1), "a step changes calls, which all parameters share"),
         (lambda p: Together(p, lr=0.1), "the new value of a parameter depends on other parameters"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -164,13 +165,14 @@ def _by_itself(optimizer: torch.optim.Optimizer) -> Rule:
         {key for group in optimizer.param_groups for key, value in group.items() if _is_number_of(key, value)}
     )
     defaults = [key for key in optimizer.defaults if all(key in group for group in optimizer.param_groups)]
-    return Rule(TORCH, tuple(scheduled), (), _by_torch, type(optimizer).__name__, tuple(defaults))
+    return Rule(TORCH, tuple(scheduled), (), partial(_by_torch, optimizer), type(optimizer).__name__, tuple(defaults))
 
 
-def _by_torch(group: Mapping[str, Any], count: int, grad_scale: float) -> TorchStep:
+def _by_torch(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], count: int, grad_scale: float) -> TorchStep:
     """Returns the arguments of a step by torch's own code; the parameter's attributes are added later."""
-    # A copy of the numbers: the user may change the group while the update is in flight.
-    return TorchStep({key: value for key, value in group.items() if key != "params"}, grad_scale, {})
+    # Copies: the user may change the group and the optimizer while the update is in flight.
+    options = {key: value for key, value in group.items() if key != "params"}
+    return TorchStep(options, grad_scale, {}, dict(vars(optimizer)))
 
 
 def _is_number_of(key: str, value: Any) -> bool:

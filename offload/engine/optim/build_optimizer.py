@@ -147,12 +147,8 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
         return optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer= expects a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    _check_kept(optimizer)
     rule = rule_of(optimizer)
-    # States with step 0 are allowed: Adagrad makes its states at construction, and `attach` drops them.
-    if any(float(state.get("step", 1)) for state in optimizer.state.values()):
-        raise ConfigError(
-            "the optimizer contains states already, which would be lost; give a new optimizer that has not stepped"
-        )
     for group in optimizer.param_groups:
         if rule.name == ADAM:
             decoupled = type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
@@ -170,6 +166,55 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
     mine._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
     mine._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
     return mine
+
+
+_STATE_HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+
+
+def _check_kept(optimizer: torch.optim.Optimizer) -> None:
+    """Checks that a torch optimizer is new, and keeps what it keeps in states of parameters and in its groups.
+
+    Raises:
+        ConfigError: the optimizer has stepped, or keeps something that no commit would contain.
+    """
+    kind = type(optimizer)
+    for key, state in optimizer.state.items():
+        if not isinstance(key, torch.Tensor):
+            raise ConfigError(
+                f"{kind.__name__} keeps state[{key!r}], which is no parameter's, so no commit would contain it; give "
+                "an optimizer that keeps states by parameter"
+            )
+        # Adagrad makes its states at construction, with step 0, and `attach` drops them. A look at the states of a
+        # parameter leaves an empty dict.
+        if state and (not isinstance(state, Mapping) or float(state.get("step", 1))):
+            names = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise ConfigError(
+                f"the optimizer contains states already ({names}), which would be lost; give a new optimizer that has "
+                "not stepped, and whose class makes states in step()"
+            )
+    if callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None)):
+        raise ConfigError(
+            f"{kind.__name__} has two modes, train() and eval(), between which it moves all weights outside of "
+            "step(), as schedule-free optimizers do; an engine moves weights in step() alone: use AdamW and a schedule"
+        )
+    step = vars(optimizer).get("step")
+    step = getattr(step, "__func__", step)
+    # A schedule of torch counts the calls by a wrapper of its own.
+    if getattr(step, "_wrapped_by_lr_sched", False):
+        step = getattr(step, "__wrapped__", None)
+    if step is not None and step is not getattr(kind, "step", None):
+        raise ConfigError(
+            f"step of this {kind.__name__} was replaced on the object, and an engine would not call it: override step "
+            "in a subclass, or use register_step_pre_hook and register_step_post_hook"
+        )
+    hooks = [name for name in _STATE_HOOKS if getattr(optimizer, f"_optimizer_{name}_hooks", None)]
+    more = sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"}))
+    if hooks or more:
+        what = f"hooks on its state dict ({hooks[0]})" if hooks else f"{', '.join(more)} in its state_dict()"
+        raise ConfigError(
+            f"{kind.__name__} has {what}, which commits and checkpoints would not contain; keep numbers in the "
+            "optimizer's groups, and objects in engine.register_for_checkpointing"
+        )
 
 
 def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[StateField, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import types
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -87,13 +88,15 @@ class Optimizer(torch.optim.Optimizer):
         self._engine_step, self._engine_zero_grad, self._engine_regrouped = step, zero_grad, regrouped
         self.states = states
         self._taken = self.settings().keys()
+        self.state = _StatesOfEngine()
         self._matrices = self._marked()
         if self.replaced is not None:
             self._replace(self.replaced)
 
     def _replace(self, replaced: torch.optim.Optimizer) -> None:
         """Redirects all that the torch optimizer would do, which the user passed and may still hold, to this one."""
-        replaced.state.clear()  # Adagrad's constructor has made its sums
+        # What was there is dropped: Adagrad's constructor has made its sums.
+        replaced.state = _StatesOfEngine()
 
         def step(_: torch.optim.Optimizer, closure: Any = None) -> None:
             self.step(closure)
@@ -207,10 +210,19 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             BudgetError: the memory for a parameter's states is not free.
         """
-        found: dict[str, Any] = super().state_dict()
-        if self.states is not None:
-            states = [self.states.read(parameter) for parameter in self._numbered()]
-            found["state"] = {number: state for number, state in enumerate(states) if state}
+        if self.states is None:
+            return super().state_dict()
+        # The hooks that run afterwards get the states too.
+        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, collections.OrderedDict()
+        try:
+            found: dict[str, Any] = super().state_dict()
+        finally:
+            self._optimizer_state_dict_post_hooks = hooks
+        states = [self.states.read(parameter) for parameter in self._numbered()]
+        found["state"] = {number: state for number, state in enumerate(states) if state}
+        for hook in hooks.values():
+            replaced = hook(self, found)
+            found = found if replaced is None else replaced
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -228,6 +240,9 @@ class Optimizer(torch.optim.Optimizer):
         if self.states is None:
             super().load_state_dict(state_dict)
             return
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         groups, states = _checked(state_dict, [len(group["params"]) for group in self.param_groups])
         check_numbers([{**mine, **theirs} for mine, theirs in zip(self.param_groups, groups, strict=True)], self.rule)
         parameters = self._numbered()
@@ -254,6 +269,8 @@ class Optimizer(torch.optim.Optimizer):
                 f"load_state_dict: the given dict lacks the state of {without}, of {len(trained)} that train; their "
                 "moments begin at zero"
             )
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def _numbered(self) -> list[nn.Parameter]:
         """Returns the parameters in the order of their numbers in a state dict."""
@@ -326,6 +343,19 @@ class Optimizer(torch.optim.Optimizer):
         """Returns the group of each parameter, by the parameter's id."""
         # Keys are ids, because tensors compare element by element.
         return {id(parameter): group for group in self.param_groups for parameter in group["params"]}
+
+
+class _StatesOfEngine(collections.defaultdict[torch.Tensor, Any]):
+    """`state` of an optimizer that was passed: empty, and a look at a parameter's states is an error.
+
+    torch's own would make an empty dict, so that code of the optimizer, or a logger, would go on without states.
+    """
+
+    def __missing__(self, parameter: Any) -> NoReturn:
+        raise UsageError(
+            "the states of this optimizer are in the engine, so its state contains none: read them by "
+            "offload.safe_get_full_optimizer_state or engine.optimizer.state_dict()"
+        )
 
 
 def refuse_others() -> None:

@@ -13,8 +13,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import inspect
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +45,8 @@ class TorchStep(NamedTuple):
     """Factor of the gradient."""
     attributes: Mapping[str, Any]
     """Attributes that the user has set on the parameter, such as `lr_mult`."""
+    optimizer: Mapping[str, Any]
+    """Attributes of the optimizer, which a script may set between steps too."""
 
 
 class TorchSegment(NamedTuple):
@@ -53,18 +58,22 @@ class TorchSegment(NamedTuple):
 
 
 def likeness(
-    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], states: Mapping[torch.Tensor, dict[str, Any]]
+    kind: type[torch.optim.Optimizer],
+    attributes: Mapping[str, Any],
+    options: Mapping[str, Any],
+    states: Mapping[torch.Tensor, dict[str, Any]],
 ) -> torch.optim.Optimizer:
-    """Returns a clone of `optimizer` that contains only the given parameters and their states.
+    """Returns a clone of an optimizer that contains only the given parameters and their states.
 
     Args:
-        optimizer: the user's optimizer, which stays unchanged.
+        kind: the class of the user's optimizer.
+        attributes: the attributes of the user's optimizer, which stays unchanged.
         options: numbers and flags of the clone's only group.
         states: the parameters, each with its states.
     """
     # No constructor runs: a user's class may take any arguments, or create states.
-    found: torch.optim.Optimizer = object.__new__(type(optimizer))
-    found.__dict__.update(optimizer.__dict__)
+    found: torch.optim.Optimizer = object.__new__(kind)
+    found.__dict__.update(attributes)
     # Instance attributes that lead to the engine, or that a schedule has set.
     for taken in ("step", "zero_grad", "state_dict", "load_state_dict"):
         found.__dict__.pop(taken, None)
@@ -211,33 +220,115 @@ def _steps(
     parameters = [nn.Parameter(value.clone()) for value in values]
     for parameter in parameters:
         parameter.__dict__.update(attributes)
-    alone = likeness(optimizer, options, {parameter: {} for parameter in parameters})
-    # Copies of all that a step could change, for the comparison afterwards.
-    group, then = alone.param_groups[0], copy.deepcopy(dict(options))
+    alone = likeness(type(optimizer), vars(optimizer), options, {parameter: {} for parameter in parameters})
     alone.param_groups[:0] = before
-    mine = dict(alone.__dict__)
-    for key, value in mine.items():  # the step adds to copies, so the user's optimizer stays unchanged
+    for key, value in list(alone.__dict__.items()):  # the step adds to copies, so the user's optimizer stays unchanged
         if isinstance(value, dict | list | set) and key not in ("state", "param_groups"):
-            alone.__dict__[key] = mine[key] = copy.copy(value)
-    added = (dict, list, set)
-    sizes = {key: len(value) for key, value in mine.items() if key != "state" and isinstance(value, added)}
+            alone.__dict__[key] = copy.copy(value)
+    then = _kept_beside(alone, parameters)
     for number in range(count):
         for parameter, value in zip(parameters, values, strict=True):
             # Gradients of several sizes and signs, because some optimizers react to a change of sign.
             parameter.grad = value * (1.0, 0.5, -0.25)[number % 3]
         with torch.device("cpu"):  # as on the update thread, which has no other default device
             type(optimizer).step(alone)
-    others = [key for key, value in group.items() if key != "params" and _differs(value, then.get(key))]
-    others += [key for key, value in alone.__dict__.items() if value is not mine.get(key)]
-    others += [key for key, size in sizes.items() if len(mine[key]) != size]
-    others += [str(key) for key in alone.state if not any(key is parameter for parameter in parameters)]
-    if others:
+        if number in (0, count - 1):  # after the first one too: a second step may turn a switch back
+            now = _kept_beside(alone, parameters)
+            if changed := next((key for key in now | then if now.get(key) != then.get(key)), None):
+                raise ValueError(f"a step changes {changed}, which all parameters share")
+    if others := [str(key) for key in alone.state if not any(key is parameter for parameter in parameters)]:
         raise ValueError(f"a step changes {others[0]}, which all parameters share")
     return [(parameter.detach(), alone.state[parameter]) for parameter in parameters]
 
 
-def _differs(one: Any, other: Any) -> bool:
-    """Returns True if two options of a group differ in type or value."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return not torch.equal(one, other)
-    return type(one) is not type(other) or bool(one != other)
+# -- what an optimizer keeps beside states -----------------------------------------------------------------
+
+
+_LARGE = 10_000
+"""Items of a container up to which a change of one is noticed."""
+_DEPTH = 16
+"""Objects within each other up to which a change is noticed."""
+
+
+def _kept_beside(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
+    """Returns the image of all that a step could change beside parameters and their states, by name.
+
+    These are entries of the last group, attributes of the optimizer, of its classes and of the parameters, and what
+    its methods reach: variables of an enclosing function, and plain variables of their module.
+    """
+    seen: set[int] = {id(optimizer.state), id(optimizer.param_groups), *map(id, parameters)}
+    found = {key: _image(value, seen) for key, value in optimizer.param_groups[-1].items() if key != "params"}
+    own = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
+    found |= {key: _image(value, seen) for key, value in own.items()}
+    for kind in type(optimizer).__mro__:
+        if kind.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc"):
+            continue
+        for key, value in vars(kind).items():
+            if isinstance(value, types.FunctionType):
+                found |= {name: _image(each, seen) for name, each in _reached(value).items()}
+            elif not key.startswith("__") and not isinstance(value, property | classmethod | staticmethod):
+                found[f"{kind.__name__}.{key}"] = _image(value, seen)
+    for parameter in parameters:
+        found |= {f"parameter.{key}": _image(value, seen) for key, value in vars(parameter).items()}
+    return found
+
+
+def _reached(function: types.FunctionType) -> dict[str, Any]:
+    """Returns the variables of the enclosing function, and plain variables of the module, that a function names."""
+    unwrapped = inspect.unwrap(function)  # torch wraps the step of every class, for its profiler
+    function = unwrapped if isinstance(unwrapped, types.FunctionType) else function
+    code, module = function.__code__, function.__globals__
+    found = {
+        name: module[name]
+        for name in code.co_names
+        if isinstance(module.get(name), bool | int | float | str | list | dict | set | collections.deque | torch.Tensor)
+    }
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a variable that is not set yet
+            found[name] = cell.cell_contents
+    return found
+
+
+def _image(value: Any, seen: set[int], depth: int = 0) -> Any:
+    """Returns a value that differs from that of an earlier call if the object, or what it contains, has changed.
+
+    Args:
+        value: the object.
+        seen: ids of the containers and objects that the same image contains already; this one is added.
+        depth: objects around this one.
+    """
+    if value is None or isinstance(value, bool | int | str | bytes):
+        return value
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        version = None
+        with contextlib.suppress(Exception):  # tensors of inference have none, and parameters without values
+            version = value._version
+        return id(value), version
+    if id(value) in seen or depth > _DEPTH or isinstance(value, type | types.ModuleType | nn.Module):
+        return id(value)
+    seen.add(id(value))
+
+    def images(items: Iterable[Any]) -> list[Any]:
+        return [_image(item, seen, depth + 1) for item in itertools.islice(items, _LARGE)]
+
+    if isinstance(value, set | frozenset):
+        return len(value), frozenset(each if isinstance(each, int | str) else id(each) for each in value)
+    if isinstance(value, Mapping):
+        return len(value), images(value.keys()), images(value.values())
+    if isinstance(value, list | tuple | collections.deque):
+        return len(value), images(value)
+    if type(value).__module__ == "numpy":
+        return repr(value)
+    if isinstance(value, types.FunctionType):
+        return id(value), images(_reached(value).values())
+    if isinstance(value, types.MethodType):
+        return images((value.__func__, value.__self__))
+    return id(value), images(getattr(value, "__dict__", {}).values()), images(_slots(value))
+
+
+def _slots(value: Any) -> list[Any]:
+    """Returns the values in an object's slots."""
+    names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if isinstance(name, str)]
+    return [getattr(value, name, None) for name in names if name not in ("__dict__", "__weakref__")]

@@ -8,6 +8,7 @@ several ranks each has a tile of all its elements of a unit. A parameter that th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -92,7 +93,8 @@ class TorchUpdates:
         # Optimizers may read such attributes, for example a learning-rate factor for each layer.
         parameter.__dict__.update(step.attributes)
         parameter.grad = gradient.mul_(step.grad_scale).view(segment.shape)
-        alone = likeness(self._optimizer, step.options, {parameter: unpack(segment.kept, packed)})
+        states: dict[torch.Tensor, dict[str, Any]] = {parameter: unpack(segment.kept, packed)}
+        alone = likeness(type(self._optimizer), step.optimizer, step.options, states)
         try:
             type(self._optimizer).step(alone)
             pack(segment.kept, alone.state[parameter], packed)

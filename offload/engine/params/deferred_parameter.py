@@ -254,8 +254,10 @@ def _as_part(result: Any, tensor: DeferredParameter) -> Any:
 def _refusal(what: str) -> UsageError:
     """Returns the error for a use that needs values."""
     return UsageError(
-        f"{what} needs the values of a parameter that does not contain any yet: call offload.initialize first, which "
-        "fills the parameters of offload.load_pretrained and offload.init"
+        f"{what} needs the values of a parameter that does not contain any yet: offload.initialize fills those of "
+        "offload.load_pretrained and offload.init, so call it first; code that needs values before, as PiSSA, OLoRA "
+        "and DoRA do to make adapters of LoRA, takes a model of from_pretrained, or one built outside of "
+        "offload.init, which offload.initialize takes too"
     )
 
 

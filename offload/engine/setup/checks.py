@@ -15,9 +15,10 @@ from offload.engine.distributed.process_group import Ranks
 from offload.engine.distributed.tensor_parallel import TensorParallel
 from offload.engine.optim.matrices.directions import in_bf16
 from offload.engine.params.deferred_parameter import is_deferred, origin_of
-from offload.engine.params.opaque.paged_tensor import PagedTensor, is_under_engine
+from offload.engine.params.opaque.paged_tensor import is_under_engine
 from offload.engine.params.paged_parameter import PagedParameter
 from offload.engine.params.sharded.find import FoundShards, is_dtensor
+from offload.engine.setup.shared_memory import check_shared_memory
 from offload.errors import ConfigError, UsageError
 from offload.hardware.mounts import check_folders
 from offload.layout.collectives.secondary import check_node
@@ -263,18 +264,7 @@ def check_model(model: nn.Module) -> None:
     _check_values(model)
     _check_renormed(model)
     _check_quantized(model)
-    # `named_parameters` yields tied parameters once, so one address under two names means two parameter objects.
-    memory: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        # Empty tensors, tensors on meta and wrappers of others have no address of their own.
-        wraps = isinstance(parameter, PagedTensor) or inner_tensors(parameter) is not None
-        if parameter.numel() and not parameter.is_meta and not wraps:
-            other = memory.setdefault(parameter.data_ptr(), name)
-            if other != name:
-                raise ConfigError(
-                    f"parameters {other} and {name} share memory without being one parameter, so they would be untied; "
-                    f"tie them by one object (head.weight = embedding.weight, without .data), or clone() one"
-                )
+    check_shared_memory(model)
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if lost:
         raise ConfigError(

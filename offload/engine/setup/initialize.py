@@ -24,6 +24,7 @@ from offload.engine.distributed.payload.secondary import form_node
 from offload.engine.distributed.process_group import Ranks, join_ranks
 from offload.engine.distributed.rendezvous import UNABLE, meet_others, stay_away
 from offload.engine.distributed.tensor_parallel import TensorParallel, form_grid
+from offload.engine.dtype_mismatch import kept_in_fp32
 from offload.engine.engine import Engine
 from offload.engine.keywords import refuse
 from offload.engine.optim import build_optimizer as optimizer_choice
@@ -45,6 +46,7 @@ from offload.engine.setup.plan import Plan, decide
 from offload.engine.setup.resume import check_division
 from offload.engine.training import build_scheduler as schedule_choice
 from offload.engine.training.data_loader import Loader, check_data, load
+from offload.engine.training.group_options import check_options
 from offload.engine.training.snapshot import keep_generators
 from offload.errors import ConfigError
 from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR
@@ -223,6 +225,7 @@ def _start(
     batch = resolve_batch(loaded, count)
     _check_same_data(everyone, given.training_data)
     chosen = optimizer_choice.choose(loaded.optimizer, model, given.optimizer, given.model_parameters)
+    check_options(chosen)
     check_model(model)  # before the optimizer's own code meets parameters without a shape
     with keep_generators(device.torch):  # the optimizer's own code may draw in its dry run
         kept = optimizer_choice.kept_by(chosen, model)
@@ -327,7 +330,7 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
             "before initialize to silence this message",
         ),
     )
-    return tuple(line for holds, line in lines if holds)
+    return (*(line for holds, line in lines if holds), *kept_in_fp32(model, plan.mode.weight_dtype))
 
 
 def _model_of(args: Any, model: Any) -> tuple[Any, nn.Module]:

@@ -39,7 +39,8 @@ class Snapshot(NamedTuple):
 
     The keys are global_steps, skipped_steps, micro_steps, global_samples, parameter_steps (by unit), scheduler,
     loss_scale, registered, client_state, data (position of the loader), groups (their values), configured (these values
-    at `initialize`), settings, and, of several groups, members (names of the parameters of each).
+    at `initialize`), settings, of several groups members (names of the parameters of each), and, where other entries of
+    the groups have changed, options (see `GroupOptions`).
     """
     generators: Mapping[str, torch.Tensor]
     """State of each random generator, as bytes."""

@@ -18,6 +18,7 @@ from torch import nn
 from offload.engine.optim.algorithms import merge_values
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.training.data_loader import Loader
+from offload.engine.training.group_options import GroupOptions
 from offload.engine.training.registered_objects import RegisteredObjects
 from offload.engine.training.snapshot import (
     Snapshot,
@@ -93,6 +94,7 @@ class TrainingState:
         self.edited = False
         """True if the user has set weights or states since the last step or commit."""
         self._configured = optimizer.configured()
+        self._options = GroupOptions(optimizer)
         self.job = job_of(module, settings, optimizer, lr_scheduler) if commits else {}
         """The job of this run, for the note of its end."""
         self._saved_step: int | None = 0
@@ -126,6 +128,7 @@ class TrainingState:
             "configured": self._configured if self._due is None else self._due["configured"],
             "settings": self._settings(),
             **self._members(),
+            **self._changed_options(),
         }
         generators = read_generators(self._device)
         before = self._at_end if self.loader is None else self.loader.before_next
@@ -346,6 +349,7 @@ class TrainingState:
             merged = merge_values(self._due["groups"], self._due["configured"], self._configured, scheduled, left)
             for group, values in zip(self.optimizer.param_groups, merged, strict=True):
                 group.update(values)
+            self._options.apply(self._due.get("options", ()))
             if self._schedule_changed:
                 self.lr_scheduler.apply()
             self._due = None
@@ -369,6 +373,7 @@ class TrainingState:
                 f"parameters, there would be {len(groups)} now: give the optimizer all groups before the schedule is "
                 "made, and change the numbers in them later"
             )
+        self._options.regrouped()  # may raise, so it comes first
         self._configured = [*self._configured, self.optimizer.configured()[-1]]
 
     def of_the_user(self) -> dict[str, Any]:
@@ -394,6 +399,11 @@ class TrainingState:
         # Asked for anew each time: a user may move parameters from one group into another between steps.
         found = [[self._names.get(id(each)) for each in group["params"]] for group in groups]
         return {"members": [[name for name in names if name] for names in found]}
+
+    def _changed_options(self) -> dict[str, Any]:
+        """Returns the fact `options`, which groups need whose entries have changed since `initialize`."""
+        changes = self._options.changes() if self._due is None else self._due.get("options", ())
+        return {"options": changes} if any(changes) else {}
 
     def _settings(self) -> dict[str, Any]:
         """Returns settings that may differ in a resumed run; see `named_settings`."""
