@@ -3,7 +3,8 @@
 Plain values are None, booleans, numbers, strings, and lists, tuples, dicts and Counters of plain values; where a caller
 allows it, small tensors on the CPU too, such as the state of a generator. JSON has no tuples, no keys other than
 strings, and no numbers that are not finite. Such values, for example the milestones of MultiStepLR, a Counter with
-integer keys, are written as objects with one reserved key.
+integer keys, are written as objects with one reserved key. A caller that has room for them takes tensors and bytes of
+any size out of the JSON, which then holds their numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import base64
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,14 +28,15 @@ _TENSOR_NBYTES = 65_536
 _SURE_BITS = 2000  # Python writes at least 640 digits, whatever its limit is
 
 
-def to_plain(value: Any, name: str, advice: str, tensors: bool = False) -> Any:
+def to_plain(value: Any, name: str, advice: str, tensors: bool | list[torch.Tensor] = False) -> Any:
     """Returns a copy of `value` that JSON can hold.
 
     Args:
         value: The value to convert.
         name: Name of `value` in error messages.
         advice: Last part of an error message: the action that the user should take.
-        tensors: True to allow tensors on the CPU of at most 64 KiB.
+        tensors: True to allow tensors on the CPU of at most 64 KiB; a list to allow all dense tensors, and bytes, which
+            are appended to it as copies on the CPU, (nbytes,) uint8 each.
 
     Raises:
         UsageError: If something in `value` is not plain; the message names it.
@@ -41,7 +44,7 @@ def to_plain(value: Any, name: str, advice: str, tensors: bool = False) -> Any:
     return _encode(value, name, advice, _DEPTH, tensors)
 
 
-def _encode(value: Any, name: str, advice: str, depth: int, tensors: bool) -> Any:
+def _encode(value: Any, name: str, advice: str, depth: int, tensors: bool | list[torch.Tensor]) -> Any:
     """Converts `value`, of at most `depth` nested levels; see `to_plain` for the arguments."""
     # `json` would write NaN and Infinity, which are not JSON.
     if isinstance(value, float) and not math.isfinite(value):
@@ -60,7 +63,14 @@ def _encode(value: Any, name: str, advice: str, depth: int, tensors: bool) -> An
         items = [inner(item, index) for index, item in enumerate(value)]
         # JSON would turn a tuple into a list, and the user's object would not receive what it has saved.
         return items if isinstance(value, list) else {f"{_MARK}tuple": items}
-    if tensors and isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.nbytes <= _TENSOR_NBYTES:
+    if isinstance(tensors, list) and (outside := _put_outside(value, tensors)) is not None:
+        return outside
+    if (
+        tensors is True
+        and isinstance(value, torch.Tensor)
+        and value.device.type == "cpu"
+        and value.nbytes <= _TENSOR_NBYTES
+    ):
         content = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         encoded = base64.b64encode(content).decode("ascii")
         return {f"{_MARK}tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), encoded]}
@@ -93,14 +103,45 @@ def _check_digits(value: Any, name: str) -> None:
             ) from None
 
 
-def from_plain(value: Any) -> Any:
-    """Returns a copy of the value that `to_plain` received."""
+def from_plain(
+    value: Any, tensors: Mapping[str, torch.Tensor] = MappingProxyType({}), device: torch.device | None = None
+) -> Any:
+    """Returns a copy of the value that `to_plain` received.
+
+    Args:
+        value: The result of `to_plain`.
+        tensors: The tensors outside of it, by their numbers.
+        device: Receives those of them that were on an accelerator; None for the CPU.
+    """
+
+    def inner(item: Any) -> Any:
+        return from_plain(item, tensors, device)
+
     for name, make in ((f"{_MARK}tuple", tuple), (f"{_MARK}dict", _as_dict), (f"{_MARK}counter", _as_counter)):
         if isinstance(value, dict) and name in value:
-            return make(from_plain(value[name]))
+            return make(inner(value[name]))
     if isinstance(value, dict) and f"{_MARK}tensor" in value:
         return _as_tensor(*value[f"{_MARK}tensor"])
-    return _unmarked(value, from_plain)
+    if isinstance(value, dict) and f"{_MARK}bytes" in value:
+        return bytes(tensors[str(value[f"{_MARK}bytes"])].numpy())
+    if isinstance(value, dict) and f"{_MARK}outside" in value:
+        number, dtype, shape, kind = value[f"{_MARK}outside"]
+        whole = tensors[str(number)].clone().view(getattr(torch, dtype)).view(shape)
+        return whole if device is None or kind == "cpu" else whole.to(device)
+    return _unmarked(value, inner)
+
+
+def _put_outside(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Appends the bytes of a tensor, or bytes, to `tensors`; returns what stands for them, None for another value."""
+    if isinstance(value, bytes):
+        tensors.append(torch.frombuffer(bytearray(value or b"\0"), dtype=torch.uint8)[: len(value)])
+        return {f"{_MARK}bytes": len(tensors) - 1}
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
+        return None
+    flat = value.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous().view(-1)
+    tensors.append(flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8))
+    what = [len(tensors) - 1, str(value.dtype).removeprefix("torch."), list(value.shape), value.device.type]
+    return {f"{_MARK}outside": what}
 
 
 def mark_floats(value: Any) -> Any:

@@ -226,7 +226,8 @@ def _of_model(model: nn.Module) -> dict[str, Any]:
             tied[name] = other
     config: Any = getattr(model, "config", None)
     as_json = json.loads(config.to_json_string()) if hasattr(config, "to_json_string") else None
-    loader_ties = sorted(_loader_ties(model) & tied.keys())
+    # Among them may be the first name of a parameter: some heads come before the embedding to which they are tied.
+    loader_ties = sorted(_loader_ties(model) & (tied.keys() | set(tied.values())))
     about_it = {
         "class": type(model).__name__,
         "config": as_json,

@@ -17,6 +17,7 @@ from offload.engine.model_io.checkpoint_source import CheckpointSource
 from offload.engine.model_io.grid.of_checkpoint import whole_of_checkpoint
 from offload.engine.model_io.grid.source import WholeSource
 from offload.engine.model_io.output_folder import arriving, check_room, copy_tokenizer, tokenizer_files
+from offload.engine.model_io.saved_names import described_names
 from offload.engine.model_io.weight_plan import Plan, make_plan, shard_size
 from offload.engine.model_io.weight_source import Source, StoreSource
 from offload.engine.model_io.weight_stream import read_nbytes, stream
@@ -30,6 +31,7 @@ __all__ = [
     "Exported",
     "Source",
     "check_target",
+    "described_names",
     "export",
     "make_plan",
     "note_saved",
@@ -129,7 +131,7 @@ def export(
         dtype_name(plan.dtype),
         tuple(sorted(path.name for path in out.iterdir())),
         plan.weights_nbytes,
-        sum(s.value_numel for layout in plan.layouts for s in layout.segments if s.name in plan.names),
+        sum(s.value_numel for layout in plan.layouts for s in layout.segments if s.name in plan.cuts),
         (*messages, *notices(source, plan, beyond)),
     )
 

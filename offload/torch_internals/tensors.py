@@ -44,6 +44,19 @@ def stored_at(file: str, start: int, nbytes: int) -> Any:
     return _StorageInfo(file, start, nbytes)
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """Returns a number that all tensors over one storage have, also those on meta, where no storage has an address."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def first_state_dict_hook(module: torch.nn.Module, hook: Any) -> Any:
+    """Registers a hook of `state_dict` that runs before all others of `module`; returns its handle."""
+    handle = module.register_state_dict_post_hook(hook)
+    hooks: Any = module._state_dict_hooks  # torch's stub says dict
+    hooks.move_to_end(handle.id, last=False)
+    return handle
+
+
 RESHAPED = torch.ops.aten._unsafe_view.default
 """A view that torch does not call one: it moves nothing."""
 SHALLOW_COPY_QUERY = torch._has_compatible_shallow_copy_type

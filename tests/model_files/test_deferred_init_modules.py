@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -91,3 +92,131 @@ def _weight_norm() -> nn.Module:
 def test_modules_that_compute_with_weights_are_named(model: Callable[[], Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         _begins_with(model, tmp_path)
+
+
+class Parent(nn.Module):
+    """Writes the weights of modules below it, which are units of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in "123")
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 2)
+
+
+def _table() -> torch.Tensor:
+    return torch.arange(64.0).view(8, 8)
+
+
+class ByReset(Parent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.layers[1].weight.copy_(_table())
+            self.head.weight[1].fill_(-2.5)
+
+
+class ByName(Parent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.init_weights(1)
+
+    def init_weights(self, layer: int) -> None:
+        self.layers[layer].weight.data.copy_(_table())
+        nn.init.constant_(self.head.weight, -2.5)
+
+
+class ByVisit(Parent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, -2.5)
+        if module is self:
+            nn.init.zeros_(self.layers[1].weight)
+            with torch.no_grad():
+                self.layers[1].weight.add_(_table())
+
+
+class ByCopy(nn.Module):
+    """Contains a copy of a parent, and not the parent that has written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = copy.deepcopy(ByReset())
+
+
+class Overwritten(ByReset):
+    """Draws the weights once more after its parent has written them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].reset_parameters()
+
+
+@pytest.mark.parametrize("model", [ByReset, ByName, ByVisit, ByCopy])
+def test_what_a_module_writes_into_others_below_it_is_kept(model: Callable[[], nn.Module], tmp_path: Path) -> None:
+    found = _begins_with(model, tmp_path)
+    prefix = "part." if model is ByCopy else ""
+    assert torch.equal(found[f"{prefix}layers.1.weight"], _table())
+    assert bool((found[f"{prefix}head.weight"][1] == -2.5).all())
+    others = found[f"{prefix}layers.0.weight"]
+    assert bool((others == -2.5).all()) if model is ByVisit else 0 < float(others.abs().max()) <= 8**-0.5
+
+
+def test_the_last_initializer_counts(tmp_path: Path) -> None:
+    found = _begins_with(Overwritten, tmp_path)
+    assert 0 < float(found["layers.1.weight"].abs().max()) <= 8**-0.5
+    assert bool((found["head.weight"][1] == -2.5).all())
+
+
+def test_what_a_function_of_the_script_writes_is_kept(tmp_path: Path) -> None:
+    def init_weights(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 1.5)
+
+    found = _begins_with(lambda: Parent().apply(init_weights), tmp_path)
+    assert all(
+        bool((value == 1.5).all()) for name, value in found.items() if name in ("layers.0.weight", "head.weight")
+    )
+
+
+def test_a_transformer_of_torch_begins_as_in_torch(tmp_path: Path) -> None:
+    """Its constructor draws all matrices of its layers anew, which are much wider than those of a Linear."""
+    plain = nn.Transformer(32, 4, 2, 2, 256, batch_first=True).state_dict()
+    found = _begins_with(lambda: nn.Transformer(32, 4, 2, 2, 256, batch_first=True), tmp_path)
+    for name, values in plain.items():
+        bound = (6 / sum(values.shape)) ** 0.5 if values.dim() > 1 else 1.0
+        assert float(found[name].abs().max()) <= bound, name
+        if values.dim() > 1:
+            assert float(found[name].abs().max()) > 0.95 * bound, name
+
+
+def test_an_initializer_leaves_buffers_and_values_of_others_as_they_are(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        built = ByReset()
+        built.norm.running_mean.fill_(4.0)
+        nn.init.constant_(built.layers[2].weight, 6.0)
+        return built
+
+    found = _begins_with(model, tmp_path)
+    assert bool((found["norm.running_mean"] == 4.0).all()) and bool((found["layers.2.weight"] == 6.0).all())
+
+
+def test_values_that_are_computed_from_another_unit_are_an_error(tmp_path: Path) -> None:
+    class Doubled(Parent):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reset_parameters()
+
+        def reset_parameters(self) -> None:
+            with torch.no_grad():
+                self.layers[1].weight.copy_(2 * self.layers[0].weight)
+
+    with pytest.raises(ConfigError, match="reset_parameters of Doubled computes with values of parameters of another"):
+        _begins_with(Doubled, tmp_path)

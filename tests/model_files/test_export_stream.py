@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from offload import testing
 from offload.aio import IoQueue
 from offload.engine.model_io import weight_stream
-from offload.engine.model_io.weight_plan import Place, Plan, make_plan
+from offload.engine.model_io.weight_plan import Cut, Place, Plan, make_plan
 from offload.engine.model_io.weight_source import StoreSource
 from offload.engine.model_io.weight_stream import Chunk, arranged
 from offload.errors import IoError
@@ -143,15 +143,31 @@ def test_memory_is_that_of_the_buffers_for_any_model(
 # -- where the bytes of a chunk go --------------------------------------------------------------------
 
 
-def a_plan(sizes: list[int], gaps: list[int], written_twice: set[int], shards: int) -> Plan:
+def cuts_of(segment: Segment, written_twice: set[int], parted: Collection[int]) -> tuple[Cut, ...]:
+    """Returns what the files have of a parameter: all, or two parts without the element before the last one."""
+    name, numel = segment.name, segment.numel
+    whole = [Cut(0, numel, name)]
+    if int(name) in parted and numel > 4:
+        whole = [
+            Cut(numel - 1, numel, f"{name}.last"),
+            Cut(0, numel // 3, name),
+            Cut(numel // 3, numel - 2, f"{name}.b"),
+        ]
+    again = [cut._replace(name=f"{cut.name}.again") for cut in whole]
+    return (*whole, *(again if int(name) in written_twice else ()))
+
+
+def a_plan(
+    sizes: list[int], gaps: list[int], written_twice: set[int], shards: int, parted: Collection[int] = ()
+) -> Plan:
     segments, end = [], 0
     for index, (numel, gap) in enumerate(zip(sizes, gaps, strict=True)):
         segments.append(Segment(str(index), (numel,), end + gap, numel, True))
         end += gap + numel
-    names = {s.name: (s.name, f"{s.name}.again") if int(s.name) in written_twice else (s.name,) for s in segments}
+    cuts = {segment.name: cuts_of(segment, written_twice, parted) for segment in segments}
     files: dict[str, dict[str, Tensor]] = {}
-    for count, (segment, each) in enumerate((s, name) for s in segments for name in names[s.name]):
-        files.setdefault(f"file{count % shards}", {})[each] = Tensor(torch.float32, segment.shape)
+    for count, cut in enumerate(cut for segment in segments for cut in cuts[segment.name]):
+        files.setdefault(f"file{count % shards}", {})[cut.name] = Tensor(torch.float32, (cut.stop - cut.start,))
     layout = UnitLayout("unit", tuple(segments), -(-max(end, 1) // 8) * 8, -(-max(end, 1) // 8) * 8)
     return Plan(
         layouts=(layout,),
@@ -159,25 +175,28 @@ def a_plan(sizes: list[int], gaps: list[int], written_twice: set[int], shards: i
         world_size=1,
         frozen=True,
         dtype=torch.float32,
-        names=names,
+        cuts=cuts,
         buffers={},
         shards=files,
         config=None,
         generation=None,
         metadata={},
+        left_out=(),
+        unconverted=False,
     )
 
 
 @given(
     st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 20)), min_size=1, max_size=12),
     st.sets(st.integers(0, 11)),
+    st.sets(st.integers(0, 11)),
     st.integers(1, 3),
     st.data(),
 )
 def test_each_byte_of_a_chunk_goes_to_its_place_in_each_file(
-    segments: list[tuple[int, int]], written_twice: set[int], shards: int, data: st.DataObject
+    segments: list[tuple[int, int]], written_twice: set[int], parted: set[int], shards: int, data: st.DataObject
 ) -> None:
-    plan = a_plan([numel for numel, _ in segments], [gap for _, gap in segments], written_twice, shards)
+    plan = a_plan([numel for numel, _ in segments], [gap for _, gap in segments], written_twice, shards, parted)
     places, layout = plan.places(), plan.layouts[0]
     start = data.draw(st.integers(0, layout.numel - 1))
     numel = data.draw(st.integers(1, layout.numel - start))
@@ -194,10 +213,10 @@ def test_each_byte_of_a_chunk_goes_to_its_place_in_each_file(
         for at in range(0, run.nbytes, 4)
     }
     expected = {
-        Place(places[name].file, places[name].offset + 4 * (element - segment.start)): element
+        Place(places[cut.name].file, places[cut.name].offset + 4 * (element - segment.start - cut.start)): element
         for segment in layout.segments
-        for element in range(max(start, segment.start), min(start + numel, segment.stop))
-        for name in plan.names[segment.name]
+        for cut in plan.cuts[segment.name]
+        for element in range(max(start, segment.start + cut.start), min(start + numel, segment.start + cut.stop))
     }
     assert found == expected
     firsts = [run for run in runs if any(run.at <= piece.at < run.at + run.nbytes for piece in pieces)]

@@ -157,9 +157,16 @@ MUTANTS = (
     Mutant(
         "write a chunk of an export one element too far",
         "offload.engine.model_io.weight_stream",
-        "nbytes, skipped = (stop - start) * itemsize, (segment.first + start - segment.start) * itemsize",
-        "nbytes, skipped = (stop - start) * itemsize, (segment.first + start - segment.start + 1) * itemsize",
+        "offset + (begin - cut.start) * itemsize))",
+        "offset + (begin - cut.start + 1) * itemsize))",
         "tests/model_files/test_export_stream.py",
+    ),
+    Mutant(
+        "a resumed run does not give modules their extra state",
+        "offload.engine.training.module_entries",
+        "            if name in held:\n",
+        "            if held.pop(name, None) is ...:\n",
+        "tests/checkpoints/test_module_entries.py",
     ),
     Mutant(
         "files that others may have changed are read all the same",

@@ -173,7 +173,15 @@ def export(
     from rich.console import Console
 
     from offload.aio import IoQueue
-    from offload.runs.export import check_target, make_plan, open_source, read_nbytes, shard_size, with_states
+    from offload.runs.export import (
+        check_target,
+        described_names,
+        make_plan,
+        open_source,
+        read_nbytes,
+        shard_size,
+        with_states,
+    )
     from offload.runs.export import export as write
     from offload.runs.states_by_parameter import plan_states
 
@@ -195,7 +203,9 @@ def export(
                 with _bar(console, states.nbytes) as progress:
                     done = write_all(source, out, states, progress)
             else:
-                plan = make_plan(source, None if dtype is None else dtype.value, shard_nbytes)
+                plan = make_plan(
+                    source, None if dtype is None else dtype.value, shard_nbytes, saved=described_names(source.about)
+                )
                 with _bar(console, read_nbytes(plan)) as progress:
                     done = write(source, out, plan, queue, progress, tokenizer, _tokenizer_writer(source.client_state))
             _note_saved(source, path)

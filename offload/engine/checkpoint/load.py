@@ -230,7 +230,7 @@ def fitting(
     if not schedule:
         facts["scheduler"] = None
     mine = {name: value for name, value in progress.buffers.items() if name in buffers}
-    return Snapshot(facts, progress.generators, mine)
+    return progress._replace(facts=facts, buffers=mine)
 
 
 def buffers_among_weights(found: FoundCheckpoint, names: Collection[str], queue: Queue) -> dict[str, torch.Tensor]:

@@ -30,6 +30,7 @@ from offload.engine.checkpoint.restore import CheckpointRestorer
 from offload.engine.checkpoint.save import own_or_shared, save
 from offload.engine.checkpoint.save_request import Moment, SaveRequest
 from offload.engine.distributed.rounds.intents import Collective
+from offload.engine.model_io.saved_names import about_saved
 from offload.engine.training.components import EngineComponents, together
 from offload.engine.training.snapshot import as_bytes, persistent_buffers, scheduler_state, write_buffers
 from offload.engine.training.training_state import TrainingState
@@ -140,7 +141,8 @@ class Checkpoints:
         mesh = self._components.mesh
         contents = {**self._state.take().pack(), CLIENT_STATE: as_bytes(json.dumps(plain, allow_nan=False).encode())}
         layout = describe(self._components.layouts, self._components.shards.mode, mesh.shards, mesh.replicas)
-        return Moment(self._state.global_steps, contents, layout, about(self._module))
+        said = about_saved(self._module, self._components.tensor_parallel is not None)
+        return Moment(self._state.global_steps, contents, layout, said)
 
     def _inspect(self, folder: Path, options: LoadOptions) -> FoundCheckpoint:
         """Reads all but the states and checks that the checkpoint fits. Changes nothing."""
@@ -153,6 +155,7 @@ class Checkpoints:
             found = look(self._place.own(folder), self._components.rank, self._components.world_size, tied)
         names = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
         check_fits(found, self._components.shards, options, names, persistent_buffers(self._module))
+        self._state.entries.check_fits(found.progress.entries, f"the checkpoint {folder}")
         if not options.module_only:
             check_progress(
                 found, options, len(self._state.optimizer.param_groups), scheduler_state(self._state.lr_scheduler)
@@ -197,6 +200,7 @@ class Checkpoints:
         notices = [*found.notices, *self._changed_form(found, options)]
         if options.module_only:
             write_buffers(buffers, {name: value for name, value in progress.buffers.items() if name in buffers})
+            notices += self._state.entries.restore(progress.entries, self._state.device)
         else:
             notices += self._state.restore(progress, options.schedule, options.states)
             if not found.own and found.progress.generators:

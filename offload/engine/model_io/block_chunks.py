@@ -47,6 +47,8 @@ def block_chunks(plan: Plan) -> Iterator[BlockChunk]:
         blocks = [segment for segment in layout.segments if segment.form]
         for segment, stop in zip(blocks, [*(each.start for each in blocks[1:]), layout.numel], strict=False):
             form = BLOCK_FORMATS[segment.form]
+            if segment.name not in plan.cuts:  # the model's class leaves it out
+                continue
             for first in range(0, segment.value_numel, VALUES):
                 last = min(first + VALUES, segment.value_numel)
                 start = form.stored_nbytes(first) // itemsize
@@ -91,7 +93,7 @@ class BlockValues:
         skipped = (chunk.segment.first + chunk.first) * plan.dtype.itemsize
         places = [
             Place(file, offset + skipped)
-            for file, offset in (self._places[name] for name in plan.names[chunk.segment.name])
+            for file, offset in (self._places[cut.name] for cut in plan.cuts[chunk.segment.name])
         ]
         at = places[0].offset % PAGE
         blocks = torch.frombuffer(buffer, dtype=torch.uint8, count=form.stored_nbytes(numel))

@@ -70,8 +70,10 @@ def init(
     other tensors are real.
 
     Modules whose class has no `reset_parameters` keep the values from their constructor. Modules of transformers are
-    initialized by the model's `_init_weights`. A parameter keeps its values, in memory, if code sets them: by
-    `nn.init`, `load_state_dict`, `module.weight = ...`, or as an argument of its module. `from_pretrained` of
+    initialized by the model's `_init_weights`. Such a method may also write parameters of modules below its own, and is
+    called once more for each unit that it writes. A parameter keeps its values, in memory, if other code sets them: by
+    `nn.init`, `load_state_dict`, `module.weight = ...`, `model.apply(function)`, or as an argument of its module.
+    `from_pretrained` of
     transformers reads a local folder of safetensors as `load_pretrained` does.
 
     Args:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -25,15 +26,18 @@ from offload.engine.distributed.all_or_nothing import AllOrNothing
 from offload.engine.distributed.rounds.intents import Collective
 from offload.engine.model_io.grid.of_engine import whole_of_engine
 from offload.engine.model_io.output_folder import arriving, check_not_a_file, check_room
+from offload.engine.model_io.safetensors_folder import SINGLE
+from offload.engine.model_io.saved_names import SavedNames, saved_names
 from offload.engine.model_io.weight_plan import check_dtype, make_plan, shard_size
 from offload.engine.model_io.weight_source import Reading
 from offload.engine.model_io.weight_stream import Sink, stream
 from offload.engine.model_io.weight_writer import Files, notices
 from offload.engine.training.components import EngineComponents, together
 from offload.engine.training.snapshot import all_persistent_buffers, persistent_buffers
-from offload.errors import UsageError
+from offload.errors import BudgetError, ConfigError, UsageError
 from offload.layout.fingerprint import about, describe
 from offload.states import State
+from offload.swapper.modes import dtype_name
 
 logger = logging.getLogger("offload")
 
@@ -238,8 +242,18 @@ class PretrainedWriter:
         adapter = wanted.file_name is None and hasattr(self._module, "peft_config")
         if adapter:
             self._components.refuse_shards("save_pretrained of adapters")
+        # DeepSpeed's file of weights, and parts that are put together, have the names of the parameters.
+        own_names = wanted.file_name is None and not adapter and self._components.tensor_parallel is None
+        saved = saved_names(self._module) if own_names else None
         # Gathered before the meeting below begins: a rank that is in the meeting cannot serve another rank's gather.
         gathered = gather_adapter(self._module, self._components) if adapter else Adapter({}, {})
+        whole: dict[str, Any] = {}
+        if saved is not None and saved.computed:
+            _check_own_dtype(wanted.dtype, self._components.shards.mode.weight_dtype, saved.computed)
+            whole = self._module.state_dict()
+        elif saved is not None and saved.unconverted and wanted.dtype is None and self._components.everyone is None:
+            with contextlib.suppress(BudgetError):  # a larger model has the names of memory, and a notice says so
+                whole = self._module.state_dict()
         with together(self._components, Collective.SAVE, "save the model") as ranks:
             ranks.settle(wanted.check)
             ranks.settle(lambda: self._components.unit_views.check_not_gathered("saved"))
@@ -248,10 +262,12 @@ class PretrainedWriter:
             out = Path(wanted.folder).absolute()
             if adapter:
                 ranks.by_first(lambda: self._write_adapter(wanted, out, gathered))
+            elif whole:
+                ranks.by_first(lambda: self._write_whole(wanted, out, whole))
             else:
-                self._write(wanted, out, step, ranks)
+                self._write(wanted, out, step, ranks, saved)
 
-    def _write(self, wanted: SaveOptions, out: Path, step: int, ranks: AllOrNothing) -> None:
+    def _write(self, wanted: SaveOptions, out: Path, step: int, ranks: AllOrNothing, saved: SavedNames | None) -> None:
         """Writes the model; only rank 0 opens files. Collective.
 
         Args:
@@ -259,6 +275,7 @@ class PretrainedWriter:
             out: The output folder.
             step: Number of the step.
             ranks: All ranks.
+            saved: What the model's class makes of its weights in files; None for each under its own name.
         """
         failure = _FirstFailure()
         # A failed write on rank 0 is raised on all ranks at the next read, by `check`.
@@ -266,7 +283,8 @@ class PretrainedWriter:
         grid = self._components.tensor_parallel
         source = own if grid is None else whole_of_engine(self._module, self._components, grid, own)
         shard_nbytes = _ONE_FILE if wanted.file_name else shard_size(wanted.max_shard_size)
-        plan = make_plan(source, wanted.dtype, shard_nbytes, wanted.frozen, wanted.file_name)
+        plan = make_plan(source, wanted.dtype, shard_nbytes, wanted.frozen, wanted.file_name, saved)
+        buffers = {**source.buffers, **({} if saved is None else saved.values)}
         # Two stacks, because the files must be durable and closed before the folder is renamed.
         with (
             own_or_shared(self._components.queue) as queue,
@@ -278,7 +296,7 @@ class PretrainedWriter:
             def begin() -> None:
                 folder = folder_open.enter_context(arriving(out, logger.warning, wanted.file_name is None))
                 check_room(folder, plan.nbytes, out)
-                made.append((folder, files_open.enter_context(Files(folder, plan, source.buffers, queue))))
+                made.append((folder, files_open.enter_context(Files(folder, plan, buffers, queue))))
 
             def end() -> None:
                 failure.check()
@@ -294,6 +312,25 @@ class PretrainedWriter:
         for notice in notices(source, plan, beyond) if ranks.rank == 0 else ():
             logger.warning("%s: %s", out, notice)
 
+    def _write_whole(self, wanted: SaveOptions, out: Path, state: dict[str, Any]) -> None:
+        """Lets the model's own code write the weights `state`, which are in memory. Runs on rank 0."""
+        module: Any = self._module
+        with arriving(out, logger.warning) as folder, naming_errors(folder, "write"):
+            check_room(folder, sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor)), out)
+            if hasattr(module, "save_pretrained"):
+                module.save_pretrained(str(folder), state_dict=state, max_shard_size=wanted.max_shard_size)
+            else:
+                first: dict[tuple[int, torch.Size], str] = {}
+                tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+                names = {
+                    name: first.setdefault((value.data_ptr(), value.shape), name) for name, value in tensors.items()
+                }
+                own = {name: tensors[name].contiguous() for name, other in names.items() if name == other}
+                ties = {name: other for name, other in names.items() if name != other}
+                safetensors.torch.save_file(own, folder / SINGLE, {"format": "pt", **ties})
+            if wanted.tokenizer is not None:
+                _save_tokenizer(wanted.tokenizer, folder)
+
     def _write_adapter(self, wanted: SaveOptions, out: Path, adapter: Adapter) -> None:
         """Calls peft to write the adapter into `out`. Runs on rank 0."""
         module: Any = self._module
@@ -306,6 +343,15 @@ class PretrainedWriter:
                 module.save_pretrained(str(folder), state_dict=adapter.state)
             if wanted.tokenizer is not None:
                 _save_tokenizer(wanted.tokenizer, folder)
+
+
+def _check_own_dtype(wanted: Any, dtype: torch.dtype, why: str) -> None:
+    """Raises `ConfigError` if weights that a model's own code writes shall have another dtype than they have."""
+    if (check_dtype(wanted) or dtype) is not dtype:
+        raise ConfigError(
+            f"{why}, so the model's own code writes the files, in {dtype_name(dtype)}: leave dtype out, and convert "
+            "the saved model by transformers"
+        )
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:

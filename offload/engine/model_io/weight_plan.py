@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.engine.model_io.safetensors_folder import SINGLE
+from offload.engine.model_io.saved_names import SavedNames
 from offload.engine.model_io.weight_source import Source
+from offload.engine.params.saved_state import Part
 from offload.errors import ConfigError
 from offload.fileio.safetensors_stream import Tensor, shard
 from offload.fileio.safetensors_stream import plan as plan_file
@@ -27,6 +30,14 @@ class Place(NamedTuple):
     offset: int
 
 
+class Cut(NamedTuple):
+    """Elements [start, stop) of a parameter, which are one tensor of the files."""
+
+    start: int
+    stop: int
+    name: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """Names, dtypes and files of an export, decided before any file is created."""
@@ -37,8 +48,11 @@ class Plan:
     frozen: bool
     """True if frozen weights are written."""
     dtype: torch.dtype
-    names: Mapping[str, tuple[str, ...]]
-    """For each segment, the names under which its parameter is written: its own, and tied ones that no loader ties."""
+    cuts: Mapping[str, tuple[Cut, ...]]
+    """For each segment, what is written of its parameter: all of it, under its name and tied ones that no loader ties.
+
+    A model's class may give it other names, or cut it.
+    """
     buffers: Mapping[str, tuple[str, ...]]
     """The same for each persistent buffer."""
     shards: Mapping[str, Mapping[str, Tensor]]
@@ -47,6 +61,10 @@ class Plan:
     """Config of transformers; None if the model has none, or only weights are written."""
     generation: Mapping[str, Any] | None
     metadata: Mapping[str, str]
+    left_out: tuple[str, ...]
+    """Entries of the model's `state_dict` that no file contains."""
+    unconverted: bool
+    """True if weights have the form that transformers has in memory, where it would compute another for files."""
 
     def places(self) -> dict[str, Place]:
         """Returns the place of each tensor in the files, by name."""
@@ -78,7 +96,12 @@ def shard_size(text: str | int) -> int:
 
 
 def make_plan(
-    source: Source, dtype: str | torch.dtype | None, shard_nbytes: int, frozen: bool = True, name: str | None = None
+    source: Source,
+    dtype: str | torch.dtype | None,
+    shard_nbytes: int,
+    frozen: bool = True,
+    name: str | None = None,
+    saved: SavedNames | None = None,
 ) -> Plan:
     """Decides names, dtypes and files.
 
@@ -88,6 +111,7 @@ def make_plan(
         shard_nbytes: Limit of a file's size in bytes.
         frozen: False to write only trainable weights and buffers.
         name: Name of the only file to write; None to write all files of a model's folder.
+        saved: What the model's class makes of its weights in files; None for each under its own name.
 
     Raises:
         ConfigError: If weights cannot be saved in `dtype`.
@@ -100,7 +124,8 @@ def make_plan(
     tied_buffers: Mapping[str, str] = source.about.get("tied_buffers", {})
     config = source.about.get("config")
     left_out = _left_to_the_loader(source.about, name)
-    names: dict[str, tuple[str, ...]] = {}
+    cuts: dict[str, tuple[Cut, ...]] = {}
+    parts = _by_source(saved)
     tensors: dict[str, Tensor] = {}
     rows = Counter(segment.stack for layout in layouts for segment in layout.segments)
     for layout in layouts:
@@ -113,17 +138,39 @@ def make_plan(
                     "cannot be written as values: save the adapters by engine.save_pretrained of a model of peft, or "
                     "what trains by exclude_frozen_parameters=True"
                 )
-            others = (alias for alias, name in tied.items() if name == segment.name and alias not in left_out)
-            names[segment.name] = (segment.parameter, *others)
             # Experts that are units of their own are one tensor in the files, as they are one parameter in the model.
             shape = (rows[segment.stack], *segment.shape) if segment.stack else segment.shape
-            tensors |= dict.fromkeys(names[segment.name], Tensor(wanted, shape))
+            if parts is None:
+                names = [segment.parameter, *(alias for alias, name in tied.items() if name == segment.name)]
+                own = [each for each in names if each not in left_out] or [max(names)]
+                written = {each: Part(segment.parameter, 0, shape) for each in own}
+            else:
+                written = parts.get(segment.parameter, {})
+            if not written:
+                continue
+            cuts[segment.name] = tuple(
+                Cut(part.start, part.start + math.prod(part.shape), each) for each, part in written.items()
+            )
+            if segment.form and any(cut.stop - cut.start != math.prod(shape) for cut in cuts[segment.name]):
+                raise ConfigError(
+                    f"{segment.parameter} is stored in {segment.form}, and the model's class saves parts of it, which "
+                    'is not supported: train with "frozen" left out of the config'
+                )
+            tensors |= {each: Tensor(wanted, part.shape) for each, part in written.items()}
     buffers: dict[str, tuple[str, ...]] = {}
     for first, value in source.buffers.items():
+        if parts is not None:
+            buffers[first] = tuple(parts.get(first, {}))
+            tensors |= dict.fromkeys(buffers[first], Tensor(value.dtype, tuple(value.shape)))
+            continue
         others = (alias for alias, name in tied_buffers.items() if name == first and alias not in left_out)
         buffers[first] = (first, *others)
         tensors |= dict.fromkeys(buffers[first], Tensor(value.dtype, tuple(value.shape)))
+    values = {} if saved is None else saved.values
+    tensors |= {each: Tensor(value.dtype, tuple(value.shape)) for each, value in values.items()}
     metadata = {"format": "pt"} | ({**tied, **tied_buffers} if config is None and left_out else {})
+    if saved is not None:
+        metadata = {"format": "pt", **saved.ties}
     if name is not None:
         files, config = {name: tensors}, None
     else:
@@ -135,13 +182,25 @@ def make_plan(
         world_size=int(source.description["world_size"]),
         frozen=frozen,
         dtype=wanted,
-        names=names,
-        buffers=buffers,
+        cuts=cuts,
+        buffers={**buffers, **{each: (each,) for each in values}},
         shards=files,
         config=None if config is None else _config(config, source.about["class"], wanted),
         generation=None if config is None else source.about.get("generation_config"),
         metadata=metadata,
+        left_out=() if saved is None else saved.left_out,
+        unconverted=saved is not None and saved.unconverted,
     )
+
+
+def _by_source(saved: SavedNames | None) -> dict[str, dict[str, Part]] | None:
+    """Returns the parts of each parameter and buffer, by their names in the files; None if no class decides on them."""
+    if saved is None:
+        return None
+    found: dict[str, dict[str, Part]] = {}
+    for name, part in saved.parts.items():
+        found.setdefault(part.source, {})[name] = part
+    return found
 
 
 def _left_to_the_loader(about: Mapping[str, Any], name: str | None) -> set[str]:

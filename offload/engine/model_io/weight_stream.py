@@ -188,22 +188,27 @@ def arranged(plan: Plan, places: Mapping[str, Place], chunk: Chunk) -> tuple[lis
     again: list[Run] = []
     for segment in plan.layouts[chunk.unit].segments:
         start, stop = max(chunk.start, segment.start), min(chunk.start + chunk.numel, segment.stop)
-        if start >= stop or segment.name not in plan.names:
-            continue
-        nbytes, skipped = (stop - start) * itemsize, (segment.first + start - segment.start) * itemsize
-        first, *others = (
-            Place(file, offset + skipped) for file, offset in (places[name] for name in plan.names[segment.name])
-        )
-        at = runs[-1].at + runs[-1].nbytes if runs else 0
-        if runs and first == runs[-1].place._replace(offset=runs[-1].place.offset + runs[-1].nbytes):
-            runs[-1] = runs[-1]._replace(nbytes=runs[-1].nbytes + nbytes)
-        else:
-            gap = (first.offset - at) % PAGE
-            if gaps + gap <= _GAPS:
-                at, gaps = at + gap, gaps + gap
-            runs.append(Run(first, at, nbytes))
-        pieces.append(Piece(start - chunk.start, stop - chunk.start, at))
-        again += [Run(other, at, nbytes) for other in others]
+        # Elements of the parameter from here on: what is one tensor of the files may be cut of it.
+        first = segment.first + start - segment.start
+        ranges: dict[tuple[int, int], list[Place]] = {}
+        for cut in plan.cuts.get(segment.name, ()) if start < stop else ():
+            begin, end = max(first, cut.start), min(first + stop - start, cut.stop)
+            if begin < end:
+                file, offset = places[cut.name]
+                ranges.setdefault((begin, end), []).append(Place(file, offset + (begin - cut.start) * itemsize))
+        for (begin, end), (place, *others) in sorted(ranges.items()):
+            nbytes = (end - begin) * itemsize
+            at = runs[-1].at + runs[-1].nbytes if runs else 0
+            if runs and place == runs[-1].place._replace(offset=runs[-1].place.offset + runs[-1].nbytes):
+                runs[-1] = runs[-1]._replace(nbytes=runs[-1].nbytes + nbytes)
+            else:
+                gap = (place.offset - at) % PAGE
+                if gaps + gap <= _GAPS:
+                    at, gaps = at + gap, gaps + gap
+                runs.append(Run(place, at, nbytes))
+            position = start - chunk.start + begin - first
+            pieces.append(Piece(position, position + end - begin, at))
+            again += [Run(other, at, nbytes) for other in others]
     return pieces, runs + again
 
 

@@ -108,10 +108,21 @@ def notices(source: Source, plan: Plan, beyond: int) -> tuple[str, ...]:
             "the weights random. For the adapter, resume the run: in Python call engine.save_pretrained(folder), or "
             "give the same command of `offload train --lora` with --resume must and --output FOLDER"
         )
-    absent = sum(segment.name not in plan.names for layout in plan.layouts for segment in layout.segments)
-    if absent:
+    absent = sum(not segment.trainable for layout in plan.layouts for segment in layout.segments)
+    if absent and not plan.frozen:
         found.append(
             f"{count_of(absent, 'frozen weight is', 'frozen weights are')} not in the files, because they were left out"
+        )
+    if plan.unconverted:
+        found.append(
+            "some weights have the names and the form that transformers 5 has in memory and loads, since their form on "
+            "the hub is computed from several weights: engine.module.save_pretrained(folder) writes that, with all "
+            "weights in RAM"
+        )
+    if plan.left_out:
+        found.append(
+            f"{', '.join(plan.left_out)} of the model's state_dict() is not in the files: save_checkpoint and "
+            "torch.save keep what is no tensor, and engine.save_pretrained of a resumed run writes tensors"
         )
     return tuple(found)
 

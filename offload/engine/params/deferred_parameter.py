@@ -91,8 +91,8 @@ class DeferredParameter(nn.Parameter):
             all_of_it = func.__name__ in OVERWRITES or getattr(func, "__module__", "") == nn.init.__name__
             with _real(first, func.__name__, by_hand, all_of_it) as real:
                 return func(real, *args[1:], **kwargs)
-        if state.model and isinstance(first, list | tuple) and writes(func) and (by_hand := writer()):
-            raise _refused_part(func.__name__, by_hand)
+        if state.model and isinstance(first, list | tuple) and writes(func) and isinstance(by := writer(), str):
+            raise _refused_part(func.__name__, by)
         result = call_plainly(func, *args, **kwargs)
         return _as_part(result, first) if is_building() and isinstance(first, DeferredParameter) else result
 
@@ -207,11 +207,13 @@ def _whole_of(tensor: DeferredParameter) -> Any:
 
 def _hand_that_writes(tensor: Any) -> str | None:
     """Returns the "file:line" of code that writes by hand; None for an initializer, whose draw is then another one."""
-    by_hand = writer()
+    by = writer()
+    if isinstance(by, str):
+        return by
     whole = _whole_of(tensor)
-    if by_hand is None and isinstance(whole, DeferredParameter) and whole.draw is not None:
-        whole.draw = whole.draw.anew()
-    return by_hand
+    if isinstance(whole, DeferredParameter) and whole.draw is not None:
+        whole.draw = whole.draw.anew(by)
+    return None
 
 
 def _copied_of(tensor: torch.Tensor) -> Copied | None:

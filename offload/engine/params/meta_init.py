@@ -9,12 +9,13 @@ so the weights do not depend on budgets, placements or the number of ranks. Para
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import threading
 import traceback
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload.engine.params.building.contexts import building, building_a_model
 from offload.engine.params.building.draws import Draw
+from offload.engine.params.building.writes import Initializer
 from offload.engine.params.deferred_parameter import DeferredParameter, origin_of
 from offload.errors import ConfigError
 from offload.torch_internals import swap_parameters
@@ -136,9 +138,9 @@ def _can_initialize(module: nn.Module) -> bool:
     return _resetter(module) is not None or type(module).__module__.startswith("transformers.")
 
 
-def _resetter(module: nn.Module) -> Any:
-    """Returns the method by which a module initializes its parameters, or None."""
-    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+def _resetter(module: nn.Module) -> str | None:
+    """Returns the name of the method by which a module initializes its parameters, or None."""
+    return next((name for name in ("reset_parameters", "_reset_parameters") if getattr(module, name, None)), None)
 
 
 def materialize(
@@ -162,6 +164,7 @@ def materialize(
     if not absent:
         return
     made = {id(parameter) for parameter in absent.values()}
+    draws = {name: each.draw for name, each in absent.items() if isinstance(each, DeferredParameter) and each.draw}
     # NaN marks a value as not yet set, for the check at the end.
     for parameter in absent.values():
         real = nn.Parameter(torch.full_like(parameter, torch.nan, device="cpu"), parameter.requires_grad)
@@ -169,17 +172,12 @@ def materialize(
     # Forked, so that making the weights leaves the user's random state as it was.
     with torch.random.fork_rng(devices=[]), torch.no_grad(), building():
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would change the GPU's seed for good
-        for module, initialize in _initializers(model, absent):
-            # An initializer sets all parameters of its module, so those that have values already are restored.
-            own = [each for each in module.parameters(recurse=False) if not each.is_meta and id(each) not in made]
-            before = [each.clone() for each in own]
-            with _with_shapes(module, shapes or {}):
-                initialize(module)
-            for parameter, values in zip(own, before, strict=True):
-                parameter.copy_(values)
+        for call in _calls(model, absent, draws):
+            with _apart(call.target, made, shapes or {}):
+                _run(call)
     for name, parameter in absent.items():
-        # The first value spares nearly every parameter a tensor of its size.
-        if parameter.numel() and bool(parameter[(0,) * parameter.dim()].isnan()) and bool(parameter.isnan().all()):
+        # A minimum is NaN where any value is, and takes no tensor of the parameter's size.
+        if parameter.numel() and bool(parameter.detach().amin().isnan()):
             raise ConfigError(
                 f"parameter {name} of {type(model.get_submodule(name.rpartition('.')[0])).__name__} has no initial "
                 "value: its module has no reset_parameters that sets the parameter; add that method, or build the "
@@ -187,33 +185,109 @@ def materialize(
             )
 
 
-@contextlib.contextmanager
-def _with_shapes(module: nn.Module, shapes: Mapping[int, torch.Size]) -> Iterator[None]:
-    """Shows the initializer of `module` its emptied parameters in their shapes, on meta: it may compute with those.
+def _run(call: Initializer) -> None:
+    """Lets an initializer make values; raises `ConfigError` if it needs those of parameters that are not in memory."""
+    try:
+        call()
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" not in str(error).lower():
+            raise
+        raise ConfigError(
+            f"{call.name} of {type(call.target).__name__} computes with values of parameters of another unit, but "
+            f"offload.init fills one unit after the other ({error}); build this model outside of offload.init"
+        ) from error
 
-    A weight that is tied to one of an earlier unit is emptied by now, and the range of a bias is computed from it.
+
+@contextlib.contextmanager
+def _apart(module: nn.Module, made: Collection[int], shapes: Mapping[int, torch.Size]) -> Iterator[None]:
+    """Lets an initializer of `module` change no other parameters than those that are made, and no buffers.
+
+    An initializer sets all parameters of its module, and may set those of modules below it. Those of other units are
+    shown in their shapes, on meta: the range of a bias is computed from the shape of a weight, which may be that of an
+    earlier unit and emptied by now.
+
+    Args:
+        module: the module.
+        made: ids of the parameters that are made.
+        shapes: shape of each parameter of the model that may have been emptied, by its id.
     """
-    emptied = [
-        (each, name, parameter)
-        for each in module.modules()
-        for name, parameter in each._parameters.items()
-        if parameter is not None and parameter.shape != shapes.get(id(parameter), parameter.shape)
-    ]
-    for each, name, parameter in emptied:
-        shape = torch.empty(shapes[id(parameter)], dtype=parameter.dtype, device="meta")
-        each._parameters[name] = DeferredParameter(shape, parameter.requires_grad)
+    others: list[tuple[dict[str, Any], str, Any]] = []
+    copied: list[tuple[nn.Parameter, torch.Tensor]] = []
+    for each in module.modules():
+        for name, parameter in each._parameters.items():
+            if parameter is None or id(parameter) in made:
+                continue
+            shape = shapes.get(id(parameter), parameter.shape)
+            if each is module and not parameter.is_meta and parameter.shape == shape:
+                copied.append((parameter, parameter.detach().clone()))  # may be computed with
+            elif not parameter.is_meta:
+                others.append((each._parameters, name, parameter))
+        others += [(each._buffers, name, buffer) for name, buffer in each._buffers.items() if buffer is not None]
+    for place, name, tensor in others:
+        if isinstance(tensor, nn.Parameter):
+            empty = torch.empty(shapes.get(id(tensor), tensor.shape), dtype=tensor.dtype, device="meta")
+            place[name] = DeferredParameter(empty, tensor.requires_grad)
+        else:
+            place[name] = tensor.clone()
     try:
         yield
     finally:
-        for each, name, parameter in emptied:
-            each._parameters[name] = parameter
+        for place, name, tensor in others:
+            place[name] = tensor
+        for parameter, values in copied:
+            parameter.copy_(values)
 
 
-def _initializers(model: nn.Module, names: Mapping[str, nn.Parameter]) -> Iterator[tuple[nn.Module, Any]]:
-    """Yields the modules that own `names` and those between them, children first, each with its initializer.
+def _calls(model: nn.Module, absent: Mapping[str, nn.Parameter], draws: Mapping[str, Draw]) -> list[Initializer]:
+    """Returns the initializers of the parameters `absent`: of the modules that own them, and of those above.
 
-    The order is that of a construction: a parent's initializer may overwrite a child's values.
+    Those of the modules that own parameters, and of the modules between them, run children first: a parent's may
+    overwrite a child's values. If others have written values too, as `_init_weights` of a Whisper encoder writes the
+    positions of its embedding, all run in the order in which they ran while the model was built.
+
+    Args:
+        model: the model.
+        absent: the parameters.
+        draws: what is known of their values.
     """
+    own = list(_initializers(model, absent))
+    written: dict[Initializer, int] = {}
+    for name, draw in draws.items():
+        for call, number in draw.writers.items():
+            within = _within(model, name, call) if call not in own else call
+            written[within] = max(number, written.get(within, -1))
+    if written.keys() <= set(own):
+        return own
+    return sorted([*own, *(written.keys() - set(own))], key=lambda call: written.get(call, -1))
+
+
+def _within(model: nn.Module, name: str, call: Initializer) -> Initializer:
+    """Returns the call that writes parameter `name` of `model`, where `call` has written the one that it copies.
+
+    Raises:
+        ConfigError: if the model does not contain such a module.
+    """
+    above = [model]
+    for part in name.split(".")[:-1]:
+        above.append(above[-1].get_submodule(part))
+
+    def same(value: Any) -> Any:
+        if not isinstance(value, nn.Module) or value in above:
+            return value
+        return next((each for each in reversed(above) if type(each) is type(value)), value)
+
+    found = Initializer(same(call.owner), call.name, tuple(map(same, call.arguments)))
+    parameter = model.get_parameter(name)
+    if found.target not in above and not any(each is parameter for each in found.target.parameters()):
+        raise ConfigError(
+            f"parameter {name} is a copy of one that {call.name} of {type(call.target).__name__} has written, and this "
+            "model contains no such module; build this model outside of offload.init"
+        )
+    return found
+
+
+def _initializers(model: nn.Module, names: Mapping[str, nn.Parameter]) -> Iterator[Initializer]:
+    """Yields the initializers of the modules that own `names` and of those between them, children first."""
     paths: set[str] = set()
     shared = _common_prefix(list(names))
     for name in names:
@@ -230,10 +304,10 @@ def _initializers(model: nn.Module, names: Mapping[str, nn.Parameter]) -> Iterat
         module = modules[path]
         reset = _resetter(module)
         if reset is not None and any(not p.is_meta for p in module.parameters(recurse=False)):
-            yield module, lambda _, reset=reset: reset()
-        library = _library_initializer(modules, path)
+            yield Initializer(module, reset)
+        library = _library_model(modules, path)
         if library is not None:
-            yield module, library
+            yield Initializer(library, "_init_weights", (module,))
 
 
 def _common_prefix(names: list[str]) -> str:
@@ -247,12 +321,12 @@ def _common_prefix(names: list[str]) -> str:
     return ".".join(shared)
 
 
-def _library_initializer(modules: Mapping[str, nn.Module], path: str) -> Any:
-    """Returns `_init_weights` of the innermost transformers model that contains `path`, or None."""
+def _library_model(modules: Mapping[str, nn.Module], path: str) -> nn.Module | None:
+    """Returns the innermost module at or above `path` with `_init_weights(module)`, as models of transformers have."""
     while True:
-        initializer = getattr(modules[path], "_init_weights", None)
-        if initializer is not None:
-            return initializer
+        initializer = getattr(type(modules[path]), "_init_weights", None)
+        if initializer is not None and len(inspect.signature(initializer).parameters) > 1:
+            return modules[path]
         if not path:
             return None
         path = path.rpartition(".")[0]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
@@ -27,6 +28,7 @@ from offload.engine.params.module_hooks import ModuleHooks
 from offload.engine.params.opaque.paged_tensor import PagedTensor, ParameterBytes
 from offload.engine.params.opaque.takeover import keep_unpacked, ordinary
 from offload.engine.params.paged_parameter import ParamHandle
+from offload.engine.params.paged_parameter import handle_of as handle_of_placeholder
 from offload.engine.params.unit_views import UnitViews
 from offload.errors import BudgetError, UsageError
 from offload.interrupts import uninterrupted
@@ -35,6 +37,7 @@ from offload.sizes import GIB, format_size
 from offload.states import State
 from offload.swapper.memory.limits import free_host_memory
 from offload.swapper.pager import Pager
+from offload.torch_internals import first_state_dict_hook
 
 _MOST_GATHERED = GIB
 """Bytes of pending edits above which the next edit writes them first.
@@ -91,7 +94,7 @@ class WeightEdits:
         """True inside of `leaving_out_frozen`."""
         self._removers: list[Callable[[], None]] = [
             # Functions, not methods: a deep copy of the model copies its hooks, and with a method this object as well.
-            model.register_state_dict_pre_hook(lambda *_: self._check_room()).remove,
+            model.register_state_dict_pre_hook(lambda model, *_: self._check_room(model)).remove,
             model.register_load_state_dict_post_hook(lambda *_: self.flush()).remove,
         ]
 
@@ -100,7 +103,8 @@ class WeightEdits:
 
         for module in model.modules():
             if any(True for _ in module.parameters(recurse=False)):
-                self._removers.append(module.register_state_dict_post_hook(replace).remove)
+                # Before the hooks of the model's own, which may rename entries and compute with them.
+                self._removers.append(first_state_dict_hook(module, replace).remove)
                 self._removers.append(module.register_load_state_dict_pre_hook(_refuse_assign).remove)
         for handle in self._served:
             handle.attach(self)
@@ -306,7 +310,10 @@ class WeightEdits:
         """Replaces placeholders in a module's state dict by copies of the weights."""
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             handle = self.handle(parameter)
-            if handle is None or prefix + name not in state:
+            if handle is not None and prefix + name not in state:
+                self._replace_renamed(state, prefix, handle)
+                continue
+            if handle is None:
                 continue
             if self._layouts[handle.unit].segments[handle.position].inner:
                 self._replace_bytes(state, prefix, name)
@@ -315,6 +322,22 @@ class WeightEdits:
                 del state[prefix + name]
             elif not handle.gathered:
                 state[prefix + name] = self._copy_of(handle)
+
+    def _replace_renamed(self, state: dict[str, Any], prefix: str, handle: ParamHandle) -> None:
+        """Replaces what a module's `_save_to_state_dict` has saved of a parameter under other names."""
+        parameter = handle.parameter
+        for key in list(itertools.takewhile(lambda key: key.startswith(prefix), reversed(state))):
+            value = state[key]
+            if handle_of_placeholder(value) is handle:
+                same = True
+            else:  # a materialized parameter shares the memory of its unit, which changes
+                same = (
+                    handle.materialized and isinstance(value, torch.Tensor) and value.data_ptr() == parameter.data_ptr()
+                )
+            if same and self._without_frozen and not parameter.requires_grad:
+                del state[key]
+            elif same and not handle.gathered and value.numel() == math.prod(handle.shape):
+                state[key] = self._copy_of(handle).view(value.shape)
 
     def _copy_of(self, handle: ParamHandle) -> torch.Tensor:
         """Returns a CPU copy of one parameter, as `weight` does. Rows of a stack are joined."""
@@ -339,8 +362,10 @@ class WeightEdits:
         """Returns the handle of `parameter`, also while materialized; None for a parameter of a copy of the model."""
         return self._handle_of.get(id(parameter))
 
-    def _check_room(self) -> None:
+    def _check_room(self, model: nn.Module) -> None:
         """Raises `BudgetError` if a state dict of the whole model would not fit into RAM."""
+        if not any(self.handle(parameter) for parameter in model.parameters()):
+            return  # stand-ins without values are in the place of the parameters
         parameters = (handle.parameter for unit in self._handles for handle in unit)
         wanted = sum(p.numel() for p in parameters if p.requires_grad or not self._without_frozen)
         need = wanted * self._dtype.itemsize

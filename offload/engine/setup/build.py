@@ -25,6 +25,7 @@ from offload.engine.distributed.process_group import Ranks
 from offload.engine.metrics.reporter import check_monitor, make_reporter
 from offload.engine.metrics.span_relay import Listener, Relay
 from offload.engine.metrics.step_meter import StepMeter
+from offload.engine.model_io.saved_names import about_saved
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.params.sharded.views import ShardedViews
 from offload.engine.reshard.reshard import NewRanks, reshard
@@ -44,7 +45,7 @@ from offload.errors import StoreError
 from offload.fileio.stamp import Stamp
 from offload.hardware.probe import kept_window
 from offload.launch.environment import rank_number
-from offload.layout.fingerprint import about, describe
+from offload.layout.fingerprint import describe
 from offload.notices import Headline
 from offload.sizes import format_size
 from offload.swapper.in_place.model_files import ModelFiles
@@ -389,4 +390,4 @@ def _store_spec(plan: Plan, model: nn.Module) -> StoreSpec:
     # Only where it differs from 1, so that descriptions of other stores have no such key.
     if plan.grid is not None:
         layout |= plan.grid.description
-    return plan.placement.store(plan.parts, plan.slots, layout, about(model))
+    return plan.placement.store(plan.parts, plan.slots, layout, about_saved(model, plan.grid is not None))

@@ -27,6 +27,7 @@ from offload.engine.distributed.tensor_parallel import TensorParallel, form_grid
 from offload.engine.dtype_mismatch import kept_in_fp32
 from offload.engine.engine import Engine
 from offload.engine.keywords import refuse
+from offload.engine.model_io.saved_names import saved_names
 from offload.engine.optim import build_optimizer as optimizer_choice
 from offload.engine.optim.optimizer import Optimizer, refuse_others
 from offload.engine.params.opaque.buffers import with_adopted_buffers
@@ -47,6 +48,7 @@ from offload.engine.setup.resume import check_division
 from offload.engine.training import build_scheduler as schedule_choice
 from offload.engine.training.data_loader import Loader, check_data, load
 from offload.engine.training.group_options import check_options
+from offload.engine.training.module_entries import ModuleEntries
 from offload.engine.training.snapshot import keep_generators
 from offload.errors import ConfigError
 from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR
@@ -236,10 +238,11 @@ def _start(
     check_units(sequence, bool(plan.units.experts))
     node = form_node(ranks, plan.parts.secondary)
     plan = dataclasses.replace(plan, grid=grid, sites=tuple(taken.sites), sequence=sequence, node=node)
+    ModuleEntries(model, commits=bool(plan.commit_every))  # what no commit could contain is refused
     # From now on the weights leave the model, and no error could bring them back.
     taken.keep()
     schedule, notices = schedule_choice.choose(loaded.scheduler, given.lr_scheduler, chosen)
-    as_trained = (*_as_trained(plan, model), *let_segments_grow(loaded.offload.device))
+    as_trained = (*_as_trained(plan, model), *_as_saved(plan, model), *let_segments_grow(loaded.offload.device))
     plan = dataclasses.replace(plan, notices=(*plan.notices, *as_trained, *notices, *chosen.notices()))
     if not device.host_addressable:
         kernels.leave_cores()
@@ -283,6 +286,16 @@ def _check_same_data(everyone: Ranks | None, data: Any) -> None:
                 f"training_data= contains {count_of(counted[first], 'sample')} on rank {first} and {length} on rank "
                 f"{rank}: give every rank the same data set, of which the loader takes each rank's own rows"
             )
+
+
+def _as_saved(plan: Plan, model: nn.Module) -> tuple[str, ...]:
+    """Returns a notice if a model that is divided among processes is not saved as its class says."""
+    if plan.grid is None or saved_names(model) is None:
+        return ()
+    return (
+        f"{type(model).__name__} saves entries of its own, or under names of its own: with tensor parallelism or a "
+        "pipeline, model files and exports have the names of the parameters, and no other entries",
+    )
 
 
 def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from torch import nn
 from offload.config import Config
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.optim.optimizer import Optimizer
+from offload.engine.training.module_entries import ModuleEntries
 from offload.engine.training.snapshot import Snapshot, persistent_buffers
 from offload.engine.training.step_settings import Differences
 from offload.errors import StoreError
@@ -241,12 +242,13 @@ def _leftovers(config: Config) -> tuple[str, ...]:
 
 
 def check_fits(progress: Snapshot, model: nn.Module, optimizer: Optimizer) -> None:
-    """Raises `StoreError` if buffers or parameter groups differ from those of the run."""
+    """Raises `StoreError` if buffers, further entries of the state dict or parameter groups differ from the run's."""
     mine = {name: list(buffer.shape) for name, buffer in persistent_buffers(model).items()}
     theirs = {name: list(buffer.shape) for name, buffer in progress.buffers.items()}
     if mine != theirs:
         name = next(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
         raise StoreError(f"buffer {name} has shape {theirs.get(name)} in the run and {mine.get(name)} in this model")
+    ModuleEntries(model, commits=False).check_fits(progress.entries, "the run")
     if len(progress.facts["groups"]) != len(optimizer.param_groups):
         raise StoreError(
             f"the run contains {count_of(len(progress.facts['groups']), 'group')} of parameters, this optimizer "

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offload.engine.training.module_entries import NO_ENTRIES, Entries
 from offload.errors import ConfigError, UsageError
 from offload.fileio.plain_json import mark_floats, to_plain, unmark_floats
 
@@ -23,6 +24,8 @@ DECOUPLED = "decoupled weight decay"
 """Name of the setting of each group that tells AdamW from Adam."""
 _FACTS = "facts"
 _BUFFER = "buffer."
+_ENTRY = "entry."
+_ENTRIES = "entries"
 _RNG = "rng."
 _ADVICE = (
     "each commit holds the schedule's state, which may be None, booleans, numbers, strings, and lists, tuples and "
@@ -46,23 +49,31 @@ class Snapshot(NamedTuple):
     """State of each random generator, as bytes."""
     buffers: Mapping[str, torch.Tensor]
     """Persistent buffers of the model on the CPU, by name."""
+    entries: Entries = NO_ENTRIES
+    """What else the model's `state_dict` contains."""
 
     def pack(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the blob: `facts`, `rng.*` and `buffer.*`."""
+        """Returns the tensors of the blob: `facts`, `rng.*`, `buffer.*` and `entry.*`."""
         tensors = {_RNG + name: state for name, state in self.generators.items()}
         tensors |= {_BUFFER + name: value for name, value in self.buffers.items()}
+        tensors |= {_ENTRY + number: value for number, value in self.entries.tensors.items()}
+        # Written where there are entries alone: blobs of other models have no such key.
+        facts = {**self.facts, _ENTRIES: self.entries.plain} if self.entries.plain else self.facts
         # JSON has no NaN and no infinity, so such floats are marked.
-        tensors[_FACTS] = as_bytes(json.dumps(mark_floats(self.facts), allow_nan=False).encode())
+        tensors[_FACTS] = as_bytes(json.dumps(mark_floats(facts), allow_nan=False).encode())
         return tensors
 
     @classmethod
     def unpack(cls, contents: Mapping[str, torch.Tensor]) -> Snapshot:
         """Returns the snapshot that `pack` has packed."""
         tensors = dict(contents)
-        facts = unmark_floats(json.loads(bytes(tensors.pop(_FACTS).numpy())))
+        packed = json.loads(bytes(tensors.pop(_FACTS).numpy()))
+        entries = packed.pop(_ENTRIES, {})  # as they are: `from_plain` reads marked floats itself
+        facts = unmark_floats(packed)
         generators = {name.removeprefix(_RNG): t for name, t in tensors.items() if name.startswith(_RNG)}
         buffers = {name.removeprefix(_BUFFER): t for name, t in tensors.items() if name.startswith(_BUFFER)}
-        return cls(facts, generators, buffers)
+        outside = {name.removeprefix(_ENTRY): t for name, t in tensors.items() if name.startswith(_ENTRY)}
+        return cls(facts, generators, buffers, Entries(entries, outside))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from offload.engine.optim.algorithms import merge_values
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.training.data_loader import Loader
 from offload.engine.training.group_options import GroupOptions
+from offload.engine.training.module_entries import ModuleEntries
 from offload.engine.training.registered_objects import RegisteredObjects
 from offload.engine.training.snapshot import (
     Snapshot,
@@ -69,7 +70,8 @@ class TrainingState:
             layouts: the layout of each unit.
             commits: True if the run makes commits.
         """
-        self._module, self._device, self.optimizer, self.settings = module, device, optimizer, settings
+        self._module, self.device, self.optimizer, self.settings = module, device, optimizer, settings
+        self.entries = ModuleEntries(module, commits)
         self.commits = commits
         self.scaler = settings.scaler
         self.lr_scheduler, self.loader = lr_scheduler, loader
@@ -130,7 +132,7 @@ class TrainingState:
             **self._members(),
             **self._changed_options(),
         }
-        generators = read_generators(self._device)
+        generators = read_generators(self.device)
         before = self._at_end if self.loader is None else self.loader.before_next
         if before is not None:
             generators |= {
@@ -143,16 +145,18 @@ class TrainingState:
             name: buffer.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, buffer in persistent_buffers(self._module).items()
         }
-        return Snapshot(facts, generators, buffers)
+        return Snapshot(facts, generators, buffers, self.entries.take())
 
     def notices(self) -> list[str]:
         """Returns notices for the start of a run, about state that no commit will contain."""
+        lost = [f"no checkpoint of this run can be saved: {self.entries.problem}"] if self.entries.problem else []
         if not self.commits or self.lr_scheduler is None or is_held(self.lr_scheduler):
-            return []
+            return lost
         return [
+            *lost,
             f"the schedule {type(self.lr_scheduler).__name__} has no state_dict() and load_state_dict(), so commits "
             "do not contain its position, and a resumed run starts the schedule anew. Add both methods, or step the "
-            "schedule engine.global_steps times after initialize"
+            "schedule engine.global_steps times after initialize",
         ]
 
     def where_data_goes_on(self) -> str:
@@ -210,6 +214,7 @@ class TrainingState:
         self.put_values()
         self._restore_generators(progress.generators)
         write_buffers(persistent_buffers(self._module), progress.buffers)
+        notices += self.entries.restore(progress.entries, self.device)
         return notices + self._restore_data(facts["data"])
 
     def _restore_schedule(self, saved: Mapping[str, Any] | None) -> list[str]:
@@ -244,7 +249,7 @@ class TrainingState:
             self._generators = generators
             self._before_next = {**generators, **before}
         else:
-            write_generators(generators, self._device)  # a new run takes its first snapshot at this point too
+            write_generators(generators, self.device)  # a new run takes its first snapshot at this point too
 
     def enter(self) -> None:
         """Prepares an engine call: restores generators of a resumed run, and takes the state after a step, if due."""
@@ -252,7 +257,7 @@ class TrainingState:
             # If the loader was iterated meanwhile, it has restored them, and its batch may have drawn numbers since.
             # Those of an earlier resume do not count: a checkpoint without a position of data is no news to the loader.
             if self.loader is None or self.loader.restored is not self._before_next:
-                write_generators(self._generators, self._device)
+                write_generators(self._generators, self.device)
             self._generators = None
         if self.after_step_is_due:
             self._after_step, self.after_step_is_due = self.take(), False
@@ -260,13 +265,13 @@ class TrainingState:
     def restore_generators(self) -> None:
         """Restores the generators as before the load of a resumed run's next batch: `Engine.restore_generators`."""
         if self._before_next is not None:
-            write_generators(self._before_next, self._device)
+            write_generators(self._before_next, self.device)
             self._generators = None  # the next engine call must not restore generators again
 
     def ended(self) -> None:
         """Reads the generators at the end of a step, because a resumed run repeats later draws of the user's loader."""
         if self.loader is None and self.after_step_is_due:
-            self._at_end = read_generators(self._device)
+            self._at_end = read_generators(self.device)
 
     @property
     def after_step(self) -> Snapshot | None:

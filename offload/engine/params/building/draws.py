@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from offload.engine.params.building.writes import Initializer
+
+_calls = itertools.count()
 
 
 class Draw:
@@ -14,6 +19,7 @@ class Draw:
 
     Attributes:
         copied: True once a parameter was copied, so that the draw may be that of several.
+        writers: the initializers that have written the values, each with the number of its last write.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -25,11 +31,13 @@ class Draw:
         """
         self._module, self._class, self._name = weakref.ref(module), type(module), name
         self.copied = False
+        self.writers: dict[Initializer, int] = {}
 
-    def anew(self) -> Draw:
-        """Returns the draw of the same parameter after its initializer has run once more."""
+    def anew(self, by: Initializer | None) -> Draw:
+        """Returns the draw of the same parameter after an initializer has run once more, None for an unknown one."""
         other: Draw = object.__new__(Draw)
         other._module, other._class, other._name, other.copied = self._module, self._class, self._name, False
+        other.writers = self.writers if by is None else {**self.writers, by: next(_calls)}
         return other
 
     def is_made_in(self, module: nn.Module, name: str) -> int:

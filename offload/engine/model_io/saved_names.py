@@ -1,0 +1,229 @@
+"""Names and parts of weights in the files of a model whose class decides on them, as its own `save_pretrained` would.
+
+The same decisions, in the same order: `state_dict()` with the hooks and methods of the model's classes, then
+`_keys_to_ignore_on_save`, ties and conversions of transformers, which has the experts of a layer as one parameter and
+saves each of them. Entries that are consecutive elements of a weight are streamed. What the class computes from weights
+needs them in memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from offload.engine.params.saved_state import Part, saved_state
+from offload.engine.training.snapshot import all_persistent_buffers
+from offload.errors import ConfigError
+from offload.layout.fingerprint import about
+from offload.layout.frozen.opaque import opaque_parameters
+from offload.torch_internals import storage_key
+
+_SAVED = "saved"
+"""Key of the table in the description of a model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedNames:
+    """What a class makes of its weights in files."""
+
+    parts: Mapping[str, Part]
+    """By the names in the files."""
+    ties: Mapping[str, str]
+    """Names that are not written, each with the written name of the same values; for files without a config."""
+    values: Mapping[str, torch.Tensor]
+    """Further tensors, by the names in the files."""
+    left_out: tuple[str, ...]
+    """Entries that no file contains: they are no tensors, or their values are not known here."""
+    computed: str | None
+    """Why the weights must be in memory; None if they need not be."""
+    unconverted: bool = False
+    """True if transformers computes what it saves, so that these are the names that it has in memory, and loads too."""
+
+
+def about_saved(model: nn.Module, divided: bool) -> dict[str, Any]:
+    """Returns `offload.layout.fingerprint.about` of a model, and what its class makes of its weights in files.
+
+    Args:
+        model: The model.
+        divided: True if this process has a part of the model, whose weights are put together under their own names.
+    """
+    # Conversions of transformers alone are known from the class and the config.
+    if divided or saved_names(model, conversions=False) is None:
+        return about(model)
+    names = saved_names(model)
+    assert names is not None
+    table = {
+        "parts": {name: [part.source, part.start, list(part.shape)] for name, part in names.parts.items()},
+        "ties": dict(names.ties),
+        "left_out": [*names.values, *names.left_out],
+        "computed": names.computed,
+        "unconverted": names.unconverted,
+    }
+    return {**about(model), _SAVED: table}
+
+
+def described_names(said: Mapping[str, Any]) -> SavedNames | None:
+    """Returns the names of a model in its files; None if they are those of the parameters.
+
+    Args:
+        said: Result of `about_saved`.
+
+    Raises:
+        ConfigError: If the weights must be in memory, in a process with the model's code.
+    """
+    table = said.get(_SAVED)
+    if table is None:
+        return _names_of_class(said)
+    if table["computed"]:
+        raise ConfigError(
+            f"{table['computed']}, so the files of this model are written by its own code: resume the run and call "
+            "engine.save_pretrained(folder)"
+        )
+    parts = {name: Part(source, start, tuple(shape)) for name, (source, start, shape) in table["parts"].items()}
+    return SavedNames(
+        parts=parts,
+        ties=table["ties"],
+        values={},
+        left_out=tuple(table["left_out"]),
+        computed=table["computed"],
+        unconverted=table["unconverted"],
+    )
+
+
+def saved_names(model: nn.Module, conversions: bool = True) -> SavedNames | None:
+    """Returns what a model's class makes of its weights in files; None if all have their own names and no other entry.
+
+    Args:
+        model: A model, also one under an engine.
+        conversions: False to leave out the conversions of transformers.
+    """
+    if opaque_parameters(model):
+        return None  # no file has the values of such weights
+    library = _is_of_transformers(model)
+    ignored: set[str] = set(getattr(model, "_keys_to_ignore_on_save", None) or ()) if library else set()
+    ties = _loader_ties(model) if library else set()
+
+    def kept(entries: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in entries.items() if name not in ignored}
+
+    own = state = saved_state(model, kept)
+    by_class = _own_way_to_save(model)
+    plain = by_class is None and _is_plain(model, own.parts) and not own.others and own.computed is None
+    unconverted = False
+    if library and own.computed is None:
+        state = untied = saved_state(model, lambda entries: _untied(kept(entries), ties))
+        if conversions and own.computed is None:
+            state = saved_state(model, lambda entries: _converted(model, _untied(kept(entries), ties)))
+        if state.computed is not None:
+            state, unconverted = untied, True
+    if plain and not unconverted and own.parts.items() >= state.parts.items():
+        return None
+    values = {name: value for name, value in state.others.items() if isinstance(value, torch.Tensor)}
+    parts, further = (state.parts, {}) if library else _first_names(state.parts)
+    return SavedNames(
+        parts=parts,
+        ties=further,
+        values={name: value.detach().to("cpu") for name, value in values.items()},
+        left_out=tuple(name for name in state.others if name not in values),
+        computed=by_class or own.computed or _overlap(parts),
+        unconverted=unconverted,
+    )
+
+
+def _names_of_class(said: Mapping[str, Any]) -> SavedNames | None:
+    """Returns the names of a model of transformers in its files, by its class and config alone.
+
+    Args:
+        said: Result of `about_saved`.
+
+    Returns:
+        The names; None if they are those of the parameters, or if the installed transformers does not know the class.
+    """
+    settings = said.get("config")
+    if settings is None or importlib.util.find_spec("transformers") is None:
+        return None
+    import transformers
+
+    kind = getattr(transformers, str(said["class"]), None)
+    if kind is None or getattr(kind, "config_class", None) is None:
+        return None
+    with torch.device("meta"):
+        return saved_names(kind(kind.config_class.from_dict(dict(settings))))
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    """Returns True for a model of transformers, which is imported then."""
+    return any(
+        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
+        for kind in type(model).__mro__
+    )
+
+
+def _own_way_to_save(model: nn.Module) -> str | None:
+    """Returns words on a `save_pretrained` that a class outside of transformers has of its own; None without one."""
+    owner = next((kind for kind in type(model).__mro__ if "save_pretrained" in vars(kind)), None)
+    if owner is None or owner.__module__.startswith("transformers.") or not _is_of_transformers(model):
+        return None
+    return f"{owner.__name__} has a save_pretrained of its own"
+
+
+def _is_plain(model: nn.Module, parts: Mapping[str, Part]) -> bool:
+    """Returns True if each parameter and persistent buffer is whole under each of its names, and nothing else is."""
+    named = {**dict(model.named_parameters(remove_duplicate=False)), **all_persistent_buffers(model)}
+    first: dict[int, str] = {}
+    whole = {name: Part(first.setdefault(id(value), name), 0, tuple(value.shape)) for name, value in named.items()}
+    return dict(parts) == whole
+
+
+def _loader_ties(model: nn.Module) -> set[str]:
+    """Returns the names that transformers ties when it loads the model."""
+    said = about(model)
+    return set(said["loader_ties"]) if (said["config"] or {}).get("tie_word_embeddings", True) else set()
+
+
+def _untied(entries: dict[str, Any], ties: Collection[str]) -> dict[str, Any]:
+    """Leaves out the names that transformers ties when it loads, as its `save_pretrained` does."""
+    places = {
+        name: (storage_key(value), value.storage_offset(), value.shape)
+        for name, value in entries.items()
+        if isinstance(value, torch.Tensor)
+    }
+    counts = Counter(places.values())
+    for name in sorted(places.keys() & ties):
+        if counts[places[name]] > 1:
+            counts[places[name]] -= 1
+            del entries[name]
+    return entries
+
+
+def _converted(model: nn.Module, entries: dict[str, Any]) -> dict[str, Any]:
+    """Returns entries as transformers saves them, which has some weights in another form in memory."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before 5.0 it saves what it has in memory
+        return entries
+    converted: dict[str, Any] = revert_weight_conversion(cast("Any", model), entries)
+    return converted
+
+
+def _first_names(parts: Mapping[str, Part]) -> tuple[dict[str, Part], dict[str, str]]:
+    """Returns each part under its first name, and the further names, each with the first one."""
+    first: dict[Part, str] = {}
+    ties = {name: first[part] for name, part in parts.items() if first.setdefault(part, name) != name}
+    return {name: part for name, part in parts.items() if name not in ties}, ties
+
+
+def _overlap(parts: Mapping[str, Part]) -> str | None:
+    """Returns words on entries that share elements without being the same part; None if there are none."""
+    stops: dict[str, int] = {}
+    for part in sorted(set(parts.values())):
+        if part.start < stops.get(part.source, 0):
+            return f"entries of its state_dict() share elements of {part.source}"
+        stops[part.source] = part.start + torch.Size(part.shape).numel()
+    return None
