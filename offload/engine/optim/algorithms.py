@@ -10,7 +10,7 @@ import torch
 
 from offload import kernels
 from offload.engine.optim.matrices.steps import MuonStep, SinkGDStep, muon, sinkgd
-from offload.engine.optim.torch_fallback import TorchStep
+from offload.engine.optim.torch_fallback import TorchStep, numbers_of
 from offload.errors import UsageError
 from offload.layout.optimizers.matrices import MARK
 from offload.layout.optimizers.of_torch import WITHOUT_KERNEL, kernel_rule
@@ -170,7 +170,7 @@ def _by_itself(optimizer: torch.optim.Optimizer) -> Rule:
 def _by_torch(group: Mapping[str, Any], count: int, grad_scale: float) -> TorchStep:
     """Returns the arguments of a step by torch's own code; the parameter's attributes are added later."""
     # A copy of the numbers: the user may change the group while the update is in flight.
-    return TorchStep({key: value for key, value in group.items() if key != "params"}, grad_scale, {})
+    return TorchStep(numbers_of(group), grad_scale, {})
 
 
 def _is_number_of(key: str, value: Any) -> bool:

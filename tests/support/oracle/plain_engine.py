@@ -29,7 +29,7 @@ class PlainOptimizer(torch.optim.Optimizer):
 class PlainLion(PlainOptimizer):
     """Lion: Chen et al. 2023, algorithm 2."""
 
-    def __init__(self, params: Any, lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+    def __init__(self, params: Any, lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.999)) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def update(self, p: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
