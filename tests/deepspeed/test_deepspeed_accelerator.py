@@ -120,7 +120,7 @@ def test_tensors_and_memory_for_copies_are_of_the_cpu() -> None:
 
 def test_backends_and_builders_are_those_there_are() -> None:
     assert found.get_compile_backend() == "inductor"
-    with pytest.raises(ConfigError, match="set_compile_backend expects .* eager.*; got 'clang'"):
+    with pytest.raises(ConfigError, match=r"set_compile_backend expects .* eager.*; got 'clang'"):
         found.set_compile_backend("clang")
     found.set_compile_backend("eager")
     assert found.get_compile_backend() == "eager"
