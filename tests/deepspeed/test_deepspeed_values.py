@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,3 +175,25 @@ def test_schedules_and_a_resume_fill_the_tensor(tmp_path: Path) -> None:
         assert engine.optimizer.param_groups[0]["lr"] is rate
         engine.destroy()
     assert seen == [0.0, 0.25, 0.25, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"zero_optimization": {"sub_group_size": 3000}}, r'"sub_group_size" 3000 cuts the updates of \d+ elements'),
+        ({"zero_optimization": {"sub_group_size": 500_000}}, None),
+        ({"aio": {"block_size": 8192}}, r'"aio" asks for blocks of 8.0 KiB and .* in flight'),
+        ({"aio": {"block_size": 65536, "queue_depth": 1, "thread_count": 1}}, "64.0 KiB in flight"),
+        ({"aio": {"block_size": 1048576, "queue_depth": 8, "thread_count": 1}}, None),
+    ],
+)
+def test_a_number_with_which_a_run_takes_several_times_as_long_is_told(
+    keys: dict[str, Any], line: str | None, tmp_path: Path
+) -> None:
+    tiers = {name: {"device": "nvme", "nvme_path": str(tmp_path)} for name in ("offload_param", "offload_optimizer")}
+    zero = {"stage": 3, **tiers, **keys.get("zero_optimization", {})}
+    blocks = {**keys, "zero_optimization": zero, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(400, 400), config=config(**blocks))
+    told = [notice for notice in engine.notices if "several times as long" in notice]
+    assert len(told) == (line is not None) and (line is None or re.search(line, told[0]))
+    engine.destroy()
