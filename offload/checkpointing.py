@@ -22,6 +22,8 @@ __all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint
 
 _configured: ActivationCheckpointing | None = None
 """The settings of `configure`; None before it, and after `reset`."""
+_divided: bool | None = None
+"""The key "partition_activations" as `partition_activations_in_checkpoint` has set it since the last `configure`."""
 
 
 def configure(
@@ -39,7 +41,7 @@ def configure(
     A key that the config of such an engine sets itself wins. Arguments that are None leave the key as it is.
 
     Args:
-        mpu_: for compatibility with DeepSpeed; must be None.
+        mpu_: Megatron's `parallel_state`, whose groups for model parallelism have one rank; or None.
         deepspeed_config: path of a DeepSpeed JSON file, or its content as a dict, whose block is used.
         partition_activations: the key of the same name.
         contiguous_checkpointing: the key "contiguous_memory_optimization".
@@ -50,12 +52,13 @@ def configure(
 
     Raises:
         ConfigError: if the config, or one of the values, is wrong.
-        UsageError: if `mpu_` is given.
+        UsageError: if `mpu_` has a group of several ranks.
     """
-    global _configured
-    if mpu_ is not None:
+    global _configured, _divided
+    if mpu_ is not None and _model_parallel_ranks(mpu_) != 1:
         raise UsageError(
-            "mpu_ must be None: there is no model-parallel group here over which activations could be divided"
+            "mpu_ must be None, or have groups of one rank for model parallelism: activations are not divided over "
+            "such a group here"
         )
     block = {} if deepspeed_config is None else _set_keys(load_config(deepspeed_config).activation_checkpointing)
     given = {
@@ -67,7 +70,25 @@ def configure(
         "profile": profile,
     }
     block |= {key: value for key, value in given.items() if value is not None}
-    _configured = load_config({"activation_checkpointing": block}).activation_checkpointing
+    _configured, _divided = load_config({"activation_checkpointing": block}).activation_checkpointing, None
+
+
+def _model_parallel_ranks(mpu: Any) -> int | None:
+    """Returns the ranks of a group for model parallelism, by Megatron's name of today or the older one, or None."""
+    for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
+        if (asked := getattr(mpu, name, None)) is not None:
+            return int(asked())
+    return None
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Sets the key "partition_activations" for the engines that are initialized from now on, and no other key.
+
+    Args:
+        partition_activation: the value.
+    """
+    global _divided
+    _divided = partition_activation
 
 
 def is_configured() -> bool:
@@ -80,21 +101,35 @@ def reset() -> None:
 
     DeepSpeed empties its buffers here; this library's belong to graphs, and go with them.
     """
-    global _configured
-    _configured = None
+    global _configured, _divided
+    _configured, _divided = None, None
 
 
-def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Returns `function(*args)`, whose activations are computed again in backward.
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns `function(*args, **kwargs)`, whose activations are computed again in backward.
 
     The inputs wait where "activations" of the engine's config says. Random generators and autocast are as in the
     forward when `function` runs again. Blocks that the engine would compute again by itself are left to this call.
 
     Args:
         function: a module or a function of tensors.
-        args: tensors and other values.
+        *args: tensors and other values.
+        **kwargs: tensors and other values.
+
+    Returns:
+        The output of the function; of a list a tuple, and of one item in a list or a tuple the item, as in DeepSpeed.
     """
-    return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
+    # torch keeps a dict of keywords as it is, so their tensors are handed over by position, and wait as the others do.
+    # Nor does it hand on keywords that it takes itself, such as "debug".
+    names, count = tuple(kwargs), len(args)
+
+    def run(*values: Any) -> Any:
+        return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    output = torch_checkpoint.checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
+    if not isinstance(output, list | tuple):
+        return output
+    return output[0] if len(output) == 1 else (output if isinstance(output, tuple) else tuple(output))
 
 
 non_reentrant_checkpoint = checkpoint
@@ -103,9 +138,12 @@ non_reentrant_checkpoint = checkpoint
 
 def with_configured(config: Config) -> Config:
     """Returns a config with the settings of `configure`, where the config itself does not set them."""
-    if _configured is None:
+    called = {} if _configured is None else _set_keys(_configured)
+    if _divided is not None:
+        called["partition_activations"] = _divided
+    if not called:
         return config
-    block = {**_set_keys(_configured), **_set_keys(config.activation_checkpointing)}
+    block = {**called, **_set_keys(config.activation_checkpointing)}
     return config.model_copy(update={"activation_checkpointing": ActivationCheckpointing(**block)})
 
 

@@ -15,6 +15,7 @@ import pydantic
 
 from offload.config.blocks.block import Block, inner_block
 from offload.config.blocks.scheduler import SCHEDULES, ScheduleParams, SchedulerBlock
+from offload.config.blocks.values import unpacked
 from offload.config.blocks.zero import OLD_SWITCHES
 from offload.config.contradictions import find_contradictions
 from offload.config.explain import blocks_with_key, explain, nearest, one_error, unknown_key
@@ -243,7 +244,7 @@ def _known_content(
     """
     try:
         model.check(content, path)
-        content = model.arranged(content)
+        content = model.arranged(unpacked(content))
     except ConfigError as error:
         findings.errors.append(error)
         return None

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from typing import Any
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, TypeVar
 
 import psutil
 import torch
 
 from offload.deepspeed.refused import set_accelerator as set_accelerator
+from offload.errors import ConfigError
+from offload.hardware.system import nodes
 from offload.swapper.memory.device_choice import accelerator_type
+from offload.torch_internals.tensors import cpu_computes_fp16
+
+T = TypeVar("T")
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @functools.cache
 def get_accelerator() -> DeepSpeedAccelerator:
     """Returns the accelerator that torch finds, or the CPU."""
-    return DeepSpeedAccelerator(accelerator_type() or "cpu")
+    found = accelerator_type()
+    return CpuAccelerator() if found is None else DeepSpeedAccelerator(found)
+
+
+def is_current_accelerator_supported() -> bool:
+    """Returns True: the accelerator is one of torch's, or the CPU."""
+    return True
 
 
 class DeepSpeedAccelerator:
@@ -33,6 +48,7 @@ class DeepSpeedAccelerator:
         """
         self._name = device_type
         self._module: Any = torch.get_device_module(device_type)
+        self._compile_backend = "inductor"
 
     def __getattr__(self, name: str) -> Any:
         """Returns what torch's module of the device has under this name: `synchronize`, `Stream`, `memory_stats`."""
@@ -46,124 +62,56 @@ class DeepSpeedAccelerator:
                 f"the accelerator has no {name!r}, and neither has {self._module.__name__}", name=name, obj=self
             ) from None
 
-    def device_name(self, device_index: int | None = None) -> str:
-        """Returns the name of the device, such as "cuda:0"; of its type without an index. The CPU has no index.
+    # -- the device ---------------------------------------------------------------------------------
 
-        Args:
-            device_index: number of the device.
-        """
-        # DeepSpeed's name of the CPU has no number, which torch's devices accept without one.
-        return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
-
-    def device(self, device_index: int | None = None) -> Any:
-        """Returns torch's context that makes a device the current one.
-
-        Args:
-            device_index: number of the device.
-        """
-        return (
-            torch.device(self.device_name(device_index)) if self._name == "cpu" else self._module.device(device_index)
-        )
-
-    def current_device(self) -> int:
-        """Returns the number of the current device; 0 on the CPU."""
-        # Scripts count devices from it, also where there is one.
-        return 0 if self._name == "cpu" else int(self._module.current_device())
-
-    def current_device_name(self) -> str:
-        """Returns the name of the current device."""
-        return self.device_name(self.current_device())
-
-    def set_device(self, device_index: int) -> None:
-        """Makes a device the current one.
-
-        Args:
-            device_index: number of the device.
-        """
-        if self._name != "cpu":
-            self._module.set_device(device_index)
-
-    def empty_cache(self) -> None:
-        """Gives memory that torch has cached back to the device."""
-        if self._name != "cpu":
-            self._module.empty_cache()
-
-    def random(self) -> Any:
-        """Returns torch's module of random numbers."""
-        return torch.random
-
-    def manual_seed(self, seed: int) -> Any:
-        """Seeds the generator of the device, and returns what torch returns.
-
-        Args:
-            seed: the seed.
-        """
-        return torch.manual_seed(seed) if self._name == "cpu" else self._module.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        """Returns the bytes that torch has allocated on the device; on the CPU those that the process occupies.
-
-        Args:
-            device_index: number of the device.
-        """
-        # torch counts nothing on the CPU, so the process is measured, as DeepSpeed does.
-        return _resident() if self._name == "cpu" else int(self._module.memory_allocated(device_index))
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Returns the largest number of bytes that torch had allocated on the device.
-
-        Args:
-            device_index: number of the device.
-        """
-        return _resident() if self._name == "cpu" else int(self._module.max_memory_allocated(device_index))
-
-    def total_memory(self, device_index: int | None = None) -> int:
-        """Returns the bytes of the device's memory.
-
-        Args:
-            device_index: number of the device.
-        """
-        if self._name == "cpu":
-            return int(psutil.virtual_memory().total)
-        return int(self._module.get_device_properties(device_index or 0).total_memory)
-
-    def available_memory(self, device_index: int | None = None) -> int:
-        """Returns the bytes of the device's memory that are free.
-
-        Args:
-            device_index: number of the device.
-        """
-        # RAM that the system can free counts as free; a device's memory is torch's own answer.
-        if self._name == "cpu":
-            return int(psutil.virtual_memory().available)
-        return int(self._module.mem_get_info(device_index)[0])
-
-    def is_available(self) -> bool:
-        """Returns True: the device was found."""
-        return True
+    @property
+    def supports_nvtx_domain(self) -> bool:
+        """True if ranges may have a domain of nvtx, as on NVIDIA's GPUs."""
+        return self._name == "cuda"
 
     def is_synchronized_device(self) -> bool:
         """Returns True if calls end before they return, as on the CPU."""
         return self._name == "cpu"
 
-    def is_bf16_supported(self) -> bool:
-        """Returns True if the device computes in bf16."""
-        return self._name == "cpu" or bool(self._module.is_bf16_supported())
+    def use_host_timers(self) -> bool:
+        """Returns True if the host's clock times what the device does."""
+        return self.is_synchronized_device()
 
-    def is_fp16_supported(self) -> bool:
-        """Returns True: every device of torch computes in fp16."""
+    def resolves_data_dependency(self) -> bool:
+        """Returns True if a call waits for those whose results it reads, without streams."""
+        return self.is_synchronized_device()
+
+    def handles_memory_backpressure(self) -> bool:
+        """Returns True if no call is ahead of the memory that it needs."""
+        return self.is_synchronized_device()
+
+    def is_available(self) -> bool:
+        """Returns True: the device was found."""
         return True
 
-    def supported_dtypes(self) -> list[torch.dtype]:
-        """Returns the dtypes that weights can have."""
-        wide = [torch.float32, torch.float16]
-        return [*wide, torch.bfloat16] if self.is_bf16_supported() else wide
+    def device_name(self, device_index: int | None = None) -> str:
+        """Returns the name of the device, such as "cuda:0"; of its type without an index.
 
-    def communication_backend_name(self) -> str:
-        """Returns the backend of torch.distributed for tensors on the device."""
-        return str(torch.distributed.get_default_backend_for_device(self._name))
+        Args:
+            device_index: number of the device.
+        """
+        return self._name if device_index is None else f"{self._name}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> torch.device:
+        """Returns a device, which is also a context in which torch's factories use it.
+
+        Args:
+            device_index: number of the device; None for the current one.
+        """
+        return torch.device(self.device_name(device_index))
+
+    def current_device(self) -> int:
+        """Returns the number of the current device."""
+        return int(self._module.current_device())
+
+    def current_device_name(self) -> str:
+        """Returns the name of the current device."""
+        return self.device_name(self.current_device())
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Returns True if a tensor is on this type of device.
@@ -173,13 +121,141 @@ class DeepSpeedAccelerator:
         """
         return tensor.device.type == self._name
 
-    def pin_memory(self, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Returns a copy of a tensor in pinned memory; without an accelerator the tensor itself.
+    def communication_backend_name(self) -> str:
+        """Returns the backend of torch.distributed for tensors on the device."""
+        return str(torch.distributed.get_default_backend_for_device(self._name))
+
+    def communication_backend_version(self) -> Any:
+        """Returns the version of NCCL; None without it."""
+        return torch.cuda.nccl.version() if self._name == "cuda" else None
+
+    # -- random numbers -----------------------------------------------------------------------------
+
+    def random(self) -> Any:
+        """Returns torch's module of random numbers."""
+        return torch.random
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        """Sets the state of the device's generator.
+
+        Args:
+            new_state: what `get_rng_state` has returned.
+            device_index: number of the device.
+        """
+        self._module.set_rng_state(new_state, *_given(device_index))
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        """Returns the state of the device's generator.
+
+        Args:
+            device_index: number of the device.
+        """
+        state: torch.Tensor = self._module.get_rng_state(*_given(device_index))
+        return state
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """Returns the generator of a device.
+
+        Args:
+            device_index: number of the device.
+        """
+        generator: torch.Generator = self._module.default_generators[device_index]
+        return generator
+
+    # -- memory -------------------------------------------------------------------------------------
+
+    def memory_cached(self, device_index: int | None = None) -> int:
+        """Returns the bytes that torch holds on the device, as `memory_reserved` does.
+
+        Args:
+            device_index: number of the device.
+        """
+        return int(self._module.memory_reserved(device_index))
+
+    def max_memory_cached(self, device_index: int | None = None) -> int:
+        """Returns the largest number of bytes that torch held on the device, as `max_memory_reserved` does.
+
+        Args:
+            device_index: number of the device.
+        """
+        return int(self._module.max_memory_reserved(device_index))
+
+    def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
+        """Begins the peaks of the device's memory anew.
+
+        Args:
+            device_index: number of the device.
+        """
+        self._module.reset_peak_memory_stats(device_index)
+
+    def reset_max_memory_cached(self, device_index: int | None = None) -> None:
+        """Begins the peaks of the device's memory anew.
+
+        Args:
+            device_index: number of the device.
+        """
+        self._module.reset_peak_memory_stats(device_index)
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Returns the bytes of the device's memory.
+
+        Args:
+            device_index: number of the device.
+        """
+        return int(self._module.get_device_properties(device_index or 0).total_memory)
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Returns the bytes of the device's memory that are free.
+
+        Args:
+            device_index: number of the device.
+        """
+        return int(self._module.mem_get_info(device_index)[0])
+
+    # -- pinned memory ------------------------------------------------------------------------------
+
+    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+        """Returns a tensor in pinned memory; without an accelerator the tensor itself.
 
         Args:
             tensor: a tensor on the CPU.
+            make_copy: True to copy the values, False for memory without values.
+            match_shape: False, without a copy, for one dimension.
         """
-        return tensor if self._name == "cpu" else tensor.pin_memory()
+        if make_copy:
+            return tensor.pin_memory()
+        return self.pin_empty(tensor.shape if match_shape else (tensor.numel(),), dtype=tensor.dtype)
+
+    def pin_empty(self, *size: Any, dtype: torch.dtype, device: Any = "cpu") -> torch.Tensor:
+        """Returns pinned memory without values; without an accelerator ordinary memory.
+
+        Args:
+            *size: the shape, as numbers or as one sequence.
+            dtype: the dtype.
+            device: must be the CPU.
+
+        Raises:
+            ConfigError: if `device` is another one.
+        """
+        if torch.device(device).type != "cpu":
+            raise ConfigError(f"pin_empty allocates memory of the host: device must be cpu, got {device!r}")
+        shape = size[0] if len(size) == 1 and isinstance(size[0], tuple | list) else size
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._name != "cpu")
+
+    def pin_empty_like(
+        self, tensor: torch.Tensor, device: Any = "cpu", dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Returns pinned memory without values of a tensor's shape; without an accelerator ordinary memory.
+
+        Args:
+            tensor: the tensor, on any device.
+            device: must be the CPU.
+            dtype: the dtype; None for that of `tensor`.
+
+        Raises:
+            ConfigError: if `device` is another one.
+        """
+        return self.pin_empty(tuple(tensor.shape), dtype=tensor.dtype if dtype is None else dtype, device=device)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Returns True if a tensor is in pinned memory.
@@ -189,13 +265,412 @@ class DeepSpeedAccelerator:
         """
         return self._name != "cpu" and tensor.is_pinned()
 
-    def visible_devices_envs(self) -> list[str]:
-        """Returns the environment variables that choose among the devices."""
-        return ["CUDA_VISIBLE_DEVICES"] if self._name == "cuda" else []
+    def unpin_memory(self, tensor: torch.Tensor) -> None:
+        """Does nothing: torch unpins memory when no tensor refers to it.
+
+        Args:
+            tensor: the tensor.
+        """
+
+    def register_host_memory(self, address: int, num_bytes: int) -> bool:
+        """Pins memory for CUDA. Returns False where there is none.
+
+        Args:
+            address: address of the first byte.
+            num_bytes: number of bytes.
+        """
+        if self._name != "cuda":
+            return False
+        self._module.check_error(int(self._module.cudart().cudaHostRegister(address, num_bytes, 0)))
+        return True
+
+    def unregister_host_memory(self, address: int) -> None:
+        """Undoes `register_host_memory`.
+
+        Args:
+            address: address of the first byte.
+        """
+        if self._name == "cuda":
+            self._module.check_error(int(self._module.cudart().cudaHostUnregister(address)))
+
+    def pin_memory_alignment(self) -> int:
+        """Returns 1: no alignment is needed."""
+        return 1
+
+    # -- dtypes and tensors -------------------------------------------------------------------------
+
+    def is_bf16_supported(self) -> bool:
+        """Returns True if the device computes in bf16."""
+        return bool(self._module.is_bf16_supported())
+
+    def is_fp16_supported(self) -> bool:
+        """Returns True if the device computes in fp16."""
+        return self._name != "cuda" or self._module.get_device_capability()[0] >= 7
+
+    def is_fp64_supported(self) -> bool:
+        """Returns True if the device computes in fp64."""
+        return self._name != "mps"
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Returns the dtypes that weights can have."""
+        halves = {torch.float16: self.is_fp16_supported(), torch.bfloat16: self.is_bf16_supported()}
+        return [torch.float32, *(dtype for dtype, supported in halves.items() if supported)]
+
+    def _tensor(self, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+        """Returns a function of values that makes a tensor on the device."""
+        return functools.partial(torch.tensor, dtype=dtype, device=self._name)
+
+    BFloat16Tensor = property(lambda self: self._tensor(torch.bfloat16), doc="Makes a tensor of bf16 on the device.")
+    ByteTensor = property(lambda self: self._tensor(torch.uint8), doc="Makes a tensor of bytes on the device.")
+    DoubleTensor = property(lambda self: self._tensor(torch.float64), doc="Makes a tensor of fp64 on the device.")
+    FloatTensor = property(lambda self: self._tensor(torch.float32), doc="Makes a tensor of fp32 on the device.")
+    HalfTensor = property(lambda self: self._tensor(torch.float16), doc="Makes a tensor of fp16 on the device.")
+    IntTensor = property(lambda self: self._tensor(torch.int32), doc="Makes a tensor of int32 on the device.")
+    LongTensor = property(lambda self: self._tensor(torch.int64), doc="Makes a tensor of int64 on the device.")
+
+    # -- graphs, ranges, compilers ------------------------------------------------------------------
+
+    def create_graph(self) -> Any:
+        """Returns a new graph of CUDA; None where there is none."""
+        return self._module.CUDAGraph() if self._name == "cuda" else None
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Any:
+        """Returns a context that records a graph; where there is none, one without effect.
+
+        Args:
+            graph: what `create_graph` has returned.
+            pool: memory that graphs share.
+            stream: stream of the recording.
+        """
+        return contextlib.nullcontext() if graph is None else self._module.graph(graph, pool, stream)
+
+    def replay_graph(self, graph: Any) -> None:
+        """Runs a recorded graph, if there is one.
+
+        Args:
+            graph: what `create_graph` has returned.
+        """
+        if graph is not None:
+            graph.replay()
+
+    def is_current_stream_capturing(self) -> bool:
+        """Returns True while a graph is recorded."""
+        return self._name == "cuda" and bool(self._module.is_current_stream_capturing())
+
+    def range_push(self, msg: str, domain: Any = None, category: Any = None) -> Any:
+        """Begins a range of nvtx; without effect where there is none.
+
+        Args:
+            msg: name of the range.
+            domain: without effect.
+            category: without effect.
+        """
+        return self._module.nvtx.range_push(msg) if self._name == "cuda" else None
+
+    def range_pop(self, domain: Any = None) -> Any:
+        """Ends a range of nvtx; without effect where there is none.
+
+        Args:
+            domain: without effect.
+        """
+        return self._module.nvtx.range_pop() if self._name == "cuda" else None
+
+    def lazy_call(self, callback: Callable[[], T]) -> T:
+        """Returns `callback()`: torch makes the device ready with its first use.
+
+        Args:
+            callback: the function.
+        """
+        return callback()
+
+    def is_triton_supported(self) -> bool:
+        """Returns True on NVIDIA's GPUs since Ampere."""
+        return self._name == "cuda" and self._module.get_device_capability()[0] >= 8
+
+    def prefer_triton_grouped_mm(self) -> bool:
+        """Returns False: there are no kernels of Triton here."""
+        return False
+
+    def is_compile_supported(self) -> bool:
+        """Returns True: torch has `compile`."""
+        return True
 
     def get_compile_backend(self) -> str:
-        """Returns the default backend of torch.compile."""
-        return "inductor"
+        """Returns the backend of torch.compile, by default "inductor"."""
+        return self._compile_backend
+
+    def set_compile_backend(self, backend: str) -> None:
+        """Sets what `get_compile_backend` returns.
+
+        Args:
+            backend: name of a backend of torch.compile.
+
+        Raises:
+            ConfigError: if torch has no such backend. Nothing changes.
+        """
+        known = torch.compiler.list_backends(exclude_tags=())
+        if backend not in known:
+            raise ConfigError(
+                f"set_compile_backend expects a backend of torch.compile, {', '.join(known)}; got {backend!r}"
+            )
+        self._compile_backend = backend
+
+    # -- extensions and environment -----------------------------------------------------------------
+
+    def op_builder_dir(self) -> str:
+        """Returns the module that has the builders."""
+        return "deepspeed.ops.op_builder"
+
+    def get_op_builder(self, class_name: str) -> Any:
+        """Returns the builder of an extension by its name; of one that is not here, a class that says so.
+
+        Args:
+            class_name: such as "AsyncIOBuilder".
+        """
+        # Here: most scripts need no extension.
+        from offload.deepspeed.ops import op_builder
+
+        known = {"AsyncIOBuilder": op_builder.AsyncIOBuilder}
+        return known.get(class_name, op_builder.NotImplementedBuilder)
+
+    def create_op_builder(self, class_name: str) -> Any:
+        """Returns a builder; see `get_op_builder`.
+
+        Args:
+            class_name: such as "AsyncIOBuilder".
+        """
+        return self.get_op_builder(class_name)()
+
+    def build_extension(self) -> Any:
+        """Returns torch's class that builds extensions."""
+        from torch.utils.cpp_extension import BuildExtension
+
+        return BuildExtension
+
+    def export_envs(self) -> list[str]:
+        """Returns the beginnings of environment variables that a launcher sends to other hosts."""
+        return ["NCCL"] if self._name == "cuda" else []
+
+    def visible_devices_envs(self) -> list[str]:
+        """Returns the environment variables that choose among the devices."""
+        return [_VISIBLE] if self._name in ("cuda", "cpu") else []
+
+    def set_visible_devices_envs(
+        self, current_env: MutableMapping[str, str], local_accelerator_ids: Sequence[int]
+    ) -> None:
+        """Sets these variables.
+
+        Args:
+            current_env: an environment, which is changed.
+            local_accelerator_ids: numbers of the devices that stay visible.
+        """
+        for name in self.visible_devices_envs():
+            current_env[name] = ",".join(map(str, local_accelerator_ids))
+
+
+class CpuAccelerator(DeepSpeedAccelerator):
+    """The CPU under DeepSpeed's names: no streams, and the memory of the process in place of a device's."""
+
+    def __init__(self) -> None:
+        """Begins the peak of the memory."""
+        super().__init__("cpu")
+        self._peak = _resident()
+
+    Stream = property(lambda _: None, doc="None: there are no streams.")
+    Event = property(lambda _: None, doc="None: there are no events.")
+
+    def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
+        """Returns a context without effect.
+
+        Args:
+            stream: ignored.
+        """
+        return contextlib.nullcontext()
+
+    def current_stream(self, device_index: int | None = None) -> None:
+        """Returns None: there are no streams.
+
+        Args:
+            device_index: ignored.
+        """
+
+    default_stream = current_stream
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Does nothing: calls have ended when they return.
+
+        Args:
+            device_index: ignored.
+        """
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """Returns "cpu".
+
+        Args:
+            device_index: without effect: the CPU has no number.
+        """
+        return "cpu"
+
+    def current_device(self) -> int:
+        """Returns LOCAL_RANK, or 0 without a launcher: scripts count devices so."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    def set_device(self, device_index: int) -> None:
+        """Does nothing: there is one.
+
+        Args:
+            device_index: ignored.
+        """
+
+    def device_count(self) -> int:
+        """Returns LOCAL_SIZE if a launcher has set it, else the number of NUMA nodes with processors."""
+        set_to = int(os.environ.get("LOCAL_SIZE", "0"))
+        return set_to if set_to > 0 else max(1, sum(bool(node["cpus"]) for node in nodes()))
+
+    # torch.cpu has no generator of its own: it is torch's default one.
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        """Sets the state of torch's default generator.
+
+        Args:
+            new_state: what `get_rng_state` has returned.
+            device_index: ignored.
+        """
+        torch.set_rng_state(new_state)
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        """Returns the state of torch's default generator.
+
+        Args:
+            device_index: ignored.
+        """
+        return torch.get_rng_state()
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        """Seeds all generators of torch, and returns the default one.
+
+        Args:
+            seed: the seed.
+        """
+        return torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def initial_seed(self) -> int:
+        """Returns the seed of torch's default generator."""
+        return torch.initial_seed()
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """Returns torch's default generator.
+
+        Args:
+            device_index: ignored.
+        """
+        return torch.default_generator
+
+    def empty_cache(self) -> None:
+        """Does nothing: torch caches no memory of the host."""
+
+    # torch counts nothing on the CPU, so the process is measured, as DeepSpeed does.
+    def get_rss(self) -> int:
+        """Returns the bytes that the process occupies."""
+        found = _resident()
+        self._peak = max(self._peak, found)
+        return found
+
+    def reset_rss(self) -> int:
+        """Begins the peak anew, and returns the bytes that the process occupies."""
+        self._peak = _resident()
+        return self._peak
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Returns the bytes that the process occupies.
+
+        Args:
+            device_index: ignored.
+        """
+        return self.get_rss()
+
+    memory_cached = memory_reserved = memory_allocated
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """Returns the largest number of bytes that a call of these methods has found since the peak began.
+
+        Args:
+            device_index: ignored.
+        """
+        self.get_rss()
+        return self._peak
+
+    max_memory_cached = max_memory_reserved = max_memory_allocated
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Begins the peak anew.
+
+        Args:
+            device_index: ignored.
+        """
+        self.reset_rss()
+
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, int]:
+        """Returns the bytes that the process occupies and their peak, under torch's keys.
+
+        Args:
+            device_index: ignored.
+        """
+        return {"allocated_bytes.all.current": self.get_rss(), "allocated_bytes.all.peak": self._peak}
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Returns the bytes of the RAM.
+
+        Args:
+            device_index: ignored.
+        """
+        return int(psutil.virtual_memory().total)
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Returns the bytes of the RAM that are free, or that the system can free.
+
+        Args:
+            device_index: ignored.
+        """
+        return int(psutil.virtual_memory().available)
+
+    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+        """Returns the tensor itself: there is no device to pin memory for.
+
+        Args:
+            tensor: the tensor.
+            make_copy: without effect.
+            match_shape: without effect.
+        """
+        return tensor
+
+    def is_bf16_supported(self) -> bool:
+        """Returns True."""
+        return True
+
+    def is_fp16_supported(self) -> bool:
+        """Returns True if the processor has instructions for fp16. Without them torch computes in it all the same."""
+        return cpu_computes_fp16()
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Returns the dtypes that weights can have."""
+        return [torch.float32, torch.bfloat16, *([torch.float16] if self.is_fp16_supported() else [])]
+
+    BFloat16Tensor = property(lambda _: torch.BFloat16Tensor, doc="torch's class of tensors of bf16.")
+    ByteTensor = property(lambda _: torch.ByteTensor, doc="torch's class of tensors of bytes.")
+    DoubleTensor = property(lambda _: torch.DoubleTensor, doc="torch's class of tensors of fp64.")
+    FloatTensor = property(lambda _: torch.FloatTensor, doc="torch's class of tensors of fp32.")
+    HalfTensor = property(lambda _: torch.HalfTensor, doc="torch's class of tensors of fp16.")
+    IntTensor = property(lambda _: torch.IntTensor, doc="torch's class of tensors of int32.")
+    LongTensor = property(lambda _: torch.LongTensor, doc="torch's class of tensors of int64.")
+
+
+def _given(device_index: int | None) -> tuple[int, ...]:
+    """Returns the argument for a call of torch that has a default of its own."""
+    return () if device_index is None else (device_index,)
 
 
 def _resident() -> int:

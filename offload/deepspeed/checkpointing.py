@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload.checkpointing import checkpoint, configure, is_configured, non_reentrant_checkpoint, reset
+from offload.checkpointing import (
+    checkpoint,
+    configure,
+    is_configured,
+    non_reentrant_checkpoint,
+    partition_activations_in_checkpoint,
+)
 from offload.deepspeed.refused import function
 
 __all__ = [
@@ -26,13 +32,8 @@ model_parallel_cuda_manual_seed = function("model_parallel_cuda_manual_seed", _M
 model_parallel_reconfigure_tp_seed = function("model_parallel_reconfigure_tp_seed", _MEGATRON)
 
 
-def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Sets the key "partition_activations", as `configure` does.
-
-    Args:
-        partition_activation: the value.
-    """
-    configure(partition_activations=partition_activation)
+def reset() -> None:
+    """Does nothing: DeepSpeed empties its buffers, and keeps the settings of `configure`. Here graphs have buffers."""
 
 
 def set_num_layers(nlayers: Any) -> None:

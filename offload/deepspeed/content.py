@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from offload.config import read_json
+from offload.config.blocks.values import TORCH_OPTIMIZERS
 from offload.deepspeed.accelerate_checks import check_paths
+from offload.notices import announce
 
 _engines = itertools.count()
 """Engines so far of this process whose config names no run."""
@@ -33,6 +38,38 @@ def content_of(config: Any) -> dict[str, Any]:
     check_paths(content)
     # trl adds such keys for the engine of a reference; DeepSpeed knows none with a dot, and ignores them.
     return {key: value for key, value in content.items() if not str(key).startswith(_DOTTED)}
+
+
+def with_rate(content: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config whose optimizer has a learning rate: DeepSpeed's default where the config names none.
+
+    Args:
+        content: the config.
+    """
+    block = content.get("optimizer")
+    if not isinstance(block, Mapping) or not isinstance(params := block.get("params", {}), Mapping):
+        return content  # none, or an error that the config's reader explains
+    kind = str(block.get("type", "AdamW"))
+    rates = {"muon_lr": 0.02, "adam_lr": 3e-4} if kind.lower() == "muon" else {"lr": _rate_of(kind)}
+    # "auto" is left to a Trainer, and stays an error where none fills it in.
+    missing = {} if "lr" in params else {key: rate for key, rate in rates.items() if key not in params and rate}
+    if not missing:
+        return content
+    told = ", ".join(f"{key} {rate:g}" for key, rate in missing.items())
+    announce(f"optimizer.params has no learning rate: {told}, DeepSpeed's default, where a group has none of its own")
+    return {**content, "optimizer": {**block, "params": {**params, **missing}}}
+
+
+def _rate_of(kind: str) -> float | None:
+    """Returns the default learning rate of DeepSpeed for a type of optimizer; None for one that DeepSpeed has not."""
+    kind = kind.removeprefix(TORCH_OPTIMIZERS)
+    if kind.lower() in ("adam", "adamw", "lamb", "lion"):
+        return 1e-3
+    known = {name.lower(): each for name, each in vars(torch.optim).items() if isinstance(each, type)}
+    if kind.lower() not in known:
+        return None
+    rate = inspect.signature(known[kind.lower()]).parameters.get("lr")
+    return None if rate is None else rate.default
 
 
 def of_a_script(content: Mapping[str, Any], leaves: Iterable[str], trains: bool) -> dict[str, Any]:

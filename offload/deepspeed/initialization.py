@@ -11,7 +11,7 @@ from torch import nn
 from offload.config import load_config
 from offload.deepspeed.accelerate_checks import check_ranks
 from offload.deepspeed.comm import init_distributed
-from offload.deepspeed.content import content_of, of_a_script
+from offload.deepspeed.content import content_of, of_a_script, with_rate
 from offload.deepspeed.parameters import mark
 from offload.deepspeed.pipe.engine import PipelineEngine
 from offload.deepspeed.pipe.module import PipelineModule
@@ -77,6 +77,7 @@ def initialize(
     init_distributed(dist_init_required=dist_init_required)
     check_ranks()
     trains = optimizer is not None or content.get("optimizer") is not None
+    content = content if optimizer is not None else with_rate(content)
     content = _with_sequences(of_a_script(content, _leaves(model), trains), mpu)
     check_asked(model, content)
     if not trains:

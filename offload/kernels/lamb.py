@@ -1,4 +1,10 @@
-"""LAMB (You et al. 2020) in two passes: a parameter's step depends on norms over all of its elements."""
+"""LAMB (You et al. 2020) in two passes: a parameter's step depends on norms over all of its elements.
+
+    u = m / (sqrt(v) + eps) + weight_decay * p
+    p = p - lr * sqrt(1 - beta2^t) / (1 - beta1^t) * |p| / |u| * u
+
+The moments m and v of the direction u are not corrected for their bias. The step's length is, as in DeepSpeed.
+"""
 
 from __future__ import annotations
 

@@ -68,7 +68,10 @@ class PlainSGDStep(NamedTuple):
 
 
 class LambStep(NamedTuple):
-    """A step of LAMB (You et al. 2020) with bias correction. Moments: exp_avg, exp_avg_sq. See `kernels.lamb`."""
+    """A step of LAMB (You et al. 2020), whose length has the correction of the bias, as in DeepSpeed: `kernels.lamb`.
+
+    Moments: exp_avg, exp_avg_sq.
+    """
 
     lr: float
     beta1: float

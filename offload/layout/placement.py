@@ -34,6 +34,9 @@ from offload.swapper.memory.host_arena import Classes
 from offload.swapper.modes import ADAM, Mode
 from offload.swapper.store import StoreSpec
 
+_FEW = 1 << 16
+"""Elements of a tile below which its own work is longer than that of its elements, as measured on two cores."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
@@ -182,6 +185,12 @@ def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Mac
             f'"device_memory" or "host_memory", or move states from the device to cpu or nvme'
         )
     tile_numel, tile_buffers, scratch_nbytes = tiles(parts, mode, tiers, classes.tiles)
+    most = max(parts.trainable_numel, default=0)
+    if request.tile is not None and tile_numel < min(most, _FEW):
+        notices.append(
+            f'"sub_group_size" {request.tile} cuts the updates of {most} elements into tiles of {tile_numel}, which '
+            "takes several times as long as tiles of 16 MiB; leave the key out, or set it to a million or more"
+        )
     return Placement(
         tiers=tiers,
         promoted=promoted,

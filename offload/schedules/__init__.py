@@ -18,8 +18,6 @@ documentation, these classes follow the documentation:
     the first step of WarmupCosineLR is at warmup_min_ratio             DeepSpeed: at 0
     the first step of OneCycle has the momentum of both ends            DeepSpeed: that of the middle
     OneCycle changes betas[0] and leaves betas[1]                       DeepSpeed: betas[1] becomes 0.99
-    warmup_max_lr "auto" is each group's own learning rate              DeepSpeed: all groups use that of the first
-    a list of one value for each group works for OneCycle too           DeepSpeed: fails
 
 The state consists of `last_batch_iteration`, which is the number of steps taken less one, and of the groups' own
 learning rates. The params are not part of it: after a resume those of the script apply, so that a run can be extended.

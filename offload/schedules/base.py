@@ -6,12 +6,32 @@ import abc
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
+
 from offload.config import check_order
 from offload.config.blocks.scheduler import (
     ScheduleParams,
 )
 from offload.errors import ConfigError, UsageError
 from offload.sizes import count_of
+
+
+def set_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Sets values of a group of parameters.
+
+    A tensor in the group is filled, as torch's schedules do: a script or a compiled step may hold the tensor.
+
+    Args:
+        group: the group.
+        values: numbers, or sequences of them, by key.
+    """
+    for key, value in values.items():
+        present = group.get(key)
+        if isinstance(present, torch.Tensor):
+            with torch.no_grad():  # a rate may require gradients
+                present.fill_(value)
+        else:
+            group[key] = value
 
 
 class Schedule(abc.ABC):
@@ -89,7 +109,7 @@ class Schedule(abc.ABC):
         before = self.base_lrs
         self._record_rates()
         try:
-            self.optimizer.param_groups[-1].update(self._values()[-1])
+            set_values(self.optimizer.param_groups[-1], self._values()[-1])
         except ConfigError as error:
             self.base_lrs = before
             raise UsageError(f"{type(self).__name__} has no learning rate for a new group: {error}") from error
@@ -135,7 +155,7 @@ class Schedule(abc.ABC):
         """Sets the values of the next step in the groups."""
         # All values are computed before the first is set, so that an invalid one changes nothing.
         for group, values in zip(self.optimizer.param_groups, self._values(), strict=True):
-            group.update(values)
+            set_values(group, values)
 
     def _values(self) -> list[dict[str, Any]]:
         """Returns what the schedule sets for the next step, by group and key."""

@@ -136,6 +136,8 @@ class OneCycle(Schedule):
     def _height(self, steps: int) -> float:
         """Returns the position in the cycle after `steps` steps: 1 in its middle, 0 at its ends and after it."""
         (up, down), params = self._sizes, self._params
+        if steps >= up + down:
+            return 0.0
         stairs = params.cycle_first_stair_count
         done, size = (steps, up) if steps <= up else (max(0, up + down - steps), down)
         if steps > up and params.cycle_second_stair_count is not None:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -89,6 +89,32 @@ def inside_backward() -> bool:
     """Returns True if this thread runs a backward."""
     # Thread-local, and set on the engine's own threads too; -1 outside of a backward.
     return torch._C._current_graph_task_id() != -1
+
+
+def adds_up(parameters: Iterable[torch.Tensor], behind: Any) -> bool:
+    """Returns True if the backward that runs on this thread adds gradients up in leaves, of the parameters or any.
+
+    `torch.autograd.grad` and the transforms of torch.func return gradients instead. A backward that names its inputs
+    counts if one of the parameters is among them.
+
+    Args:
+        parameters: leaves that require gradients.
+        behind: the node of the graph that comes behind the node whose hook calls this.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return False
+    # A compiled backward runs hooks outside of a graph task, and serves `.backward()` alone.
+    if not inside_backward():
+        return True
+    runs = torch._C._will_engine_execute_node
+    # Valid in a pass over the whole graph. Where the pass ends at the node of the hook, torch has not set it yet.
+    if torch.autograd._is_checkpoint_valid():
+        return bool(runs(behind))
+    try:
+        return any(runs(torch.autograd.graph.get_gradient_edge(each).node) for each in parameters)
+    # Torch's answer on a leaf whose gradient is returned.
+    except RuntimeError:
+        return False
 
 
 # -- checkpointing of activations ---------------------------------------------------------------------

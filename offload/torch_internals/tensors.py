@@ -243,3 +243,9 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
     if dataclasses.is_dataclass(output) and not isinstance(output, type) and not isinstance(output, dict):
         output = [getattr(output, field.name) for field in dataclasses.fields(output)]
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def cpu_computes_fp16() -> bool:
+    """Returns True if oneDNN multiplies fp16 on this processor, and False where torch is built without it."""
+    asked = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
+    return asked is not None and bool(asked())

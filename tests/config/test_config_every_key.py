@@ -88,6 +88,7 @@ HONOURED: dict[str, Any] = {
     "wandb.project": "c",
     "optimizer.type": "adam",
     "optimizer.params.lr": 1e-3,
+    "optimizer.params.torch_adam": True,
     "optimizer.params.betas": [0.9, 0.99],
     "optimizer.params.eps": 1e-8,
     "optimizer.params.weight_decay": 0.1,
@@ -141,7 +142,6 @@ NAMED: dict[str, Any] = {
     "torch_autocast.lower_precision_safe_modules": ["torch.nn.Linear"],
     **_each("checkpoint.", "use_node_local_storage parallel_write checkpoint_serialization writer"),
     "optimizer.legacy_fusion": True,
-    "optimizer.params.torch_adam": True,
 }
 REFUSED: dict[str, Any] = {
     "managed_gradient_accumulation": False,

@@ -52,7 +52,7 @@ AUTO: dict[str, tuple[dict[str, Any], str]] = {
     "an optimizer": ({"optimizer": "auto"}, "optimizer (its default)"),
     "its numbers": (
         {"optimizer": {"type": "Lion", "params": {"lr": 1, "betas": "auto"}}},
-        "optimizer.params.betas [0.9, 0.99]",
+        "optimizer.params.betas [0.9, 0.999]",
     ),
     "its rate": (
         {"optimizer": {"type": "Lion", "params": {"lr": "auto"}}},

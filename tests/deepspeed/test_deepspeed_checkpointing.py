@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import offload
+import offload.deepspeed as deepspeed
 from offload import checkpointing
 from offload.config import load_config
 from offload.engine.activations import policy
@@ -76,6 +78,52 @@ def test_a_model_that_calls_checkpoint_has_the_bits_of_one_that_does_not(tmp_pat
         assert_same(plain, run(Job(Called, loss), ("nvme", "nvme"), tmp_path / tier, activations=tier), tier)
 
 
+class WithKeywords(Called):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for first in (0, 2):
+            x = checkpointing.checkpoint(self.two, first=first, x=x)
+        return x
+
+
+def test_keywords_and_their_tensors_are_handed_on(tmp_path: Path) -> None:
+    plain = run(Job(Plain, loss), ("none", "none"), tmp_path / "plain")
+    assert_same(plain, run(Job(WithKeywords, loss), ("nvme", "nvme"), tmp_path / "nvme", activations="nvme"), "nvme")
+
+    def scaled(x: torch.Tensor, *, debug: torch.Tensor, use_reentrant: float) -> torch.Tensor:
+        return x.sin() * debug * use_reentrant
+
+    x, factor = torch.randn(3, requires_grad=True), torch.tensor(2.5, requires_grad=True)
+    for checkpoint in (checkpointing.checkpoint, checkpointing.non_reentrant_checkpoint):
+        found = checkpoint(scaled, x, debug=factor, use_reentrant=3.0)
+        expected = scaled(x, debug=factor, use_reentrant=3.0)
+        gradients = (torch.autograd.grad(each.sum(), (x, factor)) for each in (found, expected))
+        assert all(map(torch.equal, *gradients)) and torch.equal(found, expected)
+
+
+def test_a_sequence_comes_back_as_deepspeed_gives_it() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert checkpointing.checkpoint(lambda y: (y * 2,), x).equal(x * 2)
+    assert checkpointing.checkpoint(lambda y: [y * 2], x).equal(x * 2)
+    pair = checkpointing.checkpoint(lambda y: [y * 2, "kept"], x)
+    assert isinstance(pair, tuple) and pair[0].equal(x * 2) and pair[1] == "kept"
+    assert checkpointing.checkpoint(lambda y: {"out": y}, x)["out"] is not None
+
+
+def test_reset_and_the_setter_of_one_key_leave_what_configure_has_set(tmp_path: Path) -> None:
+    names = deepspeed.checkpointing
+    names.partition_activations_in_checkpoint(True)
+    assert not names.is_configured()
+    names.configure(None, num_checkpoints=1)
+    names.reset()
+    names.partition_activations_in_checkpoint(False)
+    assert names.is_configured()
+    engine = start(tmp_path / "one")
+    first, last = forwards(engine, "blocks.0"), forwards(engine, "blocks.3")
+    train_step(engine, Job(Plain, loss), 0)
+    assert (len(first), len(last)) == (2, 1)
+    engine.destroy(remove=True)
+
+
 def test_a_block_within_the_users_checkpoint_is_computed_again_once(tmp_path: Path) -> None:
     engine = start(tmp_path, Called, activation_checkpointing={"number_checkpoints": 4})
     seen = forwards(engine, "blocks.1")
@@ -123,8 +171,12 @@ def test_configure_sets_the_block_of_later_engines(tmp_path: Path) -> None:
 
 
 def test_a_group_of_model_parallel_ranks_is_refused() -> None:
-    with pytest.raises(UsageError, match="mpu_ must be None"):
-        checkpointing.configure(object())
+    for mpu in (object(), SimpleNamespace(get_model_parallel_world_size=lambda: 2)):
+        with pytest.raises(UsageError, match="mpu_ must be None"):
+            checkpointing.configure(mpu)
+    checkpointing.configure(SimpleNamespace(get_tensor_model_parallel_world_size=lambda: 1))
+    assert checkpointing.is_configured()
+    checkpointing.reset()
     with pytest.raises(ConfigError, match="number_checkpoints"):
         checkpointing.configure(num_checkpoints=0)
     assert not checkpointing.is_configured()

@@ -147,14 +147,17 @@ def alone(tmp_path: Path) -> Iterator[Callable[[Job], Result]]:
 
 
 @pytest.mark.works("Several ranks", "DeepSpeed's `PipelineModule` with `train_batch` and `eval_batch`", "right")
-@pytest.mark.parametrize("interval", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("interval", "dtype"), [(0, "fp32"), (0, "fp16"), pytest.param(2, "fp32", marks=pytest.mark.slow)]
+)
 def test_a_pipeline_module_trains_as_one_process_bit_for_bit(
-    interval: int, ranks: RankPool, alone: Callable[[Job], Result], tmp_path: Path
+    interval: int, dtype: str, ranks: RankPool, alone: Callable[[Job], Result], tmp_path: Path
 ) -> None:
+    job = JOB._replace(dtype=dtype)
     found = together(
-        ranks.run(train_with_interval, JOB, tmp_path / "two", interval),
+        ranks.run(train_with_interval, job, tmp_path / "two", interval),
     )
-    expected = alone(JOB)
+    expected = alone(job)
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)  # the mean of four, in another order
     assert_same_tensors(found.weights, expected.weights)
     assert found.norms == pytest.approx(expected.norms, rel=1e-12)

@@ -123,6 +123,12 @@ TABLES = {
     "cycle in as many stairs": Table(
         "OneCycle", {**CYCLE, "cycle_first_stair_count": 2}, [0.001, 0.001, 0.003, 0.003, 0.005, 0.003, 0.001]
     ),
+    "cycle without a fall": Table(
+        "OneCycle",
+        {**CYCLE, "cycle_second_step_size": 0, "decay_lr_rate": 0.5, "decay_step_size": 2},
+        [0.001, 0.002, 0.003, 0.004, 0.001, 0.0008],
+        [0.9, 0.875, 0.85, 0.825, 0.9, 0.9],
+    ),
     "cycle of rates alone": Table("OneCycle", {**CYCLE, "cycle_momentum": False}, [0.001, 0.002, 0.003], [0.9] * 3),
     "range": Table("LRRangeTest", RANGE, [0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.045, 0.05]),
     "range in stairs": Table(

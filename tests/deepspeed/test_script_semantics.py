@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -63,6 +64,97 @@ def weights_after(backward: Callable[[Any, int], None], folder: Path) -> dict[st
 @pytest.mark.parametrize("backward", [plainly, by_turns, undivided])
 def test_a_plain_backward_is_divided_by_the_accumulation(backward: Callable[[Any, int], None], tmp_path: Path) -> None:
     assert_same_tensors(weights_after(backward, tmp_path / "a"), weights_after(by_engine, tmp_path / "b"))
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+
+
+def small(accumulation: int) -> Any:
+    content = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    }
+    return deepspeed.initialize(model=net(), config=content)[0]
+
+
+def energy(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().sum()
+
+
+def by_grad(model: Any, x: torch.Tensor, create_graph: bool = False) -> torch.Tensor:
+    point = x.clone().requires_grad_()
+    return torch.autograd.grad(energy(model, point), point, create_graph=create_graph)[0]
+
+
+def of_output(model: Any, x: torch.Tensor) -> torch.Tensor:
+    point = x.clone().requires_grad_()
+    output = model(point)
+    return torch.cat(torch.autograd.grad(output.square().sum(), (output, point)))
+
+
+def of_output_alone(model: Any, x: torch.Tensor) -> torch.Tensor:
+    output = model(x)
+    return torch.autograd.grad(output.square().sum(), output)[0]
+
+
+def of_weights(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(energy(model, x), list(getattr(model, "module", model).parameters()))[0]
+
+
+@pytest.mark.works("Graphs", "`torch.autograd.grad` and torch.func through it: not divided", "right")
+@pytest.mark.parametrize(
+    "taken",
+    [
+        by_grad,
+        of_output,
+        of_output_alone,
+        of_weights,
+        lambda model, x: torch.func.grad(functools.partial(energy, model))(x),
+        lambda model, x: torch.func.vjp(model, x)[1](torch.ones(2))[0],
+        lambda model, x: torch.func.jacrev(model)(x),
+    ],
+)
+def test_a_gradient_that_is_returned_is_that_of_the_function(taken: Any) -> None:
+    engine, x = small(3), torch.linspace(-1, 1, 6)
+    torch.testing.assert_close(taken(engine, x), taken(net(), x), rtol=1e-5, atol=1e-7)
+    engine.destroy()
+
+
+def penalized(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return by_grad(model, x, create_graph=True).square().sum() + energy(model, x)
+
+
+def named(engine: Any, loss: torch.Tensor) -> None:
+    loss.backward(inputs=list(engine.module.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "backward"), [(penalized, lambda engine, loss: engine.backward(loss)), (energy, named)]
+)
+def test_a_step_goes_by_the_mean_of_losses_with_gradients_in_them(loss_of: Any, backward: Any) -> None:
+    engine, plain = small(3), net()
+    for x in torch.randn(3, 6, generator=torch.Generator().manual_seed(2)):
+        backward(engine, loss_of(engine, x))
+        (loss_of(plain, x) / 3).backward()
+        engine.step()
+    for mine, theirs, before in zip(engine.module.parameters(), plain.parameters(), net().parameters(), strict=True):
+        torch.testing.assert_close(before - mine, theirs.grad, rtol=1e-5, atol=1e-6)
+    engine.destroy()
+
+
+def test_a_plain_backward_of_a_gradient_is_refused_where_it_would_be_divided_in_part() -> None:
+    engine, x = small(3), torch.ones(6)
+    with pytest.raises(UsageError, match=r"undivided by the 3 .* call engine.backward\(loss\)"):
+        penalized(engine, x).backward()
+    engine.destroy()
+    engine = small(1)
+    penalized(engine, x).backward()
+    engine.step()
+    engine.destroy()
 
 
 def test_without_accumulation_the_output_is_the_models_own(tmp_path: Path) -> None:

@@ -238,8 +238,8 @@ def test_lamb_rounds_its_master_in_the_second_pass(isa: str, moments: str) -> No
     ratio = 0.7
     kernels.lamb_move(part, segments, [ratio, ratio])
     assert stored(part)[1:-1] == kept
-    direction = m / F(1 - 0.9**3) / (np.sqrt(v / F(1 - 0.99**3)) + F(1e-6)) + F(0.1) * before.numpy()
-    exact = torch.from_numpy(before.numpy() + F(-LAMB.lr * ratio) * direction)
+    direction = m / (np.sqrt(v) + F(1e-6)) + F(0.1) * before.numpy()
+    exact = torch.from_numpy(before.numpy() + F(-(LAMB.lr * (np.sqrt(1 - 0.99**3) / (1 - 0.9**3)) * ratio)) * direction)
     assert part.residual is not None
     assert bytes_of(part.weight, part.residual) == reference(exact, chances(NOISE, numel))
 

@@ -290,8 +290,15 @@ MUTANTS = (
     Mutant(
         "leave a plain backward of a script undivided",
         "offload.deepspeed.runtime.engine",
-        "return gradient / self.gradient_accumulation_steps() if self._divides else gradient",
+        "return gradient / self.gradient_accumulation_steps()",
         "return gradient",
         "tests/deepspeed/test_script_semantics.py",
+    ),
+    Mutant(
+        "divide a gradient that a script takes by the accumulation",
+        "offload.deepspeed.runtime.engine",
+        "if adds_up(trained, behind):",
+        "if True:",
+        "tests/deepspeed/test_script_semantics.py::test_a_gradient_that_is_returned_is_that_of_the_function",
     ),
 )

@@ -9,7 +9,7 @@ import pydantic
 from pydantic import Field
 
 from offload.config.blocks.block import CHANGES_TRAINING, Block, missing
-from offload.config.blocks.values import TORCH_OPTIMIZERS, Beta, Count, Number, OptimizerType
+from offload.config.blocks.values import OF_TORCH_ALONE, TORCH_OPTIMIZERS, Beta, Count, Number, OptimizerType
 from offload.errors import ConfigError
 
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -24,7 +24,7 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
         "bias_correction": True,
     },
     "Adagrad": {"eps": 1e-10, "weight_decay": 0.0, "lr_decay": 0.0},
-    "Lion": {"betas": (0.9, 0.99), "weight_decay": 0.0},
+    "Lion": {"betas": (0.9, 0.999), "weight_decay": 0.0},
     "SGD": {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
     # Those of DeepSpeed, and of torch.optim.Muon for what DeepSpeed has no key for.
     "Muon": {
@@ -51,14 +51,14 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """Default hyperparameters of each optimizer type, except for the learning rate."""
 
-_OF_EVERY_TYPE = ("lr", "fp32_optimizer_states")
-"""Params that no type lists: the learning rate is passed on its own, and the moments of every type are fp32."""
+_OF_EVERY_TYPE = ("lr", "fp32_optimizer_states", "torch_adam")
+"""Params that no type lists: the learning rate is passed on its own, and the others are no hyperparameters."""
 
 
 class OptimizerParams(Block):
     """Hyperparameters, named as in torch.optim; one that belongs to other types of optimizers only is an error."""
 
-    TUNING = ("torch_adam", "fused", "foreach", "capturable", "differentiable")
+    TUNING = ("fused", "foreach", "capturable", "differentiable")
     REFUSED: ClassVar[dict[str, str]] = {
         "max_grad_norm": 'has another name in DeepSpeed files: "gradient_clipping", at top level',
         "amsgrad": CHANGES_TRAINING,
@@ -66,11 +66,15 @@ class OptimizerParams(Block):
     }
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"lr": 3e-4}
 
-    lr: Number | None = Field(None, description="learning rate; required unless optimizer= is passed")
+    lr: Number | None = Field(
+        None,
+        description="learning rate; required unless optimizer= is passed. deepspeed.initialize takes DeepSpeed's "
+        "default where it is absent, and says so",
+    )
     betas: tuple[Beta, Beta] | None = Field(
         None,
         description="Adam, AdamW, Lamb, Lion, and of Muon and SinkGD what AdamW trains: decay of the moments, each at "
-        "least 0 and below 1; default [0.9, 0.999], of Lion [0.9, 0.99], of Muon [0.9, 0.95]",
+        "least 0 and below 1; default [0.9, 0.999], of Muon [0.9, 0.95]",
     )
     eps: Number | None = Field(
         None,
@@ -78,9 +82,16 @@ class OptimizerParams(Block):
         "second moment; default 1e-8, of Adagrad and Muon 1e-10",
     )
     weight_decay: Number | None = Field(
-        None, description="default 0; decoupled for AdamW, Lamb, Lion, Muon, SinkGD, and for Adam with adam_w_mode"
+        None,
+        description="default 0, of AdamW with torch_adam 0.01; decoupled for AdamW, Lamb, Lion, Muon, SinkGD, and for "
+        "Adam with adam_w_mode",
     )
     adam_w_mode: bool | None = Field(None, description="Adam: true by default; false adds the decay to the gradient")
+    torch_adam: bool | None = Field(
+        None,
+        description="true: the weight_decay of AdamW is by default that of torch.optim, as in DeepSpeed; the kernel "
+        "stays the same",
+    )
     bias_correction: Literal[True] | None = Field(None, description="Adam, AdamW, Lamb: only true")
     fp32_optimizer_states: Literal[True] | None = Field(
         None, description='only true: moments are fp32; for bf16 leave it out, and set "moments" in the block offload'
@@ -136,7 +147,7 @@ class OptimizerBlock(Block):
     type: OptimizerType = Field(
         "AdamW",
         description="Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon or SinkGD, in any case of letters; or a class of "
-        "torch, as torch.optim.NAdam, whose params are those of the class",
+        "torch, as torch.optim.NAdam or, as DeepSpeed spells it, NAdam, whose params are those of the class",
     )
     params: OptimizerParams = Field(OptimizerParams(), description="see below")
     torch_params: dict[str, Any] = Field({}, exclude=True)
@@ -147,8 +158,9 @@ class OptimizerBlock(Block):
         """Returns the content with the params of a class of torch under `torch_params`, without "auto"."""
         if "torch_params" in content:
             raise ConfigError('unknown key optimizer.torch_params; did you mean "params"?')
-        params = content.get("params")
-        if not str(content.get("type", "")).startswith(TORCH_OPTIMIZERS) or not isinstance(params, Mapping):
+        params, kind = content.get("params"), content.get("type", "")
+        of_torch = kind in OF_TORCH_ALONE or str(kind).startswith(TORCH_OPTIMIZERS)
+        if not of_torch or not isinstance(params, Mapping):
             return content
         others = {key: value for key, value in content.items() if key != "params"}
         return {**others, "torch_params": {key: value for key, value in params.items() if value != "auto"}}
@@ -190,7 +202,10 @@ class OptimizerBlock(Block):
         """Hyperparameters of the type, except for the learning rate; of a class of torch those that are given."""
         if self.of_torch:
             return dict(self.torch_params)
-        given = {name: getattr(self.params, name) for name in OPTIMIZER_DEFAULTS[self.type]}
-        return {
-            name: value if given[name] is None else given[name] for name, value in OPTIMIZER_DEFAULTS[self.type].items()
-        }
+        defaults = OPTIMIZER_DEFAULTS[self.type]
+        given = {name: getattr(self.params, name) for name in defaults}
+        found = {name: value if given[name] is None else given[name] for name, value in defaults.items()}
+        decoupled = self.type == "AdamW" or found.get("adam_w_mode")
+        if self.params.torch_adam and self.type in ("Adam", "AdamW") and decoupled and given["weight_decay"] is None:
+            found["weight_decay"] = 0.01
+        return found

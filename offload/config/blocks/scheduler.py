@@ -39,7 +39,7 @@ class OneCycleParams(ScheduleParams):
         0.0, description="after the cycle: cycle_min_lr / (1 + decay_lr_rate * steps / decay_step_size)"
     )
     cycle_first_step_size: Count = Field(2000, description="steps up")
-    cycle_second_step_size: Count | None = Field(None, description="steps down; default: as many as up")
+    cycle_second_step_size: Elements | None = Field(None, description="steps down; default: as many as up")
     cycle_first_stair_count: Elements = Field(0, description="stairs on the way up; 0: each step rises")
     cycle_second_stair_count: Elements | None = Field(None, description="stairs down; default: as many as up")
     decay_step_size: Elements = Field(0, description="steps of the decay's unit; 0: no decay")

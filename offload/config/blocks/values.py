@@ -16,6 +16,19 @@ from offload.sizes import MIB, parse_size
 Tier = Literal["none", "cpu", "nvme"]
 TORCH_OPTIMIZERS = "torch.optim."
 """Start of the types of optimizers that are classes of torch."""
+OF_TORCH_ALONE = (
+    "ASGD",
+    "Adadelta",
+    "Adafactor",
+    "Adamax",
+    "LBFGS",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SparseAdam",
+)
+"""Classes of `torch.optim` that DeepSpeed's JSON names without the module, and that are no type of ours."""
 
 
 def _number(value: Any) -> Any:
@@ -23,6 +36,18 @@ def _number(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("should be a number")
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def unpacked(value: Any) -> Any:
+    """Returns a value of a script's dict with the numbers of tensors, arrays and numpy's scalars in their place.
+
+    Those without dimensions are numbers. No library is imported here to recognize them.
+    """
+    if isinstance(value, Mapping):
+        return {key: unpacked(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(unpacked, value))
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def spelled_number(value: Any) -> Any:
@@ -103,6 +128,8 @@ def _optimizer(value: Any) -> Any:
     """Returns the name of an optimizer in our spelling, or that of one of torch. Raises `ValueError` for another."""
     names = get_args(OptimizerName)
     known = {name.lower(): name for name in names}
+    if value in OF_TORCH_ALONE:
+        return TORCH_OPTIMIZERS + value
     if isinstance(value, str) and (value.lower() in known or value.startswith(TORCH_OPTIMIZERS)):
         return known.get(value.lower(), value)
     listed = f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}"

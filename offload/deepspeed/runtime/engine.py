@@ -14,6 +14,7 @@ from offload.engine.optim.optimizer import Optimizer
 from offload.engine.training import train_batch as batch
 from offload.engine.training.model_inputs import map_tensors
 from offload.errors import UsageError
+from offload.torch_internals.graphs import adds_up
 
 __all__ = ["DeepSpeedEngine", "DeepSpeedOptimizer", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"]
 
@@ -40,12 +41,15 @@ class DeepSpeedEngine(Engine):
         super().__init__(engine._core, engine.notices)
         self._divides = True
         """False while `backward` runs, which has divided the loss itself."""
+        self._one = torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True)
+        """Factor of the gradients that `torch.autograd.grad` takes with create_graph: a backward of them comes by."""
+        self._one.register_hook(self._refuse_second_order)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model as `offload.Engine` does.
 
         A plain `loss.backward()` divides the gradients that enter the model's outputs by gradient_accumulation_steps,
-        as the engine of DeepSpeed 0.19 does.
+        as the engine of DeepSpeed 0.19 does. `torch.autograd.grad` and torch.func, which add up no gradient, do not.
 
         Args:
             *args: positional inputs of the model.
@@ -58,10 +62,10 @@ class DeepSpeedEngine(Engine):
             UsageError: as `offload.Engine`.
             EngineFailed: if an error has stopped the engine.
         """
-        output = super().__call__(*args, **kwargs)
         # Without an accumulation there is nothing to divide, and the output stays the model's own.
-        watched = torch.is_grad_enabled() and self.gradient_accumulation_steps() > 1
-        return map_tensors(self._watched, output) if watched else output
+        if not torch.is_grad_enabled() or self.gradient_accumulation_steps() == 1:
+            return super().__call__(*args, **kwargs)
+        return map_tensors(self._watched, super().__call__(*args, **kwargs))
 
     forward = __call__
 
@@ -71,12 +75,29 @@ class DeepSpeedEngine(Engine):
             return output
         # A view, so that a loss that the model has computed from its logits is divided once, on its own way.
         view = output.view_as(output)
-        view.register_hook(self._divided)
+        assert view.grad_fn is not None
+        ((behind, _),) = view.grad_fn.next_functions
+        view.register_hook(lambda gradient: self._entering(gradient, behind))
         return view
 
-    def _divided(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns a gradient of an output as it enters the model."""
-        return gradient / self.gradient_accumulation_steps() if self._divides else gradient
+    def _entering(self, gradient: torch.Tensor, behind: Any) -> torch.Tensor:
+        """Returns a gradient of an output as it enters the model, whose node is `behind`."""
+        if not self._divides:
+            return gradient
+        trained = (each for each in self.module.parameters() if each.requires_grad)
+        if adds_up(trained, behind):
+            return gradient / self.gradient_accumulation_steps()
+        # With create_graph the result is a function of the weights, whose own backward does not come by here.
+        return gradient * self._one if torch.is_grad_enabled() else gradient
+
+    def _refuse_second_order(self, _: torch.Tensor) -> None:
+        """Raises `UsageError` in a plain backward of a gradient that has been taken through the model."""
+        if self._divides:
+            raise UsageError(
+                "loss.backward() of a gradient that was taken through the engine with create_graph, as of a gradient "
+                f"penalty, would leave a part undivided by the {self.gradient_accumulation_steps()} "
+                "gradient_accumulation_steps; call engine.backward(loss), which divides the whole loss"
+            )
 
     def _run_backward(self, loss: torch.Tensor, retain_graph: bool, scale_wrt_gas: bool) -> torch.Tensor:
         self._divides = False

@@ -12,12 +12,14 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from offload.config.blocks.values import unpacked
 from offload.engine.api.running_api import RunningApi
 from offload.engine.core import EngineCore
 from offload.engine.training.data_loader import Loader, check_data, load
 from offload.engine.training.step_settings import StepSettings
 from offload.errors import UsageError
 from offload.launch.environment import rank_number
+from offload.schedules.base import set_values
 from offload.swapper.store import DriveWrites
 
 
@@ -121,13 +123,13 @@ class DeepSpeedApi(RunningApi):
         """Sets the learning rate of all groups. A schedule overwrites the values when it steps.
 
         Args:
-            lr: one number for all groups, or a list of one number for each group.
+            lr: one number for all groups, or a list of one number for each group; tensors of no dimension count.
 
         Raises:
             UsageError: if a number is negative or not finite, or if a list has another length than the groups.
         """
         groups = self.optimizer.param_groups
-        rates: list[Any] = list(lr) if isinstance(lr, list | tuple) else [lr] * len(groups)
+        rates = list(map(unpacked, lr)) if isinstance(lr, list | tuple) else [unpacked(lr)] * len(groups)
         if len(rates) != len(groups):
             raise UsageError(
                 f"set_lr expects one number, or {len(groups)} numbers, one for each group, got {len(rates)}"
@@ -137,7 +139,7 @@ class DeepSpeedApi(RunningApi):
             if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= sys.float_info.max:
                 raise UsageError(f"set_lr expects a finite number of at least 0, got {rate!r}")
         for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = float(rate)
+            set_values(group, {"lr": float(rate)})
 
     def get_mom(self) -> list[Any]:
         """Returns the betas of each group, or its momentum if the optimizer has no betas (SGD; 0.0 for Adagrad)."""

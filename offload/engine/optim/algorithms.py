@@ -11,7 +11,7 @@ import torch
 
 from offload import kernels
 from offload.engine.optim.matrices.steps import MuonStep, SinkGDStep, muon, sinkgd
-from offload.engine.optim.torch_fallback import TorchStep
+from offload.engine.optim.torch_fallback import TorchStep, numbers_of
 from offload.errors import UsageError
 from offload.layout.optimizers.matrices import MARK
 from offload.layout.optimizers.of_torch import WITHOUT_KERNEL, kernel_rule
@@ -171,8 +171,7 @@ def _by_itself(optimizer: torch.optim.Optimizer) -> Rule:
 def _by_torch(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], count: int, grad_scale: float) -> TorchStep:
     """Returns the arguments of a step by torch's own code; the parameter's attributes are added later."""
     # Copies: the user may change the group and the optimizer while the update is in flight.
-    options = {key: value for key, value in group.items() if key != "params"}
-    return TorchStep(options, grad_scale, {}, dict(vars(optimizer)))
+    return TorchStep(numbers_of(group), grad_scale, {}, dict(vars(optimizer)))
 
 
 def _is_number_of(key: str, value: Any) -> bool:

@@ -154,7 +154,8 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
             decoupled = type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
             group.setdefault("decoupled", decoupled)
         for key in rule.scheduled:
-            if key in group:
+            # A tensor stays the script's, which may fill it; a step reads its number.
+            if key in group and not isinstance(group[key], torch.Tensor):
                 value = plain(group[key], rule.name)
                 group[key] = tuple(value) if isinstance(value, list) else value
     groups = [{"params": list(group["params"])} for group in optimizer.param_groups]

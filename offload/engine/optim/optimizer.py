@@ -13,10 +13,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.engine.optim.algorithms import RULES, Rule, check_numbers, plain
+from offload.engine.optim.torch_fallback import numbers_of
 from offload.engine.params.paged_parameter import handle_of
 from offload.errors import UsageError
 from offload.layout.optimizers.matrices import MARK, MATRIX_RULES
 from offload.notices import announce
+from offload.schedules.base import set_values
 from offload.sizes import count_of
 from offload.swapper.modes import ADAM, TORCH
 
@@ -259,7 +261,7 @@ class Optimizer(torch.optim.Optimizer):
         for parameter, state, number in work:
             self.states.check(parameter, state, number)
         for mine, theirs in zip(self.param_groups, groups, strict=True):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
+            set_values(mine, {key: value for key, value in theirs.items() if key != "params"})
         for parameter, state, _ in work:
             self.states.write(parameter, state)
         trained = [bool(state) for parameter, state, _ in work if parameter.requires_grad]
@@ -314,7 +316,7 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             clip: the largest norm of the gradient, which the checksum includes.
         """
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        groups = [numbers_of(group) for group in self.param_groups]
         return zlib.crc32(repr([clip, *(sorted(group.items()) for group in groups)]).encode())
 
     def notices(self) -> tuple[str, ...]:

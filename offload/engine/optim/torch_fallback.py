@@ -102,7 +102,7 @@ def find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
     found: dict[str, tuple[StateField, ...]] = {}
     known: dict[str, tuple[StateField, ...]] = {}
     for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key != "params"}
+        options = numbers_of(group)
         for parameter in (p for p in group["params"] if id(p) in names):
             name, shape, attributes = names[id(parameter)], tuple(parameter.shape), attributes_of(parameter)
             # Layers of a model repeat shapes, so one dry run serves many parameters.
@@ -113,6 +113,15 @@ def find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
                     known[key] = _dry_run(optimizer, options, shape, attributes)
             found[name] = known[key]
     return found
+
+
+def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns numbers and flags of a group without its parameters. Of a tensor that is a number, the number."""
+    return {
+        key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for key, value in group.items()
+        if key != "params"
+    }
 
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:

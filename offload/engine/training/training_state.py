@@ -34,7 +34,7 @@ from offload.engine.training.step_settings import Differences, StepSettings, job
 from offload.errors import UsageError
 from offload.fileio.plain_json import from_plain, to_plain
 from offload.layout.flat_layout import UnitLayout
-from offload.schedules.base import Schedule
+from offload.schedules.base import Schedule, set_values
 from offload.sizes import count_of
 
 _BEFORE_NEXT = "before_next."
@@ -353,7 +353,7 @@ class TrainingState:
             left = not scheduled and self._due["settings"].get("schedule") is not None
             merged = merge_values(self._due["groups"], self._due["configured"], self._configured, scheduled, left)
             for group, values in zip(self.optimizer.param_groups, merged, strict=True):
-                group.update(values)
+                set_values(group, values)
             self._options.apply(self._due.get("options", ()))
             if self._schedule_changed:
                 self.lr_scheduler.apply()

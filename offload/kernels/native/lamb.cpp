@@ -1,8 +1,10 @@
-// You et al., "Large Batch Optimization for Deep Learning", 2020, with bias correction:
+// You et al., "Large Batch Optimization for Deep Learning", 2020. As in DeepSpeed, the correction
+// of the moments' bias is a factor of the step and not of the direction, so the ratio is without
+// it:
 //
 //     m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g * g
-//     u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * p
-//     p = p - lr * ratio * u
+//     u = m / (sqrt(v) + eps) + weight_decay * p
+//     p = p - lr * sqrt(1 - beta2^t) / (1 - beta1^t) * ratio * u
 //
 // The ratio of a parameter is |p| / |u|, so there are two passes: the first updates the moments and
 // adds up squares, the second computes u once more and moves the weight.
@@ -15,6 +17,10 @@
 namespace offload {
 namespace {
 
+double correction(const double* s) {
+    return std::sqrt(1.0 - std::pow(s[2], s[5])) / (1.0 - std::pow(s[1], s[5]));
+}
+
 struct Scalars {
     explicit Scalars(const double* s)
         : beta1(static_cast<float>(s[1])),
@@ -23,10 +29,8 @@ struct Scalars {
           one_minus_beta2(static_cast<float>(1.0 - s[2])),
           eps(static_cast<float>(s[3])),
           weight_decay(static_cast<float>(s[4])),
-          correction1(static_cast<float>(1.0 - std::pow(s[1], s[5]))),
-          correction2(static_cast<float>(1.0 - std::pow(s[2], s[5]))),
           grad_scale(static_cast<float>(s[6])),
-          minus_step_size(static_cast<float>(-(s[0] * s[7]))) {}
+          minus_step_size(static_cast<float>(-(s[0] * correction(s) * s[7]))) {}
 
     float beta1;
     float one_minus_beta1;
@@ -34,14 +38,12 @@ struct Scalars {
     float one_minus_beta2;
     float eps;
     float weight_decay;
-    float correction1;
-    float correction2;
     float grad_scale;
     float minus_step_size;
 };
 
 OFFLOAD_INLINE float direction(const Scalars& k, float p, float m, float v) {
-    return m / k.correction1 / (std::sqrt(v / k.correction2) + k.eps) + k.weight_decay * p;
+    return m / (std::sqrt(v) + k.eps) + k.weight_decay * p;
 }
 
 struct NewMoments {

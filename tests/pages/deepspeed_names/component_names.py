@@ -85,7 +85,12 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
         Name("comm.log_summary", RIGHT, _NOT_LOGGED, "show_straggler"),
         Name("comm.configure", RIGHT, _NOT_LOGGED, "deepspeed_config enabled prof_all prof_ops verbose debug"),
         Name("get_accelerator", RIGHT),
-        Name("accelerator.get_accelerator", RIGHT, "a name that DeepSpeed adds to torch's is absent"),
+        Name(
+            "accelerator.get_accelerator",
+            RIGHT,
+            "all of its methods; [differences](deepspeed-compatibility.md#the-accelerator)",
+        ),
+        Name("accelerator.is_current_accelerator_supported", RIGHT),
         Name("accelerator.set_accelerator", REFUSED, 'the key "device" of the "offload" block'),
         *each(RIGHT, "", "utils.groups.get_data_parallel_world_size", "utils.groups.get_model_parallel_world_size"),
         *each(

@@ -220,13 +220,14 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
         Name(
             "checkpointing.configure",
             RIGHT,
-            "`mpu_` is refused",
+            "`mpu_` of groups of one rank",
             "mpu_ deepspeed_config partition_activations contiguous_checkpointing num_checkpoints checkpoint_in_cpu "
             "synchronize profile",
         ),
-        Name("checkpointing.checkpoint", RIGHT, "", "function"),
+        Name("checkpointing.checkpoint", RIGHT, "with keywords too, never reentrant", "function"),
         Name("checkpointing.non_reentrant_checkpoint", RIGHT, "", "function"),
-        *each(RIGHT, "", "checkpointing.is_configured", "checkpointing.reset"),
+        Name("checkpointing.is_configured", RIGHT),
+        Name("checkpointing.reset", RIGHT, "without effect: graphs have the buffers"),
         Name("checkpointing.partition_activations_in_checkpoint", RIGHT, "", "partition_activation"),
         Name("checkpointing.set_num_layers", RIGHT, "without effect", "nlayers"),
         *each(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class PlainOptimizer(torch.optim.Optimizer):
 class PlainLion(PlainOptimizer):
     """Lion: Chen et al. 2023, algorithm 2."""
 
-    def __init__(self, params: Any, lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+    def __init__(self, params: Any, lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.999)) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def update(self, p: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
@@ -40,7 +41,7 @@ class PlainLion(PlainOptimizer):
 
 
 class PlainLamb(PlainOptimizer):
-    """LAMB: You et al. 2020, algorithm 2, with bias correction and a bounded ratio."""
+    """LAMB: You et al. 2020, algorithm 2, with a bounded ratio; the bias is corrected in the step, as in DeepSpeed."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -51,11 +52,11 @@ class PlainLamb(PlainOptimizer):
         state["step"] += 1
         state["m"].mul_(0.9).add_(0.1 * p.grad)
         state["v"].mul_(0.999).add_(0.001 * p.grad.square())
-        m, v = state["m"] / (1 - 0.9 ** state["step"]), state["v"] / (1 - 0.999 ** state["step"])
-        direction = m / (v.sqrt() + 1e-8) + group["weight_decay"] * p
+        direction = state["m"] / (state["v"].sqrt() + 1e-8) + group["weight_decay"] * p
         weight, length = p.norm(), direction.norm()
         ratio = 1.0 if weight == 0 or length == 0 else float(min(max(weight / length, 0.01), 10.0))
-        p.sub_(group["lr"] * ratio * direction)
+        correction = math.sqrt(1 - 0.999 ** state["step"]) / (1 - 0.9 ** state["step"])
+        p.sub_(group["lr"] * correction * ratio * direction)
 
 
 PLAIN: dict[str, Any] = {"Lion": PlainLion, "Lamb": PlainLamb}
