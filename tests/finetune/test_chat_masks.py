@@ -296,6 +296,6 @@ def test_a_long_example_is_shortened() -> None:
     ids = list(b"p" * 1000 + b"c" * 1000)
     prompt, answer = parts_of(ids, [False] * 1000 + [True] * 1000, None)
     assert (prompt.learned, answer.learned) == (False, True)
-    assert answer.text.startswith("ccc") and "[... 760 characters ...]" in answer.text and answer.text.endswith("ccc")
+    assert answer.text.startswith("ccc") and "[... 820 characters ...]" in answer.text and answer.text.endswith("ccc")
     many = parts_of(ids, [bool(at % 2) for at in range(2000)], None)
     assert len(many) < 30 and many[-1].text == " [...]"

@@ -74,8 +74,8 @@ def meet_others() -> None:
     except (RuntimeError, ValueError) as error:
         if "EADDRINUSE" in str(error):
             raise ConfigError(
-                f"port {os.environ['MASTER_PORT']} of this machine is in use, where the ranks would meet; set MASTER_PORT "
-                "to a free port, the same for all ranks"
+                f"port {os.environ['MASTER_PORT']} of this machine is in use, where the ranks would meet; set "
+                "MASTER_PORT to a free port, the same for all ranks"
             ) from error
         raise ConfigError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the ranks cannot meet: {error}; start them with torchrun, "

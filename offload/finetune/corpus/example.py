@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 _LONGEST = 240
-"""Characters of a part that are shown: two thirds of them from its begin, the others from its end."""
+"""Characters of a part up to which it is shown whole. Of a longer one a half of that from its begin, a quarter from its
+end."""
 _MOST = 24
 """Parts that are shown."""
 
@@ -77,5 +78,5 @@ def _text(tokens: Sequence[int], tokenizer: Any) -> str:
 def _shortened(text: str) -> str:
     if len(text) <= _LONGEST:
         return text
-    begin = 2 * _LONGEST // 3
-    return f"{text[:begin]} [... {len(text) - _LONGEST:,} characters ...] {text[begin - _LONGEST :]}"
+    begin, end = text[: _LONGEST // 2], text[-_LONGEST // 4 :]
+    return f"{begin} [... {len(text) - len(begin) - len(end):,} characters ...] {end}"
