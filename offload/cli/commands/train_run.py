@@ -230,9 +230,10 @@ class Training:
                 text.append(part.text, "bold green" if part.learned else "dim")
             self.console.print(text)
             return
-        # A log may be of an encoding that lacks characters of the data.
+        # A log may be of an encoding that lacks characters of the data, and rich would draw `:bug:` as a picture.
         encoding = self.console.encoding
-        self.console.print("  " + example.encode(encoding, "backslashreplace").decode(encoding), markup=False)
+        shown = example.encode(encoding, "backslashreplace").decode(encoding)
+        self.console.print(f"  {shown}", markup=False, emoji=False)
 
     def _read(self, path: Path | None) -> dict[str, Any] | None:
         from offload.config import read_json
