@@ -140,7 +140,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     output, saved = output_of(options, config.offload.run)
     options = replace(options, output=output)
     _say_all(lines, say)
-    if config.offload.resume not in ("auto", "must") and not has_mark(output):
+    if not _goes_on(config) and not has_mark(output):
         check_output(output, may_be_there=False)
     _check_logs(options, config, rank, world_size)
     # Cheap checks come first: reading the data may take minutes, and building the model longer.
@@ -382,6 +382,14 @@ def _prediction(
         kind = "" if isinstance(error, OffloadError) else f"{type(error).__name__}: "
         return {}, (f"no prediction: {kind}{error}",)
     return as_step(planned, psutil.Process().memory_info().rss), (in_short(planned),)
+
+
+def _goes_on(config: Config) -> bool:
+    """Returns True if an earlier process of the run may have saved a model that is this one's."""
+    if config.offload.resume not in ("auto", "must") or not config.drives:
+        return False
+    status = run_status(config.drives, config.offload.run)
+    return status.exists or status.finished is not None
 
 
 def _resumes(config: Config) -> bool:
