@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     about = {"model": given.model, "memory": given.memory, "tokens": given.seq_len}
     with _limited(given.memory) as limit:
         if given.train_only:
-            only = limit.run([*train, "--steps", str(given.steps), "--durability", "none"])
+            only = limit.run([*train, "--steps", str(given.steps), "--durability", "none", "--no-output"])
             report("larger", {**about, **figures(_lines(log), _lines(log), only["peak"])})
             report("larger, trained", only)
             return

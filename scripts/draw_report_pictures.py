@@ -31,6 +31,7 @@ TRAIN = (
         "40MiB",
         "--resume",
         "auto",
+        "--no-output",
         "--trace",
     ),
 )

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from offload.config import Config
 from offload.errors import StoreError
-from offload.finetune.identity import Identity, differences
+from offload.finetune.identity import Identity, differences, is_identity
 from offload.finetune.output import has_model
 from offload.swapper.store import run_status
+from offload.swapper.store.format.run_notes import FINISHED
 
 
 class Finished(NamedTuple):
@@ -38,10 +39,16 @@ def find_finished(config: Config, mine: Identity) -> Finished | None:
     status = run_status(drives, run)
     if status.exists or status.finished is None:
         return None
-    ended = f"run {run} under {drives[0]} ended at step {status.finished.get('steps')} on {status.finished.get('date')}"
+    note = Path(drives[0]) / run / FINISHED
     job = status.finished.get("job")
     # A note without a job was written by another program than `offload train`.
-    if isinstance(job, dict):
+    if "steps" not in status.finished or not (job is None or is_identity(job)):
+        raise StoreError(
+            f"{note} does not say how run {run} ended (expected JSON with steps, date and job); move that file away to "
+            "train this job, or give another --run"
+        )
+    ended = f"run {run} under {drives[0]} ended at step {status.finished.get('steps')} on {status.finished.get('date')}"
+    if job is not None:
         others = [*differences(mine, job)]
         if others:
             raise StoreError(

@@ -10,7 +10,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 _LOSSES = {True: "in chunks", False: "from all logits"}
 _SAMPLE = 1 << 16
@@ -57,6 +57,14 @@ def weights_of(folder: Path | None) -> str:
                 file.seek(sample * max(nbytes - _SAMPLE, 0) // (_SAMPLES - 1))
                 crc = zlib.crc32(file.read(_SAMPLE), crc)
     return f"{crc:08x}"
+
+
+def is_identity(value: object) -> TypeGuard[Mapping[str, Any]]:
+    """Returns True for what `Identity._asdict()` or an earlier version has stored; a file may contain anything."""
+    if not isinstance(value, Mapping):
+        return False
+    kinds = {"model": str, "weights": str, "text": Mapping, "settings": Mapping, "steps": int}
+    return all(name not in value or isinstance(value[name], kind) for name, kind in kinds.items())
 
 
 def other_model(mine: Identity, before: Mapping[str, Any]) -> str | None:

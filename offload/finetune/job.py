@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from offload.fileio.jsonl import check_log, cut_log
 from offload.finetune.corpus.byte_tokenizer import byte_tokenizer
 from offload.finetune.corpus.data import Data, Share, find_files, read_files, steps_of
 from offload.finetune.finished import Finished, find_finished
-from offload.finetune.identity import Identity, differences, other_model, weights_of
+from offload.finetune.identity import Identity, differences, is_identity, other_model, weights_of
 from offload.finetune.lora import Lora, adapt, parse_lora, require_peft
 from offload.finetune.model import (
     build_model,
@@ -50,7 +50,7 @@ from offload.finetune.options import (
     schedule,
     settings_of,
 )
-from offload.finetune.output import MARK, check_apart, check_output, is_marked
+from offload.finetune.output import MARK, check_apart, check_output, has_mark, is_marked, output_of
 from offload.hardware import probe
 from offload.hardware.mounts import folder_notices
 from offload.launch.environment import rank_number
@@ -137,7 +137,11 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     content, lines = _content(options, file, folder, world_size)
     config = load_config(schedule(content, options, _steps_before_data(options))[0])
     batch = batch_of(config, options.seq_len, world_size)
+    output, saved = output_of(options, config.offload.run)
+    options = replace(options, output=output)
     _say_all(lines, say)
+    if not _goes_on(config) and not has_mark(output):
+        check_output(output, may_be_there=False)
     _check_logs(options, config, rank, world_size)
     # Cheap checks come first: reading the data may take minutes, and building the model longer.
     files = find_files(options)
@@ -152,8 +156,9 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     if (done := find_finished(config, mine)) is not None:
         return done
     # This check must follow `find_finished`: the output folder of a finished run contains a model and would be refused.
-    check_output(options.output, may_be_there=_resumes(config) or is_marked(options.output, mine))
-    check_apart(options.output, config)
+    check_output(output, _resumes(config) or is_marked(output, mine))
+    check_apart(output, config)
+    say(saved)
     let_segments_grow(config.offload.device)  # before CUDA is used, for the dtype; `initialize` reports the result
     content = _with_dtype(content, say)
     torch.manual_seed(config.offload.seed)  # the same on all ranks here, so that all build the same initial weights
@@ -167,7 +172,8 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     engine = _engine(options, model, content, config, rank, say)
     resumed, mine = _resumed(engine, mine, loss)
     # A resumed run has the weights of its swap files, wherever they came from.
-    begun = resumed if engine.global_steps else (source, *resumed)
+    example = () if data.example is None else (data.example,)
+    begun = resumed if engine.global_steps else (*example, source, *resumed)
     _say_all(_warnings_last(engine.notices, (*where, *data.lines, *begun, *notices)), say)
     return Job(
         engine=engine,
@@ -332,7 +338,8 @@ def _resumed(engine: Engine, mine: Identity, loss: ChosenLoss) -> tuple[tuple[st
         StoreError: the run belongs to another model.
         ConfigError: the output folder already contains files that are not this job's.
     """
-    before = engine.client_state.get("job") or {}
+    job = engine.client_state.get("job")
+    before = dict(job) if is_identity(job) else {}
     if engine.global_steps:
         # An identity that an earlier version has stored says nothing of the loss, which was that of all logits.
         loss = as_begun(loss, mine.chunked_loss, bool(before.get("chunked_loss")))
@@ -375,6 +382,14 @@ def _prediction(
         kind = "" if isinstance(error, OffloadError) else f"{type(error).__name__}: "
         return {}, (f"no prediction: {kind}{error}",)
     return as_step(planned, psutil.Process().memory_info().rss), (in_short(planned),)
+
+
+def _goes_on(config: Config) -> bool:
+    """Returns True if an earlier process of the run may have saved a model that is this one's."""
+    if config.offload.resume not in ("auto", "must") or not config.drives:
+        return False
+    status = run_status(config.drives, config.offload.run)
+    return status.exists or status.finished is not None
 
 
 def _resumes(config: Config) -> bool:

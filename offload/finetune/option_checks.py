@@ -53,8 +53,10 @@ def check(options: Options) -> None:
             f"{FLAGS[options.frozen]} stores frozen weights in fewer bits, and without --lora none is frozen; give "
             "--lora too"
         )
-    if options.save_every is not None and options.output is None:
-        raise ConfigError("--save-every writes the model below --output; give both")
+    if options.no_output and options.output is not None:
+        raise ConfigError(f"--no-output and --output {options.output} exclude each other; give one of them")
+    if options.save_every is not None and options.no_output:
+        raise ConfigError("--save-every writes the model below --output, and --no-output writes none; leave one out")
 
 
 def batch_of(config: Config, seq_len: int, world_size: int) -> Batch:

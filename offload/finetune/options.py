@@ -78,12 +78,14 @@ class Options:
     data: tuple[Path, ...] = ()
     eval_data: tuple[Path, ...] = ()
     eval_every: int | None = None
+    train_on: str = "assistant"
     lora: str | None = None
     load_in_4bit: bool = False
     load_in_8bit: bool = False
     gradient_checkpointing: bool = False
     chunked_loss: bool | None = None
     output: Path | None = None
+    no_output: bool = False
     save_every: int | None = None
     log: Path | None = None
     log_every: int | None = None

@@ -9,12 +9,37 @@ from pathlib import Path
 
 from offload.config import Config
 from offload.errors import ConfigError
-from offload.finetune.identity import Identity, differences
+from offload.finetune.identity import Identity, differences, is_identity
+from offload.finetune.options import Options
+from offload.presets import PRESETS
 
 _HEADS = ("config.json", "adapter_config.json")
 """Config files of a model and of adapters."""
 _TRIED = ".offload-tried-"
 """Prefix of the folder that each rank creates to test for write access; other ranks must ignore the folder."""
+
+
+def output_of(options: Options, run: str) -> tuple[Path | None, str]:
+    """Returns the folder in which the model is saved, and a line about it: by default ./RUN-output.
+
+    With --keep the swap files are the model. A preset that learns Python's own library is a demonstration, whose model
+    nobody uses. Both have no default.
+
+    Args:
+        options: the options of the command.
+        run: name of the run.
+    """
+    none = "the trained model is not saved"
+    if options.output is not None:
+        return options.output, f"the trained model will be in {options.output}"
+    if options.no_output:
+        return None, f"{none}, as --no-output asks"
+    if options.save_every is None:
+        if options.keep:
+            return None, f"{none}; --keep keeps it in the swap files, of which `offload export` makes a folder"
+        if options.model in PRESETS and not (options.data or options.text):
+            return None, f"{none}: this is a demonstration; --output FOLDER saves it"
+    return Path(f"{run}-output"), f"the trained model will be in ./{run}-output (--output names another folder)"
 
 
 def check_output(folder: Path | None, may_be_there: bool) -> None:
@@ -29,7 +54,10 @@ def check_output(folder: Path | None, may_be_there: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--output {folder} is not a folder; give a folder, or a name that does not exist")
     if folder.exists() and not may_be_there and any(not path.name.startswith(_TRIED) for path in folder.iterdir()):
-        raise ConfigError(f"--output {folder} is not empty, and nothing in it will be replaced; give another folder")
+        raise ConfigError(
+            f"--output {folder} is not empty, and nothing in it will be replaced; move it away, or give another folder "
+            "or --no-output"
+        )
     above = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     # Only an attempt shows whether the folder can be written: access() is wrong for root and on NFS.
     try:
@@ -46,13 +74,18 @@ MARK = ".offload-job.json"
 its own folder by this file."""
 
 
+def has_mark(folder: Path | None) -> bool:
+    """Returns True if a job that has not ended saves into the folder; False for None."""
+    return folder is not None and (folder / MARK).exists()
+
+
 def is_marked(folder: Path | None, mine: Identity) -> bool:
     """Returns True if the folder contains the mark of this job; False for None."""
     try:
         before = {} if folder is None else json.loads((folder / MARK).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(before, dict) and bool(before) and not [*differences(mine, before)]
+    return is_identity(before) and bool(before) and not [*differences(mine, before)]
 
 
 def check_apart(folder: Path | None, config: Config) -> None:

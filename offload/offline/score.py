@@ -155,7 +155,8 @@ def _rows(
 ) -> Iterator[tuple[_Open, Row]]:
     """Yields the rows of all records, each with its record, which joins those that wait for results."""
     for record in records:
-        document = encode_record(record, model.tokenizer)
+        # The reward of a chat is that of all its tokens, so none is marked.
+        document = encode_record(record, model.tokenizer, whole=model.rewards)
         if model.rewards:  # the whole record in one row: its output is one
             document = document._replace(divisible=False)
         rows = rows_of(document, length) if len(document.ids) else []

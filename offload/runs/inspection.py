@@ -5,7 +5,6 @@ Inspection holds no lock for longer than a moment, and changes nothing.
 
 from __future__ import annotations
 
-import json
 import math
 import stat
 import time
@@ -27,8 +26,7 @@ from offload.engine.checkpoint.files import (
 )
 from offload.errors import StoreError
 from offload.runs.own_checkpoint import of_trainer
-from offload.swapper.store import rank_folders
-from offload.swapper.store.format.run_notes import FINISHED
+from offload.swapper.store import rank_folders, run_status
 from offload.swapper.store.inspection import Commit, Found, Wrong, allocated_nbytes, is_rank, is_run, leftovers, look
 from offload.swapper.store.rank_folder import holder
 
@@ -85,7 +83,7 @@ def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
         "made_by": None,
         "drives": [],
         "allocated_bytes": sum(rank["allocated_bytes"] for rank in ranks),
-        "finished": _finished(path / FINISHED),
+        "finished": run_status([path], ".").finished,
         "leftovers": leftovers(path, found),
         "ranks": ranks,
         "missing_ranks": [],
@@ -238,17 +236,6 @@ def _drive(folder: Path) -> dict[str, Any]:
         "states_bytes": states.stat().st_size if states.is_file() else None,
         "allocated_bytes": allocated_nbytes([folder]),
     }
-
-
-def _finished(path: Path) -> dict[str, Any] | None:
-    """Returns the note that a finished run has left, {} if the note cannot be read, or None if there is none."""
-    if not path.is_file():
-        return None
-    try:
-        note = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return note if isinstance(note, dict) else {}
 
 
 def _size_of(path: Path) -> int:

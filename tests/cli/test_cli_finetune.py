@@ -93,7 +93,7 @@ def test_a_folder_without_a_tokenizer_is_reported() -> None:
 @pytest.mark.parametrize("data", ["chats", "pairs", "texts"])
 def test_every_kind_of_document_is_learned(data: str) -> None:
     found = facts(call("--steps", "12", "--lr", "3e-3", "--json", data=f"{data}.jsonl"))
-    assert found["losses"][-1] < found["losses"][0] - 0.1 and found["saved"] is None
+    assert found["losses"][-1] < found["losses"][0] - 0.1
 
 
 def test_documents_may_come_from_several_places() -> None:
@@ -119,13 +119,14 @@ def test_a_preset_learns_documents_as_bytes() -> None:
         app, ["train", "--data", "pairs.jsonl", "--seq-len", "64", "--batch-size", "1", "--steps", "1"]
     )
     assert result.exit_code == 0 and "gpt2-tiny is trained from scratch" in result.stdout, result.output
+    assert "[[" in result.stdout and "saved in default-output" in result.stdout, "own data are no demonstration"
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("adapters", [(), ("--lora", "r=4,dropout=0.1", "--lr", "1e-2")])
 def test_activation_checkpointing_changes_no_bit(adapters: tuple[str, ...]) -> None:
     plain, again = (
-        facts(call("--steps", "4", "--json", *adapters, *more))["losses"]
+        facts(call("--steps", "4", "--json", "--no-output", *adapters, *more))["losses"]
         for more in ((), ("--activation-checkpointing",))
     )
     assert plain == again and plain[-1] < plain[0]
@@ -162,6 +163,36 @@ def test_a_run_that_goes_on_saves_into_its_own_folder_alone() -> None:
     assert refused.exit_code == 2 and "--output" in refused.stderr and "model is not empty" in refused.stderr
     assert call("--steps", "2", "--lr", "0.1", "--keep", "--resume", "must", "--save", "out").exit_code == 0
     assert Path("out/model.safetensors").read_bytes() != first
+
+
+def test_a_trained_model_is_saved_unless_the_user_wants_none() -> None:
+    first = call("--steps", "1").stdout.splitlines()
+    assert first[0] == "the trained model will be in ./default-output (--output names another folder)"
+    assert first[-1] == "saved in default-output" and "model.safetensors" in files("default-output")
+    before = everything()
+    again = call("--steps", "2")
+    assert again.exit_code == 2 and again.stdout == "" and everything() == before, "nothing is written over"
+    assert "--output default-output is not empty" in again.stderr and "or --no-output" in again.stderr
+    none = call("--steps", "1", "--no-output", "--run", "none").stdout.splitlines()
+    assert none[0] == "the trained model is not saved, as --no-output asks"
+    assert none[-1] == "the trained model is not saved; --output FOLDER saves it"
+    kept = call("--steps", "1", "--keep", "--run", "kept").stdout.splitlines()
+    assert "--keep keeps it in the swap files" in kept[1] and not Path("kept-output").exists()
+    assert call("--steps", "1", *LORA, "--run", "adapter").stdout.splitlines()[-1] == "saved in adapter-output"
+    assert "adapter_model.safetensors" in files("adapter-output")
+
+
+def test_a_run_that_goes_on_saves_into_its_default_folder() -> None:
+    """What it has saved there between steps is its own."""
+    whole = ("--steps", "4", "--save-every", "1", "--resume", "auto")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("offload.finetune.job.Job.save_model", lambda _: (_ for _ in ()).throw(StoreError("no room")))
+        assert call(*whole).exit_code == 1 and files("default-output") >= {"checkpoint-1", "checkpoint-3"}
+    assert call(*whole).stdout.splitlines()[-1] == "saved in default-output"
+    assert call(*whole, "--run", "unbroken").exit_code == 0
+    saved = [Path(f"{run}-output/model.safetensors").read_bytes() for run in ("default", "unbroken")]
+    assert saved[0] == saved[1]
+    assert "nothing to do" in call(*whole).stdout
 
 
 def test_a_save_that_fails_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,24 @@ def test_fewer_steps_than_a_run_has_made_and_a_note_without_a_schedule() -> None
     assert "nothing to do" in call("--steps", "2", "--resume", "auto", "--schedule", "constant").stdout
 
 
+def test_a_garbage_note_costs_no_run() -> None:
+    """Beside swap files the note ends nothing; alone it is an error whose cure moves a file and deletes nothing."""
+    assert call("--steps", "1", "--keep").exit_code == 0
+    note = Path("swap/default/finished.json")
+    note.write_text("\x1b[31m{")
+    before = {path: path.read_bytes() for path in swap_files() if path.name not in ("lock", note.name)}
+    refused = call("--steps", "2")
+    assert refused.exit_code == 2 and "holds a run that did not end" in refused.stderr, refused.output
+    assert {path: path.read_bytes() for path in before} == before
+    assert facts(call("--steps", "2", "--resume", "auto", "--json"))["first_step"] == 2
+    assert json.loads(note.read_text())["steps"] == 2
+    for wrong in ("[]", '{"steps": 2, "job": "train"}', '{"steps": 2, "job": {"text": [1], "steps": "2"}}'):
+        note.write_text(wrong)
+        refused = call("--steps", "2", "--resume", "auto")
+        assert refused.exit_code == 2 and "finished.json does not say how run default ended" in refused.stderr
+        assert "move that file away" in refused.stderr and "restart" not in refused.stderr and note.read_text() == wrong
+
+
 def test_another_models_run_is_not_gone_on_with() -> None:
     for name in ("first", "second"):
         make_folder(Path(name), seed=len(name))
@@ -217,7 +235,8 @@ def test_the_help_has_one_name_of_each_option() -> None:
         ("--eval-every -1", "--eval-every must be a number of at least 0"),
         ("--eval-every 0 --eval-data text.py", "never evaluates"),
         ("--eval-data none", "there is no text at none"),
-        ("--save-every 2", "--save-every writes the model below --output"),
+        ("--save-every 2 --no-output", "--save-every writes the model below --output, and --no-output writes none"),
+        ("--output out --no-output", "--no-output and --output out exclude each other"),
         ("--log-every 0", "--log-every must be at least 1"),
         ("--text binary", "binary is not text: the file contains zero bytes"),
         ("--eval-data empty", "--eval-data contains less than one sequence"),

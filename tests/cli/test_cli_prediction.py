@@ -26,7 +26,7 @@ from tests.support.processes.cli_in_process import isolated_cache, run_folder
 
 __all__ = ["isolated_cache", "run_folder"]  # fixtures
 
-SMALL = ("--text", "text.py", "--batch-size", "2", "--seq-len", "32", "--device", "cpu")
+SMALL = ("--text", "text.py", "--batch-size", "2", "--seq-len", "32", "--device", "cpu", "--no-output")
 _OF = probe.DtypeRates(1e11, 1e10, 1e10, 1e9, 2e9)
 RATES = probe.Rates(2e10, 1e10, 5e9, 5e9, 4e9, dict.fromkeys(probe.DTYPES, _OF))
 

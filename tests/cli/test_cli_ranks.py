@@ -21,7 +21,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_two_ranks_train_as_one(text: Path) -> None:
-    options = ("--text", "text.py", "--steps", "3")
+    options = ("--text", "text.py", "--steps", "3", "--no-output")
     two = ("--nvme-path", "two", "--log", "two.jsonl", "--batch-size", "2")
     output = finish(*begin_ranks(text, *TRAIN, *options, *two))
     assert output.count("parameters") == 1 and output.count("median step") == 1, "one rank speaks"

@@ -57,6 +57,9 @@ WRONG = {
     '{"messages": [{"content": "a"}]}': 'message 1 contains no "role"',
     '{"messages": [{"role": "user", "content": "a"}, {"role": "user"}]}': 'message 2 contains no "content"',
     '{"messages": [{"role": "user", "content": 3}]}': "content must be a string, got a number",
+    '{"messages": [{"role": "user", "content": "a"}], "tools": {"name": "f"}}': "list of JSON schemas, got an object",
+    '{"messages": [{"role": "user", "content": "a"}], "tools": ["f"]}': "tools must be a list of JSON schemas",
+    '{"messages": [{"role": "user", "content": "a"}], "tools": "{"}': "list of JSON schemas, or its JSON",
 }
 
 

@@ -46,11 +46,13 @@ def test_text_is_learned_to_its_end() -> None:
     assert len(empty.ids) == 0
 
 
-def test_only_assistant_tokens_of_a_chat_are_learned_if_marked() -> None:
+def test_only_assistant_tokens_of_a_chat_are_learned() -> None:
     marking = tokenizer(MARKING_TEMPLATE)
     assert one(Chat("", SAID), marking) == ("<|user|>hi<|assistant|>yes</s><|user|>so", "yes</s>")
     whole = "<|user|>hi</s><|assistant|>yes</s><|user|>so</s>"
-    assert one(Chat("", SAID), tokenizer(PLAIN_TEMPLATE)) == (whole, whole)
+    assert one(Chat("", SAID), tokenizer(PLAIN_TEMPLATE)) == (whole, "<|assistant|>yes</s>")
+    (document,) = encode([Chat("", SAID)], tokenizer(PLAIN_TEMPLATE), whole=True)
+    assert words(document, tokenizer()) == (whole, whole)
 
 
 def test_of_a_completion_the_completion() -> None:
@@ -270,10 +272,19 @@ def test_a_checksum_tells_data_apart() -> None:
 
 def test_the_learned_tokens_are_reported() -> None:
     records: list[Record] = [Chat("", SAID), Completion("", "p" * 9, "c"), Completion("", "p", "c" * 99)]
-    for template, words in ((MARKING_TEMPLATE, "the assistant's words"), (PLAIN_TEMPLATE, "all words")):
+    for template, whole, chats, pairs in (
+        (
+            MARKING_TEMPLATE,
+            False,
+            "the assistant's words are learned, as the chat template marks them",
+            "the completions",
+        ),
+        (PLAIN_TEMPLATE, False, "the assistant's words are learned, by what", "the completions"),
+        (PLAIN_TEMPLATE, True, "the words of all roles are learned", "both"),
+    ):
         by = tokenizer(template)
         packed = pack(encode(records, by), 8)
-        output = "\n".join(notices(packed, Rows(packed, 1, 1, 0), Counter(map(type, records)), by))
-        assert f"chats: {words} are learned" in output and "the completions are learned" in output
+        output = "\n".join(notices(packed, Rows(packed, 1, 1, 0), Counter(map(type, records)), by, whole))
+        assert f"chats: {chats}" in output and f"completions: {pairs} are learned" in output
         assert "3 documents in 2 rows of 8 tokens" in output
         assert "3 documents are longer than a row, and cut" in output and "1 document is left out" in output

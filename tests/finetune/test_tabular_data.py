@@ -58,6 +58,22 @@ def read(file: Path) -> list[Record]:
 # -- the same documents -------------------------------------------------------------------------------
 
 
+def test_a_chat_has_its_tools_as_a_list_or_as_its_json(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    rows: list[dict[str, Any]] = [
+        {"messages": CHAT, "tools": tools},
+        {"messages": CHAT, "tools": None},
+        {"messages": CHAT[:1], "tools": tools},
+    ]
+    expected = contents(as_json(tmp_path / "a.jsonl", rows))
+    assert [content[2] for content in expected] == [tools, None, tools]
+    assert contents(as_parquet(tmp_path / "a.parquet", rows)) == expected
+    for row in rows:
+        row["tools"] = row["tools"] and json.dumps(row["tools"])
+    assert contents(as_parquet(tmp_path / "b.parquet", rows)) == expected
+    assert contents(as_json(tmp_path / "b.jsonl", rows)) == expected
+
+
 def test_texts_come_as_they_were_written(tmp_path: Path) -> None:
     rows = [{"text": text, "id": str(number)} for number, text in enumerate(TEXTS)]
     expected = contents(as_json(tmp_path / "a.jsonl", rows))

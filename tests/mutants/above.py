@@ -148,9 +148,30 @@ MUTANTS = (
     Mutant(
         "learn the prompt as well",
         "offload.finetune.corpus.packing",
-        "[False] * len(prompt)",
+        "[whole] * len(prompt)",
         "[True] * len(prompt)",
         "tests/finetune/test_packing.py",
+    ),
+    Mutant(
+        "learn what opens the assistant's turn",
+        "offload.finetune.corpus.chats",
+        "yield len(prompt), len(through)",
+        "yield max(len(prompt) - 9, 0), len(through)",
+        "tests/finetune/test_chat_masks.py",
+    ),
+    Mutant(
+        "learn a turn that the whole chat shows in another way",
+        "offload.finetune.corpus.chats",
+        "if not (text.startswith(through) and through.startswith(prompt)):",
+        "if False:",
+        "tests/finetune/test_chat_masks.py",
+    ),
+    Mutant(
+        "take a note that cannot be read for the end of a run",
+        "offload.swapper.store.format.run_notes",
+        "    except (OSError, ValueError, RecursionError):\n        return None\n    return note if isinstance",
+        "    except (OSError, ValueError, RecursionError):\n        return {}\n    return note if isinstance",
+        "tests/store/test_store_unreadable.py",
     ),
     Mutant(
         "each pass over the rows in the same order",

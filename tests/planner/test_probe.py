@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ SECONDS = 0.3
 def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(probe, "probe", functools.partial(probe.probe, seconds=SECONDS))
+    # Other tests run beside this one.
+    monkeypatch.setattr(disturb, "FAR", math.inf)
+    monkeypatch.setattr(disturb, "SLOWEST", 0.0)
 
 
 def run(*arguments: str) -> Any:
@@ -213,6 +217,33 @@ def test_what_ran_beside_is_kept_and_assumed_by_a_plan(tmp_path: Path) -> None:
     assert {rate.origin for rate in probed(again, 1 << 30).rates} <= {"measured", "assumed"}
     assert {rate.name: rate.origin for rate in probed(again, 1 << 30).rates}["host memory"] == "measured"
     assert done.stdout.count("warning: ") == len(kept.doubts)
+
+
+@pytest.mark.parametrize("wrong", ["products", "apart"])
+def test_figures_of_no_machine_are_not_kept(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(str(tmp_path), "--size", "1MiB", "--device", "cpu")
+    good = probe.kept()
+    assert good is not None
+    monkeypatch.setattr(disturb, "FAR", 10.0)
+    monkeypatch.setattr(disturb, "SLOWEST", 1e8)
+    by_dtype = {name: of._replace(matmul=2e11, elementwise=3e9) for name, of in good.rates.by_dtype.items()}
+    good = good._replace(rates=good.rates._replace(memory=5e9, by_dtype=by_dtype))
+    probe.keep(good)
+    slow = good.rates._replace(by_dtype={**by_dtype, "bf16": by_dtype["bf16"]._replace(matmul=3e7)})
+    bad = good._replace(spread=12.0) if wrong == "apart" else good._replace(rates=slow)
+    monkeypatch.setattr(probe, "probe", lambda *_: bad)
+    done = run(str(tmp_path), "--size", "1MiB", "--device", "cpu")
+    reason = "differs 12-fold" if wrong == "apart" else "matrix products in bf16: 3e+07 operations a second"
+    assert done.exit_code == 1 and "the result is not stored" in done.stderr and reason in done.stderr, done.output
+    assert "while the machine is idle" in done.stderr and "stored in" not in done.stdout
+    kept = probe.kept()
+    assert kept is not None and kept.rates.by_dtype["bf16"].matmul == 2e11, "what was stored before stays"
+    assert run(str(tmp_path), "--size", "1MiB", "--device", "cpu", "--no-keep").exit_code == 0
+    # Such a file of an earlier version is none.
+    content = json.loads(probe.cache_path().read_text())
+    content["rates"]["by_dtype"]["fp32"]["matmul"] = 3e7
+    probe.cache_path().write_text(json.dumps(content))
+    assert probe.kept() is None
 
 
 def test_a_plan_counts_with_the_rates_of_its_dtype(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from offload import testing
 from offload.engine.distributed import rendezvous
 from offload.engine.distributed.bounded_store import BoundedStore
 from offload.engine.distributed.heartbeat import Heartbeat
-from offload.errors import RankError
+from offload.errors import ConfigError, RankError
 
 LONGEST = 0.3
 SILENT = "torch's key-value store has not answered for 0.3 s"
@@ -129,3 +129,13 @@ def test_a_decision_of_rank_0_is_not_awaited_for_ever(ends: tuple[Any, Any, Cabl
     with pytest.raises(RankError, match=f"rank 0 has ended before it could choose: {SILENT}"):
         rendezvous._decided(store, "choose")
     store.close()
+
+
+def test_a_port_that_is_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=f"port {port} of this machine is in use.*set MASTER_PORT to a free port"):
+            rendezvous.meet_others()
+    assert not dist.is_initialized()

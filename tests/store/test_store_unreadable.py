@@ -221,11 +221,14 @@ def test_a_manifest_nested_deeper_than_python_parses_is_damage(rank: Path, tmp_p
 
 
 @pytest.mark.parametrize("name", ["finished.json", "closed.json"])
-def test_a_note_nested_deeper_than_python_parses_says_nothing(name: str, rank: Path, tmp_path: Path) -> None:
-    (rank.parent / name).write_text("[" * 100_000)
+@pytest.mark.parametrize("content", ["[" * 100_000, "", "no note", '["steps"]', '{"steps": "3"}', '{"step": 3}'])
+def test_a_note_that_cannot_be_read_ends_no_run(content: str, name: str, rank: Path, tmp_path: Path) -> None:
+    """The swap files beside it may be all that there is of the run: no start takes them for remainders."""
+    (rank.parent / name).write_text(content)
     status = run_status([tmp_path], "run")
-    assert (status.finished, status.closed) == (({}, False) if name == "finished.json" else (None, True))
-    assert read_closed(rank.parent) == ({} if name == "closed.json" else None)
+    assert (status.exists, status.finished, status.closed) == (True, None, name == "closed.json")
+    closed = json.loads(content) if content[:1] == "{" else {}
+    assert read_closed(rank.parent) == (closed if name == "closed.json" else None)
     assert inspect(rank.parent)["finished"] == status.finished
 
 

@@ -84,12 +84,15 @@ class TrainOptions:
             _MODEL,
             "--output",
             "Write the model after the last step, or its adapters, and the tokenizer, for from_pretrained; must not "
-            "exist, or be empty.",
+            "exist, or be empty. [default: ./RUN-output, without --keep; none for a preset on Python's own library]",
             "--output-dir",
             "--save",
             metavar="FOLDER",
         ),
     ] = None
+    no_output: Annotated[
+        bool, option(_MODEL, "--no-output", "Write no model: what was trained is deleted after the last step.")
+    ] = False
     save_every: Annotated[
         int | None,
         option(
@@ -132,6 +135,14 @@ class TrainOptions:
             metavar="PATH",
         ),
     ] = None
+    train_on: Annotated[
+        Literal["assistant", "all"],
+        option(
+            _DATA,
+            "--train-on",
+            "Tokens that are learned: the assistant's of chats and the completions of prompts, or all.",
+        ),
+    ] = "assistant"
     seq_len: Annotated[
         int,
         option(

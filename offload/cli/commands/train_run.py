@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from offload.cli.commands import train_summary as cli_summary
 from offload.cli.commands.train_progress import ProgressLine, StepLog
@@ -31,6 +32,7 @@ from offload.notices import shell_command
 from offload.sizes import count_of, format_size
 
 if TYPE_CHECKING:
+    from offload.finetune.corpus.example import Example
     from offload.hardware.probe.disturb import Others
 
 _LISTS = {
@@ -209,10 +211,29 @@ class Training:
             raise typer.Exit(128 + stopped.number) from None
 
     def _say(self, line: str) -> None:
-        """Prints a line of the start; a warning stands out in a terminal."""
+        """Prints a line of the start; a warning stands out in a terminal, and so do an example's learned tokens."""
+        from offload.finetune.corpus.example import Example
         from offload.finetune.job import WARNING
 
+        if isinstance(line, Example):
+            self._show_example(line)
+            return
         self.console.print(line, markup=False, style="bold yellow" if line.startswith(WARNING) else None)
+
+    def _show_example(self, example: Example) -> None:
+        """Prints an example: learned tokens bold and green in a terminal, else between [[ and ]]."""
+        how = "in green" if self.console.color_system else "between [[ and ]]"
+        self.console.print(f"the first document, its learned tokens {how}:", markup=False)
+        if self.console.color_system:
+            text = Text("  ")
+            for part in example.parts:
+                text.append(part.text, "bold green" if part.learned else "dim")
+            self.console.print(text)
+            return
+        # A log may be of an encoding that lacks characters of the data, and rich would draw `:bug:` as a picture.
+        encoding = self.console.encoding
+        shown = example.encode(encoding, "backslashreplace").decode(encoding)
+        self.console.print(f"  {shown}", markup=False, emoji=False)
 
     def _read(self, path: Path | None) -> dict[str, Any] | None:
         from offload.config import read_json
@@ -299,11 +320,13 @@ class Training:
     def _show(self, job: Any, result: _Result, remove: bool) -> None:
         """Prints the result after the last step."""
         self._table(result)
-        if job.output is not None:
-            self.console.print(f"saved in {job.output}", markup=False)
         if job.folder and not remove:
             delete = shell_command("rm", job.folder)
             self.console.print(f"the swap files are kept in {job.folder}; delete them with: {delete}", markup=False)
+        if job.output is not None:
+            self.console.print(f"saved in {job.output}", markup=False)
+        elif remove:
+            self.console.print("the trained model is not saved; --output FOLDER saves it", markup=False)
         self._result(result)
 
     def _end(self, job: Any) -> None:

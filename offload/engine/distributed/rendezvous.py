@@ -58,7 +58,7 @@ def meet_others() -> None:
     """Creates torch's default process group if a launcher has started several ranks and there is none yet.
 
     Raises:
-        ConfigError: if the group cannot be created.
+        ConfigError: if the group cannot be created, as where the port of rank 0 is in use.
     """
     if not dist.is_available() or dist.is_initialized():
         return
@@ -72,6 +72,11 @@ def meet_others() -> None:
             "gloo" if found is None else f"cpu:gloo,{found}:{device_backend(found)}", **_place_after_restart()
         )
     except (RuntimeError, ValueError) as error:
+        if "EADDRINUSE" in str(error):
+            raise ConfigError(
+                f"port {os.environ['MASTER_PORT']} of this machine is in use, where the ranks would meet; set "
+                "MASTER_PORT to a free port, the same for all ranks"
+            ) from error
         raise ConfigError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the ranks cannot meet: {error}; start them with torchrun, "
             "srun or mpirun, or unset WORLD_SIZE"

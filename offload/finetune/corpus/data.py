@@ -14,6 +14,7 @@ import numpy as np
 from offload.errors import ConfigError
 from offload.finetune.corpus import packing, token_stream
 from offload.finetune.corpus.documents import Record, find_data, read_records
+from offload.finetune.corpus.example import Example
 from offload.finetune.evaluation import HeldOut
 from offload.finetune.options import Options
 from offload.sizes import count_of
@@ -42,6 +43,8 @@ class Data(NamedTuple):
     batches: token_stream.Batches | packing.Rows
     held_out: HeldOut | None
     lines: tuple[str, ...]
+    example: Example | None = None
+    """A document of the training data with its learned tokens; None for text, all of which is learned."""
 
     @property
     def largest_id(self) -> int:
@@ -83,7 +86,10 @@ def read_files(options: Options, files: Files, tokenizer: Any, share: Share, apa
 def _documents(options: Options, files: Files, tokenizer: Any, share: Share, apart: bool) -> Data:
     """Returns documents in rows, with rows held out unless evaluation files are given."""
     kinds: Counter[type[Record]] = Counter()
-    packed = packing.pack(packing.encode(_counted(files.learned, kinds), tokenizer), options.seq_len, apart)
+    whole = options.train_on == "all"
+    documents = packing.encode(_counted(files.learned, kinds), tokenizer, whole)
+    example = packing.example(documents, options.seq_len, tokenizer)
+    packed = packing.pack(documents, options.seq_len, apart)
     held: packing.Packed | None = None
     if files.evaluated:
         held = _packed_to_evaluate(options, files, tokenizer, apart)
@@ -94,7 +100,7 @@ def _documents(options: Options, files: Files, tokenizer: Any, share: Share, apa
     # Positions are of use only to families that mask by them.
     learned.with_positions = apart
     held_out = None if held is None else _held_out(packing.inputs_of(held, apart), share)
-    return Data(learned, held_out, packing.notices(packed, learned, kinds, tokenizer))
+    return Data(learned, held_out, packing.notices(packed, learned, kinds, tokenizer, whole), example)
 
 
 def _counted(files: Sequence[Path], kinds: Counter[type[Record]]) -> Iterator[Record]:
@@ -108,7 +114,8 @@ def _counted(files: Sequence[Path], kinds: Counter[type[Record]]) -> Iterator[Re
 def _packed_to_evaluate(options: Options, files: Files, tokenizer: Any, apart: bool) -> packing.Packed:
     """Returns the documents of --eval-data in rows; errors name the option."""
     try:
-        return packing.pack(packing.encode(read_records(files.evaluated), tokenizer), options.seq_len, apart)
+        documents = packing.encode(read_records(files.evaluated), tokenizer, options.train_on == "all")
+        return packing.pack(documents, options.seq_len, apart)
     except ConfigError as error:
         raise ConfigError(f"--eval-data: {error}") from error
 

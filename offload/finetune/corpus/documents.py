@@ -34,6 +34,8 @@ class Chat(NamedTuple):
 
     place: str
     messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of the functions that the assistant may call, which the chat template shows to it."""
 
 
 class Prompt(NamedTuple):
@@ -178,7 +180,7 @@ def _record(found: Any, place: str) -> Record:
     if kind == "text":
         return Text(place, _string(found, "text", place))
     if kind == "messages":
-        return Chat(place, _messages(found["messages"], place))
+        return _chat(found, place)
     return Completion(place, _string(found, "prompt", place), _string(found, "completion", place))
 
 
@@ -186,7 +188,7 @@ def _prompt(found: Any, place: str) -> Prompt | Chat:
     """Returns the prompt of one parsed line or row."""
     kind = _kind_of(found, place)
     if kind == "messages":
-        return Chat(place, _messages(found["messages"], place))
+        return _chat(found, place)
     return Prompt(place, _string(found, kind, place))
 
 
@@ -200,6 +202,24 @@ def _kind_of(found: Any, place: str) -> str:
         keys = ", ".join(found) or "no key"
         raise ConfigError(f"{place} contains {keys}; each line must be one of {_SHAPES}")
     return kinds[0]
+
+
+def _chat(found: dict[str, Any], place: str) -> Chat:
+    return Chat(place, _messages(found["messages"], place), _tools(found.get("tools"), place))
+
+
+def _tools(value: Any, place: str) -> list[dict[str, Any]] | None:
+    """Returns the checked tools of a chat: a list, or the JSON of one, which a column of a table contains."""
+    if value is None or value == "":
+        return None
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{place}: tools must be a list of JSON schemas, or its JSON: {error}") from error
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise ConfigError(f"{place}: tools must be a list of JSON schemas, got {_kind(value)}")
+    return value or None
 
 
 def _messages(value: Any, place: str) -> list[dict[str, Any]]:

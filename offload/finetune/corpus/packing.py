@@ -12,7 +12,6 @@ row of its own. The first token of a document is not learned, as if the document
 from __future__ import annotations
 
 import bisect
-import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,14 +20,15 @@ import numpy as np
 import torch
 
 from offload.errors import ConfigError
+from offload.finetune.corpus.chats import encode_chat, encode_chat_prompt, learned_words
 from offload.finetune.corpus.documents import Chat, Completion, Prompt, Record, Text
+from offload.finetune.corpus.example import Example
 from offload.finetune.corpus.token_memory import Pool, make_array, pieces_of, take_rows
 from offload.finetune.evaluation import choose
 from offload.sizes import count_of
 
 # Of torch's cross entropy.
 _IGNORED = -100
-_GENERATION = re.compile(r"\{%-?\s*generation\b")
 _NEWLINE = 10
 _AT_ONCE = 1 << 20
 
@@ -47,31 +47,27 @@ class Document(NamedTuple):
 # -- tokens -------------------------------------------------------------------------------------------
 
 
-def encode(records: Iterable[Record], tokenizer: Any) -> list[Document]:
+def encode(records: Iterable[Record], tokenizer: Any, whole: bool = False) -> list[Document]:
     """Returns the records as documents. Texts and completions end with the end-of-text token, chats as templates say.
 
     Args:
         records: the records, read once.
         tokenizer: a transformers tokenizer; None for bytes, with a newline as the end-of-text token.
+        whole: True to learn prompts and the messages of all roles too.
 
     Raises:
-        ConfigError: There is no chat template, it refuses a chat, or there is no room for the tokens.
+        ConfigError: There is no chat template, it refuses a chat, nothing tells the assistant's tokens apart, or there
+            is no room for the tokens.
     """
     ids, learned = Pool(np.int32), Pool(np.bool_)
-    encoded = (encode_record(record, tokenizer) for record in records)
+    encoded = (encode_record(record, tokenizer, whole) for record in records)
     return [Document(ids.keep(each.ids), learned.keep(each.learned), each.divisible) for each in encoded]
 
 
-def marks_assistant(tokenizer: Any) -> bool:
-    """Returns True if the chat template marks the assistant's words with {% generation %}."""
-    template = getattr(tokenizer, "chat_template", None)
-    return isinstance(template, str) and tokenizer.is_fast and bool(_GENERATION.search(template))
-
-
-def encode_record(record: Record, tokenizer: Any) -> Document:
+def encode_record(record: Record, tokenizer: Any, whole: bool = False) -> Document:
     """Returns one record as a document; see `encode`."""
     if isinstance(record, Chat):
-        return _chat(record, tokenizer)
+        return _document(*encode_chat(record, tokenizer, whole))
     if isinstance(record, Text):
         ids = encode_text(record.text, tokenizer)
         end = _end(tokenizer)
@@ -80,7 +76,7 @@ def encode_record(record: Record, tokenizer: Any) -> Document:
         return Document(ids, np.ones(len(ids), bool), True)
     prompt = _begun(_ids(record.prompt, tokenizer), tokenizer)
     answer = _ended(_ids(record.completion, tokenizer, special=False), tokenizer)
-    return _document(prompt + answer, [False] * len(prompt) + [True] * len(answer))
+    return _document(prompt + answer, [whole] * len(prompt) + [True] * len(answer))
 
 
 def encode_prompt(prompt: Prompt | Chat, tokenizer: Any) -> np.ndarray:
@@ -91,33 +87,11 @@ def encode_prompt(prompt: Prompt | Chat, tokenizer: Any) -> np.ndarray:
     """
     if isinstance(prompt, Prompt):
         return np.asarray(_begun(_ids(prompt.prompt, tokenizer), tokenizer), np.int32)
-    # Templates end with what opens the assistant's turn, which the completion then fills.
-    found = _apply_template(prompt, tokenizer, add_generation_prompt=True)
-    return np.asarray(found["input_ids"], np.int32)
+    return np.asarray(encode_chat_prompt(prompt, tokenizer), np.int32)
 
 
-def _document(ids: Sequence[int], learned: Sequence[bool | int]) -> Document:
+def _document(ids: Sequence[int], learned: Sequence[bool]) -> Document:
     return Document(np.asarray(ids, np.int32), np.asarray(learned, bool), False)
-
-
-def _chat(record: Chat, tokenizer: Any) -> Document:
-    marked = marks_assistant(tokenizer)
-    found = _apply_template(record, tokenizer, return_assistant_tokens_mask=marked)
-    ids = found["input_ids"]
-    return _document(ids, found["assistant_masks"] if marked else [True] * len(ids))
-
-
-def _apply_template(record: Chat, tokenizer: Any, **how: bool) -> Any:
-    """Returns what the tokenizer's chat template makes of a chat."""
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ConfigError(
-            f"{record.place} is a chat, and the model's tokenizer has no chat template; give a folder of a model "
-            f'with one (chat_template.jinja), or write the file as {{"prompt": …, "completion": …}}'
-        )
-    try:
-        return tokenizer.apply_chat_template(record.messages, tokenize=True, return_dict=True, **how)
-    except Exception as error:  # a template may raise anything
-        raise ConfigError(f"{record.place}: the tokenizer's chat template refuses this chat: {error}") from error
 
 
 def encode_text(content: str, tokenizer: Any) -> np.ndarray:
@@ -364,7 +338,17 @@ class Rows:
         return self._kept[1]
 
 
-def notices(packed: Packed, rows: Rows, kinds: Mapping[type[Record], int], tokenizer: Any) -> tuple[str, ...]:
+def example(documents: Iterable[Document], length: int, tokenizer: Any) -> Example | None:
+    """Returns the first chat or completion that is learned from, as it is in its row; None without one."""
+    for document in (_first(each, length) for each in documents if not each.divisible):
+        if document.learned[1:].any():
+            return Example.of(document.ids.tolist(), document.learned.tolist(), tokenizer)
+    return None
+
+
+def notices(
+    packed: Packed, rows: Rows, kinds: Mapping[type[Record], int], tokenizer: Any, whole: bool = False
+) -> tuple[str, ...]:
     """Returns lines on the data for the user.
 
     Args:
@@ -372,6 +356,7 @@ def notices(packed: Packed, rows: Rows, kinds: Mapping[type[Record], int], token
         rows: the batches.
         kinds: number of records of each kind.
         tokenizer: the tokenizer; None for bytes.
+        whole: True if prompts and the messages of all roles are learned too.
     """
     lines = [
         f"data: {count_of(sum(kinds.values()), 'document')} in {count_of(rows.row_count, 'row')} of "
@@ -379,13 +364,9 @@ def notices(packed: Packed, rows: Rows, kinds: Mapping[type[Record], int], token
         f"{count_of(rows.steps_of_a_pass, 'step')}"
     ]
     if kinds.get(Chat):
-        lines.append(
-            "chats: the assistant's words are learned"
-            if marks_assistant(tokenizer)
-            else "chats: all words are learned, since the chat template has no {% generation %} around the assistant's"
-        )
+        lines.append(learned_words(tokenizer, whole))
     if kinds.get(Completion):
-        lines.append("prompts and completions: the completions are learned")
+        lines.append(f"prompts and completions: {'both' if whole else 'the completions'} are learned")
     if packed.alone:
         lines.append(
             "each of these has a row of its own: in a shared row, this model would let one attend to the others"

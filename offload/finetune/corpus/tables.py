@@ -11,6 +11,8 @@ from typing import Any
 from offload.errors import ConfigError
 
 COLUMNS = ("text", "messages", "prompt", "completion")
+"""Columns of documents; a table needs one of them."""
+_READ = (*COLUMNS, "tools")
 """Columns that are read; all others are ignored."""
 _ROWS_AT_ONCE = 256
 
@@ -60,7 +62,7 @@ def read_csv(file: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, 
             elif len(row) != len(names):
                 raise ConfigError(f"{place} contains {len(row)} fields, and the first line names {len(names)} columns")
             else:
-                yield place, {name: value for name, value in zip(names, row, strict=True) if name in COLUMNS}
+                yield place, {name: value for name, value in zip(names, row, strict=True) if name in _READ}
     except csv.Error as error:
         raise ConfigError(
             f"{file}:{begins} is not CSV: {error}; quote fields with commas, quotes or line ends"
@@ -88,7 +90,7 @@ def read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         with parquet.ParquetFile(file) as table:
             names = table.schema_arrow.names
             _check(names, str(file))
-            columns = [name for name in COLUMNS if name in names]
+            columns = [name for name in _READ if name in names]
             # Batches bound the memory: a row group may be larger than the RAM.
             for batch in table.iter_batches(_ROWS_AT_ONCE, columns=columns):
                 for row in batch.to_pylist():

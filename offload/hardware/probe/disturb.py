@@ -12,9 +12,14 @@ import psutil
 
 _APART = 1.2
 """Ratio above which two measurements of a rate lead to different plans."""
+FAR = 10.0
+"""Ratio above which neither measurement says anything about the machine."""
+SLOWEST = 1e8
+"""Operations of products, and bytes of memory, a second, below which no machine is measured but its disturbance: one
+core makes a hundred times as many."""
 _SHARE = 0.15
 """Fraction of the cores that other processes may use."""
-_CURE = "run `offload probe` again while the machine is idle"
+CURE = "run `offload probe` again while the machine is idle"
 
 
 def apart(name: str, first: float, last: float, describe: Callable[[float], str]) -> list[str]:
@@ -28,7 +33,7 @@ def apart(name: str, first: float, last: float, describe: Callable[[float], str]
     """
     if max(first, last) <= _APART * min(first, last):
         return []
-    return [f"{name}: {describe(first)} at the beginning of the probe, {describe(last)} at its end; {_CURE}"]
+    return [f"{name}: {describe(first)} at the beginning of the probe, {describe(last)} at its end; {CURE}"]
 
 
 class Others:
@@ -50,7 +55,7 @@ class Others:
         share = self.share()
         if share is None or share <= _SHARE:
             return []
-        return [f"other processes took {share:.0%} of the cores during the probe; {_CURE}"]
+        return [f"other processes took {share:.0%} of the cores during the probe; {CURE}"]
 
 
 def _cores() -> set[int]:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.aio.windows import window_bytes
-from offload.errors import ConfigError
+from offload.errors import ConfigError, OffloadError
 from offload.fileio import atomic_write, cache_file
 from offload.hardware.info import machine as about_machine
+from offload.hardware.probe import disturb
 from offload.hardware.probe.rates import DriveRates, DtypeRates, Probed, Rates
 from offload.sizes import count_of, format_size
 
@@ -38,11 +39,33 @@ def cache_path() -> Path:
     return cache_file("probe")
 
 
+def unusable(found: Probed) -> list[str]:
+    """Returns sentences on why a measurement says nothing about the machine; none for a usable one."""
+    reasons = []
+    if found.spread > disturb.FAR:
+        reasons.append(f"a rate that was measured twice differs {found.spread:,.0f}-fold")
+    by_dtype = found.rates.by_dtype
+    for name, rate, unit in (
+        *((f"matrix products in {name}", of.matmul, "operations") for name, of in by_dtype.items()),
+        ("norms, activations and sums in fp32", by_dtype["fp32"].elementwise, "bytes"),
+        ("memory", found.rates.memory, "bytes"),
+    ):
+        if not rate >= disturb.SLOWEST:
+            reasons.append(f"{name}: {rate:.3g} {unit} a second is no rate of a machine")
+    return reasons
+
+
 def keep(found: Probed) -> Path:
     """Caches a measurement for the planner, and returns the path.
 
-    Drives that were measured earlier and are not in `found` are kept. Raises `OSError` if the file cannot be written.
+    Drives that were measured earlier and are not in `found` are kept.
+
+    Raises:
+        OffloadError: the measurement says nothing about the machine. What was cached before stays.
+        OSError: the file cannot be written.
     """
+    if reasons := unusable(found):
+        raise OffloadError(f"the result is not stored: {'; '.join(reasons)}; {disturb.CURE}")
     path = cache_path()
     before = kept()
     mine = {each.path for each in found.drives}
@@ -69,6 +92,8 @@ def kept() -> Probed | None:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None  # none yet, or damaged: the next probe replaces it
+    if unusable(found):
+        return None  # an earlier version has stored such figures too
     # A home folder may be shared by several machines, so the cache is checked against this one.
     here = about_machine()
     return found if all(found.machine.get(key) == here[key] for key in ("processor", "cores")) else None

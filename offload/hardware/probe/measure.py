@@ -69,9 +69,9 @@ def probe(
         drives.append(drive_rates(folder, nbytes, seconds=_OF_DRIVES * seconds / len(folders)))
     # The progress of the remaining measurements is mapped to the rest of the bar.
     share = _OF_DRIVES if folders else 0.0
-    rates, doubts = _measure(compute, lambda words, done: tell(words, share + (1 - share) * done), seconds)
+    rates, doubts, spread = _measure(compute, lambda words, done: tell(words, share + (1 - share) * done), seconds)
     date = time.strftime("%Y-%m-%d")
-    return Probed(machine_of(compute), rates, tuple(drives), date, time.perf_counter() - start, doubts)
+    return Probed(machine_of(compute), rates, tuple(drives), date, time.perf_counter() - start, doubts, spread)
 
 
 def drive_rates(folder: str, nbytes: int = 256 * MIB, rounds: int = 5, seconds: float = SECONDS) -> DriveRates:
@@ -130,8 +130,8 @@ def measure_rates(device: torch.device, tell: Tell = lambda *_: None, seconds: f
     return _measure(device, tell, seconds)[0]
 
 
-def _measure(device: torch.device, tell: Tell, seconds: float) -> tuple[Rates, tuple[str, ...]]:
-    """Measures everything except the drives. Returns the rates, and sentences about causes for doubt."""
+def _measure(device: torch.device, tell: Tell, seconds: float) -> tuple[Rates, tuple[str, ...], float]:
+    """Measures everything except the drives. Returns the rates, sentences about causes for doubt, and the spread."""
     others, steps = Others(), 2 + 3 * len(DTYPES) + 2
     done = iter(range(steps))
 
@@ -156,24 +156,25 @@ def _measure(device: torch.device, tell: Tell, seconds: float) -> tuple[Rates, t
     report("new memory")
     fresh = compute.fresh()
     report("memory, matrix products and norms once more")
-    doubts = (
-        *apart("memory", memory, host.memory(), lambda rate: f"{rate / 1e9:.1f} GB/s"),
-        *apart(
+    twice: tuple[tuple[str, float, float, Callable[[float], str]], ...] = (
+        ("memory", memory, host.memory(), lambda rate: f"{rate / 1e9:.1f} GB/s"),
+        (
             f"matrix products in {_CHECKED}",
             products[_CHECKED][0],
             compute.products(_CHECKED)[0],
             lambda rate: f"{rate / 1e12:.3g} Tflop/s",
         ),
-        *apart(
+        (
             f"norms, activations and sums in {_CHECKED}",
             elementwise[_CHECKED],
             compute.elementwise(_CHECKED),
             lambda rate: f"{rate / 1e9:.1f} GB/s",
         ),
-        *others.doubts(),
     )
+    doubts = (*(sentence for rate in twice for sentence in apart(*rate)), *others.doubts())
+    spread = max(max(first, last) / min(first, last) for _, first, last, _ in twice)
     by_dtype = {name: DtypeRates(*products[name], elementwise[name], *stepped[name]) for name in DTYPES}
-    return Rates(memory, copy, upload, download, fresh, by_dtype), doubts
+    return Rates(memory, copy, upload, download, fresh, by_dtype), doubts, spread
 
 
 def check_size(nbytes: int) -> None:

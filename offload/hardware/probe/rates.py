@@ -64,3 +64,5 @@ class Probed(NamedTuple):
     seconds: float
     doubts: tuple[str, ...] = ()
     """Sentences about signs of other work on the machine during the probe."""
+    spread: float = 1.0
+    """Largest ratio between two measurements of one rate, at the beginning of the probe and at its end."""

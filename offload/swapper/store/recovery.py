@@ -21,7 +21,7 @@ from offload.sizes import count_of
 from offload.swapper.store.format.blob import Blob
 from offload.swapper.store.format.commit_record import Record, Records, read_if_any, was_committed
 from offload.swapper.store.format.manifest import Manifest, read_manifest
-from offload.swapper.store.format.run_notes import FINISHED, RESHARDED
+from offload.swapper.store.format.run_notes import RESHARDED, read_finished
 from offload.swapper.store.inspection import blob_of, place_in
 from offload.swapper.store.verify import Damage
 
@@ -45,7 +45,7 @@ def check_startable(folders: Sequence[Path], over: bool) -> None:
     Raises:
         IoError: If a file exists and cannot be read: it may belong to another run.
     """
-    first, ended = folders[0], (folders[0].parent / FINISHED).exists()
+    first, ended = folders[0], read_finished(folders[0].parent) is not None
     if (first.parent / RESHARDED).exists():
         raise StoreError(
             f"another start is changing the number of ranks of the run in {first.parent}; wait until it has ended"
@@ -62,7 +62,7 @@ def check_startable(folders: Sequence[Path], over: bool) -> None:
                     "drives in their former order, or choose another run name, or delete these files with "
                     f"`{shell_command('rm', folder.parent)}`"
                 )
-        elif was_committed(folder) and not (over and not drive) and not (folder.parent / FINISHED).exists():
+        elif was_committed(folder) and not (over and not drive) and read_finished(folder.parent) is None:
             raise StoreError(
                 f'{folder} holds a run that did not end; resume the run with "resume": "auto" in the "offload" block '
                 "(offload train: --resume auto) and its drives in their former order, or choose another run name, or "

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from offload.errors import StoreError
 from offload.swapper.store.format.commit_record import was_committed
 from offload.swapper.store.format.manifest import Manifest, read_manifest
-from offload.swapper.store.format.run_notes import CLOSED, FINISHED, RESHARDED
+from offload.swapper.store.format.run_notes import CLOSED, FINISHED, RESHARDED, read_finished
 from offload.swapper.store.inspection import Found, allocated_nbytes, is_rank, look, store_id
 from offload.swapper.store.rank_folder import (
     FILES,
@@ -32,7 +32,7 @@ class RunStatus(NamedTuple):
     exists: bool
     """True if the run holds a commit, or must have held one, and has not finished."""
     finished: dict[str, Any] | None
-    """Contents of `finished.json` if the run ended, else None."""
+    """Contents of `finished.json` if the run ended, else None. {} if they cannot be read and no commit is there."""
     closed: bool = False
     """True if the run was closed without a request to keep its files: a new start may replace them."""
 
@@ -45,19 +45,17 @@ def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
         run: name of the run.
     """
     folder = Path(paths[0]) / run
-    finished = folder / FINISHED
-    if not finished.is_file():
-        # A run whose commit records are all lost counts as existing: a start must not overwrite it silently, and
-        # `Store.open` reports the damage. While the number of ranks changes, no folder may be in its place.
-        exists = (folder / RESHARDED).is_file() or any(was_committed(rank) for rank in rank_folders(folder))
-        return RunStatus(exists, None, exists and (folder / CLOSED).is_file())
     # A run that ends writes the note before it deletes its files, and a start deletes the note. Files beside the note
     # are leftovers.
-    try:
-        note = json.loads(read_whole(finished))
-        return RunStatus(False, note if isinstance(note, dict) else {})
-    except (OSError, ValueError, RecursionError):
-        return RunStatus(False, {})  # the run ended; the details cannot be read
+    finished = read_finished(folder)
+    if finished is not None:
+        return RunStatus(False, finished)
+    # A run whose commit records are all lost counts as existing: a start must not overwrite it silently, and
+    # `Store.open` reports the damage. While the number of ranks changes, no folder may be in its place.
+    exists = (folder / RESHARDED).is_file() or any(was_committed(rank) for rank in rank_folders(folder))
+    if not exists and (folder / FINISHED).is_file():
+        return RunStatus(False, {})
+    return RunStatus(exists, None, exists and (folder / CLOSED).is_file())
 
 
 def read_closed(run: Path) -> dict[str, Any] | None:

@@ -32,8 +32,10 @@ def isolated_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def call(*arguments: str, text: str = "text.py", **options: Any) -> Any:
-    """Returns the result of `offload train` on a short text."""
-    result = CliRunner().invoke(app, ["train", "--text", text, *SMALL, *arguments], **options)
+    """Returns the result of `offload train` on a short text. No model is saved if no argument names its folder."""
+    named = any(argument.startswith(("--output", "--save", "--no-output")) for argument in arguments)
+    nowhere = () if named else ("--no-output",)
+    result = CliRunner().invoke(app, ["train", "--text", text, *SMALL, *nowhere, *arguments], **options)
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result
 

@@ -46,17 +46,17 @@ def probe(
             probing.check_kept()
     with errors(FAILED), signals(), measuring() as tell:
         found = probing.probe(paths or ["."], device, nbytes, tell)
-        cache = probing.keep(found) if keep else None
     if json_output:
-        for doubt in found.doubts:
-            console.print(f"warning: {doubt}", soft_wrap=True, markup=False)
-        # Warnings went to stderr above: stdout contains the JSON object only.
         print(json.dumps(probing.as_json(found)), flush=True)
-        return
-    table = Table(show_header=False, box=None)
-    for name, value in probing.lines(found):
-        table.add_row(name, value)
-    console.print(table, markup=False)
+    else:
+        table = Table(show_header=False, box=None)
+        for name, value in probing.lines(found):
+            table.add_row(name, value)
+        console.print(table, markup=False)
+    # With --json the console is stderr: stdout contains the JSON object only.
     for doubt in found.doubts:
         console.print(f"warning: {doubt}", soft_wrap=True, markup=False)
-    console.print(f"measured in {found.seconds:.0f} s" + (f", stored in {cache}" if cache else ""), soft_wrap=True)
+    with errors(FAILED):
+        cache = probing.keep(found) if keep else None
+    if not json_output:
+        console.print(f"measured in {found.seconds:.0f} s" + (f", stored in {cache}" if cache else ""), soft_wrap=True)

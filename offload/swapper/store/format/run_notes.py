@@ -15,7 +15,7 @@ from typing import Any
 
 from offload.errors import StoreError
 from offload.fileio import sync_folder
-from offload.swapper.store.rank_folder import reserve, write_durably
+from offload.swapper.store.rank_folder import read_whole, reserve, write_durably
 
 FINISHED = "finished.json"
 """Name of the note that the run ended. The files beside the note are remainders, from which no run resumes."""
@@ -26,6 +26,19 @@ Its contents are the steps, the job, and `saved`: true if the user has the weigh
 """
 RESHARDED = "resharded.json"
 """Name of the note that swap files for another number of ranks are complete, and replace those of the run."""
+
+
+def read_finished(run: Path) -> dict[str, Any] | None:
+    """Returns the note that the run in a folder has ended; None without one, and for a file that is no such note.
+
+    A run writes the note durably before it deletes a file. What cannot be read is therefore damage or a file of
+    somebody else's, and the swap files beside it may be the whole run.
+    """
+    try:
+        note = json.loads(read_whole(run / FINISHED))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return note if isinstance(note, dict) and isinstance(note.get("steps"), int) else None
 
 
 class RunNotes:
