@@ -36,8 +36,8 @@ MUTANTS = (
     Mutant(
         "import what a pickle of another program names",
         "offload.fileio.torch_file",
-        'return type("Record", (Record,), {"name": f"{module}.{name}"})',
-        "return super().find_class(module, name)",
+        """return Global(f"{'builtins' if module == '__builtin__' else module}.{name}")""",
+        "return getattr(__import__(module, fromlist=[name]), name)",
         "tests/deepspeed/test_deepspeed_checkpoints.py",
     ),
     Mutant(
