@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -197,3 +198,30 @@ def test_a_file_that_is_not_utf8_is_named(name: str, tmp_path: Path, monkeypatch
 def test_an_empty_folder_for_logs_is_not_the_working_folder() -> None:
     result = CliRunner().invoke(app, ["launch", "--dry-run", "--enable-each-rank-log", "", "train.py"])
     assert result.exit_code == 2 and "--enable-each-rank-log is empty: give a folder" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "message"),
+    [
+        ("hosts", lambda path: os.truncate(path, 10 * 2**40), "hosts cannot be read: it has more than 1048576 bytes"),
+        (
+            ".deepspeed_env",
+            lambda path: os.truncate(path, 10 * 2**40),
+            ".deepspeed_env cannot be read: it has more than",
+        ),
+        (".deepspeed_env", lambda path: path.chmod(0o666), ".deepspeed_env belongs to another user, or everybody may"),
+        (".deepspeed_env", lambda path: os.chown(path, 12345, -1), ".deepspeed_env belongs to another user, or"),
+    ],
+)
+def test_a_file_that_another_could_have_put_there_is_refused(
+    name: str, spoil: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text("")
+    try:
+        spoil(Path(name))
+    except PermissionError:
+        pytest.skip("root alone makes files of another user")
+    hostfile = ("--hostfile", "hosts") if name == "hosts" else ()
+    result = CliRunner().invoke(app, ["launch", "--dry-run", *hostfile, "--num-gpus", "1", "train.py"])
+    assert result.exit_code == 2 and result.stderr.startswith(f"error: {message}"), result.output
