@@ -11,16 +11,17 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
 from offload.errors import IoError, StoreError
 from offload.fileio.atomic_write import write_all
-from offload.sizes import PAGE, align_up
+from offload.fileio.regular_file import open_regular
+from offload.sizes import MIB, PAGE, align_up
 
 NAMES = {
     torch.float32: "F32",
@@ -45,6 +46,9 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _LENGTH = struct.Struct("<Q")
 _LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the library."""
+_MOST_DIMENSIONS = 64
+_MOST_BRACKETS = 3_000_000
+"""Lists and objects in a header, each of which takes many times the memory of its two brackets."""
 
 
 class Tensor(NamedTuple):
@@ -100,27 +104,87 @@ def read_header(path: Path) -> tuple[dict[str, TensorLocation], dict[str, str]]:
         StoreError: If the file is not a complete safetensors file, or has a tensor of a dtype that torch has not.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
             # A damaged length must not make `read` allocate gigabytes.
-            if length > _LONGEST_HEADER:
+            if length > min(_LONGEST_HEADER, size):
                 raise ValueError(f"a header of {length} bytes")
-            header = json.loads(file.read(length))
-            size = os.fstat(file.fileno()).st_size
+            text = b"".join(_read_text(file, length))
+        if text.count(b"[") + text.count(b"{") > _MOST_BRACKETS:
+            raise ValueError(f"its header contains more than {_MOST_BRACKETS} lists and objects")
+        header = json.loads(text, object_pairs_hook=unrepeated)
         metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("its __metadata__ is not an object of strings")
         places: dict[str, TensorLocation] = {}
         for name, entry in header.items():
-            if entry["dtype"] not in DTYPES:
-                raise StoreError(f"{path}: dtype {entry['dtype']} of {name} is not supported")
-            tensor = Tensor(DTYPES[entry["dtype"]], tuple(entry["shape"]))
-            start, end = entry["data_offsets"]
+            dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            if dtype not in DTYPES:
+                raise StoreError(f"{path}: dtype {dtype!r:.99} of {name!r:.99} is not supported")
+            _check_numbers(name, shape, start, end)
+            tensor = Tensor(DTYPES[dtype], tuple(shape))
             # A truncated file shows here, before any tensor is read.
-            if end - start != tensor.nbytes or start < 0 or _LENGTH.size + length + end > size:
-                raise ValueError(f"{name} is stored at {start} to {end}, in a file of {size} bytes")
+            if end - start != tensor.nbytes or _LENGTH.size + length + end > size:
+                raise ValueError(f"{name!r:.99} is stored at {start} to {end}, in a file of {size} bytes")
             places[name] = TensorLocation(tensor, _LENGTH.size + length + start)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        _check_apart(places)
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        MemoryError,
+        struct.error,
+    ) as error:
         raise StoreError(f"{path} is not a complete safetensors file: {error}") from error
     return places, metadata
+
+
+def _read_text(file: BinaryIO, nbytes: int) -> Iterator[bytes]:
+    """Yields bytes of a file; raises `ValueError` at a zero, which no text contains, but any hole in a file."""
+    for start in range(0, nbytes, MIB):
+        piece = file.read(min(MIB, nbytes - start))
+        if b"\0" in piece:
+            raise ValueError("its header is no text")
+        yield piece
+
+
+def unrepeated(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object of JSON, a hook for `json.loads`; raises `ValueError` if it has a key twice.
+
+    Readers differ in which of two values they take.
+    """
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r:.99} is there twice")
+        found[key] = value
+    return found
+
+
+def _check_numbers(name: str, shape: Any, start: Any, end: Any) -> None:
+    """Raises `ValueError` for what is no shape or no place of bytes: floats, truth values, negative numbers."""
+    numbers = [*shape, start, end] if isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS else [None]
+    if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
+        raise ValueError(
+            f"{name!r:.99} has the shape {shape!r:.99} at {start!r:.99} to {end!r:.99}, expected numbers from 0 on"
+        )
+    # torch counts in words, whatever the number of elements is.
+    if math.prod(max(number, 1) for number in shape) >= 2**62:
+        raise ValueError(f"{name!r:.99} has the shape {shape!r:.99}, which no tensor has")
+
+
+def _check_apart(places: Mapping[str, TensorLocation]) -> None:
+    """Raises `ValueError` if tensors share bytes: they could come to any multiple of the file."""
+    end, before = 0, ""
+    for name, (tensor, offset) in sorted(places.items(), key=lambda item: item[1].offset):
+        if tensor.nbytes:
+            if offset < end:
+                raise ValueError(f"{name!r:.99} and {before!r:.99} share bytes")
+            end, before = offset + tensor.nbytes, name
 
 
 class Writer:

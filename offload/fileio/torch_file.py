@@ -2,44 +2,70 @@
 
 Such a file is a zip archive whose records are not compressed: `data.pkl`, a pickle of the object in which each tensor
 names its storage, and the bytes of each storage as a record of its own. An ordinary unpickler imports the classes that
-a pickle names and calls them, so a file from a stranger could run any code. The unpickler here knows plain containers
-and tensors alone. Any other name becomes a `Record`: it keeps the name and the values, and does nothing.
+a pickle names and calls them, so a file from a stranger could run any code.
+
+Here the pickle is data: `pickletools` of Python takes it apart, and `_Program` makes plain containers and tensors of
+it. Any other name becomes a `Global`, and what it would make a `Record`: both have names and values, and do nothing.
+What a pickle may take is bounded by its own length: a hundred bytes can describe 2**60 values.
+
+torch's reader of plain weights (`weights_only=True`) runs nothing either, but is not bounded: a pickle of 150 bytes
+keeps it busy for hours, and one of 40 takes as much memory as it names. It does not say where in the file a tensor
+lies, either, and cannot read the metadata of torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import pickle
+import pickletools
 import struct
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
 from offload.errors import StoreError
+from offload.fileio.regular_file import open_regular
+from offload.sizes import GIB, MIB
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Of a zip file: signature, length of the name, length of the extra field. The record's bytes follow both."""
 _SIGNATURE = b"PK\x03\x04"
 _STORAGES = {
-    "FloatStorage": torch.float32,
-    "DoubleStorage": torch.float64,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
+    "torch.FloatStorage": torch.float32,
+    "torch.DoubleStorage": torch.float64,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
 }
 """Dtype of the values in each typed storage, by the name in a pickle."""
-_CONTAINERS = {"set": set, "frozenset": frozenset}
+
+_LONGEST_PICKLE = 256 * MIB
+"""Bytes of a pickle: it has no values of tensors. The metadata of a checkpoint of a hundred ranks has 30 MiB."""
+_LONGEST_READ = 64 * MIB
+"""Bytes of one value in a pickle, and of the index of a file."""
+_LONGEST_NAME = 1024
+"""Characters of a class's name."""
+_MOST_SHARED = 16
+"""Times as many values as the pickle has instructions, which its containers may come to where they share values."""
+_DEEPEST = 100
+"""Containers within each other."""
+_MOST_DIMENSIONS = 64
+_LONGEST_KEY = 16
+"""Values of a tuple that is the key of a dict."""
+_LARGEST_IN_MEMORY = 4 * GIB
+"""Bytes of a storage that is read into memory: of buffers and counters."""
 
 
 class Storage(NamedTuple):
@@ -87,52 +113,44 @@ class StoredTensor(NamedTuple):
         """Returns the tensor, in memory of its own; for small ones.
 
         Raises:
-            StoreError: If the file cannot be read.
+            StoreError: If the file cannot be read, or the tensor is not small, or has more elements than its storage.
         """
-        whole = bytearray(self.storage.nbytes)
+        path, nbytes = self.storage.path, self.storage.nbytes
+        if nbytes > _LARGEST_IN_MEMORY or self.numel * self.dtype.itemsize > nbytes:
+            raise StoreError(
+                f"{path} contains a tensor of shape {list(self.shape)} over {nbytes} bytes, which is not read into "
+                f"memory: expected a counter or a buffer of its own memory, of {_LARGEST_IN_MEMORY} bytes at most"
+            )
+        whole = bytearray(nbytes)
         try:
-            with self.storage.path.open("rb") as file:
+            with open_regular(path) as file:
                 file.seek(self.storage.offset)
-                count = file.readinto(whole)
+                count = file.readinto(whole)  # type: ignore[attr-defined]
         except OSError as error:
-            raise StoreError(f"{self.storage.path} cannot be read: {error}") from error
-        if count != len(whole) or zlib.crc32(whole) != self.storage.crc32:
-            raise StoreError(f"{self.storage.path} is damaged: a tensor does not match its checksum")
+            raise StoreError(f"{path} cannot be read: {error}") from error
+        if count != nbytes or zlib.crc32(whole) != self.storage.crc32:
+            raise StoreError(f"{path} is damaged: a tensor does not match its checksum")
         flat = torch.frombuffer(whole, dtype=self.dtype) if whole else torch.empty(0, dtype=self.dtype, device="cpu")
         return flat.as_strided(self.shape, self.stride, self.start).clone(memory_format=torch.contiguous_format)
 
 
+class Global(NamedTuple):
+    """A class or function that a pickle names. Nothing is imported."""
+
+    name: str
+    """Module and name, with a dot between them."""
+
+
+@dataclass(eq=False)
 class Record:
     """An object of a class that this reader does not know: what the pickle says of it, and no behaviour."""
 
-    name: ClassVar[str] = ""
-    """Module and name of the class in the pickle."""
-
-    def __new__(cls, *args: Any, **_: Any) -> Record:
-        """Returns a record of a call; nothing is called."""
-        found = object.__new__(cls)
-        found.args, found.state = args, {}
-        return found
-
-    args: tuple[Any, ...]
+    name: str
+    """Module and name of the class, or of the function that would have made the object."""
+    args: tuple[Any, ...] = ()
     """Arguments of the call that would have made the object."""
-    state: Any
+    state: Any = field(default_factory=dict)
     """Attributes by name, where the object has ordinary ones."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __setstate__(self, state: Any) -> None:
-        """Keeps the attributes."""
-        self.state = state
-
-    def append(self, _: Any) -> None:
-        """Drops an item: that of a list whose class is not known."""
-
-    def extend(self, _: Any) -> None:
-        """Drops items."""
-
-    def __setitem__(self, _: Any, __: Any) -> None:
-        """Drops an item: that of a dict whose class is not known."""
 
 
 def plain(value: Any) -> Any:
@@ -150,25 +168,26 @@ def read_torch_file(path: Path, part: range | None = None) -> Any:
     Raises:
         StoreError: If the file is missing, not complete, of the format before torch 1.6, or no such file at all.
     """
-    try:
-        with path.open("rb") as whole, _Part(whole, part) as file, zipfile.ZipFile(file) as archive:
-            records = dict(_records(archive))
+    with _naming(path), open_regular(path) as whole, _Part(whole, part) as file:
+        try:
+            archive = zipfile.ZipFile(file)
+        except zipfile.BadZipFile as error:
+            raise StoreError(
+                f"{path} is not a complete file of torch.save: {error}; fetch the file again, or, if it was saved by a "
+                "torch older than 1.6, load and save it with a newer one"
+            ) from error
+        with archive:
+            records = _records(archive)
             # Before torch 2.1 there was no such record, and all files were little endian.
-            if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
+            order = records.get("byteorder")
+            if order is not None and (order.nbytes > 6 or archive.read(order.info) != b"little"):
                 raise ValueError("its bytes are not in little-endian order")
-            return _Unpickler(io.BytesIO(archive.read(records["data.pkl"])), path, file, records).load()
-    except zipfile.BadZipFile as error:
-        raise StoreError(
-            f"{path} is not a complete file of torch.save: {error}; fetch the file again, or, if it was saved by a "
-            "torch older than 1.6, load and save it with a newer one"
-        ) from error
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error}") from error
-    # A damaged pickle makes the unpickler raise almost anything.
-    except Exception as error:
-        raise StoreError(
-            f"{path} is not a complete file of torch.save: {type(error).__name__}: {error}; fetch the file again"
-        ) from error
+            with archive.open(records["data.pkl"].info) as data:
+                buffered = io.BufferedReader(data, MIB)  # type: ignore[type-var]
+                content = _Program(_Storages(path, file, records).find).run(buffered, records["data.pkl"].nbytes)
+                while buffered.read(MIB):  # to the end, where the checksum is compared
+                    pass
+            return content
 
 
 def read_pickle(path: Path) -> Any:
@@ -180,14 +199,26 @@ def read_pickle(path: Path) -> Any:
     Raises:
         StoreError: If the file is missing, not complete, or no pickle.
     """
+    with _naming(path), open_regular(path) as data:
+        nbytes = data.seek(0, io.SEEK_END)
+        data.seek(0)
+        return _Program(None).run(data, nbytes)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Raises what a file that is damaged or made up has caused as `StoreError` with the path."""
     try:
-        return _Unpickler(io.BytesIO(path.read_bytes()), path, None, {}).load()
+        yield
+    except StoreError:
+        raise
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
-    # A damaged pickle makes the unpickler raise almost anything.
+    # Among them those of zipfile, and MemoryError: a damaged file makes all of them raise almost anything.
     except Exception as error:
         raise StoreError(
-            f"{path} is not a complete pickle: {type(error).__name__}: {error}; fetch the file again"
+            f"{path} is not a complete file of torch.save or torch.distributed.checkpoint: {type(error).__name__}: "
+            f"{error}; fetch the file again"
         ) from error
 
 
@@ -199,7 +230,7 @@ class _Part(io.RawIOBase):
         nbytes = file.seek(0, io.SEEK_END)
         self._file, self.bytes = file, range(nbytes) if part is None else part
         """Bytes of the file that this one consists of."""
-        if self.bytes.stop > nbytes:
+        if not 0 <= self.bytes.start <= self.bytes.stop <= nbytes:
             raise ValueError(f"it has {nbytes} bytes, expected {self.bytes.stop} at least")
         self._at = 0
 
@@ -216,6 +247,14 @@ class _Part(io.RawIOBase):
         self._at = max(0, offset + (0, self._at, len(self.bytes))[whence])
         return self._at
 
+    def read(self, nbytes: int = -1, /) -> bytes:
+        """Returns bytes, at most `nbytes`; raises `ValueError` for more than a file of torch.save has at once."""
+        # The length may be one that a made-up index has named.
+        nbytes = len(self.bytes) - self._at if nbytes < 0 else nbytes
+        if nbytes > _LONGEST_READ:
+            raise ValueError(f"a record or an index of {nbytes} bytes")
+        return super().read(nbytes) or b""
+
     def readinto(self, buffer: Any, /) -> int:
         """Reads as many bytes as there are, at most as many as fit."""
         # The end of the part is the end of the file to whoever reads it.
@@ -226,91 +265,340 @@ class _Part(io.RawIOBase):
         return len(data)
 
 
-def _records(archive: zipfile.ZipFile) -> Iterator[tuple[str, zipfile.ZipInfo]]:
-    """Yields the records of a file by name, without the name of the folder that they all are in."""
-    for info in archive.infolist():
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise ValueError(f"{info.filename} is compressed")
-        yield info.filename.partition("/")[2], info
+class _Place(NamedTuple):
+    """A record of an archive."""
+
+    info: zipfile.ZipInfo
+    end: int
+    """First byte that belongs to the next record, or to the index."""
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of its contents."""
+        return self.info.file_size
 
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickler that imports nothing: see the module's text."""
+def _records(archive: zipfile.ZipFile) -> dict[str, _Place]:
+    """Returns the records of a file by name, without the name of the folder that they all are in.
 
-    def __init__(self, data: io.BytesIO, path: Path, file: _Part | None, records: dict[str, zipfile.ZipInfo]) -> None:
-        super().__init__(data)
+    Raises:
+        ValueError: If records are compressed, lie over one another, or have one name.
+    """
+    infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
+    ends = [*(info.header_offset for info in infos[1:]), archive.start_dir]
+    found: dict[str, _Place] = {}
+    for info, end in zip(infos, ends, strict=True):
+        name = info.filename.partition("/")[2]
+        # Records that share bytes would come to more than the file has.
+        if info.header_offset < 0 or info.header_offset + info.file_size > end:
+            raise ValueError(f"the record {name[:99]!r} reaches beyond its place")
+        if info.compress_type != zipfile.ZIP_STORED or name in found:
+            raise ValueError(f"the record {name[:99]!r} is compressed, or there are two of this name")
+        found[name] = _Place(info, end)
+    return found
+
+
+class _Storages:
+    """The storages of a file.
+
+    Args:
+        path: The file.
+        file: The bytes of it that `records` are in.
+        records: Places by name.
+    """
+
+    def __init__(self, path: Path, file: _Part, records: dict[str, _Place]) -> None:
         self._path, self._file, self._records = path, file, records
-        self._storages: dict[str, Storage] = {}
+        self._found: dict[str, Storage] = {}
 
-    def find_class(self, module: str, name: str, /) -> Any:
-        """Returns what stands for a name of the pickle: our own functions, containers, or a class of records."""
-        if (module, name) in _REBUILDS:
-            return _REBUILDS[module, name]
-        if module in ("builtins", "__builtin__") and name in _CONTAINERS:
-            return _CONTAINERS[name]
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if (module, name) == ("torch", "Size"):
-            return tuple
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        # Made anew for each name and file, so that nothing that a pickle does to a class outlives it.
-        return type("Record", (Record,), {"name": f"{module}.{name}"})
-
-    def persistent_load(self, pid: Any, /) -> tuple[Storage, torch.dtype]:
-        """Returns the storage that a tensor names, and the dtype of its values."""
-        kind, dtype, key, _, numel = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise ValueError(f"a tensor is stored as {getattr(dtype, 'name', kind)}, which is not supported")
-        # Tied tensors share a storage, whose place is looked up once.
-        if key not in self._storages:
-            self._storages[key] = self._storage(str(key))
-        storage = self._storages[key]
-        if storage.nbytes != numel * dtype.itemsize:
-            raise ValueError(f"storage {key} has {storage.nbytes} bytes, expected {numel * dtype.itemsize}")
-        return storage, dtype
-
-    def _storage(self, key: str) -> Storage:
+    def find(self, key: str) -> Storage:
         """Returns the place of a storage's bytes, which follow the local header of the record."""
-        info = self._records[f"data/{key}"]
-        assert self._file is not None, "there are records"
-        self._file.seek(info.header_offset)
-        signature, name, extra = _LOCAL_HEADER.unpack(self._file.read(_LOCAL_HEADER.size))
-        offset = info.header_offset + _LOCAL_HEADER.size + name + extra
-        # The index at the file's end and the headers before the records must agree.
-        if signature != _SIGNATURE or offset + info.file_size > len(self._file.bytes):
-            raise ValueError(f"record {info.filename} is not where the index says")
-        return Storage(self._path, self._file.bytes.start + offset, info.file_size, info.CRC)
+        # Tied tensors share a storage, whose place is looked up once.
+        if key not in self._found:
+            info, end = self._records[f"data/{key}"]
+            self._file.seek(info.header_offset)
+            signature, name, extra = _LOCAL_HEADER.unpack(self._file.read(_LOCAL_HEADER.size))
+            offset = info.header_offset + _LOCAL_HEADER.size + name + extra
+            # The index at the file's end and the headers before the records must agree.
+            if signature != _SIGNATURE or offset + info.file_size > end:
+                raise ValueError(f"record {info.filename[:99]!r} is not where the index says")
+            self._found[key] = Storage(self._path, self._file.bytes.start + offset, info.file_size, info.CRC)
+        return self._found[key]
 
 
-def _rebuild_tensor(place: tuple[Storage, torch.dtype], start: int, shape: Any, stride: Any, *_: Any) -> StoredTensor:
+class _Bytes:
+    """The bytes of a pickle for `pickletools`, which reads as many at once as a made-up length says."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def read(self, nbytes: int) -> bytes:
+        """Returns the next bytes."""
+        if nbytes > _LONGEST_READ:
+            raise ValueError(f"a value of {nbytes} bytes")
+        data: bytes = self._file.read(nbytes)
+        return data
+
+    def readline(self) -> bytes:
+        """Returns the next line, which is a part of a name."""
+        line: bytes = self._file.readline(_LONGEST_NAME)
+        return line
+
+
+_MARK = object()
+_VALUES = frozenset(
+    "BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 "
+    "BINSTRING SHORT_BINSTRING".split()
+)
+"""Instructions whose argument is the value."""
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_EMPTY: dict[str, Callable[[], Any]] = {
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": dict,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_SET": set,
+}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_PUTS, _GETS = ("BINPUT", "LONG_BINPUT"), ("BINGET", "LONG_BINGET")
+_REBUILD = ("torch._utils._rebuild_tensor_v2",)
+_OF_PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+_WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
+"""Functions of torch by which a pickle makes tensors; none is called."""
+_PLAIN_TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter")
+
+
+class _Program:
+    """The machine that a pickle is a program for, without the instructions that would run code of others.
+
+    Args:
+        storage: Returns the place of a storage by its name in the pickle; None where there are none.
+    """
+
+    def __init__(self, storage: Callable[[str], Storage] | None) -> None:
+        self._storage = storage
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+        self._steps = self._copied = 0
+
+    def run(self, data: Any, nbytes: int) -> Any:
+        """Returns the object of a pickle.
+
+        Args:
+            data: The open pickle.
+            nbytes: Its length.
+
+        Raises:
+            ValueError: If the pickle is not one that `torch.save` writes. Almost any other error is possible, too.
+        """
+        if nbytes > _LONGEST_PICKLE:
+            raise ValueError(f"a pickle of {nbytes} bytes, expected {_LONGEST_PICKLE} at most")
+        for opcode, argument, _ in pickletools.genops(_Bytes(data)):  # type: ignore[arg-type]
+            self._steps += 1
+            if opcode.name == "STOP":
+                break
+            self._do(opcode.name, argument)
+        (content,) = self._stack
+        _check_size(content, _MOST_SHARED * self._steps)
+        return content
+
+    def _do(self, name: str, argument: Any) -> None:
+        """Carries out one instruction; raises `ValueError` for those that torch.save does not write."""
+        stack = self._stack
+        if name in _VALUES:
+            stack.append(argument)
+        elif name in _GETS:
+            stack.append(self._memo[argument])
+        elif name in _PUTS or name == "MEMOIZE":
+            self._memo[len(self._memo) if argument is None else argument] = stack[-1]
+        elif name in _CONSTANTS:
+            stack.append(_CONSTANTS[name])
+        elif name in _EMPTY:
+            stack.append(_EMPTY[name]())
+        elif name in _TUPLES:
+            count = _TUPLES[name]
+            stack[-count:] = [tuple(self._last(count))]
+        elif name == "MARK":
+            stack.append(_MARK)
+        elif name == "TUPLE":
+            stack.append(tuple(self._behind_mark()))
+        elif name in ("APPEND", "APPENDS", "ADDITEMS"):
+            _add([stack.pop()] if name == "APPEND" else self._behind_mark(), stack[-1])
+        elif name in ("SETITEM", "SETITEMS"):
+            items = [stack.pop(-2), stack.pop()] if name == "SETITEM" else self._behind_mark()
+            _set(list(zip(items[::2], items[1::2], strict=True)), stack[-1])
+        elif name == "FROZENSET":
+            stack.append(frozenset(map(_key, self._behind_mark())))
+        elif name in ("GLOBAL", "STACK_GLOBAL"):
+            module, attribute = argument.split(" ", 1) if name == "GLOBAL" else (stack.pop(-2), stack.pop())
+            stack.append(_global(module, attribute))
+        elif name in ("REDUCE", "NEWOBJ", "NEWOBJ_EX"):
+            if name == "NEWOBJ_EX":
+                stack.pop()
+            arguments, made_by = stack.pop(), stack.pop()
+            stack.append(self._made(made_by, arguments))
+        elif name == "BUILD":
+            state = stack.pop()
+            if isinstance(stack[-1], Record):
+                stack[-1].state = state
+            elif not isinstance(stack[-1], OrderedDict):  # whose attributes count for nothing here
+                raise ValueError(f"attributes of {type(stack[-1]).__name__}")
+        elif name == "BINPERSID":
+            stack.append(self._stored(stack.pop()))
+        elif name == "POP":
+            stack.pop()
+        elif name == "POP_MARK":
+            self._behind_mark()
+        elif name not in ("PROTO", "FRAME"):
+            raise ValueError(f"the instruction {name}, which torch.save does not write")
+
+    def _last(self, count: int) -> list[Any]:
+        """Returns the values on top of the stack, which stay there."""
+        values = self._stack[-count:]
+        if len(values) < count or any(value is _MARK for value in values):
+            raise ValueError("fewer values than an instruction takes")
+        return values
+
+    def _behind_mark(self) -> list[Any]:
+        """Takes the values behind the last mark from the stack, and the mark, and returns the values."""
+        at = len(self._stack) - 1
+        while at >= 0 and self._stack[at] is not _MARK:
+            at -= 1
+        if at < 0:
+            raise ValueError("values without a mark before them")
+        values = self._stack[at + 1 :]
+        del self._stack[at:]
+        return values
+
+    def _stored(self, name: Any) -> _Typed:
+        """Returns the storage that a tensor names, and the dtype of its values."""
+        kind, storage, key, _, numel = name
+        dtype = _STORAGES.get(storage.name) if kind == "storage" and isinstance(storage, Global) else None
+        if dtype is None or self._storage is None:
+            raise ValueError(f"a tensor is stored as {getattr(storage, 'name', kind)!r:.99}, which is not supported")
+        if not isinstance(key, str) or type(numel) is not int:
+            raise ValueError(f"a storage is named {key!r:.99}, and has {numel!r:.99} elements")
+        found = self._storage(key)
+        if found.nbytes != numel * dtype.itemsize:
+            raise ValueError(f"storage {key[:99]!r} has {found.nbytes} bytes, expected {numel * dtype.itemsize}")
+        return _Typed(found, dtype)
+
+    def _made(self, made_by: Any, arguments: Any) -> Any:
+        """Returns what a call would make, which is made here for the containers and tensors of torch.save alone."""
+        if not isinstance(made_by, Global) or not isinstance(arguments, tuple):
+            raise ValueError(f"a call of {type(made_by).__name__}")
+        name = made_by.name
+        if name in _REBUILD:
+            return _tensor(*arguments)
+        if name in _OF_PARAMETER:
+            return arguments[0]
+        if name == _WITH_ATTRIBUTES:
+            rebuild, kind, inner = arguments[:3]
+            known = isinstance(rebuild, Global) and rebuild.name in (*_REBUILD, *_OF_PARAMETER)
+            plain = known and isinstance(kind, Global) and kind.name in _PLAIN_TENSORS
+            return self._made(rebuild, inner) if plain else Record(name, (rebuild, kind, inner))
+        if name not in ("collections.OrderedDict", "torch.Size", "builtins.set", "builtins.frozenset"):
+            return Record(name, arguments)
+        values = arguments[0] if arguments else ()
+        if not isinstance(values, list | tuple):
+            raise ValueError(f"{name} of {type(values).__name__}")
+        # Each call copies all values, which a pickle can ask for again in four bytes.
+        self._copied += len(values)
+        if self._copied > _MOST_SHARED * self._steps:
+            raise ValueError("it copies a container again and again")
+        if name == "torch.Size":
+            return tuple(map(_size, values))
+        if name == "collections.OrderedDict":
+            made: OrderedDict[Any, Any] = OrderedDict()
+            _set([(key, value) for key, value in values], made)
+            return made
+        return (set if name == "builtins.set" else frozenset)(map(_key, values))
+
+
+class _Typed(NamedTuple):
+    """A storage, and the dtype of its values."""
+
+    storage: Storage
+    dtype: torch.dtype
+
+
+def _global(module: Any, name: Any) -> Global:
+    """Returns what a pickle names."""
+    if not isinstance(module, str) or not isinstance(name, str) or len(module) + len(name) > _LONGEST_NAME:
+        raise ValueError("a class has no name, or one of thousands of characters")
+    return Global(f"{'builtins' if module == '__builtin__' else module}.{name}")
+
+
+def _key(value: Any) -> Any:
+    """Returns `value` if it may be a key of a dict or an item of a set, whose hash takes no time worth mentioning.
+
+    Tuples within tuples can take hours, and integers beyond those of a word can all have one hash.
+    """
+    for each in value if type(value) is tuple and len(value) <= _LONGEST_KEY else (value,):
+        known = isinstance(each, str | bytes | float | Global | Record | None)
+        if not known and not (isinstance(each, int) and abs(each) < 2**60):
+            raise ValueError(f"a {type(each).__name__} as a key, or a large number")
+    return value
+
+
+def _add(values: list[Any], to: Any) -> None:
+    """Adds values to a list or a set. A record drops them: those of a class that is derived from a list."""
+    if type(to) is list:
+        to.extend(values)
+    elif type(to) is set:
+        to.update(map(_key, values))
+    elif not isinstance(to, Record):
+        raise ValueError(f"items of a {type(to).__name__}")
+
+
+def _set(items: list[tuple[Any, Any]], to: Any) -> None:
+    """Sets items of a dict. A record drops them: those of a class that is derived from a dict."""
+    if isinstance(to, dict):
+        to.update((_key(key), value) for key, value in items)
+    elif not isinstance(to, Record):
+        raise ValueError(f"items of a {type(to).__name__}")
+
+
+def _size(value: Any) -> int:
+    """Returns a number of elements, of a step, or of a place."""
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise ValueError(f"the number {value!r:.99} in the shape of a tensor")
+    return value
+
+
+def _tensor(place: Any, start: Any, shape: Any, stride: Any, *_: Any) -> StoredTensor:
     """Returns the tensor of which a pickle names storage, first element, shape and strides."""
+    if not isinstance(place, _Typed) or not len(shape) == len(stride) <= _MOST_DIMENSIONS:
+        raise ValueError("a tensor without storage, or with a stride for none of its dimensions")
     storage, dtype = place
-    shape, stride = tuple(map(int, shape)), tuple(map(int, stride))
+    start, shape, stride = _size(start), tuple(map(_size, shape)), tuple(map(_size, stride))
     # A made-up pickle must not name bytes of other records, or of nothing.
     reach = start + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
-    inside = min((start, *shape, *stride), default=0) >= 0 and reach * dtype.itemsize <= storage.nbytes
-    if not inside and 0 not in shape:
+    if reach * dtype.itemsize > storage.nbytes and 0 not in shape:
         raise ValueError(f"a tensor of shape {list(shape)} reaches beyond its storage of {storage.nbytes} bytes")
     return StoredTensor(storage, dtype, start, shape, stride)
 
 
-def _rebuild_parameter(data: StoredTensor, *_: Any) -> StoredTensor:
-    """Returns the tensor of a parameter."""
-    return data
+def _check_size(content: Any, most: int) -> None:
+    """Raises `ValueError` if containers come to more than `most` values, or contain themselves.
 
-
-def _rebuild_with_attributes(rebuild: Any, kind: Any, args: Any, *_: Any) -> Any:
-    """Returns the tensor to which someone has given attributes, without them; of a subclass, a record of its class."""
-    plain = rebuild in _REBUILDS.values() and getattr(kind, "name", "") in _PLAIN_TENSORS
-    return rebuild(*args) if plain else Record(rebuild, kind, args)
-
-
-_REBUILDS = {
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
-    ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_with_attributes,
-}
-"""Functions that stand for those of torch by which a pickle makes tensors."""
-_PLAIN_TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter")
+    Whoever goes through them goes through a container as often as it is in others. A record is no container: it is
+    looked into once.
+    """
+    left: list[tuple[Any, int]] = [(content, 0)]
+    records: dict[int, Record] = {}
+    count = 0
+    while left:
+        value, depth = left.pop()
+        count += 1
+        inner: Any = ()
+        if isinstance(value, Record):
+            if id(value) not in records:
+                records[id(value)] = value
+                inner, depth = (value.args, value.state), 0
+        elif isinstance(value, dict):
+            inner = value.values()
+        elif type(value) in (list, tuple):
+            inner = value
+        if count + len(inner) > most or depth > _DEEPEST:
+            raise ValueError("containers that contain one another too often")
+        left.extend((each, depth + 1) for each in inner)

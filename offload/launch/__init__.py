@@ -3,8 +3,8 @@
     hosts         which hosts there are, and which slots of them a run uses: DeepSpeed's hostfile, Slurm's list of nodes
     commands      one command a host, decided from hosts, options and environment
     processes     these commands as processes that end together
+    torchrun      on each host: torchrun, with meeting places that are closed to others
     environment   the ranks that srun or mpirun has started without torchrun, by torchrun's variables
 
-torchrun starts the ranks and lets them meet. Nothing here does. `hosts`, `commands` and `environment` compute from what
-they are given; `processes` alone acts.
+`hosts`, `commands` and `environment` compute from what they are given; `processes` and `torchrun` act.
 """

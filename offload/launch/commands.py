@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from offload.errors import UsageError
-from offload.launch.environment import PORT, exported
+from offload.launch.environment import ONE_MACHINE, PORT, SECRET, SIGNED, exported
 from offload.launch.hosts import Host, select
 from offload.launch.options import LaunchOptions, Machine, allocated_nodes, check_options, launcher_of
 
@@ -16,13 +17,22 @@ _DEVICES = "CUDA_VISIBLE_DEVICES"
 _OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Has torchrun give each start of the ranks a store of its own, without the addresses of ranks that were killed."""
 
+_SETTINGS = (_DEVICES, "PYTHONPATH", *_OWN_STORE)
+"""Variables that contain no secret: they may be read in a command. All others go where only their owner reads them."""
+
 _SSH = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=10")
 """No question at a terminal that several connections share, and an end within half a minute of a host that is gone."""
+
+# The lines are evaluated together, as a quoted value may contain ends of lines. `read` takes no byte beyond its line.
+_READ = (
+    "_all=; _end=$(printf '\\nx'); _end=${{_end%x}}; _left={count}; while [ $_left -gt 0 ]; do IFS= read -r _line || "
+    'exit 1; _all="$_all$_line$_end"; _left=$((_left-1)); done; eval "$_all"; unset _all _end _left _line; '
+)
 
 # ssh ends no process of the other host when it ends itself, however it ends. The standard input is closed there then:
 # that ends torchrun, which ends its ranks. A shell gives what it starts in the background no standard input, hence 3.
 _WATCH = (
-    "cd {folder} || exit 1; exec 3<&0; {command} </dev/null 3<&- & ranks=$!; "
+    "cd {folder} || exit 1; {read}exec 3<&0; {command} </dev/null 3<&- & ranks=$!; "
     "(cat <&3; kill $ranks) >/dev/null 2>&1 & watch=$!; "
     "wait $ranks; status=$?; kill $watch 2>/dev/null; exit $status"
 )
@@ -38,11 +48,14 @@ class Command:
     """Variables beside those of this process."""
     ends_with_input: bool = False
     """True if the end of its standard input ends it; else it may run in place of this process."""
+    first_input: str = field(default="", repr=False)
+    """Lines that set variables on another host: sent by the standard input, as anybody there can read arguments."""
+    shown: str = ""
+    """The command as a shell takes it, without the values of variables that may be secrets."""
 
     def __str__(self) -> str:
-        """Returns the command as a shell takes it."""
-        before = [f"{name}={shlex.quote(value)} " for name, value in self.environment.items()]
-        return "".join(before) + shlex.join(self.arguments)
+        """Returns `shown`."""
+        return self.shown
 
 
 def decide(
@@ -61,8 +74,6 @@ def decide(
     """
     check_options(options, machine.environ)
     launcher = launcher_of(options, hostfile is not None, machine.environ)
-    if options.max_restarts:
-        exports = {**exports, **_OWN_STORE}
     try:
         hosts = _hosts(options, hostfile if hostfile is not None else _without_hostfile(options, machine))
     except UsageError as error:
@@ -73,13 +84,25 @@ def decide(
             f"{error}. torch finds no GPU on this machine, which has one slot then: for two ranks on its CPU give "
             "--num-gpus 2 in the place of --include and --exclude"
         ) from error
+    if options.max_restarts and not _is_alone(options, hosts, launcher, machine):
+        if options.no_ssh and SECRET not in machine.environ:
+            raise UsageError(
+                f"hosts that restart together and are started by hand need the same secret: set {SECRET} on each to "
+                "what `openssl rand -hex 32` has printed once, or leave --max-restarts out"
+            )
+        exports = {**exports, **_OWN_STORE, SECRET: machine.secret}
     if options.no_ssh:
         return [_this_node(options, hosts, exports, machine)]
     if launcher == "slurm":
         return [_by_srun(options, hosts, exports, machine)]
-    if len(hosts) == 1 and hosts[0].name in machine.names:
+    if _is_alone(options, hosts, launcher, machine):
         return [_alone(options, hosts[0], exports, machine)]
     return [_watched(options, hosts, node, exports, machine) for node in range(len(hosts))]
+
+
+def _is_alone(options: LaunchOptions, hosts: Sequence[Host], launcher: str, machine: Machine) -> bool:
+    """Returns True if all ranks are on this machine."""
+    return len(hosts) == 1 and hosts[0].name in machine.names and not options.no_ssh and launcher == "ssh"
 
 
 # -- hosts --------------------------------------------------------------------------------------------
@@ -132,15 +155,35 @@ def _without_hostfile(options: LaunchOptions, machine: Machine) -> list[Host]:
 # -- commands -----------------------------------------------------------------------------------------
 
 
+def _in_place(host: str, arguments: tuple[str, ...], variables: Mapping[str, str]) -> Command:
+    """Returns a command that may run in place of this process."""
+    before = [f"{name}={shlex.quote(value)} " for name, value in _settings(variables).items()]
+    shown = "".join(before) + shlex.join(arguments) + _names_behind(variables)
+    return Command(host=host, arguments=arguments, environment=variables, shown=shown)
+
+
+def _settings(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name in _SETTINGS}
+
+
+def _secrets(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in _SETTINGS}
+
+
+def _names_behind(variables: Mapping[str, str]) -> str:
+    """Returns the end of a line of `--dry-run`: names of the variables whose values it does not show."""
+    names = ", ".join(_secrets(variables))
+    return names and f"  # with the variables {names}"
+
+
 def _alone(options: LaunchOptions, host: Host, exports: Mapping[str, str], machine: Machine) -> Command:
-    """Returns the torchrun of this machine alone. Without a port it takes a free one."""
-    free = options.master_port is None and options.master_addr is None
-    meeting = [*_restarts(options), "--standalone"] if free else _node_options(options, [host], 0)
-    return Command(
-        host=host.name,
-        arguments=(*_torchrun(options, host, machine), *meeting, *_script(options)),
-        environment={**exports, **_devices(host, machine.environ)},
-    )
+    """Returns the torchrun of this machine alone, whose ranks meet where no other machine reaches them."""
+    address = options.master_addr or "127.0.0.1"
+    place = f"[{address}]" if ":" in address else address
+    # Port 0 is any free one.
+    meeting = ["--rdzv-backend", ONE_MACHINE, "--rdzv-endpoint", f"{place}:{options.master_port or 0}"]
+    arguments = (*_torchrun(options, host, machine), *_restarts(options), *meeting, *_script(options))
+    return _in_place(host.name, arguments, {**exports, **_devices(host, machine.environ)})
 
 
 def _this_node(options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], machine: Machine) -> Command:
@@ -148,11 +191,8 @@ def _this_node(options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[s
     node = options.node_rank or 0
     if node >= len(hosts):
         raise UsageError(f"--node-rank {node}: the numbers of the hosts are 0 to {len(hosts) - 1}")
-    return Command(
-        host=hosts[node].name,
-        arguments=_torchrun_of(options, hosts, node, machine),
-        environment={**exports, **_devices(hosts[node], machine.environ)},
-    )
+    arguments = _torchrun_of(options, hosts, exports, node, machine)
+    return _in_place(hosts[node].name, arguments, {**exports, **_devices(hosts[node], machine.environ)})
 
 
 def _watched(
@@ -164,16 +204,27 @@ def _watched(
     # This machine's own commands inherit its environment.
     inherited = {} if here else exported(machine.environ)
     variables = {**inherited, **exports, **_devices(host, machine.environ if here else {})}
-    torchrun = _torchrun_of(options, hosts, node, machine)
-    command = shlex.join(["env", *(f"{name}={value}" for name, value in variables.items()), *torchrun])
-    shell = ("sh", "-c", _WATCH.format(folder=shlex.quote(machine.folder), command=command))
-    if here:
-        return Command(host=host.name, arguments=shell, ends_with_input=True)
+    settings = [f"{name}={value}" for name, value in _settings(variables).items()]
+    command = shlex.join(["env", *settings, *_torchrun_of(options, hosts, exports, node, machine)])
+    lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in _secrets(variables).items())
+    read = _READ.format(count=lines.count("\n")) if lines and not here else ""
     port = () if options.ssh_port is None else ("-p", str(options.ssh_port))
-    more = shlex.split(options.launcher_args)
     # The shell of a user may be none that understands this script, so that `sh` is named there, too.
-    ssh = ("ssh", *_SSH, *port, *more, host.name, shlex.join(shell))
-    return Command(host=host.name, arguments=ssh, ends_with_input=True)
+    ssh = ("ssh", *_SSH, *port, *shlex.split(options.launcher_args), host.name)
+
+    def start(read: str) -> tuple[str, ...]:
+        shell = ("sh", "-c", _WATCH.format(folder=shlex.quote(machine.folder), read=read, command=command))
+        return shell if here else (*ssh, shlex.join(shell))
+
+    return Command(
+        host=host.name,
+        arguments=start(read),
+        environment=_secrets(variables) if here else {},
+        ends_with_input=True,
+        first_input="" if here else lines,
+        # Nobody types those lines.
+        shown=shlex.join(start("")) + _names_behind(variables),
+    )
 
 
 def _by_srun(options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], machine: Machine) -> Command:
@@ -188,33 +239,36 @@ def _by_srun(options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str
     srun = ["srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--kill-on-bad-exit=1"]
     srun += ["--nodelist", ",".join(host.name for host in hosts), *shlex.split(options.launcher_args)]
     own = "--rdzv-conf is_host=$((SLURM_NODEID == 0))" if options.max_restarts else '--node-rank "$SLURM_NODEID"'
-    begin = shlex.join([*_torchrun(options, hosts[0], machine), *_meeting_place(options, hosts)])
+    begin = shlex.join([*_torchrun(options, hosts[0], machine), *_meeting_place(options, hosts, exports)])
     shell = f"exec {begin} {own} {shlex.join(_script(options))}"
-    return Command(host="the job's nodes", arguments=(*srun, "sh", "-c", shell), environment=exports)
+    # srun hands the environment on by Slurm's own connections.
+    return _in_place("the job's nodes", (*srun, "sh", "-c", shell), exports)
 
 
 # -- torchrun -----------------------------------------------------------------------------------------
 
 
-def _torchrun_of(options: LaunchOptions, hosts: Sequence[Host], node: int, machine: Machine) -> tuple[str, ...]:
+def _torchrun_of(
+    options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], node: int, machine: Machine
+) -> tuple[str, ...]:
     """Returns the torchrun of one host of several."""
     start = _torchrun(options, hosts[node], machine)
-    return (*start, *_node_options(options, hosts, node), *_script(options))
+    return (*start, *_node_options(options, hosts, exports, node), *_script(options))
 
 
 def _torchrun(options: LaunchOptions, host: Host, machine: Machine) -> list[str]:
     """Returns the beginning of each torchrun."""
     logs = [] if options.rank_logs is None else ["--log-dir", options.rank_logs, "--redirects", "3"]
-    return [machine.python, "-m", "torch.distributed.run", "--nproc-per-node", str(len(host.slots)), *logs]
+    return [machine.python, "-m", "offload.launch.torchrun", "--nproc-per-node", str(len(host.slots)), *logs]
 
 
 def _restarts(options: LaunchOptions) -> list[str]:
     return ["--max-restarts", str(options.max_restarts)] if options.max_restarts else []
 
 
-def _node_options(options: LaunchOptions, hosts: Sequence[Host], node: int) -> list[str]:
+def _node_options(options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], node: int) -> list[str]:
     """Returns where the hosts meet, and which of them this is."""
-    meeting = _meeting_place(options, hosts)
+    meeting = _meeting_place(options, hosts, exports)
     if not options.max_restarts:
         return [*meeting, "--node-rank", str(node)]
     # A host's own name, which torchrun takes otherwise, may be one that no other host knows.
@@ -222,16 +276,18 @@ def _node_options(options: LaunchOptions, hosts: Sequence[Host], node: int) -> l
     return [*meeting, "--rdzv-conf", f"is_host={int(node == 0)}", "--local-addr", own]
 
 
-def _meeting_place(options: LaunchOptions, hosts: Sequence[Host]) -> list[str]:
+def _meeting_place(options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str]) -> list[str]:
     """Returns where the hosts meet.
 
     Without restarts ranks are numbered in the order of the hosts. Only the rendezvous c10d makes all hosts restart
-    together; it numbers them in the order of their names.
+    together, here with signatures; it numbers them in the order of their names.
     """
     address, port = _address(options, hosts), PORT if options.master_port is None else options.master_port
     count = ["--nnodes", str(len(hosts)), *_restarts(options)]
     if options.max_restarts:
-        return [*count, "--rdzv-backend", "c10d", "--rdzv-id", "offload", "--rdzv-endpoint", f"{address}:{port}"]
+        # The same on all hosts, and another one for each run: two runs that meet at one port by mistake stay apart.
+        run = hashlib.sha256(exports[SECRET].encode()).hexdigest()[:16]
+        return [*count, "--rdzv-backend", SIGNED, "--rdzv-id", run, "--rdzv-endpoint", f"{address}:{port}"]
     return [*count, "--master-addr", address, "--master-port", str(port)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -11,9 +12,17 @@ from offload.launch.hosts import expand_counts, expand_nodelist
 PORT = 29500
 """Where ranks meet unless something else is said: torch's and DeepSpeed's port."""
 
+ONE_MACHINE, SIGNED = "offload-one-machine", "offload-signed"
+"""The rendezvous of `offload.launch.torchrun`, as `--rdzv-backend` names them."""
+SECRET = "OFFLOAD_LAUNCH_SECRET"
+"""Variable of the secret by which hosts that restart together know one another."""
+LOOPBACK_INTERFACE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Variables by which gloo and NCCL listen where this machine alone can connect."""
 
 _EXPORTED = ("GLOO_", "MLFLOW", "MV2_", "NCCL_", "OFFLOAD_", "OMP_", "PYTHON", "TORCH", "UCX_")
 """Beginnings of the names of variables that other hosts receive: DeepSpeed's, torch's and ours."""
+_DIGITS = 18
+"""Most digits of a number in the environment, such as that of a job."""
 
 
 class _Place(NamedTuple):
@@ -27,6 +36,7 @@ class _Place(NamedTuple):
     """Where rank 0 is, if the launcher says so."""
 
 
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OPEN_MPI, _MVAPICH = "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"
 _MPI = (
     (f"{_OPEN_MPI}RANK", f"{_OPEN_MPI}SIZE", f"{_OPEN_MPI}LOCAL_RANK", f"{_OPEN_MPI}LOCAL_SIZE"),
@@ -66,7 +76,9 @@ def ranks_environment(environ: Mapping[str, str]) -> dict[str, str]:
         )
     # Jobs of Slurm's that share a node must not share a port.
     port = PORT + rank_number(environ, "SLURM_JOB_ID", 0) % 1000
+    alone = LOOPBACK_INTERFACE if address == first == "127.0.0.1" else {}
     return {
+        **{name: interface for name, interface in alone.items() if name not in environ},
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.size),
         "LOCAL_RANK": str(place.local_rank),
@@ -88,9 +100,9 @@ def rank_number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
         ConfigError: if the variable is no number of at least 0.
     """
     found = environ.get(name, str(otherwise))
-    if not (found.isascii() and found.isdecimal()):
+    if not (found.isascii() and found.isdecimal() and len(found) <= _DIGITS):
         raise ConfigError(
-            f"the variable {name} is {found!r}, expected a number, which torchrun, srun and mpirun set; start the "
+            f"the variable {name} is {found[:99]!r}, expected a number, which torchrun, srun and mpirun set; start the "
             "ranks with one of them, or unset the variable"
         )
     return int(found)
@@ -137,8 +149,13 @@ def parse_environment_file(text: str, path: str) -> dict[str, str]:
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
         if line and not line.startswith("#"):
             name, equals, value = line.partition("=")
-            if not equals or not name.strip().isidentifier():
-                raise UsageError(f"{path}:{number}: expected a line NAME=value, got {line!r}")
+            if not equals or not _NAME.fullmatch(name.strip()) or "\0" in value:
+                # A value may be a secret, which belongs neither on a terminal nor into a log.
+                got = f"{name!r:.99} before the value" if equals else f"{len(line)} characters without ="
+                raise UsageError(
+                    f"{path}:{number}: expected a line NAME=value, got {got}; a name has letters, digits and _, and no "
+                    "`export` before it"
+                )
             found[name.strip()] = value.strip()
     return found
 
@@ -149,4 +166,5 @@ def exported(environ: Mapping[str, str]) -> dict[str, str]:
     Args:
         environ: the environment of this process.
     """
-    return {name: value for name, value in environ.items() if name.startswith(_EXPORTED)}
+    # A shell there sets them, which knows no other names.
+    return {name: value for name, value in environ.items() if name.startswith(_EXPORTED) and _NAME.fullmatch(name)}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 from offload.errors import UsageError
+
+_Value = TypeVar("_Value")
 
 
 class Host(NamedTuple):
@@ -19,7 +21,12 @@ class Host(NamedTuple):
     """Numbers of its GPUs, one for each rank."""
 
 
-_LINE = re.compile(r"([^\s-]\S*)\s+slots=(\d+)\s*(?:#.*)?")  # a dash would begin an option of ssh
+_MOST_SLOTS = 4096
+"""Slots of a host: more than it can have GPUs, or processors."""
+_MOST_NODES = 100_000
+"""Nodes, and numbers of them, in a list of Slurm's."""
+# A dash would begin an option of ssh. Other characters are in no name of a host, but mean something to a terminal.
+_LINE = re.compile(r"([\w.:%\[][\w.:%@+\[\]-]*)\s+slots=([0-9]+)\s*(?:#.*)?")
 
 
 def parse_hostfile(text: str, path: str) -> list[Host]:
@@ -37,11 +44,16 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
         if not line or line.startswith("#"):
             continue
         found = _LINE.fullmatch(line)
-        if found is None or int(found[2]) == 0:
-            raise UsageError(f"{path}:{number}: expected a line `host slots=4`, with at least one slot, got {line!r}")
+        # Looked at as text first: Python refuses to convert thousands of digits.
+        count = int(found[2]) if found is not None and len(found[2]) <= len(str(_MOST_SLOTS)) else 0
+        if found is None or not 0 < count <= _MOST_SLOTS:
+            raise UsageError(
+                f"{path}:{number}: expected a line `host slots=4`, with at least one slot and at most {_MOST_SLOTS}, "
+                f"got {line[:99]!r}"
+            )
         if found[1] in hosts:
             raise UsageError(f"{path}:{number}: the host {found[1]} has two lines; give it one, with all of its slots")
-        hosts[found[1]] = Host(found[1], tuple(range(int(found[2]))))
+        hosts[found[1]] = Host(found[1], tuple(range(count)))
     if not hosts:
         raise UsageError(f"{path} names no host: expected a line `host slots=4` for each")
     return [*hosts.values()]
@@ -85,8 +97,8 @@ def _parse_filter(text: str, hosts: dict[str, Host]) -> dict[str, tuple[int, ...
         name, colon, numbers = part.partition(":")
         if name not in hosts:
             raise UsageError(f"there is no host {name!r} to include or exclude; the hosts are {', '.join(hosts)}")
-        if colon and not re.fullmatch(r"\d+(,\d+)*", numbers):
-            raise UsageError(f"expected hosts and slots such as worker-0@worker-1:0,2, got {part!r}")
+        if colon and not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", numbers):
+            raise UsageError(f"expected hosts and slots such as worker-0@worker-1:0,2, got {part[:99]!r}")
         slots = {int(number) for number in numbers.split(",")} if colon else {*hosts[name].slots}
         if unknown := slots.difference(hosts[name].slots):
             raise UsageError(f"{name} has no slot {min(unknown)}: it has {len(hosts[name].slots)}, the first is 0")
@@ -106,15 +118,27 @@ def expand_nodelist(text: str) -> list[str]:
 
     Args:
         text: the value of SLURM_JOB_NODELIST.
+
+    Raises:
+        ValueError: it is no such list, or one of more than 100,000 names.
     """
-    return [name for part in _OUTSIDE.split(text) if part for name in _expand(part)]
+    names = (name for part in _OUTSIDE.split(text) if part for name in _expand(part))
+    return _bounded(names)
+
+
+def _bounded(values: Iterable[_Value]) -> list[_Value]:
+    """Returns the values as a list; raises `ValueError` if they are more than a cluster has nodes."""
+    found = [*itertools.islice(values, _MOST_NODES + 1)]
+    if len(found) > _MOST_NODES:
+        raise ValueError(f"more than {_MOST_NODES} nodes")
+    return found
 
 
 def _expand(part: str) -> Iterator[str]:
     """Yields the names of one pattern, whose brackets contain numbers and ranges of them."""
     pieces = _BRACKETS.split(part)
     # Text and content of brackets take turns; a text stands for itself.
-    choices = [[*_numbers(piece)] if index % 2 else [piece] for index, piece in enumerate(pieces)]
+    choices = [_bounded(_numbers(piece)) if index % 2 else [piece] for index, piece in enumerate(pieces)]
     for each in itertools.product(*choices):
         yield "".join(each)
 
@@ -132,6 +156,9 @@ def expand_counts(text: str) -> list[int]:
 
     Args:
         text: the value of SLURM_STEP_TASKS_PER_NODE.
+
+    Raises:
+        ValueError: it is of more than 100,000 nodes.
     """
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(count) for count, times in found for _ in range(int(times or 1))]
+    return _bounded(int(count) for count, times in found for _ in range(int(times or 1)))

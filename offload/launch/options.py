@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from offload.errors import ConfigError, UsageError
 from offload.launch.environment import ranks_environment
@@ -69,6 +69,8 @@ class Machine:
     environ: Mapping[str, str]
     gpus: int | None = None
     """Number of its GPUs, where `asks_for_gpus`; else None."""
+    secret: str = field(default="", repr=False)
+    """What the hosts of this run alone know; of a run that is started on each by hand, from the environment."""
 
 
 def check_options(options: LaunchOptions, environ: Mapping[str, str]) -> None:

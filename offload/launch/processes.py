@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -39,9 +40,21 @@ def run_together(commands: Sequence[Command], tell: Callable[[str], None]) -> in
                 env={**os.environ, **command.environment},
                 start_new_session=True,
             )
+        for command in commands:
+            _send(running[command.host], command.first_input)
         return _first_failure(running, tell)
     finally:
         _end(running.values())
+
+
+def _send(process: subprocess.Popen[bytes], text: str) -> None:
+    """Writes text to the standard input of a process, which stays open."""
+    assert process.stdin is not None
+    try:
+        process.stdin.write(os.fsencode(text))
+        process.stdin.flush()
+    except BrokenPipeError:
+        pass  # it has ended, as ssh to a host that is not there; its exit status says so
 
 
 def _first_failure(running: Mapping[str, subprocess.Popen[bytes]], tell: Callable[[str], None]) -> int:
@@ -66,7 +79,8 @@ def _end(processes: Collection[subprocess.Popen[bytes]]) -> None:
     """Ends those that still run: in order, or after `_GRACE` seconds and a second Ctrl-C at once."""
     for process in processes:
         assert process.stdin is not None
-        process.stdin.close()  # ends torchrun on its host
+        with contextlib.suppress(BrokenPipeError):  # of variables that a process has not read
+            process.stdin.close()  # ends torchrun on its host
     deadline = time.monotonic() + _GRACE
     try:
         for process in processes:

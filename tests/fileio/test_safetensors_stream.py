@@ -102,7 +102,7 @@ def test_a_file_that_cannot_be_made_leaves_nothing(
 def test_a_dtype_that_torch_has_not_is_named(tmp_path: Path) -> None:
     header = json.dumps({"scale": {"dtype": "F8_E9M9", "shape": [2], "data_offsets": [0, 2]}}).encode()
     (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header + b"ab")
-    with pytest.raises(StoreError, match=f"{tmp_path / 'x'}: dtype F8_E9M9 of scale is not supported"):
+    with pytest.raises(StoreError, match=f"{tmp_path / 'x'}: dtype 'F8_E9M9' of 'scale' is not supported"):
         read_header(tmp_path / "x")
 
 
@@ -143,3 +143,45 @@ def test_chunks_make_up_a_parameter(world_size: int, sizes: list[tuple[int, bool
         whole = torch.cat(values) if values else flat[:0]
         assert torch.equal(whole, flat[segment.start + start : segment.start + stop])
         assert [p.position for p in found] == [start + sum(q.numel for q in found[:i]) for i in range(len(found))]
+
+
+def write_header(path: Path, header: str, nbytes: int = 16) -> Path:
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(nbytes))
+    return path
+
+
+def entry(shape: str = "[4]", begin: str = "0", end: str = "16") -> str:
+    return f'{{"dtype": "F32", "shape": {shape}, "data_offsets": [{begin}, {end}]}}'
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("[" * 100_000, "is not a complete safetensors file"),
+        ('{"a": ' + "[" * 100_000, "is not a complete safetensors file"),
+        (f'{{"a": {entry("[-4, -1]")}}}', "expected numbers from 0 on"),
+        (f'{{"a": {entry("[4.0]")}}}', "expected numbers from 0 on"),
+        (f'{{"a": {entry("[4, true]")}}}', "expected numbers from 0 on"),
+        (f'{{"a": {entry(begin="-0.0")}}}', "expected numbers from 0 on"),
+        (f'{{"a": {entry(begin="-16", end="0")}}}', "expected numbers from 0 on"),
+        (f'{{"a": {entry("[0, 1" + "0" * 30 + "]", end="0")}}}', "expected numbers from 0 on"),
+        (f'{{"a": {entry("[0, 4000000000, 4000000000]", end="0")}}}', "which no tensor has"),
+        (f'{{"a": {entry("[[4]]")}}}', "expected numbers from 0 on"),
+        (f'{{"a": {entry()}, "b": {entry()}}}', "'b' and 'a' share bytes"),
+        (f'{{"a": {entry("[3]", end="12")}, "b": {entry("[2]", begin="8")}}}', "'b' and 'a' share bytes"),
+        (f'{{"a": {entry()}, "a": {entry("[2, 2]")}}}', "the key 'a' is there twice"),
+        (f'{{"a": {entry()[:-1]}, "shape": [2, 2]}}}}', "the key 'shape' is there twice"),
+        ('{"__metadata__": {"format": 1}}', "__metadata__ is not an object of strings"),
+        ("7", "is not a complete safetensors file"),
+    ],
+)
+def test_a_header_that_no_writer_makes_is_an_error(header: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=message):
+        read_header(write_header(tmp_path / "x", header))
+
+
+def test_a_sparse_file_of_terabytes_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes((10**8).to_bytes(8, "little") + b"{")
+    os.truncate(tmp_path / "x", 10 * 2**40)
+    with pytest.raises(StoreError, match="its header is no text"):
+        read_header(tmp_path / "x")

@@ -15,7 +15,7 @@ from torch import nn
 
 from offload.errors import StoreError
 from offload.fileio.safetensors_stream import Tensor
-from offload.fileio.torch_file import Record, StoredTensor, read_torch_file
+from offload.fileio.torch_file import Global, Record, StoredTensor, read_torch_file
 from offload.fileio.torch_file_writer import TorchFileWriter, write_torch_file
 
 
@@ -56,7 +56,7 @@ def test_plain_values_are_themselves_and_other_objects_are_records(tmp_path: Pat
     found, module, dtype = read_torch_file(tmp_path / "file.pt")
     assert found == {**plain, "size": (2, 3)}
     assert isinstance(module, Record) and module.name == "torch.nn.modules.linear.Linear"
-    assert module.state["in_features"] == 2 and issubclass(dtype, Record) and dtype.name == "torch.float32"
+    assert module.state["in_features"] == 2 and dtype == Global("torch.float32")
 
 
 class Calls:
@@ -86,7 +86,7 @@ def test_what_a_pickle_does_to_a_class_ends_with_its_file(tmp_path: Path) -> Non
             archive.writestr("archive/data.pkl", program if name == "one.pt" else b"\x80\x02cmine\nName\n)R.")
     with pytest.raises(StoreError, match="not a complete file"):
         read_torch_file(tmp_path / "one.pt")
-    assert not hasattr(read_torch_file(tmp_path / "two.pt"), "evil") and not hasattr(Record, "evil")
+    assert read_torch_file(tmp_path / "two.pt").state == {} and not hasattr(Record, "evil")
 
 
 @pytest.mark.parametrize(
@@ -136,3 +136,73 @@ def test_a_file_of_tensors_in_memory_is_what_torch_reads(tmp_path: Path) -> None
     assert found["size"] == torch.Size([2, 3])
     for name, tensor in plain.items():
         assert torch.equal(found[name], tensor) and found[name].dtype is tensor.dtype, name
+
+
+def write_pickle(path: Path, program: bytes) -> Path:
+    """Writes a file of torch.save with this pickle, and a storage 0 of four bytes."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", program)
+        archive.writestr("archive/data/0", b"\0\0\x80\x3f")
+    return path
+
+
+_STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQ"
+_DOUBLE_TUPLE, _DOUBLE_LIST = b"q\x00h\x00\x86", b"q\x010]h\x01ah\x01a"
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (b"})" + _DOUBLE_TUPLE * 60 + b"K\x01s", "a tuple as a key"),
+        (b"cbuiltins\nset\n]" + b")" + _DOUBLE_TUPLE * 60 + b"a\x85R", "a tuple as a key"),
+        (b"}\x8a\x09" + (2**61 - 1).to_bytes(9, "little") + b"K\x01s", "a large number"),
+        (b"]" + _DOUBLE_LIST * 60, "contain one another too often"),
+        (b")" + _DOUBLE_TUPLE * 60, "contain one another too often"),
+        (b"]q\x00h\x00a", "contain one another too often"),
+        (b")" + b"\x85" * 200, "contain one another too often"),
+        (b"](" + b"K\x01" * 1000 + b"eq\x00(" + b"cbuiltins\nset\nh\x00\x85R" * 300 + b"t", "copies a container"),
+        (b"X" + (2**31).to_bytes(4, "little"), "a value of 2147483648 bytes"),
+        (b"cbuiltins\nbytearray\n}b", "attributes of Global"),
+        (
+            b"ctorch._utils\n_rebuild_tensor_v2\n(" + _STORAGE + b"K\x00(K\x02t(J\xff\xff\xff\xfft\x89}tR",
+            "the number -1",
+        ),
+        (b"ctorch._utils\n_rebuild_tensor_v2\n(" + _STORAGE + b"K\x00(\x88t(K\x01t\x89}tR", "the number True"),
+        (b"ctorch._utils\n_rebuild_tensor_v2\n(" + _STORAGE + b"K\x00(K\x01K\x01t(K\x01t\x89}tR", "a stride for none"),
+        (b"I99\n", "the instruction INT"),
+    ],
+)
+def test_a_pickle_that_would_take_hours_or_gigabytes_is_refused(program: bytes, message: str, tmp_path: Path) -> None:
+    path = write_pickle(tmp_path / "file.pt", b"\x80\x02" + program + b".")
+    assert path.stat().st_size < 16_000
+    with pytest.raises(StoreError, match=message):
+        read_torch_file(path)
+
+
+def test_a_number_of_the_memo_takes_no_memory(tmp_path: Path) -> None:
+    """An ordinary unpickler makes a table of 2**31 entries."""
+    assert read_torch_file(write_pickle(tmp_path / "file.pt", b"\x80\x02K\x07r\xff\xff\xff\x7f.")) == 7
+
+
+def test_a_tensor_of_more_elements_than_its_storage_is_not_read(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1).expand(2**40), "b": torch.ones(2)}, tmp_path / "file.pt")
+    found = read_torch_file(tmp_path / "file.pt")
+    assert not found["a"].contiguous and torch.equal(found["b"].read(), torch.ones(2))
+    with pytest.raises(StoreError, match=r"a tensor of shape \[1099511627776\] over 4 bytes, which is not read"):
+        found["a"].read()
+
+
+def test_records_that_share_bytes_are_refused(tmp_path: Path) -> None:
+    torch.save([torch.ones(9), torch.zeros(9)], tmp_path / "file.pt")
+    data = bytearray((tmp_path / "file.pt").read_bytes())
+    places = [data.index(b"file/data/" + name, data.index(b"PK\x01\x02")) - 4 for name in (b"0", b"1")]
+    data[places[1] : places[1] + 4] = data[places[0] : places[0] + 4]
+    (tmp_path / "file.pt").write_bytes(data)
+    with pytest.raises(StoreError, match="reaches beyond its place"):
+        read_torch_file(tmp_path / "file.pt")
+
+
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "file.pt")
+    with pytest.raises(StoreError, match="it is no regular file"):
+        read_torch_file(tmp_path / "file.pt")

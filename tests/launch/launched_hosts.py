@@ -8,12 +8,14 @@ from pathlib import Path
 _SSH = """#!/bin/sh
 while [ "${1#-}" != "$1" ]; do shift 2; done
 host=$1; shift
+echo "$*" > "arguments-$host"
 exec $BEFORE sh -c "$*"
 """
 # Ends as the node is told to, or when it is asked to.
 _PYTHON = """#!/bin/sh
-node=$(echo "$*" | sed 's/.*--node-rank \\([0-9]*\\).*/\\1/')
+node=$(echo "--node-rank 0 $*" | sed 's/.*--node-rank \\([0-9]*\\).*/\\1/')
 trap 'kill $!; echo ended > "ended$node"; exit 0' TERM
+printf %s "$SETTING" > "setting$node"
 echo "$*" > "began$node"
 case $node in "$FAILS") while [ ! -e began0 ] || [ ! -e began1 ]; do sleep 0.05; done; exit 7;; esac
 sleep 1000 & wait

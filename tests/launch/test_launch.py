@@ -67,6 +67,23 @@ def test_ranks_of_two_hosts_are_one_run_of_an_unmodified_script(folder: Path) ->
     assert sorted(done.stdout.splitlines()) == [f"0 {same}", f"1 {same}"]
 
 
+def test_variables_reach_other_hosts_without_being_seen(folder: Path) -> None:
+    """Anybody on either machine reads the arguments of ssh and of the shell there."""
+    value = "it's $(no) `command` \\n ; \\"
+    (folder / ".deepspeed_env").write_text(f"SETTING={value}\nMLFLOW_TOKEN=hunter2\n")
+    command = begin(folder, "--hostfile", "hosts", FAILS="no", OFFLOAD_LINES="two\nhunter2 lines")
+    wait_for(folder / "began0", folder / "began1")
+    command.send_signal(signal.SIGTERM)
+    command.communicate(timeout=120)
+    for number, host in enumerate(("alpha", "beta")):
+        assert (folder / f"setting{number}").read_text() == value
+        seen = (folder / f"arguments-{host}").read_text()
+        assert "train.py" in seen and "hunter2" not in seen and "command" not in seen
+    shown = begin(folder, "--hostfile", "hosts", "--dry-run").communicate(timeout=120)[0]
+    assert shown is not None and "hunter2" not in shown
+    assert shown.count(", SETTING, MLFLOW_TOKEN\n") == 2 and shown.count("  # with the variables ") == 2, shown
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("fails", ["0", "1"])
 def test_a_host_that_fails_ends_the_others_with_its_exit_status(folder: Path, fails: str) -> None:
@@ -95,8 +112,8 @@ def test_one_machine_is_torchrun_in_the_place_of_the_command(folder: Path) -> No
     (folder / "train.py").touch()  # where this machine alone runs it, a script that is missing is an error
     command = begin(folder, "--num_gpus", "2", "--master_port", "7", FAILS="no")
     wait_for(folder / "began0")
-    begun = "-m torch.distributed.run --nproc-per-node 2 --nnodes 1 --master-addr localhost --master-port 7"
-    assert (folder / "began0").read_text() == f"{begun} --node-rank 0 -- train.py\n"
+    begun = "-m offload.launch.torchrun --nproc-per-node 2 --rdzv-backend offload-one-machine"
+    assert (folder / "began0").read_text() == f"{begun} --rdzv-endpoint 127.0.0.1:7 -- train.py\n"
     command.send_signal(signal.SIGTERM)
     command.communicate(timeout=120)
     assert command.returncode == 0 and (folder / "ended0").exists(), "the exit status is its own"

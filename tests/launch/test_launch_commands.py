@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,20 @@ from offload.launch.options import LaunchOptions, Machine
 
 HOSTS = [Host("alpha", (0, 1)), Host("beta", (0, 1, 2))]
 JOB = {"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_GPUS_ON_NODE": "4"}
-TORCHRUN = "python -m torch.distributed.run --nproc-per-node"
+TORCHRUN = "python -m offload.launch.torchrun --nproc-per-node"
+ALONE = "--rdzv-backend offload-one-machine --rdzv-endpoint 127.0.0.1:"
 
 
 def commands(
     hosts: list[Host] | None = None, *, gpus: int | None = None, environ: dict[str, str] | None = None, **options: Any
 ) -> list[Command]:
     machine = Machine(
-        python="python", folder="/my work", names=frozenset({"localhost"}), environ=environ or {}, gpus=gpus
+        python="python",
+        folder="/my work",
+        names=frozenset({"localhost"}),
+        environ=environ or {},
+        gpus=gpus,
+        secret="hush",
     )
     asked = LaunchOptions(script="train.py", arguments=("--lr", "1"), **options)
     return decide(asked, hosts, {"A": "b c"}, machine)
@@ -37,21 +45,24 @@ def shown(*arguments: Any, **options: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "command"),
     [
-        ({"gpus": 4}, "4 --standalone -- train.py --lr 1"),
-        ({"gpus": 0}, "1 --standalone -- train.py --lr 1"),
-        ({"num_gpus": 2, "max_restarts": 3}, "2 --max-restarts 3 --standalone -- train.py --lr 1"),
-        ({"num_gpus": 2, "module": True}, "2 --standalone --module -- train.py --lr 1"),
+        ({"gpus": 4}, f"4 {ALONE}0 -- train.py --lr 1"),
+        ({"gpus": 0}, f"1 {ALONE}0 -- train.py --lr 1"),
+        ({"num_gpus": 2, "max_restarts": 3}, f"2 --max-restarts 3 {ALONE}0 -- train.py --lr 1"),
+        ({"num_gpus": 2, "module": True}, f"2 {ALONE}0 --module -- train.py --lr 1"),
         (
             {"num_gpus": 1, "rank_logs": "logs", "no_python": True, "master_port": 7},
-            "1 --log-dir logs --redirects 3 --nnodes 1 --master-addr localhost --master-port 7 --node-rank 0 "
-            "--no-python -- train.py --lr 1",
+            f"1 --log-dir logs --redirects 3 {ALONE}7 --no-python -- train.py --lr 1",
+        ),
+        (
+            {"num_gpus": 1, "master_addr": "fd00::1"},
+            f"1 {ALONE.replace('127.0.0.1', '[fd00::1]')}0 -- train.py --lr 1".replace("[fd00::1]:0", "'[fd00::1]:0'"),
         ),
     ],
 )
 def test_one_machine_is_one_torchrun(options: dict[str, Any], command: str) -> None:
     assert shown(**options) == [f"{TORCHRUN} {command}"]
-    own_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 " if "max_restarts" in options else ""
-    assert str(commands(**options)[0]).startswith(f"A='b c' {own_store}python -m ")
+    assert str(commands(**options)[0]) == f"{TORCHRUN} {command}  # with the variables A"
+    assert commands(**options)[0].environment == {"A": "b c"}
 
 
 def test_slots_that_are_not_the_first_ones_are_shown_to_their_ranks() -> None:
@@ -74,10 +85,12 @@ def test_each_host_of_a_hostfile_has_a_torchrun_by_ssh() -> None:
     )
     assert local.arguments[:2] == ("sh", "-c") and local.ends_with_input and remote.ends_with_input
     meet = "--nnodes 2 --master-addr 10.0.0.1 --master-port 29500 --node-rank"
-    assert f"; env 'A=b c' {TORCHRUN} 2 {meet} 0 -- train.py --lr 1 </dev/null" in local.arguments[2]
+    assert f"; env {TORCHRUN} 2 {meet} 0 -- train.py --lr 1 </dev/null" in local.arguments[2]
+    assert local.environment == {"A": "b c"} and not local.first_input
     assert remote.arguments[-6:-1] == ("-p", "2222", "-i", "my key", "beta")
     shell = shlex.split(remote.arguments[-1])
-    variables = "NCCL_DEBUG=INFO 'A=b c' CUDA_VISIBLE_DEVICES=1,2"
+    variables = "CUDA_VISIBLE_DEVICES=1,2"
+    assert remote.first_input == "export NCCL_DEBUG=INFO\nexport A='b c'\n" and not remote.environment
     assert shell[:2] == ["sh", "-c"] and shell[2].startswith("cd '/my work' || exit 1; ")
     assert f"; env {variables} {TORCHRUN} 2 {meet} 1 -- train.py --lr 1 </dev/null" in shell[2]
 
@@ -90,9 +103,15 @@ def test_one_host_that_is_another_machine_is_reached_by_ssh() -> None:
 def test_hosts_that_restart_meet_at_the_first_by_c10d() -> None:
     for node, command in enumerate(shown(HOSTS, max_restarts=2, num_gpus=1)):
         own = f"--rdzv-conf is_host={int(node == 0)} --local-addr {HOSTS[node].name} -- train"
-        rendezvous = f"c10d --rdzv-id offload --rdzv-endpoint alpha:29500 {own}"
+        run = hashlib.sha256(b"hush").hexdigest()[:16]
+        rendezvous = f"offload-signed --rdzv-id {run} --rdzv-endpoint alpha:29500 {own}"
         assert f"{TORCHRUN} 1 --nnodes 2 --max-restarts 2 --rdzv-backend {rendezvous}" in command
-        assert "--node-rank" not in command
+        assert "--node-rank" not in command and "hush" not in command
+    secrets = [command.first_input for command in commands(HOSTS, max_restarts=2, num_gpus=1)]
+    assert all(text.endswith("export OFFLOAD_LAUNCH_SECRET=hush\n") for text in secrets)
+    own = {"environ": {"OFFLOAD_LAUNCH_SECRET": "hush"}}
+    (one,) = commands(HOSTS, max_restarts=2, no_ssh=True, node_rank=1, **own)
+    assert one.environment["OFFLOAD_LAUNCH_SECRET"] == "hush" and "hush" not in str(one)
 
 
 def test_without_ssh_each_host_has_its_own_command() -> None:
@@ -114,7 +133,7 @@ def test_nodes_of_a_job_of_slurm_are_reached_by_srun(restarts: int) -> None:
     assert srun.arguments[-1].startswith(f"exec {TORCHRUN} 4 --nnodes 2 ")
     assert srun.arguments[-1].endswith(f" {own} -- train.py --lr 1") and "gpu1" in srun.arguments[-1]
     # One node needs no srun, and a hostfile says who is meant.
-    assert "--standalone" in shown(environ=JOB | {"SLURM_JOB_NODELIST": "gpu1"}, gpus=2)[0]
+    assert ALONE in shown(environ=JOB | {"SLURM_JOB_NODELIST": "gpu1"}, gpus=2)[0]
     assert shown(HOSTS, environ=JOB)[0].startswith("ssh ")
 
 
@@ -123,6 +142,10 @@ def test_nodes_of_a_job_of_slurm_are_reached_by_srun(restarts: int) -> None:
     [
         ({"num_gpus": 1, "include": "alpha"}, "--num-nodes and --num-gpus cannot be combined with --include"),
         ({"module": True, "no_python": True}, "--module and --no-python cannot be combined"),
+        (
+            {"no_ssh": True, "node_rank": 0, "max_restarts": 1},
+            "started by hand need the same secret: set OFFLOAD_LAUNCH_SECRET on each",
+        ),
         ({"no_ssh": True}, "--no-ssh and --node-rank go together"),
         ({"node_rank": 0}, "--no-ssh and --node-rank go together"),
         ({"no_ssh": True, "node_rank": 2}, "--node-rank 2: the numbers of the hosts are 0 to 1"),
@@ -175,3 +198,30 @@ def test_a_file_that_is_not_utf8_is_named(name: str, tmp_path: Path, monkeypatch
 def test_an_empty_folder_for_logs_is_not_the_working_folder() -> None:
     result = CliRunner().invoke(app, ["launch", "--dry-run", "--enable-each-rank-log", "", "train.py"])
     assert result.exit_code == 2 and "--enable-each-rank-log is empty: give a folder" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "message"),
+    [
+        ("hosts", lambda path: os.truncate(path, 10 * 2**40), "hosts cannot be read: it has more than 1048576 bytes"),
+        (
+            ".deepspeed_env",
+            lambda path: os.truncate(path, 10 * 2**40),
+            ".deepspeed_env cannot be read: it has more than",
+        ),
+        (".deepspeed_env", lambda path: path.chmod(0o666), ".deepspeed_env belongs to another user, or everybody may"),
+        (".deepspeed_env", lambda path: os.chown(path, 12345, -1), ".deepspeed_env belongs to another user, or"),
+    ],
+)
+def test_a_file_that_another_could_have_put_there_is_refused(
+    name: str, spoil: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text("")
+    try:
+        spoil(Path(name))
+    except PermissionError:
+        pytest.skip("root alone makes files of another user")
+    hostfile = ("--hostfile", "hosts") if name == "hosts" else ()
+    result = CliRunner().invoke(app, ["launch", "--dry-run", *hostfile, "--num-gpus", "1", "train.py"])
+    assert result.exit_code == 2 and result.stderr.startswith(f"error: {message}"), result.output

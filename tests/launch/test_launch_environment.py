@@ -123,9 +123,21 @@ def test_two_processes_of_mpirun_train_as_two_ranks(tmp_path: Path) -> None:
 def test_a_deepspeed_env_has_variables_as_they_are_written() -> None:
     text = "# for NCCL\nNCCL_IB_DISABLE=1\n\n A = b=c d \n"
     assert parse_environment_file(text, "file") == {"NCCL_IB_DISABLE": "1", "A": "b=c d"}
-    for wrong in ("A=1\nexport B", "A=1\nexport B=2"):
-        with pytest.raises(UsageError, match=r"file:2: expected a line NAME=value, got 'export B"):
-            parse_environment_file(wrong, "file")
+
+
+@pytest.mark.parametrize(
+    ("line", "got"),
+    [
+        ("export B=hunter2", "'export B' before the value"),
+        ("hunter2", "7 characters without ="),
+        ("B=hunter2\0", "'B' before the value"),
+        ("B-C=hunter2", "'B-C' before the value"),
+    ],
+)
+def test_a_line_of_a_deepspeed_env_that_is_wrong_is_named_without_its_value(line: str, got: str) -> None:
+    with pytest.raises(UsageError, match=f"file:2: expected a line NAME=value, got {got}") as error:
+        parse_environment_file(f"A=1\n{line}\n", "file")
+    assert "hunter2" not in str(error.value)
 
 
 def test_other_hosts_receive_settings_and_no_secrets() -> None:

@@ -28,6 +28,11 @@ def test_a_hostfile_has_its_hosts_in_order() -> None:
         ("-oProxyCommand=x slots=1", r"hosts:1: expected a line"),
         ("a slots=1\n\na slots=2", r"hosts:3: the host a has two lines"),
         ("# none\n", r"hosts names no host"),
+        ("a slots=4097", r"hosts:1: .* at most 4096"),
+        (f"a slots={10**12}", r"hosts:1: .* at most 4096"),
+        (f"a slots={'9' * 5000}", r"hosts:1: .* at most 4096"),
+        ("a\x1b[31m slots=1", r"hosts:1: .* got 'a\\x1b\[31m slots=1'"),
+        ("a`id` slots=1", r"hosts:1: expected a line"),
     ],
 )
 def test_a_bad_line_is_named(text: str, message: str) -> None:
@@ -55,6 +60,7 @@ def test_include_and_exclude_choose_hosts_and_slots(include: str, exclude: str, 
         ("worker-0", "worker-1", "--include and --exclude cannot be combined"),
         ("worker-9", "", "there is no host 'worker-9' to include or exclude; the hosts are worker-0, worker-1"),
         ("worker-0:2", "", "worker-0 has no slot 2: it has 2"),
+        (f"worker-0:{'9' * 5000}", "", "expected hosts and slots such as"),
         ("worker-0:a", "", "expected hosts and slots such as .* got 'worker-0:a'"),
         ("worker-0:", "", "expected hosts and slots such as"),
         ("", "worker-0@worker-1@worker-2", "leaves no slot of any host"),
@@ -72,3 +78,11 @@ def test_lists_of_slurm_are_expanded() -> None:
     ]
     assert expand_nodelist("") == []
     assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("text", ["n[1-999999999]", "n[1-900]m[1-900]", f"n[{'1' * 5000}]"])
+def test_a_list_of_more_nodes_than_a_cluster_has_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError):
+        expand_nodelist(text)
+    with pytest.raises(ValueError, match="more than 100000 nodes"):
+        expand_counts("4(x999999999)")

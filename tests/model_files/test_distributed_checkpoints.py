@@ -205,7 +205,7 @@ def spoil_content(folder: Path) -> None:
         (spoil_path, "which is not in it"),
         (spoil_form, r"is compressed \(zstd\)"),
         (spoil_names, "can be the model of its optimizer"),
-        (spoil_pickle, "is not a complete pickle"),
+        (spoil_pickle, "is not a complete file of torch.save or torch.distributed.checkpoint"),
         (spoil_content, "does not have the contents of a checkpoint of torch.distributed.checkpoint"),
     ],
 )

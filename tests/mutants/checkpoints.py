@@ -34,10 +34,24 @@ MUTANTS = (
         "tests/model_files/test_export_grid.py",
     ),
     Mutant(
+        "read a tensor of more elements than its storage",
+        "offload.fileio.torch_file",
+        "if nbytes > _LARGEST_IN_MEMORY or self.numel * self.dtype.itemsize > nbytes:",
+        "if nbytes > _LARGEST_IN_MEMORY:",
+        "tests/fileio/test_torch_file.py::test_a_tensor_of_more_elements_than_its_storage_is_not_read",
+    ),
+    Mutant(
+        "read safetensors that share bytes",
+        "offload.fileio.safetensors_stream",
+        "            if offset < end:",
+        "            if False:",
+        "tests/fileio/test_safetensors_stream.py::test_a_header_that_no_writer_makes_is_an_error",
+    ),
+    Mutant(
         "import what a pickle of another program names",
         "offload.fileio.torch_file",
-        'return type("Record", (Record,), {"name": f"{module}.{name}"})',
-        "return super().find_class(module, name)",
+        """return Global(f"{'builtins' if module == '__builtin__' else module}.{name}")""",
+        "return getattr(__import__(module, fromlist=[name]), name)",
         "tests/deepspeed/test_deepspeed_checkpoints.py",
     ),
     Mutant(

@@ -6,6 +6,20 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "unpickle a state of the hosts whoever has written it",
+        "offload.launch.torchrun",
+        "if not hmac.compare_digest(signature, self._signature(state)):",
+        "if False:",
+        "tests/launch/test_meeting_place.py::test_a_state_that_no_host_has_signed_is_not_unpickled",
+    ),
+    Mutant(
+        "give another host its variables where its users read them",
+        "offload.launch.commands",
+        "_SETTINGS = (_DEVICES, ",
+        '_SETTINGS = (_DEVICES, "MLFLOW_TOKEN", ',
+        "tests/launch/test_launch.py::test_variables_reach_other_hosts_without_being_seen",
+    ),
+    Mutant(
         "begin a collective under the hooks of the forward",
         "offload.engine.distributed.work",
         "    with without_saved_tensor_hooks():\n        return start()\n",

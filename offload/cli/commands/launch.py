@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import shutil
 import socket
+import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,11 +21,13 @@ from offload.cli.console import BAD_INPUT, FAILED, errors
 from offload.cli.options import UNDERSCORES, Grouped, option, takes_options
 from offload.cli.signals import signals
 from offload.errors import UsageError
+from offload.fileio.regular_file import read_bounded
 from offload.launch.commands import Command, decide
-from offload.launch.environment import parse_environment_file
+from offload.launch.environment import SECRET, parse_environment_file
 from offload.launch.hosts import Host, parse_hostfile
 from offload.launch.options import NOT_HERE, LaunchOptions, Machine, asks_for_gpus
 from offload.launch.processes import run_together
+from offload.sizes import MIB
 
 _HOSTS, _RANKS, _MEETING, _START = "Hosts", "Ranks", "Meeting place", "Start"
 _HOSTFILE = Path("/job/hostfile")
@@ -204,6 +208,7 @@ def _commands(typed: _Typed, environ: Mapping[str, str]) -> list[Command]:
         folder=os.getcwd(),
         names=frozenset({"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()}),
         environ=environ,
+        secret=environ.get(SECRET) or secrets.token_hex(32),
         gpus=_count_gpus() if asks_for_gpus(options, hostfile is not None, environ) else None,
     )
     path = exports.get("PYTHONPATH", environ.get("PYTHONPATH"))
@@ -222,11 +227,24 @@ def _read_hostfile(path: Path | None) -> list[Host] | None:
 
 
 def _read(path: Path) -> str:
-    """Returns the text of a file. Raises `UsageError` if it is not UTF-8."""
+    """Returns the text of a file. Raises `UsageError` if it is not UTF-8, or cannot be read, or is no such file."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bounded(path, MIB).decode()
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8: {error.reason} at byte {error.start}; write it again as text") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{path} cannot be read: {reason}; expected a text of {MIB} bytes at most") from error
+
+
+def _check_owner(path: Path) -> None:
+    """Raises `UsageError` if somebody else could have written the variables of a file: PYTHONPATH is code."""
+    about = path.stat()
+    if about.st_uid not in (0, os.geteuid()) or about.st_mode & stat.S_IWOTH:
+        raise UsageError(
+            f"{path} belongs to another user, or everybody may write it, and its variables would be those of all "
+            "ranks: make it yours (chown, chmod o-w) if you trust it, or name another file, DS_ENV_FILE"
+        )
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -235,6 +253,7 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
     for folder in (Path.home(), Path()):
         path = folder / environ.get("DS_ENV_FILE", _ENVIRONMENT_FILE)
         if path.is_file():
+            _check_owner(path)
             found |= parse_environment_file(_read(path), str(path))
     return found
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import itertools
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +22,9 @@ from offload.swapper.memory.device_choice import accelerator_type
 
 NOTICE = 60.0
 """Seconds between two warnings about a wait for other ranks."""
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_LONGEST_START = datetime.timedelta(minutes=30)
+"""Time in which all ranks must have begun; torch's own."""
 
 
 _engines = itertools.count()
@@ -69,17 +74,16 @@ def meet_others() -> None:
         # Both backends, since tensors on either device are exchanged.
         found = accelerator_type()
         dist.init_process_group(
-            "gloo" if found is None else f"cpu:gloo,{found}:{device_backend(found)}", **_place_after_restart()
+            "gloo" if found is None else f"cpu:gloo,{found}:{device_backend(found)}",
+            **(_place_after_restart() or _place_on_one_machine()),
         )
     except (RuntimeError, ValueError) as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        cure = "start them with torchrun, srun or mpirun, or unset WORLD_SIZE"
         if "EADDRINUSE" in str(error):
-            raise ConfigError(
-                f"port {os.environ['MASTER_PORT']} of this machine is in use, where the ranks would meet; set "
-                "MASTER_PORT to a free port, the same for all ranks"
-            ) from error
+            cure = "another process has this port: set MASTER_PORT to a free one, the same for all ranks"
         raise ConfigError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the ranks cannot meet: {error}; start them with torchrun, "
-            "srun or mpirun, or unset WORLD_SIZE"
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the ranks cannot meet at {place}: {error}; {cure}"
         ) from error
 
 
@@ -96,6 +100,29 @@ def _place_after_restart() -> dict[str, Any]:
     store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
     own = dist.distributed_c10d.PrefixStore(f"restart/{restarts}", store)
     return {"store": own, "rank": rank, "world_size": size}
+
+
+def _place_on_one_machine() -> dict[str, Any]:
+    """Returns store, rank and size of ranks that meet at an address which no other machine reaches; else nothing.
+
+    The store of torch's own rendezvous listens on all interfaces, whatever MASTER_ADDR is.
+    """
+    address, port = os.environ.get("MASTER_ADDR", ""), rank_number(os.environ, "MASTER_PORT", 0)
+    rank, size = rank_number(os.environ, "RANK", 0), rank_number(os.environ, "WORLD_SIZE", 1)
+    # torchrun serves a store, and says so.
+    if not address.startswith("127.") or not 0 < port < 2**16 or os.environ.get(_AGENT_STORE) == "True":
+        return {}
+    served: dict[str, Any] = {}
+    if rank == 0:
+        try:
+            served = {"master_listen_fd": socket.create_server((address, port), backlog=2048).detach()}
+        except OSError:
+            # This process may serve a store there already, which torch shares; else torch says that the port is taken.
+            return {}
+    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, size, rank == 0, _LONGEST_START, wait_for_workers=False, **served
+    )
+    return {"store": store, "rank": rank, "world_size": size}
 
 
 def device_backend(device_type: str) -> str:

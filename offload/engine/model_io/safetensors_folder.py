@@ -11,12 +11,13 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 
 from offload.errors import IoError, StoreError
-from offload.fileio.safetensors_stream import Tensor, TensorLocation, read_header
+from offload.fileio.regular_file import open_regular, read_bounded
+from offload.fileio.safetensors_stream import Tensor, TensorLocation, read_header, unrepeated
 from offload.fileio.stamp import Stamp
 from offload.fileio.torch_file import StoredTensor, read_torch_file
 from offload.sizes import MIB
@@ -24,6 +25,7 @@ from offload.sizes import MIB
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 CONFIG, GENERATION = "config.json", "generation_config.json"
+_LONGEST_INDEX = 64 * MIB
 _PIECE_NBYTES = MIB
 """Bytes of a chunk. Each chunk is copied to fp32; with larger copies the allocator was seen to keep a gigabyte."""
 
@@ -74,17 +76,23 @@ class Stored(NamedTuple):
 
     def whole(self) -> torch.Tensor:
         """Returns the tensor, in memory of its own."""
-        whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        try:
+            whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        except (RuntimeError, MemoryError) as error:
+            raise StoreError(
+                f"{self.path} contains a tensor of {self.place.tensor.nbytes} bytes, which this machine's memory "
+                "cannot take in one piece; expected a small one"
+            ) from error
         flat = whole.view(-1)
         for position, values in self.pieces():
             flat[position : position + len(values)] = values
         return whole
 
-    def _open(self) -> Any:
-        """Opens the file and checks that it is unchanged. Unbuffered, because the reads are large."""
+    def _open(self) -> BinaryIO:
+        """Opens the file and checks that it is unchanged."""
         try:
             # Opened anew for each tensor, so that no file stays open between tensors and each read checks the stamp.
-            file = self.path.open("rb", buffering=0)
+            file = open_regular(self.path)
         except OSError as error:
             raise IoError(str(self.path), 0, 0, error.errno or errno.EIO, "open") from error
         if Stamp.of(os.fstat(file.fileno())) != self.stamp:
@@ -190,14 +198,20 @@ def _has(folder: Path, *names: str) -> bool:
 def _read_index(path: Path) -> dict[str, str]:
     """Returns the file of each tensor. A file name with a path, which could lead out of the folder, is refused."""
     try:
-        places = json.loads(path.read_bytes())["weight_map"]
-        wrong = next((name for name in places.values() if Path(name).name != name), None)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        text = read_bounded(path, _LONGEST_INDEX)
+        places = json.loads(text, object_pairs_hook=unrepeated)["weight_map"]
+        wrong = next((name for name in places.values() if not _is_name(name)), None)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(f"{path} is not an index of safetensors files: {type(error).__name__}: {error}") from error
     # An index from a download must not make this process read files outside of the folder.
     if wrong is not None:
-        raise StoreError(f"{path} names {wrong!r}, which is not the name of a file beside it")
+        raise StoreError(f"{path} names {wrong!r:.99}, which is not the name of a file beside it")
     return dict(places)
+
+
+def _is_name(name: str) -> bool:
+    """Returns whether a text can be the name of a file in a folder."""
+    return name not in ("", "..") and Path(name).name == name and len(os.fsencode(name)) <= 255 and "\0" not in name
 
 
 def _what_is_there(folder: Path) -> str:

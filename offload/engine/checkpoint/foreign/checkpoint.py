@@ -117,7 +117,8 @@ def look_foreign(folder: Path, states: bool, tied_here: Mapping[str, str]) -> Fo
         layouts = tuple(_layout(name, parameter) for name, parameter in contents.parameters.items())
         progress = snapshot(contents)
     # A file of torch.save may contain anything under the names that are expected.
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    # RuntimeError: torch's, for a tensor that is no number; RecursionError is one.
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         lacks = f"the entry {error} is missing" if isinstance(error, KeyError) else "an entry is of another type"
         raise StoreError(
             f"{folder} does not have the contents of a checkpoint of {found.program}: expected files of one save, and "

@@ -116,7 +116,10 @@ def attributes(record: Any) -> Mapping[str, Any]:
 
 def shape_of(value: Any) -> tuple[int, ...]:
     """Returns a shape, which DeepSpeed saves as torch.Size."""
-    return tuple(int(size) for size in value)
+    shape = tuple(value)
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"the shape {shape!r:.99}")
+    return shape
 
 
 def count_of_steps(value: Any, default: int = 0) -> int:

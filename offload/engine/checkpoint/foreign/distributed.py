@@ -24,6 +24,7 @@ from offload.engine.checkpoint.foreign.contents import (
     attributes,
     check_whole,
     fragment,
+    shape_of,
     whole,
 )
 from offload.errors import StoreError
@@ -35,6 +36,8 @@ METADATA = ".metadata"
 _STATE, _GROUPS, _MEMBERS = "state", "param_groups", "params"
 _MODELS, _SCHEDULES = ("model", "module"), ("scheduler", "lr_scheduler")
 _TENSOR = "TensorStorageMetadata"
+_MOST_RUNS = 4_000_000
+"""Runs of consecutive elements in a chunk: rows of a matrix that is divided by columns."""
 _FLOATS = frozenset(map(str, FLOATS))
 _Path = tuple[Any, ...]
 
@@ -97,7 +100,8 @@ class _Folder:
         """Returns a tensor that is saved in one piece."""
         (chunk,) = self._chunks(entry)
         found = self._read(entry.name, chunk.state["offsets"])
-        assert isinstance(found, StoredTensor)
+        if not isinstance(found, StoredTensor):
+            raise ValueError(f"{entry.name} is no tensor")
         return found
 
     def fragments(self, entry: _Entry) -> list[Any]:
@@ -109,7 +113,7 @@ class _Folder:
         found = []
         shape = self.shape(entry)
         for chunk in self._chunks(entry):
-            offsets, sizes = chunk.state["offsets"], chunk.state["sizes"]
+            offsets, sizes = shape_of(chunk.state["offsets"]), shape_of(chunk.state["sizes"])
             # A rank that has nothing of a small tensor saves a chunk without elements.
             if 0 in sizes:
                 continue
@@ -135,7 +139,7 @@ class _Folder:
 
     def shape(self, entry: _Entry) -> tuple[int, ...]:
         """Returns the shape of a tensor."""
-        return tuple(map(int, entry.about.state["size"]))
+        return shape_of(entry.about.state["size"])
 
     def _chunks(self, entry: _Entry) -> Sequence[Record]:
         """Returns what the metadata says of the chunks of a tensor."""
@@ -170,6 +174,11 @@ def _runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) ->
     numel = math.prod(sizes[cut:])
     strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
     first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    if math.prod(sizes[:cut]) > _MOST_RUNS:
+        raise StoreError(
+            f"a chunk of shape {list(sizes)} of a tensor of shape {list(shape)} is more than {_MOST_RUNS} runs of "
+            "elements, which is not supported: save the checkpoint with tensors divided by rows"
+        )
     outer = itertools.product(*(range(size) for size in sizes[:cut]))
     return numel, [first + sum(i * stride for i, stride in zip(index, strides, strict=False)) for index in outer]
 

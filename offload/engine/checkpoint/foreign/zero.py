@@ -10,6 +10,7 @@ has of it. In stage 3 each parameter is cut into equal parts, the last of which 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,8 @@ from offload.states import State
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)(?:_\d+)?_model_states\.pt")
 _PIPELINE, _EXPERTS = re.compile(r"layer_\d+-model_.*"), re.compile(r".*(expert_\d+|expp_rank)_.*")
+_NAMED = 32
+"""Most ranks in a line."""
 OFFLOADED = "offloaded_tensors"
 """Folder of the swap files that DeepSpeed copies beside its own files."""
 
@@ -139,11 +142,14 @@ def _check_ranks(
     count = first["partition_count"]
     size = max(count) if isinstance(count, list) else int(count)
     for what, there in (("optimizer", files), ("model", models)):
-        missing = sorted(set(range(size)) - set(there)) if there is not None else []
+        # The count may be anything.
+        ranks = (rank for rank in range(size) if there is not None and rank not in there)
+        missing = [*itertools.islice(ranks, _NAMED)]
         if missing:
+            more = ", …" if len(missing) == _NAMED else ""
             raise StoreError(
-                f"{folder} lacks the files of {what} states of rank {', '.join(map(str, missing))} of {size}: fetch "
-                "the files of all ranks into one folder"
+                f"{folder} lacks the files of {what} states of rank {', '.join(map(str, missing))}{more} of {size}: "
+                "fetch the files of all ranks into one folder"
             )
     if not isinstance(first.get("base_optimizer_state", {}), dict) or first.get("ds_zero_partition_groups"):
         raise StoreError(
