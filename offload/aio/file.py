@@ -8,6 +8,7 @@ import os
 from types import TracebackType
 from typing import NamedTuple
 
+from offload.aio.unanswered import aloud
 from offload.errors import IoError
 
 _SAFE = os.O_CLOEXEC | os.O_NOFOLLOW
@@ -115,7 +116,8 @@ class DirectFile:
             return
         try:
             # Blocks are allocated now, so that a later write cannot fail with ENOSPC in the middle of a step.
-            os.posix_fallocate(self._buffered(), 0, nbytes)
+            with aloud(lambda: f"reservation of {nbytes} bytes for {self.path}"):
+                os.posix_fallocate(self._buffered(), 0, nbytes)
         except OSError as error:
             raise self._error(error, nbytes, "reserve") from error
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from offload.aio._native import Flight, Queue
 from offload.aio.file import DirectFile, Piece
+from offload.aio.unanswered import wait_aloud
 from offload.errors import IoError, UsageError
 from offload.interrupts import interruptible
 
@@ -109,7 +110,10 @@ class IoFuture:
         """
         if os.getpid() != self._pid:
             raise of_the_parent(self._pid)
-        error = self._flight.wait(-1.0 if timeout is None else max(timeout, 0.0))
+        if timeout is None:
+            # One call, if the drive answers: a line for the user is made only once it has not for a while.
+            wait_aloud(lambda seconds: self._flight.wait(seconds) != _TIMED_OUT, self._request)
+        error = self._flight.wait(0.0 if timeout is None else max(timeout, 0.0))
         if error == _TIMED_OUT:
             raise TimeoutError(f"{self._operation} of {self._nbytes} bytes is not done after {timeout} s")
         if error:
@@ -127,6 +131,20 @@ class IoFuture:
             raise ValueError("no checksum was computed: pass checksum=True with the request")
         self.wait()
         return self._flight.crc
+
+    def page_crcs(self) -> bytes:
+        """Returns the CRC-32C of the request's bytes in each page of the file, 4 bytes each. Waits for the request.
+
+        Pages are counted from that of the first byte. The first and the last one may be parts of pages.
+
+        Raises:
+            ValueError: the request was made without `checksum`.
+            IoError: the request failed.
+        """
+        if not self._checksum:
+            raise ValueError("no checksum was computed: pass checksum=True with the request")
+        self.wait()
+        return self._flight.page_crcs
 
     def add_done_callback(self, function: Callable[[IoFuture], object]) -> None:
         """Calls `function(self)` once the request has ended.
@@ -161,6 +179,10 @@ class IoFuture:
         self.add_done_callback(tell)
         yield from ended.__await__()
         return self.wait()
+
+    def _request(self) -> str:
+        """Returns the name of the request for a message."""
+        return f"{self._operation} of {self._nbytes} bytes at offset {self._offset} of {self._file.path}"
 
     def _failure(self, error: int) -> IoError:
         """Returns the `IoError` for errno `error`. For a striped file the error names the drive's file, if known."""

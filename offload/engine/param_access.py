@@ -351,8 +351,7 @@ class ParamAccess:
                 part, dtype = mode.part(each, start, start + len(values)), mode.states[each]
                 buffer = aligned_empty(len(part) * dtype.itemsize)
                 found[each] = torch.frombuffer(buffer, dtype=dtype)
-                # A segment begins and ends anywhere, so there is no checksum to compare with.
-                futures += self._held.read(handle.unit, each, part.start * dtype.itemsize, buffer, compare=False)
+                futures += self._held.read(handle.unit, each, part.start * dtype.itemsize, buffer)
             for future in futures:
                 future.wait()
         finally:

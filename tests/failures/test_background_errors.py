@@ -85,6 +85,9 @@ class Awaited:
     def crc32c(self) -> int:
         return self._inner.crc32c()
 
+    def page_crcs(self) -> bytes:
+        return self._inner.page_crcs()
+
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
         self._inner.add_done_callback(function)
 

@@ -19,6 +19,7 @@ from tests.storm.division import is_of_a_lost_rank
 from tests.storm.life import FAILED, causes_of
 from tests.storm.plan import KINDS, Fault, Plan, draw, simpler
 from tests.storm.trial import Life, faults
+from tests.support.drives.rot import KINDS as ROT
 
 KILLED = -signal.SIGKILL
 PLAN = draw(0)._replace(
@@ -95,6 +96,7 @@ def test_what_a_step_keeps_is_told() -> None:
     [
         ("kill", FAILED, ["error", -1, "EngineFailed", "stopped", []], "failed though nothing had failed"),
         ("error", FAILED, ["error", -1, "EngineFailed", "stopped", []], "does not name the request that failed"),
+        ("lost", FAILED, ["error", -1, "EngineFailed", "stopped", []], "does not name the bytes that the drive has"),
         ("error", KILLED, ["begin", 0], "was killed in a life of error"),
         ("kill", 1, ["traceback", -1, "AssertionError"], "AssertionError"),
         ("kill", None, ["begin", 0], "waits, and had not ended"),
@@ -103,6 +105,16 @@ def test_what_a_step_keeps_is_told() -> None:
 def test_an_end_that_no_weather_explains_is_told(fault: str, status: int | None, line: list[Any], words: str) -> None:
     found = verdict([line], CALM[0], (status, 0), PLAN._replace(faults=(Fault(fault, 5),)))
     assert any(words in each for each in found), found
+
+
+def test_bytes_that_a_drive_has_changed_are_named_before_a_result_of_theirs() -> None:
+    """The run may be refused from then on."""
+    plan, damage = PLAN._replace(faults=(Fault("bit", 5),)), ["error", -1, "EngineFailed", "stopped", ["IoError: use"]]
+    assert verdict([*CALM[0][:2], damage], [damage], (FAILED, FAILED), plan) == []
+    assert verdict([*CALM[0][:2], damage], CALM[0], (FAILED, 0), plan) == []
+    silent = [CALM[0][0], ["step", 0, 3.5, 1.0], damage]
+    assert "step of step 0 is [3.5, 1.0]" in verdict(silent, [damage], (FAILED, FAILED), plan)[0]
+    assert {fault.what for seed in range(200) for fault in draw(seed).faults} >= set(ROT)
 
 
 def end_at_once(*_: Any) -> None:

@@ -23,8 +23,8 @@ MUTANTS = (
     _mutant(
         "commit data that is not synced",
         _STORE,
-        "        self._files.sync()\n        which = ",
-        "        which = ",
+        '        self._files.sync()\n        self._doing = "write',
+        '        self._doing = "write',
     ),
     _mutant("resume from slots that no commit names", _STORE, "self.newest = list(record.slots)", "pass"),
     _mutant(

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -188,7 +189,7 @@ void settle_all(Request& request, Random& random) {
     while (request.has_block() || !blocks.empty()) {
         if (request.has_block() && (blocks.empty() || random.one_in(2))) {
             blocks.push_back(request.next_block(kPage));
-            blocks.back().crc = crc32c_raw(blocks.back().data, blocks.back().nbytes);
+            sum(blocks.back());
             continue;
         }
         std::swap(blocks[random.below(blocks.size())], blocks.back());
@@ -203,17 +204,26 @@ TEST(request_adds_up_its_checksum_in_any_order) {
         Random random(seed);
         std::vector<std::vector<char>> memory(random.between(1, 5));
         std::vector<Piece> pieces;
+        std::vector<char> whole;
         std::uint32_t expected = 0;
         for (auto& each : memory) {
             each.resize(random.one_in(5) ? 0 : random.below(5 * kPage));
             random.fill(each.data(), each.size());
             pieces.push_back(piece(random.below(kPage), each.data(), each.size(), -1));
             expected = crc32c(expected, each.data(), each.size());
+            whole.insert(whole.end(), each.begin(), each.end());
         }
         Request plain(Operation::kRead, Priority::kNormal, pieces, {true, {}});
         if (!plain.has_block()) continue;
         settle_all(plain, random);
         CHECK(plain.error() == 0 && plain.crc() == expected);
+        std::size_t start = 0, stop = kPage - pieces[0].offset % kPage;
+        for (const std::uint32_t page : plain.page_crcs()) {
+            stop = std::min(stop, whole.size());
+            CHECK(page == crc32c(0, whole.data() + start, stop - start));
+            start = std::exchange(stop, stop + kPage);
+        }
+        CHECK(start == whole.size());
         Request right(Operation::kRead, Priority::kNormal, pieces, {true, expected});
         settle_all(right, random);
         CHECK(right.error() == 0);

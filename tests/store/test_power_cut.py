@@ -381,7 +381,7 @@ def test_each_sync_is_needed(path: str, tmp_path: Path, room: Path, queue: IoQue
 def test_a_sync_before_the_writes_have_ended_is_seen(tmp_path: Path, queue: IoQueue) -> None:
     def work(run: Run) -> None:
         run.create()
-        write = run.store.write(0, State.WEIGHT, 0, 0, _memory(bytes(4096)))
+        write = run.store.write(0, State.WEIGHT, 1, 0, _memory(bytes(4096)))
         try:
             run.commit()
         finally:

@@ -9,8 +9,9 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -19,15 +20,18 @@ from hypothesis import strategies as st
 from offload.aio import File, IoQueue, aligned_empty, crc32c
 from offload.aio.protocols import Future
 from offload.errors import IoError
+from offload.sizes import PAGE
 from offload.states import State
 from offload.swapper.store import Store, StoreSpec, requests
 from offload.swapper.store.drive_spans import DriveSpans
 from offload.swapper.store.format import checksums
 from offload.swapper.store.format.checksum_table import ChecksumTable
 from offload.swapper.store.format.checksums import ChecksumRange, Key, Passages, Slot
-from offload.swapper.store.requests import Compared
+from offload.swapper.store.format.page_sums import PageSums
+from offload.swapper.store.requests import CheckedRead
 from offload.timeline import Timeline
 from tests.support.drives.fault_injection import flip_bit
+from tests.support.drives.write_recorder import Done, page_crcs
 
 TRAINABLE, ALL = 12288, 20480
 SPEC = StoreSpec(
@@ -72,10 +76,15 @@ def read(store: Store, unit: int, state: State, start: int, stop: int) -> None:
 
 
 @contextmanager
-def by_another_process(store: Store) -> Iterator[Store]:
-    """The store opened again: what one has written itself is not compared."""
+def by_another_process(store: Store, damaged: int | None = None) -> Iterator[Store]:
+    """The store opened again: of what another process wrote, only the checksums of a commit are known.
+
+    A bit of byte `damaged` of the first weight flips in between.
+    """
     if store._files.locked:
         store.commit(store.durable.step + 1 if store.durable else 0, {})
+        if damaged is not None:
+            damage(store, 0, State.WEIGHT, damaged)
         store.close()
     other = Store([store.folders[0].parents[1]], "run", 0, SPEC, store._queue)
     other.open()
@@ -113,8 +122,7 @@ def _be_late(store: Store, seed: int) -> None:
 def test_damage_before_frozen_weights_is_noticed_whatever_the_tiles(tile: int, store: Store) -> None:
     """The update worker reads a tile, what is frozen behind all tiles, and then the other tiles."""
     update(store, 4096, 1)
-    damage(store, 0, State.WEIGHT, 7000)
-    with by_another_process(store) as store, pytest.raises(IoError, match="use weight of unit 0"):
+    with by_another_process(store, 7000) as store, pytest.raises(IoError, match="use weight of unit 0"):
         read(store, 0, State.WEIGHT, 0, tile)
         read(store, 0, State.WEIGHT, TRAINABLE, ALL)
         for start in range(tile, TRAINABLE, tile):
@@ -123,13 +131,11 @@ def test_damage_before_frozen_weights_is_noticed_whatever_the_tiles(tile: int, s
 
 def test_damage_is_found_by_a_chunked_and_by_a_complete_read(store: Store) -> None:
     update(store, 4096, 1)
-    damage(store, 0, State.WEIGHT, 11000)
-    with by_another_process(store) as other:
-        read(other, 0, State.WEIGHT, 0, 6000)
-        with pytest.raises(IoError):
-            read(other, 0, State.WEIGHT, 0, ALL)
-        with pytest.raises(IoError):
-            read(other, 0, State.WEIGHT, 6000, TRAINABLE)
+    with by_another_process(store, 11000) as other:
+        for start, stop in ((0, 6000), (0, ALL), (6000, TRAINABLE)):
+            with pytest.raises(IoError, match="use weight of unit 0"):
+                read(other, 0, State.WEIGHT, start, stop)
+        read(other, 0, State.WEIGHT, TRAINABLE, ALL)
 
 
 class HeldQueue:
@@ -151,7 +157,7 @@ class Held:
 
     def __init__(self, inner: Future) -> None:
         self._inner, self._callbacks = inner, list[Callable[[Any], object]]()
-        self.done, self.wait, self.crc32c = inner.done, inner.wait, inner.crc32c
+        self.done, self.wait, self.crc32c, self.page_crcs = inner.done, inner.wait, inner.crc32c, inner.page_crcs
 
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
         self._callbacks.append(function)
@@ -166,27 +172,25 @@ def test_damage_is_found_while_a_timeline_records(
     order: tuple[int, int], store: Store, queue: IoQueue, tmp_path: Path
 ) -> None:
     """The spans are made where and when the reads end: the comparison stays with the one who waits, in their order."""
-    damage(store, 0, State.WEIGHT, 7000)
     store.commit(1, {})
+    damage(store, 0, State.WEIGHT, 7000)
     store.close()
     timeline, held = Timeline(tmp_path / "timeline.json"), HeldQueue(queue)
     other = Store([tmp_path], "run", 0, SPEC, held, spans=DriveSpans(timeline, ["one", "two"]))
     other.open()
-    reads = [other.read(0, State.WEIGHT, other.newest[0], start, aligned_empty(6144)) for start in (0, 6144)]
+    reads = [other.read(0, State.WEIGHT, other.newest[0], start, aligned_empty(4096)) for start in (0, 4096)]
     for index in order:
         held.reads[index].end()
     assert [span.name for span in timeline._spans] == ["one weight"] * 2
-    reads[0].wait()
     for _ in range(2):  # who waits again, as a cleanup does, is told again
-        with pytest.raises(IoError, match="use weight of unit 0"):
-            reads[1].wait()
+        for each in reads:
+            with pytest.raises(IoError, match="use weight of unit 0"):
+                each.wait()
     other.close()
 
 
 def test_two_threads_that_wait_for_one_read_both_learn_of_damage(store: Store) -> None:
-    damage(store, 0, State.WEIGHT, 7000)
-    with by_another_process(store) as other:
-        read(other, 0, State.WEIGHT, 0, 6144)
+    with by_another_process(store, 7000) as other:
         future = other.read(0, State.WEIGHT, other.newest[0], 6144, aligned_empty(TRAINABLE - 6144))
         with ThreadPoolExecutor(2) as pool:
             waits = [pool.submit(future.wait) for _ in range(2)]
@@ -196,16 +200,16 @@ def test_two_threads_that_wait_for_one_read_both_learn_of_damage(store: Store) -
 def test_a_read_that_is_submitted_during_an_update_is_compared_with_the_bytes_before(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checksums are replaced when the store has asked whether they are proven, before `newest` names the slot."""
+    """The checksums are replaced when the store has taken them, before `newest` names the slot."""
     with by_another_process(store) as other:
-        is_proven, target = ChecksumTable.is_proven, other.target(0)
+        pages, target = ChecksumTable.pages, other.target(0)
 
-        def replaced_then(table: ChecksumTable, key: Key) -> bool:
-            answer = is_proven(table, key)
+        def replaced_then(table: ChecksumTable, key: Key) -> PageSums:
+            answer = pages(table, key)
             table.replace(key, [write(other, 0, State.WEIGHT, target, 0, TRAINABLE, seed=2)], TRAINABLE)
             return answer
 
-        monkeypatch.setattr(ChecksumTable, "is_proven", replaced_then)
+        monkeypatch.setattr(ChecksumTable, "pages", replaced_then)
         other.read(0, State.WEIGHT, other.newest[0], 0, aligned_empty(TRAINABLE)).wait()
 
 
@@ -219,15 +223,6 @@ def test_frozen_weights_are_compared_whichever_slot_is_the_newest(store: Store) 
         for start in (TRAINABLE, 0):
             with pytest.raises(IoError, match="use weight of unit 0"):
                 read(other, 0, State.WEIGHT, start, ALL)
-
-
-def test_frozen_weights_that_were_compared_in_one_slot_are_not_compared_in_the_other(store: Store) -> None:
-    with by_another_process(store) as other:
-        read(other, 0, State.WEIGHT, 0, ALL)
-        update(other, 4096, 2)
-        again = other.read(0, State.WEIGHT, other.newest[0], TRAINABLE, aligned_empty(ALL - TRAINABLE))
-        assert not isinstance(again, Compared)
-        again.wait()
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, ALL), (5000, TRAINABLE + 1), (TRAINABLE - 1, ALL), (TRAINABLE, ALL)])
@@ -272,6 +267,49 @@ def test_a_slot_is_shared_extent_by_extent(
         assert shared is (stops_at is None or (stops_at == 1 and nbytes <= TRAINABLE))
         if shared:
             assert file.read() == bytes(8192) + bytes(expected)
+
+
+@given(st.data())
+def test_page_sums_notice_each_damage_and_no_more(data: st.DataObject) -> None:
+    """Writes and reads begin and end anywhere; a commit knows one checksum for each write."""
+    nbytes = data.draw(st.integers(1, 4 * PAGE + 7))
+    now, sums = bytearray(nbytes), PageSums(nbytes)
+
+    def borders(most: int) -> list[int]:
+        return sorted({0, nbytes, *data.draw(st.lists(st.integers(0, nbytes), max_size=most))})
+
+    cuts = borders(5)
+    for _ in range(data.draw(st.integers(0, 2))):
+        now[:] = random.Random(data.draw(st.integers(0, 9))).randbytes(nbytes)
+        cuts = borders(5)
+        writes = [(a, b - a, page_crcs(bytes(now[a:b]), a)) for a, b in itertools.pairwise(cuts)]
+        sums = sums.renewed(writes)
+    of_commit = [ChecksumRange(a, b - a, crc32c(now[a:b])) for a, b in itertools.pairwise(cuts)]
+    if data.draw(st.booleans()):
+        sums = PageSums(nbytes, of_commit)
+    drive = bytearray(now)
+    if flips := data.draw(st.booleans()):
+        at = data.draw(st.integers(0, nbytes - 1))
+        drive[at] ^= 1 << data.draw(st.integers(0, 7))
+    noticed = False
+    for start, stop in data.draw(st.permutations(list(itertools.pairwise(borders(5))))):
+        buffer = memoryview(bytearray(stop - start))
+        read = CheckedRead(
+            sums, start, buffer, partial(read_of, drive), lambda each: IoError("file", each.start, len(each), 74)
+        )
+        try:
+            read.wait()
+        except IoError as error:
+            noticed = True
+            assert error.offset <= at < error.offset + error.nbytes
+        else:
+            assert bytes(buffer) == now[start:stop], "no wrong byte is ever handed over"
+    assert noticed == flips
+
+
+def read_of(drive: bytearray, start: int, buffer: memoryview) -> Future:
+    buffer[:] = drive[start : start + len(buffer)]
+    return cast(Future, Done(buffer, start))
 
 
 @st.composite

@@ -2,7 +2,7 @@
 
     plan      what is drawn from a seed: the model, its tiers and options, what the loop does, what the weather does
     division  what ranks divide beside states: sequences, layers, stages of a pipeline
-    weather   drives that are late, fail, fill up or lose power, kills, Ctrl-C
+    weather   drives that are late, fail, rot, fill up or lose power, kills, Ctrl-C
     life      one process of the run: it trains until it has ended, or the weather ends it
     trial     the lives of a run, one after the other, and what must be true of what they wrote
     shrink    the simplest plan that still fails

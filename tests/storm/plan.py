@@ -12,6 +12,7 @@ from torch import nn
 from offload.losses import chunk_loss_of
 from tests.storm.division import PLANS, SCHEDULES, Division
 from tests.support import models
+from tests.support.drives.rot import KINDS as ROT
 from tests.support.modules.matrix_models import Words
 from tests.support.oracle import PLACEMENTS, Job
 from tests.support.ranks import pipelines, tensor_parallel
@@ -97,7 +98,7 @@ class Fault(NamedTuple):
     """What ends or disturbs a life."""
 
     what: str
-    """"kill", "power", "error", "full" or "interrupt"."""
+    """"kill", "power", "error", "full", "interrupt", or a kind of rot."""
     after: int
     """Requests to drives, and deeds of the loop, before it."""
     delay: float = 0.0
@@ -244,6 +245,11 @@ def draw(seed: int, kind: str = "") -> Plan:
     if ranks > 1:
         kind = kind or latest.choice(["", "", *KINDS])
         plan = _OF_KIND[kind](plan, latest) if kind else plan
+    rotten = random.Random(f"rotten {seed}")
+    # The last one: the run may not go on where both of its last commits have bytes that are damaged.
+    if plan.ranks == 1 and "nvme" in plan.placement and rotten.random() < 0.4:
+        rot = Fault(rotten.choice(ROT), int(10 ** rotten.uniform(0, 2.7)))
+        plan = plan._replace(faults=(*plan.faults[:1], rot))
     return plan
 
 

@@ -4,7 +4,8 @@ nothing is lost      losses, norms, evaluations, looks and final weights have th
                      step was done; a life begins at most one commit before the last step that had ended
 nothing is leaked    a life that ends by itself gives back its threads, files and memory; a step that has ended keeps
                      no input of a block
-nothing is silent    a life that ends otherwise was killed, or raises an error that names the request that failed
+nothing is silent    a life that ends otherwise was killed, or raises an error that names the request that failed;
+                     of bytes that a drive has changed no line shows a result
 nothing waits        a life goes on until it ends: see `_wait`
 """
 
@@ -27,6 +28,7 @@ from tests.storm.life import FAILED, is_of_the_drive, live
 from tests.storm.plan import Plan
 from tests.storm.weather import IMAGE
 from tests.support.drives.power_cut import put
+from tests.support.drives.rot import KINDS as ROT
 from tests.support.oracle import processes
 from tests.support.ranks.rank_pool import free_port
 
@@ -134,9 +136,15 @@ def faults(plan: Plan, calm: Sequence[list[Line]], lives: Sequence[Life]) -> lis
         found += [f"rank {rank}, {words}" for words in _lost_steps(plan, lives, rank)]
     for number, life in enumerate(lives):
         found += [f"life {number}: {words}" for words in _wrong_end(plan, number, life)]
-    if lives[-1].statuses != (0,) * plan.ranks:
+    # Of a drive that has changed both commits, the run is refused.
+    if lives[-1].statuses != (0,) * plan.ranks and not _has_rotten(plan, len(lives) - 1):
         found.append(f"the last life did not end the run: {_told(lives[-1])}")
     return found
+
+
+def _has_rotten(plan: Plan, number: int) -> bool:
+    """Returns True if the drive has rotted in life `number` or in one before."""
+    return any(fault.what in ROT for fault in plan.faults[: number + 1])
 
 
 _COMPARED = ("step", "evaluate", "look", "weights")
@@ -167,7 +175,7 @@ def _lost_steps(plan: Plan, lives: Sequence[Life], rank: int) -> Iterator[str]:
     for number, life in enumerate(lives):
         for what, step, *_ in life.lines[rank]:
             if what == "begin":
-                if back is not None and step < done - back:
+                if back is not None and step < done - back and not _has_rotten(plan, number):
                     yield f"life {number}: begins after step {step}, though {done} steps had ended"
                 done = step
             elif what == "step":
@@ -206,6 +214,10 @@ def _wrong_end(plan: Plan, number: int, life: Life) -> Iterator[str]:
             yield f"rank {rank} waits, and had not ended, see stderr.{number}.{rank}"
         elif status == -signal.SIGKILL and what not in ("kill", "power"):
             yield f"rank {rank} was killed in a life of {what}"
+        elif status == FAILED and _has_rotten(plan, number) and any(map(is_of_the_drive, errors)):
+            continue  # noticed, in this life or by the one that would go on
+        elif status == FAILED and what in ROT:
+            yield f"rank {rank} does not name the bytes that the drive has changed: {errors}"
         elif status == FAILED and what == "nothing":
             yield f"rank {rank} failed in calm weather: {errors}"
         elif status == FAILED and what in ("error", "full") and not others and not any(map(is_of_the_drive, errors)):

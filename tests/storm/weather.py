@@ -1,4 +1,4 @@
-"""What disturbs a life: drives that are late, fail, are full or lose power, kills and Ctrl-C.
+"""What disturbs a life: drives that are late, fail, rot, are full or lose power, kills and Ctrl-C.
 
 Moments are counted, not timed: each request to a drive and each deed of the loop is a tick, and a fault comes with the
 tick of its number, in whichever thread that is. A delay behind it lets it fall between two ticks.
@@ -29,6 +29,8 @@ from tests.storm.plan import Fault, Plan
 from tests.support.devices.late_device import LateDevice, Ticks, use_device
 from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.drives.power_cut import Cut, Disk, Event, everything, nothing, some, some_events
+from tests.support.drives.rot import KINDS as ROT
+from tests.support.drives.rot import Rot
 from tests.support.drives.write_recorder import Recorder
 
 IMAGE = "image.pickle"
@@ -46,6 +48,9 @@ class Weather:
         self._lock, self._ticks = threading.Lock(), 0
         self._failed = False
         self._recorder: _SharedRecorder | None = None
+        self.rot: Rot | None = None
+        if self.fault is not None and self.fault.what in ROT:
+            self.rot = Rot(self.fault.what, plan.seed, self._is_rotten, folder)
 
     @contextlib.contextmanager
     def over(self, patches: pytest.MonkeyPatch) -> Iterator[None]:
@@ -89,6 +94,10 @@ class Weather:
             self._failed = self.fault.what == "error"
             return errno.EIO if self.fault.what == "error" else errno.ENOSPC
 
+    def _is_rotten(self, _operation: str) -> bool:
+        """Returns True once the drive may change what it has."""
+        return self.fault is not None and self._ticks >= self.fault.after
+
     def _strike(self) -> None:
         assert self.fault is not None
         if self.fault.what == "kill":
@@ -124,6 +133,8 @@ class _StormQueue(LateQueue):
         number = self._weather.refuses(operation)
         if number:
             raise IoError(str(file.path), offset, len(buffer), number, operation)
+        if self._weather.rot is not None:
+            return self._weather.rot.carry_out(self._inner, operation, file, offset, buffer)
         if self._recorder is None or operation == "read":
             return super()._carry_out(operation, file, offset, buffer)
         with self._recorder.writing(file, offset, buffer):

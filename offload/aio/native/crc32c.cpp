@@ -88,11 +88,8 @@ std::uint32_t by_table(std::uint32_t crc, const unsigned char* data, std::size_t
     return crc;
 }
 
-#if defined(OFFLOAD_CRC_TARGET)
-
-// The instruction takes three cycles and one can start each cycle, so three ranges are interleaved.
+// The bytes of a page, and of a range that is interleaved with two others.
 constexpr std::size_t kStretch = 4096;
-constexpr std::size_t kLine = 64;
 
 // kShift[i][b]: byte b at place i of a CRC, followed by kStretch zeros.
 constexpr std::array<std::array<std::uint32_t, 256>, 4> make_shift() {
@@ -115,6 +112,10 @@ std::uint32_t past_a_stretch(std::uint32_t crc) {
     return kShift[0][crc & 0xFF] ^ kShift[1][crc >> 8 & 0xFF] ^ kShift[2][crc >> 16 & 0xFF] ^
            kShift[3][crc >> 24];
 }
+
+#if defined(OFFLOAD_CRC_TARGET)
+
+constexpr std::size_t kLine = 64;
 
 #if defined(__x86_64__)
 using Register = std::uint64_t;
@@ -143,31 +144,53 @@ inline std::uint64_t word_at(const unsigned char* data) {
     return word;
 }
 
+// Three stretches. The instruction takes three cycles and one can start each cycle, so they are
+// interleaved.
+struct Three {
+    Register first;
+    Register second = 0;
+    Register third = 0;
+};
+
+OFFLOAD_CRC_TARGET inline Three three_stretches(std::uint32_t crc, const unsigned char* data) {
+    Three sums{crc};
+    for (std::size_t line = 0; line < kStretch; line += kLine) {
+        // For the next round: the hardware prefetcher does not follow the jumps.
+        for (std::size_t next = 3; next < 6; ++next) {
+            __builtin_prefetch(data + next * kStretch + line);
+        }
+        for (std::size_t i = line; i < line + kLine; i += 8) {
+            sums.first = step(sums.first, word_at(data + i));
+            sums.second = step(sums.second, word_at(data + kStretch + i));
+            sums.third = step(sums.third, word_at(data + 2 * kStretch + i));
+        }
+    }
+    return sums;
+}
+
 OFFLOAD_CRC_TARGET std::uint32_t by_instruction(std::uint32_t crc, const unsigned char* data,
                                                 std::size_t nbytes) {
     for (; nbytes >= 3 * kStretch; data += 3 * kStretch, nbytes -= 3 * kStretch) {
-        Register first = crc;
-        Register second = 0;
-        Register third = 0;
-        for (std::size_t line = 0; line < kStretch; line += kLine) {
-            // For the next round: the hardware prefetcher does not follow the jumps.
-            for (std::size_t next = 3; next < 6; ++next) {
-                __builtin_prefetch(data + next * kStretch + line);
-            }
-            for (std::size_t i = line; i < line + kLine; i += 8) {
-                first = step(first, word_at(data + i));
-                second = step(second, word_at(data + kStretch + i));
-                third = step(third, word_at(data + 2 * kStretch + i));
-            }
-        }
-        crc =
-            past_a_stretch(static_cast<std::uint32_t>(first)) ^ static_cast<std::uint32_t>(second);
-        crc = past_a_stretch(crc) ^ static_cast<std::uint32_t>(third);
+        const Three sums = three_stretches(crc, data);
+        crc = past_a_stretch(static_cast<std::uint32_t>(sums.first)) ^
+              static_cast<std::uint32_t>(sums.second);
+        crc = past_a_stretch(crc) ^ static_cast<std::uint32_t>(sums.third);
     }
     Register last = crc;
     for (; nbytes >= 8; data += 8, nbytes -= 8) last = step(last, word_at(data));
     for (; nbytes > 0; ++data, --nbytes) last = step_byte(last, *data);
     return static_cast<std::uint32_t>(last);
+}
+
+OFFLOAD_CRC_TARGET void pages_by_instruction(const unsigned char* data, std::size_t count,
+                                             std::uint32_t* remainders) {
+    for (; count >= 3; data += 3 * kStretch, count -= 3, remainders += 3) {
+        const Three sums = three_stretches(0, data);
+        remainders[0] = static_cast<std::uint32_t>(sums.first);
+        remainders[1] = static_cast<std::uint32_t>(sums.second);
+        remainders[2] = static_cast<std::uint32_t>(sums.third);
+    }
+    for (; count > 0; data += kStretch, --count) *remainders++ = by_instruction(0, data, kStretch);
 }
 
 #endif
@@ -212,31 +235,39 @@ OFFLOAD_FOLD_TARGET std::uint32_t by_folding(std::uint32_t crc, const unsigned c
 
 #endif
 
+template <std::uint32_t (*way)(std::uint32_t, const unsigned char*, std::size_t)>
+void pages_one_by_one(const unsigned char* data, std::size_t count, std::uint32_t* remainders) {
+    for (; count > 0; data += kStretch, --count) *remainders++ = way(0, data, kStretch);
+}
+
 using Continue = std::uint32_t (*)(std::uint32_t, const unsigned char*, std::size_t);
+using Pages = void (*)(const unsigned char*, std::size_t, std::uint32_t*);
 
 struct Ways {
     Ways() {
-        add("table", by_table);
+        add("table", by_table, pages_one_by_one<by_table>);
 #if defined(__x86_64__)
         if (!__builtin_cpu_supports("sse4.2")) return;
-        add("instruction", by_instruction);
+        add("instruction", by_instruction, pages_by_instruction);
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
             __builtin_cpu_supports("vpclmulqdq")) {
-            add("folding", by_folding);
+            add("folding", by_folding, pages_one_by_one<by_folding>);
         }
 #elif defined(__aarch64__)
-        if (getauxval(AT_HWCAP) & HWCAP_CRC32) add("instruction", by_instruction);
+        if (getauxval(AT_HWCAP) & HWCAP_CRC32) add("instruction", by_instruction, pages_by_instruction);
 #endif
     }
 
-    void add(std::string_view name, Continue way) {
+    void add(std::string_view name, Continue way, Pages of_pages) {
         names.push_back(name);
         functions.push_back(way);
+        pages = of_pages;  // the fastest comes last
     }
 
     std::vector<std::string_view> names;
     std::vector<Continue> functions;
+    Pages pages = nullptr;
 };
 
 const Ways kWays;
@@ -262,6 +293,12 @@ std::uint32_t crc32c_by(std::string_view way, std::uint32_t crc, const void* dat
 std::uint32_t crc32c_raw(const void* data, std::size_t nbytes) {
     return kBest(0, static_cast<const unsigned char*>(data), nbytes);
 }
+
+void crc32c_raw_pages(const void* data, std::size_t count, std::uint32_t* remainders) {
+    kWays.pages(static_cast<const unsigned char*>(data), count, remainders);
+}
+
+std::uint32_t crc32c_past_page(std::uint32_t crc) { return past_a_stretch(crc); }
 
 std::uint32_t crc32c_shifted(std::uint32_t crc, std::size_t nbytes) { return shifted(crc, nbytes); }
 

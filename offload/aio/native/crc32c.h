@@ -29,6 +29,10 @@ namespace offload {
 [[nodiscard]] std::uint32_t crc32c_raw(const void* data, std::size_t nbytes);
 // Returns the remainder of bytes with remainder `crc` followed by `nbytes` zero bytes.
 [[nodiscard]] std::uint32_t crc32c_shifted(std::uint32_t crc, std::size_t nbytes);
+// Writes the remainder of each of `count` pages of 4096 bytes to `remainders`.
+void crc32c_raw_pages(const void* data, std::size_t count, std::uint32_t* remainders);
+// Returns `crc32c_shifted(crc, 4096)`, faster.
+[[nodiscard]] std::uint32_t crc32c_past_page(std::uint32_t crc);
 // Returns the contribution of the inversions at both ends.
 [[nodiscard]] std::uint32_t crc32c_of_start(std::size_t nbytes);
 

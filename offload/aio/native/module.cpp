@@ -120,6 +120,11 @@ class Flight {
     }
     [[nodiscard]] std::size_t failed_piece() const { return request_->failed_piece(); }
     [[nodiscard]] std::uint32_t crc() const { return request_->crc(); }
+    // The CRC-32C of each page, as uint32 in the machine's order.
+    [[nodiscard]] nb::bytes page_crcs() const {
+        const auto& all = request_->page_crcs();
+        return nb::bytes(reinterpret_cast<const char*>(all.data()), all.size() * sizeof(all[0]));
+    }
 
     [[nodiscard]] const std::shared_ptr<Request>& request() const { return request_; }
 
@@ -313,7 +318,8 @@ NB_MODULE(_native, module) {
         .def("done", &Flight::done)
         .def("wait", &Flight::wait)
         .def_prop_ro("failed_piece", &Flight::failed_piece)
-        .def_prop_ro("crc", &Flight::crc);
+        .def_prop_ro("crc", &Flight::crc)
+        .def_prop_ro("page_crcs", &Flight::page_crcs);
     nb::class_<PythonQueue>(module, "Queue")
         .def(nb::init<const std::string&, unsigned, unsigned, std::size_t, std::size_t>())
         .def("submit", &PythonQueue::submit, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),

@@ -12,8 +12,6 @@
 #include <iterator>
 #include <utility>
 
-#include "crc32c.h"
-
 namespace offload {
 namespace {
 
@@ -288,7 +286,7 @@ void Queue::move(Driver& driver) {
         // a read that has ended has freed its slot.
         std::vector<Ended> ended;
         if (driver.in_flight()) driver.backend->run(ended, false);
-        for (Block* block : checked) block->crc = crc32c_raw(block->data, block->nbytes);
+        for (Block* block : checked) sum(*block);
         const auto first = driver.unchecked.begin();
         const auto last = first + static_cast<std::ptrdiff_t>(reads);
         std::move(first, last, std::back_inserter(driver.over));

@@ -29,8 +29,17 @@ std::pair<std::size_t, std::size_t> direct_part(const Piece& piece) {
 Request::Request(Operation operation, Priority priority, std::vector<Piece> pieces,
                  Checksum checksum)
     : operation_(operation), priority_(priority), checksum_(checksum), pieces_(std::move(pieces)) {
-    for (const auto& piece : pieces_) behind_ += piece.nbytes;
-    if (checksum_.wanted) crc_ = crc32c_of_start(behind_);
+    for (const auto& piece : pieces_) nbytes_ += piece.nbytes;
+    behind_ = nbytes_;
+    if (checksum_.wanted) {
+        crc_ = crc32c_of_start(nbytes_);
+        if (nbytes_ > 0) page_crcs_.assign((end() - 1) / kPage + 1, crc32c_of_start(kPage));
+        for (const std::size_t page : {std::size_t{0}, page_crcs_.size() - 1}) {
+            if (nbytes_ == 0) break;
+            const std::size_t start = std::max(first(), page * kPage);
+            page_crcs_[page] = crc32c_of_start(std::min(end(), (page + 1) * kPage) - start);
+        }
+    }
     skip_empty();
     if (!has_block()) compare();
 }
@@ -67,6 +76,7 @@ Block Request::next_block(std::size_t block_bytes) {
     const std::size_t limit = start_ < first ? first : direct ? last : piece.nbytes;
     const std::size_t nbytes = std::min(block_bytes, limit - start_);
     char* data = piece.data + start_;
+    const std::size_t at = end() - behind_;
     behind_ -= nbytes;
     Block block{nullptr,
                 {operation_, direct ? piece.file.direct : piece.file.buffered,
@@ -75,6 +85,7 @@ Block Request::next_block(std::size_t block_bytes) {
                 nbytes,
                 piece_,
                 behind_,
+                at,
                 piece.file.buffered};
     start_ += nbytes;
     ++cut_;
@@ -88,10 +99,42 @@ bool Request::settle(const Block& block) {
         failed_piece_ = block.piece;
         piece_ = pieces_.size();
     }
-    if (checksum_.wanted) crc_ ^= crc32c_shifted(block.crc, block.behind);
+    if (checksum_.wanted && block.error == 0) {
+        crc_ ^= crc32c_shifted(block.crc, block.behind);
+        std::size_t page = block.at / kPage;
+        const std::size_t last = block.at + block.nbytes;
+        for (const std::uint32_t remainder : block.pages) {
+            // Only the last page of a block may go on behind it.
+            const std::size_t stop = std::min(end(), (page + 1) * kPage);
+            page_crcs_[page++] ^= stop > last ? crc32c_shifted(remainder, stop - last) : remainder;
+        }
+    }
     if (--cut_ > 0 || has_block()) return false;
     compare();
     return true;
+}
+
+void sum(Block& block) {
+    const std::size_t first = block.at % kPage;
+    const std::size_t head = std::min(first == 0 ? 0 : kPage - first, block.nbytes);
+    const std::size_t whole = (block.nbytes - head) / kPage;
+    const std::size_t tail = block.nbytes - head - whole * kPage;
+    const char* data = block.data;
+    block.crc = 0;
+    block.pages.resize((head > 0) + whole + (tail > 0));
+    std::uint32_t* remainders = block.pages.data();
+    if (head > 0) {
+        block.crc = *remainders++ = crc32c_raw(data, head);
+        data += head;
+    }
+    crc32c_raw_pages(data, whole, remainders);
+    for (std::size_t page = 0; page < whole; ++page) {
+        block.crc = crc32c_past_page(block.crc) ^ *remainders++;
+    }
+    if (tail > 0) {
+        *remainders = crc32c_raw(data + whole * kPage, tail);
+        block.crc = crc32c_shifted(block.crc, tail) ^ *remainders;
+    }
 }
 
 Next advance(Block& block, long result) {

@@ -37,7 +37,8 @@ struct Piece {
     std::size_t nbytes;
 };
 
-// Checksum options of a request: compute the CRC-32C, and compare it with an expected one.
+// Checksum options of a request: compute the CRC-32C, of the whole and of each page, and compare
+// that of the whole with an expected one.
 struct Checksum {
     bool wanted = false;
     std::optional<std::uint32_t> expected;
@@ -63,12 +64,18 @@ struct Block {
     std::size_t nbytes;
     std::size_t piece;
     std::size_t behind;  // bytes of the request after this block
+    std::size_t at;      // bytes from the page in which the request begins to this block
     int buffered;        // the descriptor for bytes that O_DIRECT refuses
     std::uint64_t started_ns = 0;
     std::uint64_t took_ns = 0;
+    // By `sum`: the remainder of the block, and those of its parts of pages of the request.
     std::uint32_t crc = 0;
+    std::vector<std::uint32_t> pages{};
     int error = 0;
 };
+
+// Computes the remainders of a block's bytes. Any thread may call it, for a block of its own.
+void sum(Block& block);
 
 // A read or write, shared by the queue and the threads that wait for it. The queue owns the memory
 // until the request is `done`.
@@ -87,6 +94,9 @@ class Request {
 
     // Valid once `done` without an error, if a checksum was requested.
     [[nodiscard]] std::uint32_t crc() const { return crc_; }
+    // The same of each page of which the request has bytes, or of those of its bytes. Pages are
+    // counted from the one of the file in which the first piece begins.
+    [[nodiscard]] const std::vector<std::uint32_t>& page_crcs() const { return page_crcs_; }
 
     [[nodiscard]] Operation operation() const { return operation_; }
     [[nodiscard]] Priority priority() const { return priority_; }
@@ -111,6 +121,11 @@ class Request {
   private:
     void skip_empty();
     void compare();
+    // Bytes from the page in which the request begins to the first byte, and to the end.
+    [[nodiscard]] std::size_t first() const {
+        return pieces_.empty() ? 0 : pieces_[0].offset % kPage;
+    }
+    [[nodiscard]] std::size_t end() const { return first() + nbytes_; }
 
     const Operation operation_;
     const Priority priority_;
@@ -119,10 +134,12 @@ class Request {
     std::size_t piece_ = 0;   // where the next block is cut:
     std::size_t start_ = 0;   // this many bytes into that piece,
     std::size_t behind_ = 0;  // with this many bytes not yet cut
+    std::size_t nbytes_ = 0;  // all bytes
     std::size_t cut_ = 0;     // blocks in flight
     std::size_t failed_piece_ = 0;
     int error_ = 0;
     std::uint32_t crc_ = 0;
+    std::vector<std::uint32_t> page_crcs_;
     std::atomic<bool> done_{false};
     std::mutex mutex_;
     std::condition_variable finished_;

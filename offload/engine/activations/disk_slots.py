@@ -75,7 +75,10 @@ class DiskSlots:
         while True:
             sizes = dict.fromkeys(range(count), size)
             try:
-                file = SpillFile(self._paths, sizes, self._queue, self._written, what="inputs of checkpointed units")
+                what = "inputs of checkpointed units"
+                file = SpillFile(
+                    self._paths, sizes, self._queue, self._written, what=what, title=f"{what} in slot {{}}".format
+                )
                 break
             except StoreError:
                 if count == 1:

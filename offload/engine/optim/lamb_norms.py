@@ -132,8 +132,7 @@ def _read(shards: LocalShards, chunk: _Chunk, state: State, memory: memoryview) 
     first = shards.mode.part(state, chunk.start, chunk.stop).start * shards.mode.states[state].itemsize
     resident = shards.resident_of(chunk.unit, state)
     if resident is None:
-        # Checksums are compared only if a partition is read from end to end, in order.
-        return shards.read(chunk.unit, state, first, memory, compare=False)
+        return shards.read(chunk.unit, state, first, memory)
     part = resident.tensor.view(torch.uint8)[first : first + len(memory)]
     shards.device.copy(torch.frombuffer(memory, dtype=torch.uint8), part)
     return []

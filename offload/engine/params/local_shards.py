@@ -122,7 +122,7 @@ class LocalShards:
             state: state whose partition is read.
             start: first byte within the partition.
             buffer: destination, on the host.
-            compare: True to compare the bytes with their checksums, for a reader in order; see `Store.read`.
+            compare: False if the caller compares the bytes itself; see `Store.read`.
 
         Returns:
             Futures to wait for before `buffer` is read; none if the partition was copied from memory at once.

@@ -159,7 +159,14 @@ def _spill(
     }
     nbytes = {unit: parts.nbytes[unit][State.GRAD] for unit in unit_windows}
     # Gradients do not outlive a step, so their file is never committed.
-    scratch = SpillFile(plan.config.drives, nbytes, queue, written, spans)
+    scratch = SpillFile(
+        plan.config.drives,
+        nbytes,
+        queue,
+        written,
+        spans,
+        title=lambda unit: f"the gradient of {plan.layouts[unit].name or 'the root'}",
+    )
     # A receiving thread adds gradients beside the backward, so that its waits are none of the model's.
     timeline = pager.table.timeline if plan.device.host_addressable else OFF
     return DiskSpill(

@@ -112,6 +112,10 @@ class Unchanged:
         """Returns the CRC-32C of the bytes read."""
         return self._future.crc32c()
 
+    def page_crcs(self) -> bytes:
+        """Returns the CRC-32C of the bytes read in each page."""
+        return self._future.page_crcs()
+
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
         """Calls `function` with the request of the queue once the read has ended."""
         self._future.add_done_callback(function)

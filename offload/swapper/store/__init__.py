@@ -30,14 +30,15 @@ files for other programs.
 | `verify.py` | the comparison of all data of a commit |
 | `inspection.py` | a rank's folder from outside: contents and damage |
 | `runs.py` | a run's folder from outside: status, removal |
-| `spill_file.py` | files without a name for gradients |
+| `spill_file.py` | files without a name for gradients and inputs, whose reads are compared too |
 | `write_counts.py` | bytes written to each drive over the life of the run |
 | `drive_spans.py` | requests and commits on the timeline |
 | `format/commit_record.py` | the commit record, 4096 bytes |
 | `format/blob.py` | everything else that belongs to a step |
 | `format/manifest.py` | the place of each slot; the comparison of two stores |
-| `format/checksums.py` | checksums of byte ranges, and reads compared with them |
-| `format/checksum_table.py` | the checksums of the newest slots, and the ranges that were not compared yet |
+| `format/checksums.py` | checksums of byte ranges, as a blob contains them; reads in order compared with them |
+| `format/page_sums.py` | checksums of the pages of a slot, in memory, with which each read of a run is compared |
+| `format/checksum_table.py` | both kinds of checksums of the newest slots |
 | `format/run_notes.py` | finished.json, closed.json and suspect |
 | `format/undo.py` | slots that an edit on a grid has overwritten |
 """

@@ -1,16 +1,23 @@
-"""Requests of a store to an I/O queue: for bytes in several extents, and reads that are compared with checksums."""
+"""Requests of a store to an I/O queue: for bytes in several extents, and reads that are compared with checksums.
+
+`CheckedRead` is a read of a live run, of any bytes; `Compared` one of an export, which goes through a file in order.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from offload.aio import DirectFile, File, StripedFile
+from offload.aio import DirectFile, File, StripedFile, aligned_empty, crc32c_joined
 from offload.aio.file import Piece
 from offload.aio.protocols import Future
 from offload.errors import IoError
+from offload.notices import announce
+from offload.sizes import MIB, PAGE
+from offload.swapper.store.format.checksums import ChecksumRange, sum_of
 from offload.swapper.store.format.manifest import Extent, Extents
+from offload.swapper.store.format.page_sums import PageSums
 from offload.swapper.store.rank_folder import clone_range
 
 
@@ -83,8 +90,11 @@ def clone_extents(file: StripedFile, extents: Sequence[Extent], descriptor: int,
     return True
 
 
+_CHUNK_NBYTES = 8 * MIB
+
+
 class Compared:
-    """A read whose bytes are compared with their checksum by the first `wait`. Every `wait` has that outcome."""
+    """A read in order that `compare` compares in the first `wait`. Every `wait` has that outcome."""
 
     def __init__(self, future: Future, compare: Callable[[int, int], None]) -> None:
         self._future, self._compare = future, compare
@@ -111,12 +121,134 @@ class Compared:
             raise self._damage
         return nbytes
 
+
+class CheckedRead:
+    """A read of a live run: the first `wait` compares its bytes with their checksums. Every `wait` has that outcome.
+
+    Bytes that differ are read once more, since a fault on their way from the drive leaves those on the drive right.
+    """
+
+    def __init__(
+        self,
+        sums: PageSums,
+        start: int,
+        buffer: memoryview,
+        submit: Callable[[int, memoryview], Future],
+        damaged: Callable[[range], IoError],
+    ) -> None:
+        """Submits the read.
+
+        Args:
+            sums: The checksums of the newest bytes. Those of a later write are in another object, or written by it.
+            start: The first byte, as `sums` counts.
+            buffer: Receives the bytes; it belongs to the caller and must live until the future is done.
+            submit: Starts to read from a byte offset into a buffer, with checksums.
+            damaged: Returns the error for damaged bytes.
+        """
+        self._sums, self._start, self._damaged = sums, start, damaged
+        self._source: tuple[memoryview, Callable[[int, memoryview], Future]] | None = buffer, submit
+        self._future = submit(start, buffer)
+        self._pages = self._read_pages(len(buffer), submit)
+        # Two threads may wait for one read: only one comparison is made.
+        self._lock = threading.Lock()
+        self._damage: IoError | None = None
+
+    def done(self) -> bool:
+        """Returns True if the read has ended; the bytes may not be compared yet."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the read, compares its bytes, and returns their number; raises `IoError` if they are damaged."""
+        nbytes = self._future.wait(timeout)
+        with self._lock:
+            if self._source is not None:
+                self._compare(*self._source)
+                self._source, self._pages = None, {}
+        if self._damage is not None:
+            raise self._damage
+        return nbytes
+
     def crc32c(self) -> int:
         """Returns the CRC-32C of the bytes read."""
         return self._future.crc32c()
 
+    def page_crcs(self) -> bytes:
+        """Returns the CRC-32C of the bytes read in each page."""
+        return self._future.page_crcs()
+
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
         """Calls `function` with the request of the queue once the read has ended."""
-        # Not with this object: reads end in any order, on the queue's thread, and a `wait` there would compare them in
-        # that order and take the damage from the thread that uses the bytes.
+        # Not with this object: reads end on the queue's thread, and a `wait` there would take the damage from the
+        # thread that uses the bytes.
         self._future.add_done_callback(function)
+
+    def _compare(self, buffer: memoryview, submit: Callable[[int, memoryview], Future]) -> None:
+        """Compares the bytes, and reads them once more if they differ. Sets `_damage` if they differ again."""
+        damage = self._first_damage(len(buffer), submit)
+        if damage is None:
+            return
+        self._future = submit(self._start, buffer)
+        self._pages = self._read_pages(len(buffer), submit)
+        self._future.wait()
+        again = self._first_damage(len(buffer), submit)
+        error = self._damaged(damage if again is None else again)
+        if again is not None:
+            self._damage = error
+            return
+        announce(
+            f"read {error.nbytes} bytes at offset {error.offset} of {error.path} twice, since they were not those "
+            "written at first and were so the second time: training goes on with the right ones, but the drive, its "
+            "cable or the memory is failing"
+        )
+
+    def _read_pages(self, nbytes: int, submit: Callable[[int, memoryview], Future]) -> dict[int, _Page]:
+        """Starts to read whole pages of which the request is for a part that has no checksum of its own."""
+        pages = {}
+        for each in self._sums.pages_to_read(self._start, nbytes):
+            memory = aligned_empty(len(each))
+            pages[each.start // PAGE] = _Page(memory, submit(each.start, memory))
+        return pages
+
+    def _first_damage(self, nbytes: int, submit: Callable[[int, memoryview], Future]) -> range | None:
+        """Returns the first bytes that are not those written; None if all are right."""
+        sums, start, found = self._sums, self._start, self._future.page_crcs()
+        # Read first, whatever is compared: no memory is freed while the queue writes to it.
+        memory = {number: page.memory for number, page in self._pages.items() if page.future.wait()}
+        if unproven := sums.unproven(start, nbytes):
+            expected = sum_of(unproven, start, nbytes)
+            if expected is None:
+                for each in unproven:
+                    if not self._prove(each, submit):
+                        return range(each.start, each.start + each.nbytes)
+            elif expected == self._future.crc32c():
+                sums.record(start, nbytes, found)
+                sums.mark_proven(unproven)
+                return None
+            else:
+                return range(start, start + nbytes)
+        return sums.first_damage(start, nbytes, found, memory)
+
+    def _prove(self, of: ChecksumRange, submit: Callable[[int, memoryview], Future]) -> bool:
+        """Reads a range of which only the checksum of the whole is known, for those of its pages."""
+        buffer, parts, crc = aligned_empty(min(of.nbytes, _CHUNK_NBYTES + PAGE)), list[tuple[int, int, bytes]](), 0
+        at, stop = of.start, of.start + of.nbytes
+        while at < stop:
+            nbytes = min(_CHUNK_NBYTES - at % PAGE, stop - at)  # later chunks begin with a page
+            future = submit(at, buffer[:nbytes])
+            future.wait()
+            crc = crc32c_joined(crc, future.crc32c(), nbytes)
+            parts.append((at, nbytes, future.page_crcs()))
+            at += nbytes
+        if crc != of.crc:
+            return False
+        for part in parts:
+            self._sums.record(*part)
+        self._sums.mark_proven([of])
+        return True
+
+
+class _Page(NamedTuple):
+    """A page in memory of its own, and the request that fills it."""
+
+    memory: memoryview
+    future: Future

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from offload.aio import DirectFile
@@ -14,13 +18,17 @@ from offload.sizes import align_up, format_size
 from offload.states import State
 from offload.swapper.store import Written, close_in_children
 from offload.swapper.store.drive_spans import NO_SPANS, DriveSpans
+from offload.swapper.store.format.page_sums import PageSums
+from offload.swapper.store.requests import CheckedRead
 from offload.timeline import Row, now
 
 
 class SpillFile:
     """Room on the drives for gradients of units, or other bytes by key: the bytes of each key are on one drive.
 
-    Any thread may call `read` and `write`. The caller must wait for all futures, at the latest before `close`.
+    Each read is compared with the checksums of the writes, which are in memory only; before the first write, bytes are
+    zeros. Any thread may call `read` and `write`. The caller must wait for all futures, at the latest before `close`,
+    and for a write before bytes of it are read.
     """
 
     def __init__(
@@ -31,6 +39,7 @@ class SpillFile:
         written: Written | None = None,
         spans: DriveSpans = NO_SPANS,
         what: str = "gradients that do not fit host memory",
+        title: Callable[[int], str] = "bytes of key {}".format,
     ) -> None:
         """Creates and reserves the files.
 
@@ -40,14 +49,20 @@ class SpillFile:
             queue: reads and writes the files.
             written: counts the bytes written to each drive; None for a count of its own.
             spans: records each request on the timeline, as a request for the gradient of its unit.
-            what: name of the contents, for the error.
+            what: name of the contents, for the error of missing room.
+            title: returns the name of the bytes of a key, for the error of damaged bytes.
 
         Raises:
             StoreError: if a file cannot be created, or there is not enough room.
         """
         self._queue, self._spans = queue, spans
         self._written = Written(paths) if written is None else written
+        self._title = title
         self._places: dict[int, tuple[int, int]] = {}
+        self._sums = {key: PageSums(size) for key, size in nbytes.items()}
+        self._lock = threading.Lock()
+        self._new: dict[int, list[tuple[int, Future]]] = {key: [] for key in nbytes}
+        """Start and future of each write whose checksums `_sums` does not have yet. Guarded by the lock."""
         self._files: list[DirectFile] = []
         ends = [0] * len(paths)
         for key, size in nbytes.items():
@@ -66,18 +81,48 @@ class SpillFile:
             raise
 
     def read(self, key: int, start: int, buffer: memoryview) -> Future:
-        """Starts to fill `buffer` from byte `start` of the key's bytes."""
+        """Starts to fill `buffer` from byte `start` of the key's bytes.
+
+        Returns:
+            The request. Its `wait` raises `IoError` (EBADMSG) if the bytes are not those written.
+        """
         began = now()
         drive, offset = self._places[key]
-        future = self._queue.read(self._files[drive], offset + start, buffer)
+        file = self._files[drive]
+
+        def submit(at: int, memory: memoryview) -> Future:
+            return self._queue.read(file, offset + at, memory, checksum=True)
+
+        self._record(key)
+        future: Future = CheckedRead(self._sums[key], start, buffer, submit, partial(self._damaged, key))
         return self._spans.show(Row.READS, key, State.GRAD, began, len(buffer), future)
+
+    def _record(self, key: int) -> None:
+        """Enters the checksums of all writes that have ended."""
+        with self._lock:
+            writes, self._new[key] = self._new[key], []
+            for start, future in writes:
+                if not future.done():
+                    self._new[key].append((start, future))
+                    continue
+                # Whoever waits for a write that has failed is told, and reads nothing of it.
+                with contextlib.suppress(IoError):
+                    self._sums[key].record(start, future.wait(), future.page_crcs())
+
+    def _damaged(self, key: int, damage: range) -> IoError:
+        drive, offset = self._places[key]
+        path, at = self._files[drive].path, offset + damage.start
+        return IoError(path, at, len(damage), errno.EBADMSG, f"use {self._title(key)},")
 
     def write(self, key: int, start: int, buffer: memoryview) -> Future:
         """Starts to write `buffer` at byte `start` of the key's bytes; it must not change until the future is done."""
         began = now()
         drive, offset = self._places[key]
         self._written.add(drive, len(buffer))
-        future = self._queue.write(self._files[drive], offset + start, buffer)
+        self._record(key)  # so that their number has a bound
+        future = self._queue.write(self._files[drive], offset + start, buffer, checksum=True)
+        with self._lock:
+            self._new[key].append((start, future))
         return self._spans.show(Row.WRITES, key, State.GRAD, began, len(buffer), future)
 
     def close(self) -> None:

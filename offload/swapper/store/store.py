@@ -6,7 +6,7 @@
 
 `SwapFiles` makes, opens and deletes all the files together; `Store` writes slots, blobs and records. The decisions are
 functions of other modules: `recovery` (from which commit a run resumes), `drives` (how much each drive takes),
-`format.checksum_table` (which bytes must be compared).
+`format.checksum_table` (the checksums with which reads are compared).
 
 Threads: the update worker alone calls `wrote` and `commit`; any thread may submit reads and wait for them.
 """
@@ -20,21 +20,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.aio import Priority, crc32c
+from offload.aio import Priority, aligned_empty, crc32c
 from offload.aio.protocols import Future, Queue
+from offload.aio.unanswered import aloud
 from offload.errors import IoError, StoreError
-from offload.sizes import PAGE
+from offload.sizes import MIB, PAGE
 from offload.states import State
 from offload.swapper.store import recovery
 from offload.swapper.store.drive_spans import NO_SPANS, DriveSpans
 from offload.swapper.store.format import blob
 from offload.swapper.store.format.checksum_table import ChecksumTable
-from offload.swapper.store.format.checksums import Key, Slot
+from offload.swapper.store.format.checksums import Key
 from offload.swapper.store.format.commit_record import MAX_UNITS, Record, Records, read_records, was_committed
 from offload.swapper.store.format.manifest import Manifest, StoreSpec, own_nbytes
 from offload.swapper.store.format.undo import Undo
 from offload.swapper.store.rank_folder import reserve_blobs, write_in_place
-from offload.swapper.store.requests import Compared, bytes_of, clone_extents
+from offload.swapper.store.requests import CheckedRead, bytes_of, clone_extents
 from offload.swapper.store.swap_files import SwapFiles
 from offload.swapper.store.verify import Damage, first_damage
 from offload.swapper.store.write_counts import Written
@@ -43,6 +44,11 @@ from offload.timeline import Row, now
 if TYPE_CHECKING:
     import torch
 
+_SCRUB_NBYTES = MIB // 4
+"""Bytes that a commit scrubs at least."""
+_SCRUB_S = 24 * 3600.0
+"""Seconds in which commits scrub all bytes that nothing else reads, if there is a commit now and then."""
+
 
 class Store:
     """One rank's swap files, open and locked.
@@ -50,8 +56,8 @@ class Store:
     `newest[unit]` is the slot of the newest copy. The update worker alone changes it, by `wrote`, and commits; reads
     may be submitted from any thread. The caller must wait for every future.
 
-    With two slots each write yields a checksum. Bytes that an earlier process wrote are compared with theirs when they
-    are first read. If they differ, the read that reaches the end of the checksum's range raises `IoError` (EBADMSG).
+    Each write yields checksums, with which every read of the newest slots is compared. Bytes that differ are read once
+    more; if they differ again, the `wait` of the read raises `IoError` (EBADMSG).
     """
 
     def __init__(
@@ -93,12 +99,18 @@ class Store:
         """Lines for the user about damage that `open` found and fixed or avoided."""
         self._queue, self._spans = queue, spans
         self._places = spec.places()
-        self._checked = spec.slots == 2
         self._sums = ChecksumTable()
         self._files, self._first = SwapFiles(paths, run, rank, spec, first is not None), first or 1
         self.folders = self._files.folders
         self._notes = self._files.notes
         self._commit_path = self.folders[0] / "commit"
+        self._doing = ""
+        """The part of a commit that is under way, in words."""
+        self._scrubbed: list[tuple[Key, int]] = []
+        """The slots that are left to scrub in the pass, each with the first byte; the next one is the last."""
+        self._last_scrub = time.monotonic()
+        self._read_whole: set[Key] = set()
+        """Slots that were read up to their ends since the pass began; any thread adds."""
         self._undo = Undo(self.folders[0])
 
     # -- opening ------------------------------------------------------------------------------------
@@ -122,9 +134,8 @@ class Store:
             raise
         try:
             self._files.create(run_id)
-            if self._checked:
-                self._sums.fill_zeros(self._places)
-            else:
+            self._sums.fill_zeros(self._places)
+            if self.spec.slots == 1:
                 self._notes.forget_end()
                 self._files.unlink_states()  # a run with one slot cannot be resumed
         except BaseException:
@@ -227,57 +238,87 @@ class Store:
         start: int,
         buffer: memoryview,
         priority: Priority = Priority.NORMAL,
-        compare: bool = False,
+        compare: bool = True,
     ) -> Future:
         """Submits a read that fills `buffer`. Any thread may call it.
 
-        Reads of the chunks of a slot must be submitted and waited for in order, so that all bytes can be compared. A
-        unit must not be read while `wrote` changes its newest slot.
+        A unit must not be read while `wrote` changes its newest slot.
 
         Args:
             unit: The unit.
             state: The state of the unit.
-            slot: The slot, 0 or 1.
+            slot: The slot, 0 or 1. Bytes of the newest one are compared with their checksums.
             start: The first byte, from the start of the slot.
             buffer: Receives the bytes; it belongs to the caller and must live until the future is done.
             priority: The priority in the queue.
-            compare: True to compare also bytes that this process has written or compared before.
+            compare: False if the caller compares the bytes with `sum_of`.
 
         Returns:
             The request. Its `wait` raises `IoError` (EBADMSG) if the bytes are damaged.
         """
         began = now()
-        place = self._places[unit][state][slot]
-        assert start + len(buffer) <= place.nbytes
-        key = (unit, state)
-        # The checksums at submission: an update may replace them before the read is waited for. They are taken before
-        # the question whether they are proven, so that the answer never concerns older ones than those.
-        expected = self._sums.slot(key) if self._checked else ()
-        unproven = not self._sums.is_proven(key)
-        checked = slot == self.newest[unit] and ((compare and self._checked) or unproven)
-        file, offset = bytes_of(self._files.states, place, start, len(buffer))
-        future: Future = self._queue.read(file, offset, buffer, priority=priority, checksum=checked)
-        if checked:
-            future = Compared(future, partial(self._compare, key, slot, expected, start))
+        if start + len(buffer) == self._places[unit][state][slot].nbytes:
+            self._read_whole.add((unit, state))
+        future = self._read(unit, state, slot, start, buffer, priority, compare)
         return self._spans.show(Row.READS, unit, state, began, len(buffer), future)
 
-    def _compare(self, key: Key, slot: int, expected: Slot, start: int, nbytes: int, crc: int) -> None:
-        """Raises `IoError` if bytes that were read are damaged. The thread that waits for the read calls it."""
-        if self._sums.compare(key, expected, start, nbytes, crc):
-            return
-        unit, state = key
+    def _read(
+        self, unit: int, state: State, slot: int, start: int, buffer: memoryview, priority: Priority, compare: bool
+    ) -> Future:
+        place = self._places[unit][state][slot]
+        assert start + len(buffer) <= place.nbytes
+
+        def submit(at: int, memory: memoryview) -> Future:
+            file, offset = bytes_of(self._files.states, place, at, len(memory))
+            return self._queue.read(file, offset, memory, priority=priority, checksum=True)
+
+        # The checksums at submission: an update may replace them before the read is waited for.
+        pages = self._sums.pages((unit, state))
+        if compare and slot == self.newest[unit]:
+            return CheckedRead(pages, start, buffer, submit, partial(self._damaged, unit, state, slot))
+        return submit(start, buffer)
+
+    def _damaged(self, unit: int, state: State, slot: int, damage: range) -> IoError:
+        """Returns the error for bytes of a slot that are not those written, with their place on the drive."""
         self._notes.mark_suspect()
-        raise IoError(
-            self._files.states.path,
-            self._places[unit][state][slot].offset(start),
-            nbytes,
-            errno.EBADMSG,
-            f"use {state.value} of {self.spec.title(unit)}, slot {'AB'[slot]},",
-        )
+        place = self._places[unit][state][slot]
+        file, offset = bytes_of(self._files.states, place, damage.start, len(damage))
+        first = file.pieces(offset, len(damage))[0]
+        operation = f"use {state.value} of {self.spec.title(unit)}, slot {'AB'[slot]},"
+        return IoError(first.owner.path, first.offset, first.nbytes, errno.EBADMSG, operation)
+
+    def _scrub(self) -> None:
+        """Reads on in slots that nothing has read, so that damage of what memory has too is noticed within a day.
+
+        These are weights of a cache and states that tiers above DISK contain. Few bytes are read at each commit.
+
+        Raises:
+            IoError: If bytes are damaged (EBADMSG), or cannot be read.
+        """
+        before, self._last_scrub = self._last_scrub, time.monotonic()
+        left = max(_SCRUB_NBYTES, int(self.spec.nbytes * (self._last_scrub - before) / _SCRUB_S))
+        if not self._scrubbed:
+            keys = [(unit, state) for unit, row in enumerate(self._places) for state in row]
+            self._scrubbed = [(key, 0) for key in reversed(keys) if key not in self._read_whole]
+            self._read_whole = set()
+        buffer = aligned_empty(_SCRUB_NBYTES) if self._scrubbed else memoryview(b"")
+        while self._scrubbed and left > 0:
+            (unit, state), start = self._scrubbed.pop()
+            slot = self.newest[unit]
+            stop = min(self._places[unit][state][slot].nbytes, start + min(left, len(buffer)))
+            if (unit, state) in self._read_whole:
+                continue
+            if stop < self._places[unit][state][slot].nbytes:
+                self._scrubbed.append(((unit, state), stop))
+            self._read(unit, state, slot, start, buffer[: stop - start], Priority.BACKGROUND, compare=True).wait()
+            left -= stop - start
 
     def sum_of(self, unit: int, state: State, nbytes: int) -> int | None:
-        """Returns the CRC-32C of the first `nbytes` of the newest slot; None if no checksum ends there."""
-        return self._sums.sum_of((unit, state), nbytes) if self._checked else None
+        """Returns the CRC-32C of the first `nbytes` of the newest slot; None if no checksum ends there.
+
+        A store with one slot has none: its bytes change in place, so no other file shares them.
+        """
+        return self._sums.sum_of((unit, state), nbytes) if self.spec.slots == 2 else None
 
     def clone(self, unit: int, state: State, nbytes: int, descriptor: int, offset: int) -> bool:
         """Lets another file share the first `nbytes` of the newest slot, without a copy.
@@ -315,7 +356,7 @@ class Store:
             for drive, _, count in self._files.states.layout.places(offset, nbytes):
                 self.written.add(drive, count)
         file, offset = bytes_of(self._files.states, place, start, len(buffer))
-        future = self._queue.write(file, offset, buffer, priority=Priority.BACKGROUND, checksum=self._checked)
+        future = self._queue.write(file, offset, buffer, priority=Priority.BACKGROUND, checksum=True)
         return self._spans.show(Row.WRITES, unit, state, began, len(buffer), future)
 
     def set_aside(self, unit: int) -> None:
@@ -341,9 +382,8 @@ class Store:
             written: For each state that is kept, the start and the ended future of each write. The writes of a state
                 have no gaps and begin at byte 0. Frozen weights behind the last write keep their checksums.
         """
-        if self._checked:
-            for state, writes in written.items():
-                self._sums.replace((unit, state), writes, own_nbytes(self._places[unit][state]))
+        for state, writes in written.items():
+            self._sums.replace((unit, state), writes, own_nbytes(self._places[unit][state]))
         self.newest[unit] = slot
 
     # -- commits ------------------------------------------------------------------------------------
@@ -355,13 +395,16 @@ class Store:
             step: The optimizer step that is committed. A step may be committed again, after an edit of weights.
             contents: Everything else that belongs to the step, by name. The blob stores a copy.
         """
-        with self._spans.commit(step):
+        self._scrub()
+        self._doing = f"fdatasync of {self._files.states.path}"
+        with self._spans.commit(step), aloud(lambda: f"commit of step {step} to {self.folders[0]}, {self._doing}"):
             self._commit(step, contents)
 
     def _commit(self, step: int, contents: Mapping[str, torch.Tensor]) -> None:
         # The order is the protocol: data, blob and record are each durable before the next is written, so a record
         # that is found never names bytes that a power cut has lost. Record and blob alternate between two places.
         self._files.sync()
+        self._doing = "write of its blob and its record"
         which = 0 if self.durable is None else 1 - self.durable.blob
         data = blob.pack(contents, self._sums.pack(), self._files.manifest.packed, self.written.pack())
         reserve_blobs(self.folders[0], len(data) + self._sums.growth_nbytes(self._places))

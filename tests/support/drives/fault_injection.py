@@ -37,6 +37,9 @@ class _Late:
     def crc32c(self) -> int:
         return self._future.result().crc32c()
 
+    def page_crcs(self) -> bytes:
+        return self._future.result().page_crcs()
+
     def add_done_callback(self, function: Callable[[_Late], object]) -> None:
         self._future.add_done_callback(lambda _: function(self))
 

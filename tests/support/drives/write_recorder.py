@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from offload.aio import File, IoFuture, IoQueue, crc32c
+from offload.sizes import PAGE
 from tests.support.drives.power_cut import IGNORED, Disk, Event, take
 
 # -- writing down what is done ------------------------------------------------------------------------
@@ -202,6 +205,9 @@ class _Ending:
     def crc32c(self) -> int:
         return self._future.crc32c()
 
+    def page_crcs(self) -> bytes:
+        return self._future.page_crcs()
+
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
         self._future.add_done_callback(lambda _: function(self))
 
@@ -227,11 +233,18 @@ class RecordingQueue:
         return _Ending(future, self._recorder, numbers)
 
 
-class _Done:
+def page_crcs(data: memoryview | bytes, offset: int) -> bytes:
+    """Returns what `Future.page_crcs` returns of a request for `data` at `offset`."""
+    first = PAGE - offset % PAGE
+    cuts = [0, *range(first, len(data), PAGE), len(data)] if data else []
+    return b"".join(crc32c(data[start:stop]).to_bytes(4, sys.byteorder) for start, stop in itertools.pairwise(cuts))
+
+
+class Done:
     """A request that has ended at its submission."""
 
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
+    def __init__(self, data: memoryview, offset: int) -> None:
+        self._data, self._offset = data, offset
 
     def done(self) -> bool:
         return True
@@ -242,6 +255,9 @@ class _Done:
     def crc32c(self) -> int:
         return crc32c(self._data)
 
+    def page_crcs(self) -> bytes:
+        return page_crcs(self._data, self._offset)
+
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
         function(self)
 
@@ -249,17 +265,17 @@ class _Done:
 class PlainQueue:
     """A queue of plain calls, for thousands of tiny requests one after the other."""
 
-    def read(self, file: File, offset: int, buffer: memoryview, **_: Any) -> _Done:
+    def read(self, file: File, offset: int, buffer: memoryview, **_: Any) -> Done:
         at = 0
         for piece in file.pieces(offset, len(buffer)):
             part = buffer[at : at + piece.nbytes]
             assert os.preadv(piece.buffered, [part], piece.offset) == piece.nbytes
             at += piece.nbytes
-        return _Done(buffer)
+        return Done(buffer, offset)
 
-    def write(self, file: File, offset: int, buffer: memoryview, **_: Any) -> _Done:
+    def write(self, file: File, offset: int, buffer: memoryview, **_: Any) -> Done:
         at = 0
         for piece in file.pieces(offset, len(buffer)):
             assert os.pwrite(piece.buffered, buffer[at : at + piece.nbytes], piece.offset) == piece.nbytes
             at += piece.nbytes
-        return _Done(buffer)
+        return Done(buffer, offset)

@@ -1,11 +1,7 @@
-"""The checksums of a store's newest slots, and the byte ranges that were not compared yet.
+"""The checksums of a store's newest slots: those that a commit contains, and those of pages for every read.
 
-Three sources of bytes need no comparison with the table: slots that this process wrote, ranges that it compared before,
-and slots that were never written. All else was written by an earlier process and is compared when it is first read.
-
-Threads: the update worker alone replaces checksums. Threads that wait for reads mark ranges as proven. Each change is
-one assignment or one deletion of a dictionary's entry. Two threads that prove ranges of one slot at a time may lose one
-of the marks; then that range is compared once more.
+Threads: the update worker alone replaces checksums, each by one assignment. Any thread takes those of a slot when it
+submits a read, and compares the bytes with them, whatever is written meanwhile.
 """
 
 from __future__ import annotations
@@ -17,8 +13,9 @@ from offload.aio.protocols import Future
 from offload.sizes import MIB
 from offload.states import State
 from offload.swapper.store.format import checksums as sums
-from offload.swapper.store.format.checksums import ChecksumRange, Key, Passages, Slot
+from offload.swapper.store.format.checksums import ChecksumRange, Key, Slot
 from offload.swapper.store.format.manifest import Extents
+from offload.swapper.store.format.page_sums import PageSums
 
 if TYPE_CHECKING:
     import torch
@@ -32,9 +29,7 @@ class ChecksumTable:
 
     def __init__(self) -> None:
         self._slots: dict[Key, Slot] = {}
-        self._passages = Passages()
-        self._unproven: dict[Key, set[int]] = {}
-        """Starts of the byte ranges that this process has neither written nor compared. No key has an empty set."""
+        self._pages: dict[Key, PageSums] = {}
 
     def fill_zeros(self, places: Sequence[Mapping[State, Sequence[Extents]]]) -> None:
         """Enters the checksums of slots that were never written.
@@ -44,11 +39,12 @@ class ChecksumTable:
         """
         for unit, row in enumerate(places):
             self._slots |= {(unit, state): sums.of_zeros(slots[0]) for state, slots in row.items()}
+            self._pages |= {(unit, state): PageSums(slots[0].nbytes) for state, slots in row.items()}
 
     def load(self, rows: bytes) -> None:
-        """Replaces the table by the packed table of a commit. None of the slots is proven."""
+        """Replaces the table by the packed table of a commit."""
         self._slots = sums.unpack(rows)
-        self._unproven = {key: {each.start for each in ranges} for key, ranges in self._slots.items()}
+        self._pages = {key: PageSums(sum(slot[-1][:2]), slot) for key, slot in self._slots.items()}
 
     def pack(self) -> torch.Tensor:
         """Returns the table as a blob stores it, int64 of shape (checksums, 5)."""
@@ -66,17 +62,13 @@ class ChecksumTable:
         most = sum(map(_max_checksums, sizes))
         return sums.ROW_NBYTES * max(0, most - sum(map(len, self._slots.values())))
 
-    def slot(self, key: Key) -> Slot:
-        """Returns the checksums of the newest slot. The tuple never changes; an update replaces the tuple."""
-        return self._slots[key]
+    def pages(self, key: Key) -> PageSums:
+        """Returns the checksums of the newest slot's pages. An update replaces the object."""
+        return self._pages[key]
 
     def sum_of(self, key: Key, nbytes: int) -> int | None:
         """Returns the CRC-32C of the first `nbytes` of the newest slot; None if no checksum ends there."""
         return sums.sum_of(self._slots[key], 0, nbytes)
-
-    def is_proven(self, key: Key) -> bool:
-        """Returns True if this process wrote or compared all of the newest slot."""
-        return key not in self._unproven
 
     def replace(self, key: Key, writes: Sequence[tuple[int, Future]], own_nbytes: int) -> None:
         """Enters the checksums of the writes to a slot. Frozen weights behind the last write keep theirs.
@@ -87,38 +79,12 @@ class ChecksumTable:
             own_nbytes: The bytes at the start of the slot that updates write. No checksum covers some of these
                 and some behind them, since an update would replace it.
         """
+        self._pages[key] = self._pages[key].renewed([(at, each.wait(), each.page_crcs()) for at, each in writes])
         new = [ChecksumRange(start, future.wait(), future.crc32c()) for start, future in writes]
         if len(new) > _max_checksums(new[-1].start + new[-1].nbytes):  # tiny tiles: sub_group_size
             own = sum(each.start < own_nbytes for each in new)
             new = [each for part in (new[:own], new[own:]) for each in sums.joined(part, _MIN_CHECKSUM_NBYTES)]
         self._slots[key] = sums.renewed(self._slots[key], new)
-        self._prove(key, range(new[-1].start + new[-1].nbytes))
-
-    def compare(self, key: Key, slot: Slot, start: int, nbytes: int, crc: int) -> bool:
-        """Compares bytes that were read with their checksums; returns False if they are damaged.
-
-        If a read ends inside of a checksum's range, its last bytes count as intact until a later read reaches the end
-        of the range.
-
-        Args:
-            key: The unit and the state.
-            slot: The checksums at the moment when the read was submitted.
-            start: The first byte that was read, from the start of the slot.
-            nbytes: The bytes that were read.
-            crc: The CRC-32C of the bytes that were read.
-        """
-        right, compared = self._passages.compare(key, slot, start, nbytes, crc)
-        if right:
-            self._prove(key, compared)
-        return right
-
-    def _prove(self, key: Key, proven: range) -> None:
-        """Removes the byte ranges that start in `proven` from those that must be compared."""
-        left = {start for start in self._unproven.get(key, ()) if start not in proven}
-        if left:
-            self._unproven[key] = left
-        else:
-            self._unproven.pop(key, None)
 
 
 def _max_checksums(nbytes: int) -> int:

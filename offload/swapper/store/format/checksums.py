@@ -1,8 +1,8 @@
 """Checksums of slots: a CRC-32C for each checksum range, the bytes written by one request or by a few small ones.
 
-An update writes a partition tile by tile, so most ranges are tiles. A later process may read in tiles of another size,
-or everything at once. The checksums of two neighbours can be joined to the checksum of both, so the bytes read are
-compared as soon as they reach a border between two ranges.
+An update writes a partition tile by tile, so most ranges are tiles. A blob contains these checksums; a live run
+compares its reads with finer ones (`page_sums`). An export reads everything in order, in chunks of another size: the
+checksums of two neighbours can be joined to that of both, so bytes are compared as soon as they reach a border.
 """
 
 from __future__ import annotations

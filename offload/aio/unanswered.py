@@ -1,0 +1,57 @@
+"""Lines for the user about a drive that does not answer: a hung NFS server, a frozen file system, an SSD that dies.
+
+Whoever waits for a request of the queue waits with a limit, and says so when the limit has passed. A system call such
+as fdatasync has no limit, so another thread speaks while it lasts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from offload.notices import announce
+
+NOTICE_S = 30.0
+"""Seconds without an answer before the first line."""
+AGAIN_S = 60.0
+"""Seconds between two lines."""
+
+
+def wait_aloud(ended: Callable[[float], bool], request: Callable[[], str]) -> None:
+    """Waits until a request has ended, with a line after 30 s and every minute from then on.
+
+    Args:
+        ended: waits for the request at most this number of seconds; returns True if it has ended.
+        request: returns the name of the request, with its file. Called for a line only.
+    """
+    began = time.monotonic()
+    if ended(NOTICE_S):
+        return
+    while True:
+        announce(
+            f"the drive has not answered for {time.monotonic() - began:.0f} s: {request()}; the run waits, and goes on "
+            "when the drive answers: look at the drive, its file system and its server (dmesg)"
+        )
+        if ended(AGAIN_S):
+            return
+
+
+@contextlib.contextmanager
+def aloud(request: Callable[[], str]) -> Iterator[None]:
+    """Says on another thread that a system call in the context has not ended, as `wait_aloud` does.
+
+    Costs the start of a thread, so it belongs around calls that wait for a drive anyway, several together.
+
+    Args:
+        request: returns the name of the call that is under way, with its file. Called on the other thread.
+    """
+    over = threading.Event()
+    thread = threading.Thread(target=wait_aloud, args=(over.wait, request), name="offload-unanswered", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()  # ends at once: it waits for nothing but `over`
