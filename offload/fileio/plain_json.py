@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from offload.errors import UsageError
+from offload.errors import StoreError, UsageError
 
 _MARK = "\0"  # begins the reserved keys of values that JSON cannot express
 _DEPTH = 100
@@ -94,13 +94,27 @@ def _check_digits(value: Any, name: str) -> None:
 
 
 def from_plain(value: Any) -> Any:
-    """Returns a copy of the value that `to_plain` received."""
+    """Returns a copy of the value that `to_plain` received.
+
+    Raises:
+        StoreError: If `to_plain` makes no such value, as one from a file of somebody else may be.
+    """
+    try:
+        return _decode(value)
+    except (ArithmeticError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise StoreError(
+            f"a saved state is damaged, or made up: {type(error).__name__}: {error}; go back to another checkpoint"
+        ) from error
+
+
+def _decode(value: Any) -> Any:
+    """Returns what `from_plain` does; raises almost any error for other values."""
     for name, make in ((f"{_MARK}tuple", tuple), (f"{_MARK}dict", _as_dict), (f"{_MARK}counter", _as_counter)):
         if isinstance(value, dict) and name in value:
-            return make(from_plain(value[name]))
+            return make(_decode(value[name]))
     if isinstance(value, dict) and f"{_MARK}tensor" in value:
         return _as_tensor(*value[f"{_MARK}tensor"])
-    return _unmarked(value, from_plain)
+    return _unmarked(value, _decode)
 
 
 def mark_floats(value: Any) -> Any:
@@ -140,5 +154,7 @@ def _as_counter(pairs: list[list[Any]]) -> Counter[Any]:
 
 def _as_tensor(dtype: str, shape: list[int], encoded: str) -> torch.Tensor:
     """Returns the tensor of a dtype's name, a shape and its bytes in base 64."""
+    if len(encoded) > 2 * _TENSOR_NBYTES or not isinstance(getattr(torch, dtype), torch.dtype):
+        raise ValueError(f"a tensor of {dtype} has {len(encoded)} characters, expected at most {2 * _TENSOR_NBYTES}")
     content = torch.tensor(list(base64.b64decode(encoded)), dtype=torch.uint8)
     return content.view(getattr(torch, dtype)).view(shape)

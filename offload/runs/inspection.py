@@ -5,7 +5,6 @@ Inspection holds no lock for longer than a moment, and changes nothing.
 
 from __future__ import annotations
 
-import json
 import math
 import stat
 import time
@@ -22,15 +21,18 @@ from offload.engine.checkpoint.files import (
     is_checkpoint,
     may_be_checkpoint,
     read_manifest,
+    read_text,
     refuse_rank,
     wrong_files,
 )
 from offload.errors import StoreError
+from offload.records import read
 from offload.runs.own_checkpoint import of_trainer
 from offload.swapper.store import rank_folders
 from offload.swapper.store.format.run_notes import FINISHED
 from offload.swapper.store.inspection import Commit, Found, Wrong, allocated_nbytes, is_rank, is_run, leftovers, look
-from offload.swapper.store.rank_folder import holder
+from offload.swapper.store.rank_folder import holder, read_whole
+from offload.swapper.store.runs import NOTE
 
 
 def inspect(path: Path) -> dict[str, Any]:
@@ -115,13 +117,21 @@ def _checkpoints(path: Path, saved: Sequence[Path]) -> dict[str, Any]:
     goes, returns = leftovers_of_saves(path)
     return {
         "path": str(path),
-        "latest": latest.read_text(errors="replace").strip() if latest.is_file() else None,
+        "latest": _tag_in(latest),
         # A checkpoint whose manifest cannot be read has neither step nor date, and is listed first.
         "checkpoints": sorted(found, key=lambda each: (each["epoch"] or 0, each["created"] or "")),
         "saved_to_by": saver(path),
         "leftovers": [str(each) for each in goes],
         "set_aside": [str(each) for each in returns],
     }
+
+
+def _tag_in(latest: Path) -> str | None:
+    """Returns the tag in the file `latest`; None if there is none that can be read."""
+    try:
+        return read_text(latest).strip()
+    except (OSError, ValueError):
+        return None
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
@@ -235,26 +245,26 @@ def _drive(folder: Path) -> dict[str, Any]:
     states = folder / "states"
     return {
         "path": str(folder),
-        "states_bytes": states.stat().st_size if states.is_file() else None,
+        "states_bytes": states.lstat().st_size if states.is_file() and not states.is_symlink() else None,
         "allocated_bytes": allocated_nbytes([folder]),
     }
 
 
 def _finished(path: Path) -> dict[str, Any] | None:
     """Returns the note that a finished run has left, {} if the note cannot be read, or None if there is none."""
-    if not path.is_file():
-        return None
     try:
-        note = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        note: dict[str, Any] = read(read_whole(path), NOTE)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError):
         return {}
-    return note if isinstance(note, dict) else {}
+    return note
 
 
 def _size_of(path: Path) -> int:
     """Returns the bytes of a file; 0 for anything else, and for a file that was deleted meanwhile."""
     try:
-        found = path.stat()
+        found = path.lstat()
     except FileNotFoundError:
         return 0
     return found.st_size if stat.S_ISREG(found.st_mode) else 0

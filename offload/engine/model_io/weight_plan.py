@@ -14,10 +14,10 @@ from offload.engine.model_io.weight_source import Source
 from offload.errors import ConfigError
 from offload.fileio.safetensors_stream import Tensor, shard
 from offload.fileio.safetensors_stream import plan as plan_file
-from offload.layout.fingerprint import described_layouts
+from offload.layout.fingerprint import described_layouts, described_mode
 from offload.layout.flat_layout import UnitLayout
 from offload.sizes import parse_size
-from offload.swapper.modes import DTYPES, MODES, Mode
+from offload.swapper.modes import DTYPES, Mode
 
 
 class Place(NamedTuple):
@@ -93,7 +93,7 @@ def make_plan(
         ConfigError: If weights cannot be saved in `dtype`.
     """
     layouts = described_layouts(source.description)
-    mode = MODES[source.description["mode"]]
+    mode = described_mode(source.description)
     wanted = check_dtype(dtype) or mode.weight_dtype
     frozen = frozen and source.frozen
     tied: Mapping[str, str] = source.about.get("tied", {})

@@ -9,21 +9,43 @@ import contextlib
 import json
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from offload.errors import ConfigError, UsageError
+from offload.errors import ConfigError, StoreError, UsageError
 from offload.fileio.plain_json import mark_floats, to_plain, unmark_floats
+from offload.layout.flat_layout import UnitLayout
+from offload.records import anything, fields, maybe, parse, rows, table, text, whole
 
 DECOUPLED = "decoupled weight decay"
 """Name of the setting of each group that tells AdamW from Adam."""
 _FACTS = "facts"
 _BUFFER = "buffer."
 _RNG = "rng."
+_OF_A_GROUP = rows(table(anything))
+_FACTS_OF_STEP = fields(
+    {
+        "global_steps": whole(),
+        "skipped_steps": whole(),
+        "micro_steps": whole(),
+        "global_samples": whole(),
+        "parameter_steps": rows(rows(whole())),
+        "scheduler": anything,
+        "loss_scale": maybe(table(anything)),
+        "client_state": anything,
+        "registered": rows(fields({"type": text(), "state": anything})),
+        "data": maybe(fields({"epoch": whole(), "batch": whole(), "samples": whole(), "samples_of_a_batch": whole(1)})),
+        "groups": _OF_A_GROUP,
+        "configured": _OF_A_GROUP,
+        "settings": table(anything),
+    },
+    {"members": rows(rows(text()))},
+)
+"""What the facts must be, whoever has written them; a checksum does not tell."""
 _ADVICE = (
     "each commit holds the schedule's state, which may be None, booleans, numbers, strings, and lists, tuples and "
     "dicts of them. Let its state_dict() return such values, or do not pass it to initialize: step the schedule after "
@@ -56,12 +78,27 @@ class Snapshot(NamedTuple):
 
     @classmethod
     def unpack(cls, contents: Mapping[str, torch.Tensor]) -> Snapshot:
-        """Returns the snapshot that `pack` has packed."""
+        """Returns the snapshot that `pack` has packed; raises `StoreError` for anything else."""
         tensors = dict(contents)
-        facts = unmark_floats(json.loads(bytes(tensors.pop(_FACTS).numpy())))
+        try:
+            if _FACTS not in tensors:
+                raise ValueError("there are none")
+            facts = unmark_floats(parse(bytes(tensors.pop(_FACTS).numpy())))
+            _FACTS_OF_STEP(facts, "")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise StoreError(f"the facts on a step are damaged, or made up: {error}") from error
         generators = {name.removeprefix(_RNG): t for name, t in tensors.items() if name.startswith(_RNG)}
         buffers = {name.removeprefix(_BUFFER): t for name, t in tensors.items() if name.startswith(_BUFFER)}
         return cls(facts, generators, buffers)
+
+    def check_fits(self, layouts: Sequence[UnitLayout]) -> None:
+        """Raises `StoreError` if the snapshot is not of these units: it has a number of updates for each parameter."""
+        counts = [len(row) for row in self.facts["parameter_steps"]]
+        if counts != (expected := [len(layout.segments) for layout in layouts]):
+            raise StoreError(
+                f"the facts on a step count the updates of {sum(counts)} parameters, expected {sum(expected)} in "
+                "their units"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,9 +45,19 @@ class ChecksumTable:
         for unit, row in enumerate(places):
             self._slots |= {(unit, state): sums.of_zeros(slots[0]) for state, slots in row.items()}
 
-    def load(self, rows: bytes) -> None:
-        """Replaces the table by the packed table of a commit. None of the slots is proven."""
-        self._slots = sums.unpack(rows)
+    def load(self, rows: bytes, places: Sequence[Mapping[State, Sequence[Extents]]]) -> None:
+        """Replaces the table by the packed table of a commit. None of the slots is proven.
+
+        Args:
+            rows: The packed table.
+            places: For each unit and state, the places of all slots.
+
+        Raises:
+            StoreError: If the table has not the checksums of these slots.
+        """
+        found = sums.unpack(rows)
+        sums.check_whole(found, places)
+        self._slots = found
         self._unproven = {key: {each.start for each in ranges} for key, ranges in self._slots.items()}
 
     def pack(self) -> torch.Tensor:
