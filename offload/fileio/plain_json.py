@@ -156,5 +156,5 @@ def _as_tensor(dtype: str, shape: list[int], encoded: str) -> torch.Tensor:
     """Returns the tensor of a dtype's name, a shape and its bytes in base 64."""
     if len(encoded) > 2 * _TENSOR_NBYTES or not isinstance(getattr(torch, dtype), torch.dtype):
         raise ValueError(f"a tensor of {dtype} has {len(encoded)} characters, expected at most {2 * _TENSOR_NBYTES}")
-    content = torch.tensor(list(base64.b64decode(encoded)), dtype=torch.uint8)
+    content = torch.tensor(list(base64.b64decode(encoded, validate=True)), dtype=torch.uint8)
     return content.view(getattr(torch, dtype)).view(shape)

@@ -89,6 +89,7 @@ class Snapshot(NamedTuple):
             raise StoreError(f"the facts on a step are damaged, or made up: {error}") from error
         generators = {name.removeprefix(_RNG): t for name, t in tensors.items() if name.startswith(_RNG)}
         buffers = {name.removeprefix(_BUFFER): t for name, t in tensors.items() if name.startswith(_BUFFER)}
+        _check_generators(generators)
         return cls(facts, generators, buffers)
 
     def check_fits(self, layouts: Sequence[UnitLayout]) -> None:
@@ -158,6 +159,27 @@ def write_generators(states: Mapping[str, torch.Tensor], device: torch.device) -
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
     if device.type not in ("cpu", "meta") and device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type], device)
+
+
+def _check_generators(states: Mapping[str, torch.Tensor]) -> None:
+    """Raises `StoreError` if a generator could not be put back into its state, before any is."""
+    try:
+        for name, state in states.items():
+            # Those before the next batch have longer names.
+            if name.endswith("torch"):
+                torch.Generator(device="cpu").set_state(state)
+            elif name.endswith("python"):
+                version, internal, gauss = parse(bytes(state.numpy()))
+                random.Random().setstate((version, tuple(internal), gauss))
+            elif name.endswith("numpy"):
+                import numpy
+
+                kind, keys, *rest = parse(bytes(state.numpy()))
+                numpy.random.RandomState().set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+        if states and not {"torch", "python"} <= states.keys():
+            raise ValueError(f"expected those of torch and Python, got {', '.join(states)}")
+    except (LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise StoreError(f"the states of random generators are damaged, or made up: {error}") from error
 
 
 @contextlib.contextmanager
