@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import os
+import unicodedata
 
 _REASONS = {
     errno.ENODATA: "the file ends before these bytes",
@@ -31,10 +32,33 @@ _REASONS = {
     errno.EPIPE: "the program that reads this output has closed it",
 }
 """Reasons that the system's own messages do not give."""
+_UNPRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Categories of characters that move a terminal's cursor, change its colors or the order of its text, or are none."""
+
+
+def printable(text: str, lines: bool = True) -> str:
+    r"""Returns `text` as a terminal may show it, whoever has written it: control characters become \x1b and the like.
+
+    Args:
+        text: Any text, such as a name from a file of somebody else.
+        lines: True if line breaks and tabs stay.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        each.encode("unicode_escape").decode()
+        if unicodedata.category(each) in _UNPRINTABLE and not (lines and each in "\n\t")
+        else each
+        for each in text
+    )
 
 
 class OffloadError(Exception):
-    """Base class of all errors of this library."""
+    """Base class of all errors of this library. Its message is printable, whatever names it quotes."""
+
+    def __str__(self) -> str:
+        """Returns the message without control characters but line breaks and tabs."""
+        return printable(super().__str__())
 
 
 class ConfigError(OffloadError, ValueError):
@@ -71,7 +95,8 @@ class IoError(OffloadError, OSError):
     def __str__(self) -> str:
         """Returns the operation, its bytes and the reason on one line."""
         what = f"{self.nbytes} bytes at offset {self.offset} of {self.path}" if self.nbytes else self.path
-        return f"cannot {self.operation} {what}: [Errno {self.errno}] {_REASONS.get(self.errno or 0, self.strerror)}"
+        reason = _REASONS.get(self.errno or 0, self.strerror)
+        return printable(f"cannot {self.operation} {what}: [Errno {self.errno}] {reason}")
 
     def __reduce__(self) -> tuple[type[IoError], tuple[str, int, int, int, str]]:
         """Returns the constructor's arguments: exceptions that cross processes are pickled."""

@@ -8,6 +8,8 @@ import sys
 import textwrap
 import traceback
 
+from offload.errors import printable
+
 logger = logging.getLogger("offload.notices")
 
 _LONGEST_LINE = 300
@@ -43,7 +45,8 @@ def announce(notice: str) -> None:
     if isinstance(notice, Headline):
         show(f"offload: {notice}", logger)
     else:
-        logger.log(logging.INFO if isinstance(notice, Remark) else logging.WARNING, "offload: %s", notice)
+        level = logging.INFO if isinstance(notice, Remark) else logging.WARNING
+        logger.log(level, "offload: %s", printable(notice))
 
 
 def show(line: str, log: logging.Logger) -> None:
@@ -53,6 +56,7 @@ def show(line: str, log: logging.Logger) -> None:
         line: the line.
         log: the logger `offload`, or one below it.
     """
+    line = printable(line)  # which may quote names from files of others
     # The user's own handlers have the line once, in their format.
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
         log.info(line)

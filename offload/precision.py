@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.fileio import atomic_write, cache_file
+from offload.fileio import cache_file, read_cache, write_cache
+from offload.records import parse
 
 _VERSION = 1
 _TOKENS, _WIDTH = 128, 256
@@ -176,7 +177,7 @@ def rates(half: str) -> Rates:
     cached = _read_cache(path)
     if (measured := _parse_rates(cached.get(key))) is not None:
         return measured
-    # Processes that start together may all measure; `atomic_write` leaves one complete result.
+    # Processes that start together may all measure; `write_cache` leaves one complete result.
     measured = measure(half)
     with contextlib.suppress(OSError):
         _write_cache(path, {**cached, key: [float(f"{rate:.3g}") for rate in measured]})
@@ -222,14 +223,13 @@ def _cpuinfo() -> str:
 def _read_cache(path: Path) -> dict[str, Any]:
     """Returns the cached rates by key; empty if the file is missing, damaged or of another version."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse(read_cache(path))
         cached = content["products"] if content["version"] == _VERSION else {}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
     return cached if isinstance(cached, dict) else {}
 
 
 def _write_cache(path: Path, products: dict[str, Any]) -> None:
     """Writes the cache. Losing it in a crash costs a measurement, so the file is not synced."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, json.dumps({"version": _VERSION, "products": products}, indent=2) + "\n", durable=False)
+    write_cache(path, json.dumps({"version": _VERSION, "products": products}, indent=2) + "\n")

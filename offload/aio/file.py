@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple
 
@@ -12,6 +13,11 @@ from offload.aio.unanswered import aloud
 from offload.errors import IoError
 
 _SAFE = os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def open_new(path: str, flags: int, mode: int) -> int:
+    """Opens a file that must not exist yet, as an `opener` of `DirectFile`: a name that is taken is another's file."""
+    return os.open(path, flags | os.O_CREAT | os.O_EXCL, mode)
 
 
 class Descriptors:
@@ -59,13 +65,22 @@ class DirectFile:
         path: path of the file. A symbolic link in the last component is refused.
         create: create the file, with mode 0600, if it is missing. An existing file is never truncated.
         writable: open for reading and writing; otherwise for reading only.
+        opener: opens the file, as that of Python's `open`, and receives its mode too. It may refuse more files.
 
     Raises:
         IoError: the file cannot be opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, create: bool = False, writable: bool = True) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        create: bool = False,
+        writable: bool = True,
+        opener: Callable[[str, int, int], int] = os.open,
+    ) -> None:
         self.path = os.fspath(path)
+        self._opener = opener
         flags = (os.O_RDWR if writable else os.O_RDONLY) | _SAFE
         self.descriptors = Descriptors(self.path)
         self.descriptors.buffered = self._open(flags | (os.O_CREAT if create else 0))
@@ -173,7 +188,7 @@ class DirectFile:
 
     def _open(self, flags: int) -> int:
         try:
-            return os.open(self.path, flags, 0o600)
+            return self._opener(self.path, flags, 0o600)
         except OSError as error:
             raise self._error(error, 0, "open") from error
 
@@ -186,11 +201,13 @@ class DirectFile:
         try:
             return os.open(f"/proc/self/fd/{first}", flags & ~os.O_NOFOLLOW)
         except FileNotFoundError:  # no /proc: open by name, then check that both descriptors refer to one inode
-            second = os.open(self.path, flags)
+            second = self._opener(self.path, flags, 0o600)
         if not os.path.samestat(os.fstat(first), os.fstat(second)):
             os.close(second)
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return second
 
     def _error(self, error: OSError, nbytes: int, operation: str) -> IoError:
-        return IoError(self.path, 0, nbytes, error.errno or errno.EIO, operation)
+        found = IoError(self.path, 0, nbytes, error.errno or errno.EIO, operation)
+        found.strerror = error.strerror  # an opener may know more than the system's words
+        return found

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from offload.aio.file import DirectFile
+from offload.aio.file import DirectFile, open_new
 from offload.aio.future import File
 from offload.aio.memory import aligned_empty
 from offload.aio.queue import IoQueue, Priority
@@ -94,9 +94,9 @@ def bandwidths(folders: Sequence[str | os.PathLike[str]], nbytes: int = 256 * MI
     found: list[Bandwidth] = []
     with IoQueue() as queue:
         for folder in folders:
-            path = Path(folder) / f".offload-bandwidth.{os.getpid()}"
+            path = Path(folder) / f".offload-bandwidth.{os.getpid()}-{os.urandom(4).hex()}"
             try:
-                with DirectFile(path, create=True) as file:
+                with DirectFile(path, create=True, opener=open_new) as file:
                     file.reserve(nbytes)
                     move(queue, file, buffer, "write", 16 * MIB)  # untimed: first writes are slower
                     rates = {

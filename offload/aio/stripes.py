@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -123,6 +123,7 @@ class StripedFile:
         stripe_bytes: bytes of a stripe, a multiple of 4096.
         create: create missing files.
         writable: open for reading and writing; otherwise for reading only.
+        opener: opens each file; see `DirectFile`.
 
     Raises:
         ConfigError: bad weights or stripe size, no path, or two paths of one file.
@@ -137,6 +138,7 @@ class StripedFile:
         stripe_bytes: int = 2 * MIB,
         create: bool = False,
         writable: bool = True,
+        opener: Callable[[str, int, int], int] = os.open,
     ) -> None:
         if not paths:
             raise ConfigError("expected at least one path")
@@ -151,7 +153,7 @@ class StripedFile:
         self._files: list[DirectFile] = []
         try:
             for path in paths:
-                self._files.append(DirectFile(path, create=create, writable=writable))
+                self._files.append(DirectFile(path, create=create, writable=writable, opener=opener))
             # Hard links and bind mounts give one file several real paths; only the inode shows them.
             if len({file.identity() for file in self._files}) < len(paths):
                 raise _same(paths)

@@ -228,7 +228,10 @@ def _in_turns(plan: Plan, contenders: dict[Case, Contender], tell: Callable[[str
 @contextmanager
 def _file(plan: Plan, tell: Callable[[str], None]) -> Iterator[tuple[StripedFile, memoryview]]:
     """Yields a file full of random bytes and a buffer of the same length. Removes the file at the end."""
-    paths = [os.path.join(folder, f"offload-bench-io.{os.getpid()}.{i}") for i, folder in enumerate(plan.folders)]
+    paths = [
+        os.path.join(folder, f"offload-bench-io.{os.getpid()}-{os.urandom(4).hex()}.{i}")
+        for i, folder in enumerate(plan.folders)
+    ]
     tell(f"writing {format_size(plan.nbytes)}")
     buffer = aligned_empty(plan.nbytes)
     fill_with_noise(buffer)

@@ -8,11 +8,11 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.errors import BudgetError, ConfigError, OffloadError
+from offload.errors import BudgetError, ConfigError, OffloadError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,6 +20,36 @@ if TYPE_CHECKING:
 BAD_INPUT, FAILED = 2, 1
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; all else goes to stderr.")]
+
+
+def echo(text: object, err: bool = False) -> None:
+    """Prints text that may quote names from files of others, of which no character can reach the terminal's controls.
+
+    Args:
+        text: The text.
+        err: True for stderr.
+    """
+    typer.echo(printable(str(text)), err=err)
+
+
+def echo_error(error: BaseException) -> None:
+    """Prints an error on stderr: in one line, but for a list of errors in a config."""
+    # Of a name with a line break in it the rest would pass for a line of this program.
+    typer.echo(f"error: {printable(str(error), lines=isinstance(error, ConfigError))}", err=True)
+
+
+def make_console(**options: Any) -> Console:
+    """Returns a console of rich that prints texts as `echo` does. Values of tables are made printable before."""
+    from rich.console import Console
+
+    class Printable(Console):
+        """A console that prints no control characters of a text."""
+
+        def print(self, *objects: Any, **more: Any) -> None:
+            """Prints objects; see `rich.console.Console.print`."""
+            super().print(*(printable(each) if isinstance(each, str) else each for each in objects), **more)
+
+    return Printable(**options)
 
 
 @contextmanager
@@ -31,7 +61,7 @@ def errors(code: int) -> Iterator[None]:
     try:
         yield
     except (OffloadError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
+        echo_error(error)
         raise typer.Exit(BAD_INPUT if isinstance(error, ConfigError | BudgetError) else code) from None
 
 

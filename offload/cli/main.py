@@ -24,6 +24,7 @@ from offload.cli.commands import run as cli_run
 from offload.cli.commands import store as cli_store
 from offload.cli.commands import train as cli_train
 from offload.cli.signals import AT_ONCE, handlers
+from offload.errors import printable
 from offload.interrupts import exit_on_next_signal
 
 # Some versions of typer vendor click, so UsageError is taken from typer's own class hierarchy.
@@ -39,7 +40,7 @@ def _in_one_line() -> Iterator[None]:
         # The message of this error is the complete help.
         if type(error).__name__ == "NoArgsIsHelpError":
             raise
-        print(f"error: {_one_line(error)}", file=sys.stderr)
+        print(f"error: {printable(_one_line(error), lines=False)}", file=sys.stderr)
         raise typer.Exit(cli_console.BAD_INPUT) from None
 
 
@@ -119,7 +120,7 @@ def main() -> None:
             exit_on_next_signal(AT_ONCE, *handlers(signal.SIGINT, signal.SIGTERM))
         raise
     except OSError as error:  # usually a full disk behind stdout
-        print(f"error: {error}", file=sys.stderr)
+        cli_console.echo_error(error)
         sys.exit(cli_console.FAILED)
 
 

@@ -10,7 +10,16 @@ from offload.fileio.atomic_write import (
     write_all,
     write_new,
 )
-from offload.fileio.cache_file import cache_file, cache_folder
+from offload.fileio.cache_file import cache_file, cache_folder, own_cache_folder, read_cache, write_cache
+from offload.fileio.inner_files import (
+    check_ours,
+    inner_folder,
+    inner_name,
+    inner_opener,
+    inner_status,
+    open_inner,
+    read_inner,
+)
 from offload.fileio.locked_dir import DirLock, LockHeldError, holder_of, lock_folder, this_process
 
 __all__ = [
@@ -19,12 +28,22 @@ __all__ = [
     "atomic_write",
     "cache_file",
     "cache_folder",
+    "check_ours",
     "holder_of",
+    "inner_folder",
+    "inner_name",
+    "inner_opener",
+    "inner_status",
     "keep_mode_and_owner",
     "lock_folder",
+    "open_inner",
+    "own_cache_folder",
+    "read_cache",
+    "read_inner",
     "replace_durably",
     "sync_folder",
     "this_process",
     "write_all",
+    "write_cache",
     "write_new",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -31,10 +30,10 @@ def atomic_write(path: Path, text: str | Iterable[str], *, durable: bool = True)
             file.writelines(pieces)
         return
     path = path.resolve()
-    # Named for this thread: two threads that replace the same file must not share a new file.
-    new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}")
+    # A name that nobody guesses, and that no other thread shares: in a folder that others may write, a link could wait.
+    new = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
-        with new.open("w", encoding="utf-8", newline="") as file:
+        with open(new, "w", encoding="utf-8", newline="", opener=_open_new) as file:
             if path.exists():
                 keep_mode_and_owner(path.stat(), file.fileno())
             file.writelines(pieces)
@@ -47,6 +46,11 @@ def atomic_write(path: Path, text: str | Iterable[str], *, durable: bool = True)
             os.replace(new, path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def _open_new(path: str, flags: int) -> int:
+    """Opens a file that must not exist yet."""
+    return os.open(path, flags & ~os.O_TRUNC | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def keep_mode_and_owner(before: os.stat_result, new: int | Path) -> None:

@@ -12,12 +12,15 @@ import os
 import socket
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _CONTENDED = (errno.EWOULDBLOCK, errno.EACCES)
 _PAUSE = 0.01
 """Seconds between two tries. The tries outlast `holder_of`, which holds a shared lock for a moment."""
 _NOTE_NBYTES = 1000
+_NOTE_START = b"process "
+"""First bytes of each note; see `this_process`."""
 
 
 class LockHeldError(Exception):
@@ -36,21 +39,35 @@ class DirLock:
         note: Text that is written into the file after the name of the process, for `holder_of`.
         mode: Mode of the file if it is created.
         tries: Number of attempts while another process holds the lock.
+        opener: Opens the file, as that of Python's `open`, and receives its mode too.
 
     Raises:
         LockHeldError: If another process holds the lock.
-        OSError: If the file cannot be opened.
+        OSError: If the file cannot be opened, or contains something else than the note of a lock.
     """
 
-    def __init__(self, path: Path, note: str = "", *, mode: int = 0o600, tries: int = 11) -> None:
+    def __init__(
+        self,
+        path: Path,
+        note: str = "",
+        *,
+        mode: int = 0o600,
+        tries: int = 11,
+        opener: Callable[[str, int, int], int] = os.open,
+    ) -> None:
         self._path = path
         self._descriptor: int | None = None
         self.refused: OSError | None = None
         """Error of a file system that has no locks, else None. After it the file is open, and keeps no process out."""
         while self._descriptor is None:
-            # O_NOFOLLOW: in a folder that others may write, the name could be a link to a foreign file, which is
-            # truncated below.
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+            # In a folder that others may write, the name could be a link to a foreign file, symbolic or hard, which
+            # would be truncated below.
+            self._descriptor = opener(str(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+            try:
+                _check_lock(self._descriptor, path)
+            except OSError:
+                self.close()
+                raise
             try:
                 _flock(self._descriptor, fcntl.LOCK_EX)
             except OSError as error:
@@ -105,49 +122,47 @@ class DirLock:
             return False
 
 
-def lock_folder(folder: Path, tries: int = 11) -> int | None:
-    """Locks a folder itself, and returns its descriptor; None if the file system locks no folders.
+def lock_folder(descriptor: int, tries: int = 11) -> bool:
+    """Locks an open folder itself, until the descriptor is closed. Returns False if the file system locks no folders.
 
     Unlike the name of a file, that of a folder with files in it cannot be deleted.
 
     Args:
-        folder: The folder.
+        descriptor: The folder.
         tries: Number of attempts while another process holds the lock.
 
     Raises:
         LockHeldError: If another process holds the lock.
-        FileNotFoundError: If the folder does not exist.
     """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for left in reversed(range(tries)):
-            try:
-                _flock(descriptor, fcntl.LOCK_EX)
-                return descriptor
-            except OSError as error:
-                # NFS locks only what is open for writing, which a folder never is. The lock of the file remains.
-                if error.errno not in _CONTENDED:
-                    break
-                if not left:
-                    raise LockHeldError("another process") from None
-            time.sleep(_PAUSE)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None
+    for left in reversed(range(tries)):
+        try:
+            _flock(descriptor, fcntl.LOCK_EX)
+            return True
+        except OSError as error:
+            # NFS locks only what is open for writing, which a folder never is. The lock of the file remains.
+            if error.errno not in _CONTENDED:
+                break
+            if not left:
+                raise LockHeldError("another process") from None
+        time.sleep(_PAUSE)
+    return False
 
 
 def this_process() -> str:
     """Returns the name that this process writes into the files that it locks."""
-    return f"process {os.getpid()} on {socket.gethostname()}"
+    return f"{_NOTE_START.decode()}{os.getpid()} on {socket.gethostname()}"
 
 
-def holder_of(path: Path) -> str | None:
-    """Returns the text that the holder of the lock on `path` has written; None if it is free or unreadable."""
+def holder_of(path: Path, opener: Callable[[str, int, int], int] = os.open) -> str | None:
+    """Returns the text that the holder of the lock on `path` has written; None if it is free or unreadable.
+
+    Args:
+        path: The file of the lock.
+        opener: See `DirLock`.
+    """
     try:
         # O_NONBLOCK: opening a FIFO would otherwise wait for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = opener(str(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0)
     except OSError:
         return None
     try:
@@ -166,6 +181,20 @@ def holder_of(path: Path) -> str | None:
 def _flock(descriptor: int, operation: int) -> None:
     """Calls `flock` without blocking."""
     fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+
+
+def _check_lock(descriptor: int, path: Path) -> None:
+    """Raises `OSError` for a file that no lock has written."""
+    # An editor that was killed, or a power cut, may have left any part of a note.
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise OSError(errno.EINVAL, "expected the file of a lock, which is a regular file", str(path))
+    start = os.pread(descriptor, len(_NOTE_START), 0).lstrip(b"\0")
+    if not _NOTE_START.startswith(start):
+        raise OSError(
+            errno.EEXIST,
+            "expected the file of a lock, empty or with the name of a process; move that file away",
+            str(path),
+        )
 
 
 def _read_note(descriptor: int) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from offload.errors import UsageError
+from offload.errors import StoreError, UsageError
 
 _MARK = "\0"  # begins the reserved keys of values that JSON cannot express
 _DEPTH = 100
@@ -112,10 +112,23 @@ def from_plain(
         value: The result of `to_plain`.
         tensors: The tensors outside of it, by their numbers.
         device: Receives those of them that were on an accelerator; None for the CPU.
+
+    Raises:
+        StoreError: If `to_plain` makes no such value, as one from a file of somebody else may be.
     """
+    try:
+        return _decode(value, tensors, device)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise StoreError(
+            f"a saved state is damaged, or made up: {type(error).__name__}: {error}; go back to another checkpoint"
+        ) from error
+
+
+def _decode(value: Any, tensors: Mapping[str, torch.Tensor], device: torch.device | None) -> Any:
+    """Returns what `from_plain` does; raises almost any error for other values."""
 
     def inner(item: Any) -> Any:
-        return from_plain(item, tensors, device)
+        return _decode(item, tensors, device)
 
     for name, make in ((f"{_MARK}tuple", tuple), (f"{_MARK}dict", _as_dict), (f"{_MARK}counter", _as_counter)):
         if isinstance(value, dict) and name in value:
@@ -181,5 +194,7 @@ def _as_counter(pairs: list[list[Any]]) -> Counter[Any]:
 
 def _as_tensor(dtype: str, shape: list[int], encoded: str) -> torch.Tensor:
     """Returns the tensor of a dtype's name, a shape and its bytes in base 64."""
-    content = torch.tensor(list(base64.b64decode(encoded)), dtype=torch.uint8, device="cpu")
+    if len(encoded) > 2 * _TENSOR_NBYTES or not isinstance(getattr(torch, dtype), torch.dtype):
+        raise ValueError(f"a tensor of {dtype} has {len(encoded)} characters, expected at most {2 * _TENSOR_NBYTES}")
+    content = torch.tensor(list(base64.b64decode(encoded, validate=True)), dtype=torch.uint8, device="cpu")
     return content.view(getattr(torch, dtype)).view(shape)

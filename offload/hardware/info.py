@@ -19,6 +19,7 @@ import psutil
 from offload.aio import BACKENDS, DirectFile, IoQueue, aligned_empty, huge_page_share
 from offload.aio._native import crc32c_ways
 from offload.aio.backend import DEFAULTS, refusals
+from offload.aio.file import open_new
 from offload.aio.measure import remove
 from offload.errors import IoError
 from offload.hardware.mounts import mount_of
@@ -71,10 +72,10 @@ def drive(folder: str) -> dict[str, Any]:
     if not os.path.isdir(path):
         raise IoError(folder, 0, 0, errno.ENOTDIR if os.path.exists(path) else errno.ENOENT, "look at")
     mount = mount_of(path)
-    probe = Path(path) / f".offload-info.{os.getpid()}"
+    probe = Path(path) / f".offload-info.{os.getpid()}-{os.urandom(4).hex()}"
     # Only an open shows if the file system accepts O_DIRECT.
     try:
-        with DirectFile(probe, create=True) as file:
+        with DirectFile(probe, create=True, opener=open_new) as file:
             direct = file.direct
     finally:
         remove(probe)

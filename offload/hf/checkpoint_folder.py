@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import zipfile
@@ -17,6 +16,7 @@ from offload.engine.engine import Engine
 from offload.engine.training.snapshot import GeneratorStates
 from offload.errors import StoreError
 from offload.notices import announce
+from offload.records import parse
 
 logger = logging.getLogger("offload")
 
@@ -167,7 +167,7 @@ def _is_complete(path: Path) -> bool:
         # torch.save writes a zip file, whose table of contents comes last: a truncated file has no table.
         return zipfile.is_zipfile(path)
     try:
-        json.loads(path.read_bytes())
+        parse(path.read_bytes())
     except ValueError:
         return False
     return True

@@ -36,7 +36,7 @@ from offload.config.script_values import (
     value_of,
     without,
 )
-from offload.engine.checkpoint.files import LATEST
+from offload.engine.checkpoint.files import LATEST, find
 from offload.engine.engine import Engine
 from offload.engine.model_io.load_pretrained import init
 from offload.engine.setup.initialize import initialize
@@ -297,7 +297,9 @@ class OffloadStrategy(DDPStrategy):
                 f"{folder} is no checkpoint of OffloadStrategy, a folder with a file {LATEST}: of a checkpoint of "
                 "another strategy load the weights into the model, before fit()"
             )
-        tag = (folder / LATEST).read_text(encoding="utf-8").strip()
+        found = find(folder, None)
+        assert found is not None, "there is a file latest"
+        tag = Path(found).name
         # Read before the engine changes, and without executing what a pickle asks for.
         loops: dict[str, Any] = self.checkpoint_io.load_checkpoint(_loops(folder, tag), weights_only=True)
         self.engine.load_checkpoint(

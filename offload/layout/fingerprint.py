@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,11 +16,12 @@ import torch
 from torch import nn
 
 from offload.errors import StoreError
+from offload.kernels.blocks import BLOCK_FORMATS
 from offload.layout.flat_layout import Segment, UnitLayout, with_kept
-from offload.layout.opaque_state import StateField
+from offload.layout.opaque_state import StateField, is_kind
 from offload.layout.tiers import partitions
 from offload.states import State
-from offload.swapper.modes import Mode
+from offload.swapper.modes import MODES, Mode
 from offload.swapper.store.format.manifest import StoreSpec
 
 
@@ -114,8 +116,10 @@ def described_layouts(description: Mapping[str, Any], part: bool = False) -> tup
         part: True if the caller knows that they may be of one part of a grid alone.
 
     Raises:
-        StoreError: if the layouts are of one process's shards of tensor parallelism, or stages of a pipeline.
+        StoreError: if the layouts are of one process's shards of tensor parallelism, or stages of a pipeline; or if
+            they are none that an engine makes, which a manifest of somebody else may have.
     """
+    mode = described_mode(description)
     grid = None if part else description.get("tensor_parallel")
     if grid is not None:
         raise StoreError(
@@ -129,12 +133,60 @@ def described_layouts(description: Mapping[str, Any], part: bool = False) -> tup
             f"pipeline, and nothing puts the stages together here: {_WHOLE}"
         )
     ranks = description["world_size"]
+    layouts = tuple(map(_described_layout, description["units"]))
+    _check_geometry(layouts, mode, ranks)
     return tuple(
-        with_kept(
-            _described_layout(unit), {each["name"]: _read(each.get("packed", ())) for each in unit["parameters"]}, ranks
-        )
-        for unit in description["units"]
+        with_kept(layout, {each["name"]: _read(each.get("packed", ())) for each in unit["parameters"]}, ranks)
+        for layout, unit in zip(layouts, description["units"], strict=True)
     )
+
+
+def described_mode(description: Mapping[str, Any]) -> Mode:
+    """Returns the mode of a description that `describe` made; raises `StoreError` if there is none of its name."""
+    for name in ("mode", "world_size", "units"):
+        if name not in description:
+            raise StoreError(f"the description of the model has no {name!r}, so it is damaged, or made up")
+    if (mode := MODES.get(description["mode"])) is None:
+        raise StoreError(
+            f"the states are in mode {description['mode']!r}, which this version does not know: read them with the "
+            "version that wrote them"
+        )
+    return mode
+
+
+def _check_geometry(layouts: Sequence[UnitLayout], mode: Mode, ranks: int) -> None:
+    """Raises `StoreError` if parameters overlap, or do not lie in their unit as `arrange` lays them out.
+
+    The kinds of all values have been checked before. Nothing here trusts their sizes.
+    """
+    rows = Counter(segment.stack for layout in layouts for segment in layout.segments)
+    names = Counter(segment.name for layout in layouts for segment in layout.segments)
+    for layout in layouts:
+        if layout.trainable_stop > layout.numel or layout.trainable_stop % ranks or layout.numel % ranks:
+            raise _no_layout(layout.name, f"{layout.trainable_stop} of {layout.numel} elements train, of {ranks} ranks")
+        if not 0 <= layout.rest_stop <= layout.trainable_stop:
+            raise _no_layout(layout.name, f"its matrices begin at {layout.rest_stop}")
+        end = 0
+        for segment in layout.segments:
+            first, last = (0, layout.trainable_stop) if segment.trainable else (layout.trainable_stop, layout.numel)
+            need = segment.value_numel
+            if segment.form:
+                form = BLOCK_FORMATS.get(segment.form)
+                need = -1 if form is None else -(-form.stored_nbytes(need) // mode.weight_dtype.itemsize)
+            # Blocks take as much memory as they need, or more; bytes of another library what it says.
+            fits = 0 <= need <= segment.numel if segment.form else bool(segment.inner) or segment.numel == need
+            apart = first <= segment.start >= end and segment.stop <= last
+            if not (fits and apart and names[segment.name] == 1):
+                where = f"{segment.name} of shape {list(segment.shape)} at {segment.start} to {segment.stop}"
+                raise _no_layout(layout.name, where)
+            if segment.stack and segment.row >= rows[segment.stack]:
+                raise _no_layout(layout.name, f"row {segment.row} of {rows[segment.stack]} of {segment.stack}")
+            end = segment.stop
+
+
+def _no_layout(unit: str, what: str) -> StoreError:
+    """Returns the error for a unit that no engine has laid out."""
+    return StoreError(f"the description of unit {unit or 'the root'} is damaged, or made up: {what}")
 
 
 _WHOLE = (
@@ -146,7 +198,13 @@ _WHOLE = (
 
 def _read(fields: Iterable[Any]) -> tuple[StateField, ...]:
     """Returns the fields from which `_fields` made JSON."""
-    return tuple(StateField(name, kind, tuple(shape)) for name, kind, shape in fields)
+    found = tuple(StateField(name, kind, tuple(shape)) for name, kind, shape in fields)
+    for each in found:
+        sizes = all(type(size) is int and 0 <= size < 1 << 48 for size in each.shape)
+        known = isinstance(each.kind, str) and isinstance(each.name, str) and is_kind(each.kind)
+        if not (known and sizes):
+            raise _no_layout("", f"a state {each.name} of {each.kind} of shape {list(each.shape)}")
+    return found
 
 
 def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:

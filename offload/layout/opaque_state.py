@@ -22,6 +22,11 @@ _NUMBERS: dict[str, type[bool] | type[int] | type[float]] = {"bool": bool, "int"
 _DTYPES: dict[str, torch.dtype] = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 
 
+def is_kind(kind: str) -> bool:
+    """Returns True if `kind` is one of a `StateField`."""
+    return kind in _DTYPES or isinstance(getattr(torch, kind, None), torch.dtype)
+
+
 class StateField(NamedTuple):
     """Description of one state of a parameter: a tensor or a Python number."""
 

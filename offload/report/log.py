@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from offload.errors import ConfigError
+from offload.records import parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,18 +49,10 @@ def read_log(path: Path) -> Log:
     Raises:
         ConfigError: the file cannot be read, or contains no step.
     """
-    try:
-        # A kill may have cut a line within a character, so decoding replaces errors.
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the log {path}: {error.strerror}; give a file that "
-            '`offload train --log` or the key "log" of the block "offload" wrote'
-        ) from error
     steps_by_number: dict[int, Mapping[str, Any]] = {}
     abouts: list[tuple[int, Mapping[str, Any]]] = []
     truncated_lines = again = 0
-    for line in text.splitlines():
+    for line in _lines(path):
         values = _values(line)
         if values is None:
             truncated_lines += bool(line.strip())
@@ -94,11 +89,42 @@ def read_log(path: Path) -> Log:
     )
 
 
+def _lines(path: Path) -> Iterator[str]:
+    """Yields the lines of a log. One that is too long for a step ends where it becomes so.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        # A kill may have cut a line within a character, so decoding replaces errors.
+        with open(path, encoding="utf-8", errors="replace", opener=open_to_read) as file:
+            yield from iter(lambda: file.readline(_LONGEST_LINE), "")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the log {path}: {error.strerror}; give a file that "
+            '`offload train --log` or the key "log" of the block "offload" wrote'
+        ) from error
+
+
+def open_to_read(path: str, flags: int) -> int:
+    """Opens a file that a user names, or a pipe, as an `opener` of Python's `open`.
+
+    A pipe to which nobody writes is empty, in place of a wait without end. Of a file with holes most is no log.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    os.set_blocking(descriptor, True)
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_size > max(_LONGEST_FILE_OF_HOLES, status.st_blocks * 512 * 64):
+        os.close(descriptor)
+        raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, most of which are holes", path)
+    return descriptor
+
+
 def _values(line: str) -> dict[str, Any] | None:
     """Returns the values of a line; None if the line is truncated or not about a step."""
     try:
-        values = json.loads(line)
-    except (ValueError, RecursionError):
+        values = parse(line)
+    except ValueError:
         return None
     step = values.get("step") if isinstance(values, dict) else None
     # Any JSON file can be given: the limit keeps absurd step numbers from the charts.
@@ -122,6 +148,9 @@ def _of_drives(value: dict[str, Any]) -> dict[str, Any]:
     return {path: nbytes for path, nbytes in plain(value).items() if is_number(nbytes)}
 
 
+_LONGEST_LINE = 1 << 22
+"""Characters of a line at most: the first one of a process describes the run."""
+_LONGEST_FILE_OF_HOLES = 1 << 26
 _MOST_STEPS, _MOST, _LEAST = 10**12, 1e100, 1e-100
 """Limits of valid numbers. Within them, sums and quotients of a run's numbers stay finite."""
 

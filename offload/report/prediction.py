@@ -5,18 +5,20 @@ Predictions come from the log's "about" or from the output of `offload plan --js
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from offload.errors import ConfigError
+from offload.records import parse
 from offload.report.charts import format_number, seconds_unit
-from offload.report.log import column, is_number, plain
+from offload.report.log import column, is_number, open_to_read, plain
 from offload.report.phases import PARTS, bound
 from offload.sizes import format_size
 
+_LONGEST = 1 << 24
+"""Characters of a plan at most."""
 _STEP: Mapping[str, str] = {
     "seconds": "seconds a step",
     "tokens": "tokens a step",
@@ -87,7 +89,11 @@ def read_plan(path: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read or is not a plan.
     """
     try:
-        step = json.loads(path.read_text(encoding="utf-8"))["step"]
+        with open(path, encoding="utf-8", opener=open_to_read) as file:
+            text = file.read(_LONGEST + 1)
+        if len(text) > _LONGEST:
+            raise ValueError(f"more than {_LONGEST} characters")
+        step = parse(text)["step"]
         known = {name: step[name] for name in ("seconds", "tokens", "read_bytes", "written_bytes")}
         if not all(value is None or is_number(value) for value in known.values()):
             raise TypeError("a number that cannot be counted with")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import statistics
 import zlib
 from collections.abc import Mapping, Sequence
@@ -16,12 +15,13 @@ from typing import Any
 from markupsafe import Markup
 
 from offload.errors import ConfigError
+from offload.records import parse
 from offload.report.charts import format_number, seconds_unit, ticks
 from offload.report.links import BACKWARD, phases
-from offload.report.log import is_number, plain
+from offload.report.log import is_number, open_to_read, plain
 from offload.report.render import render
 from offload.report.spans import Span, total, union
-from offload.sizes import format_size
+from offload.sizes import MIB, format_size
 
 COLORS = {
     "compute": "--blue",
@@ -36,6 +36,8 @@ COLORS = {
     "commits": "--gray",
 }
 """Rows of a timeline in the order in which they are shown, with their CSS variables."""
+_MOST_BYTES = 128 * MIB
+"""Bytes of a timeline at most: twice those of one that has reached the limit of its events."""
 _EARLY = "--violet"
 """CSS variable of updates that begin under a backward."""
 _LANES = 6
@@ -90,8 +92,14 @@ def read_window(path: Path) -> Window:
 def _events(path: Path) -> list[Mapping[str, Any]]:
     """Returns the events of a trace file, without spans of other programs."""
     try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-            found = json.load(file)["traceEvents"]
+        with open(path, "rb", opener=open_to_read) as stored:
+            # The bytes of a compressed file say little about those of its contents.
+            file: Any = gzip.open(stored) if path.suffix == ".gz" else stored
+            data = file.read(1)
+            data += file.read(_MOST_BYTES) if data == b"{" else b""
+            if len(data) > _MOST_BYTES:
+                raise ValueError(f"more than {format_size(_MOST_BYTES)}")
+            found = parse(data)["traceEvents"]
             return [event for event in found if event.get("ph") != "X" or _is_ours(event)]
     except OSError as error:
         raise ConfigError(f"cannot read the timeline {path}: {error.strerror or error}") from error

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 from offload.aio.protocols import Queue
 from offload.engine.model_io.weight_source import StoreSource
 from offload.errors import StoreError
-from offload.layout.fingerprint import described_layouts, store_specs
+from offload.layout.fingerprint import described_layouts, described_mode, store_specs
 from offload.layout.optimizers.state_pages import placed_for
 from offload.runs.converted_states import Side, StateConverter
 from offload.states import State
-from offload.swapper.modes import MODES, Mode, make_mode, moments_name
+from offload.swapper.modes import Mode, make_mode, moments_name
 from offload.swapper.store import Store
 from offload.swapper.store.format.manifest import StoreSpec
 
@@ -74,7 +74,7 @@ def plan(source: StoreSource, run: Path, forms: Mapping[str, str], name: str | N
     Raises:
         StoreError: the run cannot be converted to these forms, or cannot have this name.
     """
-    old = MODES[source.description["mode"]]
+    old = described_mode(source.description)
     new = _mode_after(old, run, forms)
     layouts, size = described_layouts(source.description), int(source.description["world_size"])
     name = "-".join((run.resolve().name, *dict.fromkeys(forms.values()))) if name is None else name

@@ -15,7 +15,7 @@ import itertools
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,9 @@ def _groups(facts: Mapping[str, Any], plan: StatesPlan) -> list[dict[str, Any]]:
         )
     # A checkpoint that was imported does not say which: it is taken for one of AdamW.
     decoupled = facts["settings"].get(DECOUPLED, [True] * len(groups))
+    counts = [len(each) if isinstance(each, Sized) else 0 for each in (groups, facts["configured"], members, decoupled)]
+    if len(set(counts)) > 1:
+        raise StoreError(f"the facts on a step are damaged, or made up: they are of {counts} groups of parameters")
     return [
         {
             **_OF_ADAM,

@@ -67,7 +67,7 @@ def open_source(path: Path, queue: Queue) -> StoreSource | CheckpointSource | Wh
     """
     checkpoint = find_own(path)
     if checkpoint is None:
-        return StoreSource(path, queue)
+        return StoreSource(path.resolve(), queue)
     if read_manifest(checkpoint).parts:
         return whole_of_checkpoint(checkpoint, queue)
     return CheckpointSource(checkpoint, queue)

@@ -21,6 +21,7 @@ from offload.engine.checkpoint.files import (
     is_checkpoint,
     may_be_checkpoint,
     read_manifest,
+    read_text,
     refuse_rank,
     wrong_files,
 )
@@ -113,13 +114,21 @@ def _checkpoints(path: Path, saved: Sequence[Path]) -> dict[str, Any]:
     goes, returns = leftovers_of_saves(path)
     return {
         "path": str(path),
-        "latest": latest.read_text(errors="replace").strip() if latest.is_file() else None,
+        "latest": _tag_in(latest),
         # A checkpoint whose manifest cannot be read has neither step nor date, and is listed first.
         "checkpoints": sorted(found, key=lambda each: (each["epoch"] or 0, each["created"] or "")),
         "saved_to_by": saver(path),
         "leftovers": [str(each) for each in goes],
         "set_aside": [str(each) for each in returns],
     }
+
+
+def _tag_in(latest: Path) -> str | None:
+    """Returns the tag in the file `latest`; None if there is none that can be read."""
+    try:
+        return read_text(latest).strip()
+    except (OSError, ValueError):
+        return None
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
@@ -233,7 +242,7 @@ def _drive(folder: Path) -> dict[str, Any]:
     states = folder / "states"
     return {
         "path": str(folder),
-        "states_bytes": states.stat().st_size if states.is_file() else None,
+        "states_bytes": states.lstat().st_size if states.is_file() and not states.is_symlink() else None,
         "allocated_bytes": allocated_nbytes([folder]),
     }
 
@@ -241,7 +250,7 @@ def _drive(folder: Path) -> dict[str, Any]:
 def _size_of(path: Path) -> int:
     """Returns the bytes of a file; 0 for anything else, and for a file that was deleted meanwhile."""
     try:
-        found = path.stat()
+        found = path.lstat()
     except FileNotFoundError:
         return 0
     return found.st_size if stat.S_ISREG(found.st_mode) else 0

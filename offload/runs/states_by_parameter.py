@@ -21,13 +21,13 @@ from offload.errors import StoreError
 from offload.fileio.buffered_copy import flow
 from offload.fileio.safetensors_stream import Tensor
 from offload.fileio.torch_file_writer import TorchFileWriter
-from offload.layout.fingerprint import described_layouts
+from offload.layout.fingerprint import described_layouts, described_mode
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.master_weights import join, sources
 from offload.notices import shell_command
 from offload.sizes import KIB
 from offload.states import State
-from offload.swapper.modes import ADAM, MODES, Mode
+from offload.swapper.modes import ADAM, Mode
 
 _CHUNK_NUMEL, _READS = 1 << 20, 8
 _FILE_NBYTES = 8 * KIB
@@ -80,7 +80,7 @@ def plan_states(source: TrainedSource, path: Path, kind: str) -> StatesPlan:
     Raises:
         StoreError: If the other program has no form for its states.
     """
-    mode = MODES[source.description["mode"]]
+    mode = described_mode(source.description)
     layouts = described_layouts(source.description)
     # Files of Adam's moments alone: DeepSpeed reads no others.
     if mode.optimizer != ADAM or mode.in_blocks:

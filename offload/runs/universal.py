@@ -20,6 +20,8 @@ import torch
 
 from offload.engine.checkpoint.foreign.universal import OPTIMIZER_STATE, PARAMETERS
 from offload.engine.model_io.output_folder import arriving, check_room
+from offload.errors import StoreError
+from offload.fileio import inner_name
 from offload.fileio.plain_json import from_plain
 from offload.fileio.safetensors_stream import Tensor
 from offload.fileio.torch_file_writer import write_torch_file
@@ -52,6 +54,7 @@ def export_universal(
     """
     out = out.resolve()
     check_target(out)
+    _check_names(plan)
     messages: list[str] = []
     tag = f"global_step{source.step}"
     with arriving(out, messages.append) as folder:
@@ -77,6 +80,19 @@ def export_universal(
         sum(map(math.prod, plan.shapes.values())),
         (*messages, *_notices(source, plan)),
     )
+
+
+def _check_names(plan: StatesPlan) -> None:
+    """Raises `StoreError` if the name of a parameter, which is from a file of anybody, cannot be that of a folder."""
+    for name in plan.shapes:
+        try:
+            if inner_name(name) == OPTIMIZER_STATE:
+                raise ValueError(f"{name} is another file there")
+        except ValueError as error:
+            raise StoreError(
+                f"the parameter {name[:80]!r} cannot name a folder, and {KIND} has one for each parameter: {error}; "
+                "export weights alone, without --format"
+            ) from None
 
 
 def _notices(source: TrainedSource, plan: StatesPlan) -> Iterator[str]:

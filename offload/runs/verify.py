@@ -171,7 +171,8 @@ def open_checking(path: Path) -> Checking:
     Raises:
         StoreError: If the folder is none of these, or cannot be verified.
     """
-    return CheckpointChecking(checkpoint) if (checkpoint := find_own(path)) else RunChecking(path)
+    # A link that the user names is followed here, and no other below.
+    return CheckpointChecking(checkpoint) if (checkpoint := find_own(path)) else RunChecking(path.resolve())
 
 
 class CheckpointChecking:

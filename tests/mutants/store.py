@@ -186,7 +186,7 @@ MUTANTS = (
     Mutant(
         "put a copy of a slot back that is not what was copied",
         "offload.swapper.store.format.undo",
-        " and _fits(file, extent, table[key]):",
+        " and _fits(file, extent, table.get(key, ())):",
         ":",
         "tests/store/test_slot_copies.py",
     ),
@@ -207,7 +207,7 @@ MUTANTS = (
     Mutant(
         "lock a file alone, which a cleaner may delete",
         "offload.swapper.store.rank_folder",
-        "            self._folder = lock_folder(folder)\n",
+        "            lock_folder(self._folder)\n",
         "",
         "tests/store/test_swap_files_taken_away.py",
     ),

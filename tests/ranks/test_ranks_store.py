@@ -136,6 +136,6 @@ def test_a_port_that_is_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         port = str(taken.getsockname()[1])
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
             monkeypatch.setenv(name, value)
-        with pytest.raises(ConfigError, match=f":{port}: .*another process has this port: set MASTER_PORT to a free one"):
+        with pytest.raises(ConfigError, match=f":{port}: .*another process has this port: set MASTER_PORT to a free"):
             rendezvous.meet_others()
     assert not dist.is_initialized()

@@ -13,7 +13,7 @@ from tests import ROOT
 PACKAGE = ROOT / "offload"
 
 LAYERS = (
-    *("errors", "interrupts", "sizes", "notices", "states", "timeline", "torch_internals", "provenance"),
+    *("errors", "records", "interrupts", "sizes", "notices", "states", "timeline", "torch_internals", "provenance"),
     *("aio", "config", "launch", "presets", "report", "deepnvme"),
     *("fileio", "kernels", "precision", "schedules", "checkpointing"),
     *("swapper", "hardware", "layout"),

@@ -104,7 +104,7 @@ def test_a_run_id_that_an_older_version_has_left_out_of_its_commits_is_no_damage
     assert text == "one"
     store.close()
     path.write_text(json.dumps(json.loads(path.read_text()) | {"run_id": 7}))
-    with pytest.raises(StoreError, match="expected the id of a run, got 7"):
+    with pytest.raises(StoreError, match="expected the id of a run as run_id, got 7"):
         read_manifest(path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -45,12 +46,12 @@ def test_the_lock_is_the_last_file_that_goes(tmp_path: Path, monkeypatch: pytest
     for name in ("lock", "commit", "manifest.tmp"):
         (tmp_path / name).touch()
     gone: list[str] = []
-    unlink = Path.unlink
+    unlink = os.unlink
 
-    def record(path: Path, missing_ok: bool = False) -> None:
-        gone.append(path.name)
-        unlink(path, missing_ok)
+    def record(name: str, *, dir_fd: int) -> None:
+        gone.append(name)
+        unlink(name, dir_fd=dir_fd)
 
-    monkeypatch.setattr(Path, "unlink", record)
+    monkeypatch.setattr(os, "unlink", record)
     remove_files(tmp_path)
     assert gone[-1] == "lock" and "manifest.tmp" in gone and not tmp_path.exists()

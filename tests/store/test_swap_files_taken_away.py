@@ -87,7 +87,7 @@ def test_a_run_of_another_user_is_read_and_not_resumed(
     run = run_of_two_commits(tmp_path, queue)
     folder = run.store.folders[0].parent
 
-    def refuse(path: Path) -> rank_folder.DirLock:
+    def refuse(path: Path, **_: object) -> rank_folder.DirLock:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(rank_folder, "DirLock", refuse)

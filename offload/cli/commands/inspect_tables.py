@@ -9,6 +9,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Column, Table
 
+from offload.errors import printable
 from offload.sizes import count_of, format_decimal, format_size
 
 ONE_SLOT = (
@@ -18,6 +19,7 @@ ONE_SLOT = (
 
 def tables(found: Mapping[str, Any]) -> list[Table | str]:
     """Returns the tables and lines for a folder, by its kind: nvme path, run, checkpoint, or several checkpoints."""
+    found = printable_in(found)
     kind = found["kind"]
     if kind == "nvme_path":
         return [_runs_table(found["runs"])] if found["runs"] else [escape(f"there are no runs in {found['path']}")]
@@ -26,6 +28,15 @@ def tables(found: Mapping[str, Any]) -> list[Table | str]:
     if kind == "checkpoint":
         return [_checkpoint_table(found)]
     return [_run_table(found), *(_rank_table(rank) for rank in found["ranks"])]
+
+
+def printable_in(value: Any) -> Any:
+    """Returns JSON with all texts printable: those of files of others too."""
+    if isinstance(value, Mapping):
+        return {printable(str(key), lines=False): printable_in(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [printable_in(inner) for inner in value]
+    return printable(value, lines=False) if isinstance(value, str) else value
 
 
 def _runs_table(runs: list[dict[str, Any]]) -> Table:
@@ -41,7 +52,7 @@ def _runs_table(runs: list[dict[str, Any]]) -> Table:
         table.add_row(
             escape(run["run"]),
             "" if model is None else escape(f"{model['class']}, {model['parameters']:,}"),
-            run["mode"] or "",
+            escape(run["mode"] or ""),
             str(run["world_size"] or ""),
             "" if last is None else f"step {last['epoch']}, {_age(last['age_seconds'])} ago",
             format_size(run["allocated_bytes"]),
@@ -75,7 +86,7 @@ def _run_table(run: Mapping[str, Any]) -> Table:
     if model is not None:
         rows += [
             ("model", _model(model)),
-            ("mode", run["mode"]),
+            ("mode", run["mode"] or "unknown"),
             ("ranks", str(run["world_size"])),
             ("slots", f"{run['slots']}{'' if run['slots'] == 2 else ONE_SLOT}"),
             ("drives", ", ".join(run["drives"])),
@@ -154,7 +165,7 @@ def _checkpoints_table(found: Mapping[str, Any]) -> Table:
             escape(each["tag"]),
             "" if each["epoch"] is None else str(each["epoch"]),
             "" if each["model"] is None else escape(f"{each['model']['class']}, {each['model']['parameters']:,}"),
-            each["mode"] or "",
+            escape(each["mode"] or ""),
             str(each["world_size"] or ""),
             format_size(each["bytes"]),
             "" if each["age_seconds"] is None else f"{_age(each['age_seconds'])} ago",

@@ -19,7 +19,7 @@ import typer
 from offload.cli.console import FAILED, Json, errors
 from offload.cli.options import UNDERSCORES, Grouped, option, takes_options
 from offload.cli.signals import signals
-from offload.errors import ConfigError
+from offload.errors import ConfigError, printable
 from offload.sizes import count_of, format_size
 
 if TYPE_CHECKING:
@@ -272,7 +272,8 @@ def generate(typed: GenerateOptions) -> None:
                 ):
                     count, tokens = count + 1, tokens + each.tokens
                     if typed.prompt is not None and typed.output is None and not typed.json_output:
-                        print(each.text)
+                        # A model may have learned to write what a terminal obeys.
+                        print(printable(each.text) if sys.stdout.isatty() else each.text)
                     else:
                         write(each.line())
                 facts = measured.report(f"{count_of(count, 'prompt')}, {count_of(tokens, 'new token')}", tokens)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from offload.cli.console import BAD_INPUT, FAILED, Json, errors
+from offload.cli.console import BAD_INPUT, FAILED, Json, echo, echo_error, errors, make_console
 from offload.cli.signals import signals
 from offload.errors import ConfigError, StoreError, UsageError
 from offload.notices import shell_command
@@ -70,11 +70,9 @@ def inspect(
     if json_output:
         print(json.dumps(found))
         return
-    from rich.console import Console
-
     from offload.cli.commands.inspect_tables import tables
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = make_console(highlight=False, soft_wrap=True)
     for table in tables(found):
         console.print(table)
 
@@ -85,12 +83,10 @@ def verify(path: Saved, json_output: Json = False) -> None:
     Exit code 0 if everything is intact, 1 if something is damaged, 2 if there is nothing to verify, or a
     process holds it. Example: offload verify /mnt/nvme/my-run
     """
-    from rich.console import Console
-
     from offload.aio import IoQueue
     from offload.runs.verify import open_checking
 
-    console = Console(stderr=json_output, highlight=False, soft_wrap=True)
+    console = make_console(stderr=json_output, highlight=False, soft_wrap=True)
     with errors(BAD_INPUT), signals():
         _check_folder(path)
         # An open run stays locked until `closing`, so that no process writes to it meanwhile.
@@ -121,12 +117,10 @@ def import_(
     The result is a checkpoint that an engine loads. Nothing in the files is executed, and no model's code is needed.
     engine.load_checkpoint also reads the folder itself. Example: offload import ./saved ./imported --tag step1000
     """
-    from rich.console import Console
-
     from offload.aio import IoQueue
     from offload.runs.import_checkpoint import check_output, import_checkpoint, nbytes_of, open_foreign
 
-    console = Console(stderr=json_output, highlight=False, soft_wrap=True)
+    console = make_console(stderr=json_output, highlight=False, soft_wrap=True)
     with errors(FAILED), _refusals(), signals():
         _check_folder(path)
         check_output(out)
@@ -134,7 +128,7 @@ def import_(
         with IoQueue() as queue, _bar(console, nbytes_of(found)) as progress:
             done = import_checkpoint(found, out, queue, progress)
     for notice in done.notices:
-        typer.echo(notice, err=True)
+        echo(notice, err=True)
     if json_output:
         print(json.dumps({**done._asdict(), "path": str(done.path)}))
     else:
@@ -170,8 +164,6 @@ def export(
     DeepSpeed; with --format dcp, for torch.distributed.checkpoint.
     Example: offload export /mnt/nvme/my-run ./my-model --dtype bf16
     """
-    from rich.console import Console
-
     from offload.aio import IoQueue
     from offload.runs.export import (
         check_target,
@@ -185,7 +177,7 @@ def export(
     from offload.runs.export import export as write
     from offload.runs.states_by_parameter import plan_states
 
-    console = Console(stderr=json_output, highlight=False, soft_wrap=True)
+    console = make_console(stderr=json_output, highlight=False, soft_wrap=True)
     # `_refusals` must be inside `errors`, which would report a `StoreError` as a failure.
     with errors(FAILED), _refusals(), signals():
         _check_folder(path)
@@ -210,7 +202,7 @@ def export(
                     done = write(source, out, plan, queue, progress, tokenizer, _tokenizer_writer(source.client_state))
             _note_saved(source, path)
     for notice in done.notices:
-        typer.echo(notice, err=True)
+        echo(notice, err=True)
     if json_output:
         print(json.dumps({**done._asdict(), "epoch": done.step, "path": str(done.path)}))
     else:
@@ -270,18 +262,17 @@ def convert(
     To fp32 the values stay, to bf16, bf24 and int8 they are rounded to nearest. The run itself is only read: a kill
     leaves it as it is. Example: offload convert /mnt/nvme/my-run --moments int8 --master bf24
     """
-    from rich.console import Console
-
     from offload.aio import IoQueue
     from offload.config import load_config
     from offload.runs.convert import StoreSource, plan
     from offload.runs.convert import convert as write
     from offload.runs.verify import RunChecking
 
-    console = Console(stderr=json_output, highlight=False, soft_wrap=True)
+    console = make_console(stderr=json_output, highlight=False, soft_wrap=True)
     forms = {what: form for what, form in (("master", master), ("moments", moments)) if form is not None}
     with errors(FAILED), _refusals(), signals():
         _check_folder(path)
+        path = path.resolve()  # a link that the user names is followed here, and no other below
         if not forms:
             raise StoreError("expected --moments or --master, or both, got neither")
         if run is not None:
@@ -332,9 +323,9 @@ def rm(
         removal = find_removal(path)
         if not json_output:
             for folder in removal.folders:
-                typer.echo(f"  {folder}")
+                echo(f"  {folder}")
             for file in removal.files:
-                typer.echo(f"  {file}{' (left by a kill)' if file.suffix == '.tmp' else ''}")
+                echo(f"  {file}{' (left by a kill)' if file.suffix == '.tmp' else ''}")
         if not yes:
             size = format_size(removal.nbytes)
             typer.confirm(f"Delete {path} ({size}) with all commits of the run?", abort=True)
@@ -344,7 +335,7 @@ def rm(
             print(json.dumps(done._asdict(), default=str))
         elif done.strangers:
             names = ", ".join(done.strangers[:_SHOWN])
-            typer.echo(f"{path} is kept: it contains files that do not belong to the run: {names}")
+            echo(f"{path} is kept: it contains files that do not belong to the run: {names}")
         if done.not_found:
             _tell_not_found(done.not_found)
             raise typer.Exit(FAILED)
@@ -352,7 +343,7 @@ def rm(
 
 def _tell_not_found(folders: Sequence[str]) -> None:
     """Prints the folders of a removed run that may be left on its other drives."""
-    typer.echo(
+    echo(
         f"files of the run are left on its other drives, which were mounted elsewhere, or copied: {', '.join(folders)} "
         f"was not deleted; delete the run's folder on each such drive: `{shell_command('rm', 'DRIVE/RUN')}`",
         err=True,
@@ -365,7 +356,7 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except (ConfigError, StoreError, UsageError) as error:
-        typer.echo(f"error: {error}", err=True)
+        echo_error(error)
         raise typer.Exit(BAD_INPUT) from None
 
 

@@ -26,7 +26,7 @@ from offload.cli.commands import train_summary as cli_summary
 from offload.cli.commands.train_progress import ProgressLine, StepLog
 from offload.cli.console import BAD_INPUT, FAILED
 from offload.cli.signals import AT_ONCE, ENDING, exit_on_signal, handlers
-from offload.errors import BudgetError, ConfigError, IoError, OffloadError, StoreError, UsageError
+from offload.errors import BudgetError, ConfigError, IoError, OffloadError, StoreError, UsageError, printable
 from offload.interrupts import exit_on_next_signal
 from offload.notices import shell_command
 from offload.sizes import count_of, format_size
@@ -60,7 +60,7 @@ def _quit(error: BaseException, code: int, options: Any) -> NoReturn:
     """Prints an error in the words of the command line, and exits with `code`."""
     from offload.finetune.option_names import in_options
 
-    print(f"error: {in_options(str(error), options)}", file=sys.stderr)
+    print(f"error: {printable(in_options(str(error), options))}", file=sys.stderr)
     raise typer.Exit(code)
 
 

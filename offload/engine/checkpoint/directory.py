@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import json
 import logging
 import os
 import re
@@ -35,11 +34,14 @@ from offload.engine.checkpoint.files import (
     checkpoints,
     is_checkpoint,
     read_manifest,
+    read_text,
     wrong_files,
 )
 from offload.engine.checkpoint.parts import delete, strangers
 from offload.errors import IoError, StoreError
-from offload.fileio import DirLock, LockHeldError, holder_of, replace_durably, sync_folder
+from offload.fileio import DirLock, LockHeldError, holder_of, read_inner, replace_durably, sync_folder
+from offload.records import parse
+from offload.sizes import MIB
 from offload.swapper.store.inspection import is_rank
 from offload.swapper.store.rank_folder import sync_names
 
@@ -111,8 +113,8 @@ def _is_left(path: Path) -> bool:
     if not (path / MANIFEST).exists() or is_checkpoint(path):
         return True
     try:
-        json.loads((path / MANIFEST).read_bytes())
-    except (ValueError, RecursionError):
+        parse(read_inner(path / MANIFEST, 1, 64 * MIB))
+    except ValueError:
         return True  # a power cut came before the manifest was completely written
     return False  # the manifest of something else
 
@@ -123,7 +125,7 @@ def _is_left_latest(path: Path) -> bool:
         return False
     tag = path.name.removeprefix(f".{LATEST}.").encode()
     # A kill may have come before the whole tag was written, so a file with a prefix of the tag is ours too.
-    return path.stat().st_size <= len(tag) and tag.startswith(path.read_bytes())
+    return path.stat().st_size <= len(tag) and tag.startswith(read_inner(path, 1, len(tag)))
 
 
 def _is_whole(checkpoint: Path) -> bool:
@@ -334,7 +336,7 @@ def prune(folder: Path, keep: int, newest: str) -> list[str]:
     # `latest` names another checkpoint than the newest if the save did not write `latest`.
     kept = {newest}
     with contextlib.suppress(OSError, ValueError):
-        kept.add((folder / LATEST).read_text(encoding="utf-8").strip())
+        kept.add(read_text(folder / LATEST).strip())
     gone: list[str] = []
     for tag in [tag for tag in found if tag not in kept][: max(len(found) - keep, 0)]:
         try:

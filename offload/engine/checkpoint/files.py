@@ -18,12 +18,18 @@ import os
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload.aio import crc32c
 from offload.errors import StoreError, UsageError
+from offload.fileio.inner_files import check_holes, open_inner, owner_name, read_inner
+from offload.records import anything, fields, flag, parse, read, rows, table, text, whole
+from offload.records import expected as wrong_kind
+from offload.sizes import KIB, MIB
 from offload.states import State
+from offload.swapper.store.format.manifest import ABOUT, check_layout
 from offload.swapper.store.inspection import is_rank
 
 if TYPE_CHECKING:
@@ -37,9 +43,14 @@ FORMAT_OF_PARTS = 2
 MANIFEST, LATEST = "manifest.json", "latest"
 LATEST_UNIVERSAL = "latest_universal"
 """What DeepSpeed names `latest` for universal checkpoints."""
+PART = re.compile(r"pp[0-9]{1,6}of[0-9]{1,6}(-tp[0-9]{1,6}of[0-9]{1,6})?|tp[0-9]{1,6}of[0-9]{1,6}")
+"""Name of the folder of a part; see `offload.engine.checkpoint.parts`."""
+_FILE = re.compile(rf"(states|progress)\.rank[0-9]{{1,9}}\.safetensors|({PART.pattern})/manifest\.json")
 _KIND = "offload checkpoint"
 _KIND_IN = re.compile(rb'"kind":\s*"offload checkpoint"')
 """Finds the kind in a manifest of ours that is no longer valid JSON."""
+_MOST_OF_MANIFEST, _MOST_OF_LATEST = 512 * MIB, 4 * KIB
+"""Bytes of these files at most; a manifest has a checksum of each tensor of each rank."""
 _ASIDE = ("partial", "old", "removed")
 _LONGEST = 255 - max(len(f"..{what}") for what in _ASIDE)
 """Longest tag in bytes. A file system limits names to 255 bytes, and `aside` adds two dots and a word to the tag."""
@@ -104,22 +115,67 @@ class Manifest(NamedTuple):
                 message.
         """
         try:
-            content = json.loads(data)
+            content = read(data, anything)
             if not isinstance(content, dict) or content.get("kind") != _KIND:
                 raise ValueError(f"the file is not the manifest of an {_KIND}")
-            expected = FORMAT_OF_PARTS if content.get("layout", {}).get("parts") else FORMAT
-            if content["format"] != expected:
+            layout, about = (
+                each if isinstance(each := content.get(name), dict) else {} for name in ("layout", "about")
+            )
+            expected = FORMAT_OF_PARTS if layout.get("parts") else FORMAT
+            if content.get("format") != expected:
                 raise ValueError(
-                    f"the format is {content['format']}; this version of offload reads format {expected}; load the "
-                    f"checkpoint with the version that saved it ({content.get('about', {}).get('offload', 'unknown')})"
+                    f"the format is {content.get('format')}; this version of offload reads format {expected}; load the "
+                    f"checkpoint with the version that saved it ({about.get('offload', 'unknown')})"
                 )
             # Only after the format has been checked: another format may have another checksum.
-            if content.pop("crc32c") != _sum_of(content):
+            if content.pop("crc32c", None) != _sum_of(content):
                 raise ValueError("the file does not match its checksum, so it is damaged")
+            # Last, since a checksum finds damage, and anybody can write one.
+            _MANIFEST(content, "")
             files = {name: Saved(each["nbytes"], each["crc32c"]) for name, each in content["files"].items()}
             return cls(**{name: content[_KEYS.get(name, name)] for name in cls._fields if name != "files"}, files=files)
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except ValueError as error:
             raise StoreError(f"cannot read {where}: {error}") from error
+
+
+def _check_moment(value: Any, name: str) -> None:
+    """Raises `ValueError` if `value` is no time with a time zone, in ISO 8601."""
+    try:
+        if isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None:
+            return
+    except ValueError:
+        pass
+    raise wrong_kind("a time in ISO 8601, with its zone", name, value)
+
+
+def _check_files(value: Any, name: str) -> None:
+    """Raises `ValueError` if `value` does not give size and checksums of files of a checkpoint, under their names."""
+    table(fields({"nbytes": whole(0, 1 << 56), "crc32c": table(whole(0, (1 << 32) - 1))}))(value, name)
+    for file in value:
+        if not _FILE.fullmatch(file):
+            raise wrong_kind("a name of a checkpoint's file", name, file)
+
+
+def _check_layout(value: Any, name: str) -> None:
+    """Raises `ValueError` if `value` describes no model, or has parts whose names lead out of the checkpoint."""
+    check_layout(value, name)
+    parts = rows(text(PART.pattern, "the name of a part, such as pp0of2-tp1of2"))
+    fields({"world_size": anything, "mode": anything, "units": anything}, {"parts": parts})(value, name)
+    # A part that is named twice would be read twice, and counted so.
+    if len(set(value.get("parts", ()))) < len(value.get("parts", ())):
+        raise wrong_kind("parts of different names", name, value["parts"])
+
+
+_MANIFEST = fields(
+    {
+        "epoch": whole(),
+        "created": _check_moment,
+        "frozen": flag,
+        "layout": _check_layout,
+        "about": ABOUT,
+        "files": _check_files,
+    }
+)
 
 
 def _sum_of(content: Mapping[str, Any]) -> int:
@@ -231,14 +287,13 @@ def aside(checkpoint: Path, what: str) -> Path:
 
 def is_checkpoint(folder: Path) -> bool:
     """Returns whether the manifest in `folder` is one of ours: intact or damaged, of this format or another."""
-    path = folder / MANIFEST
     try:
-        data = path.read_bytes() if path.is_file() else b""
+        data = read_inner(folder / MANIFEST, 1, _MOST_OF_MANIFEST)
     except OSError:
         return False
     try:
-        content = json.loads(data)
-    except (ValueError, RecursionError):
+        content = parse(data)
+    except ValueError:
         # Truncated or damaged JSON. The folder must still count as ours, so that the damage is reported.
         return _KIND_IN.search(data) is not None
     return isinstance(content, dict) and content.get("kind") == _KIND
@@ -254,13 +309,21 @@ def may_be_checkpoint(folder: Path) -> bool:
 
 def refuse_rank(folder: Path) -> None:
     """Raises `StoreError` if `folder` holds the swap files of one rank, whatever its name."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        content = {} if is_rank(folder) else json.loads((folder / MANIFEST).read_bytes())
+    with contextlib.suppress(OSError, ValueError):
+        content = {} if is_rank(folder) else parse(read_inner(folder / MANIFEST, 1, _MOST_OF_MANIFEST))
         if is_rank(folder) or (isinstance(content, dict) and {"extents", "stripes"} <= content.keys()):
             raise StoreError(
                 f"{folder} holds the swap files of one rank of a run, not a checkpoint: give the run's folder, "
                 f'{folder.resolve().parent}, to offload inspect, verify and export; to resume, set "resume": "auto"'
             )
+
+
+def depth_in(folder: Path) -> int:
+    """Returns the number of names, at the end of the path of a file of a checkpoint, that no link may have.
+
+    The user may name the checkpoint's folder by a link. A part and the files are below it.
+    """
+    return 2 if PART.fullmatch(folder.name) else 1
 
 
 def checkpoints(folder: Path) -> dict[str, Manifest]:
@@ -318,6 +381,12 @@ def find(load_dir: str | os.PathLike[str], tag: Any, is_other: Callable[[Path], 
         except (OSError, ValueError) as error:
             raise StoreError(f"cannot read {latest}: {error}") from error
     path = folder / check_tag(tag)
+    # A link that the user names, or has made, is the user's. One that a file of another names leads anywhere.
+    if named.endswith(" names") and path.is_symlink() and (owner := path.lstat().st_uid) not in (os.geteuid(), 0):
+        raise StoreError(
+            f"{path}, which {named}, is a symbolic link of {owner_name(owner)}, which is not followed: give its "
+            f"target, {path.resolve()}, if that is meant"
+        )
     # A save was killed between two renames: the checkpoint still exists under its other name.
     if not path.exists() and is_checkpoint(aside(path, "old")):
         return str(aside(path, "old"))
@@ -336,15 +405,25 @@ def _tags(folder: Path, is_other: Callable[[Path], bool]) -> list[str]:
 
 def _read_latest(latest: Path, is_other: Callable[[Path], bool]) -> str:
     """Returns the tag in the file `latest`; raises `StoreError` if it holds no valid tag. See `find`."""
-    text = latest.read_text(encoding="utf-8").strip()
+    named = read_text(latest).strip()
     try:
-        return check_tag(text)
+        return check_tag(named)
     except UsageError:
         there = ", ".join(_tags(latest.parent, is_other)) or "none"
         raise StoreError(
-            f"{latest} must contain the tag of a checkpoint, but contains {text[:100]!r}; give the tag of a "
+            f"{latest} must contain the tag of a checkpoint, but contains {named[:100]!r}; give the tag of a "
             f"checkpoint in the folder: {there}"
         ) from None
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a small file in a folder of checkpoints, such as `latest`.
+
+    Raises:
+        OSError: If there is no such file, or something else in its place.
+        ValueError: If it is no text.
+    """
+    return read_inner(path, 1, _MOST_OF_LATEST).decode()
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -359,7 +438,7 @@ def _read_manifest(checkpoint: Path) -> Manifest:
     """Reads the manifest of a checkpoint; raises `StoreError`."""
     path = checkpoint / MANIFEST
     try:
-        data = path.read_bytes()
+        data = read_inner(path, depth_in(checkpoint), _MOST_OF_MANIFEST)
     except OSError as error:
         raise StoreError(f"{checkpoint} is not a checkpoint of offload: cannot read {path.name}: {error}") from error
     return Manifest.unpack(data, str(path))
@@ -370,7 +449,12 @@ def wrong_files(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, saved in manifest.files.items():
         try:
-            size = (checkpoint / name).stat().st_size
+            descriptor = open_inner(checkpoint / name, depth_in(checkpoint) + name.count("/"))
+            try:
+                size = os.fstat(descriptor).st_size
+                check_holes(descriptor, checkpoint / name)
+            finally:
+                os.close(descriptor)
         except OSError as error:
             found[name] = f"cannot be read: {error.strerror}"
         else:
@@ -385,11 +469,14 @@ def _wrong_in_part(checkpoint: Path, manifest: Manifest, part: str) -> dict[str,
     """Returns the reason for each wrong file of one part, by its name in the checkpoint."""
     name = f"{part}/{MANIFEST}"
     try:
-        data = (checkpoint / name).read_bytes()
+        data = read_inner(checkpoint / name, 2, _MOST_OF_MANIFEST)
         # A part of another save would fit, and hold other values.
-        if crc32c(data) != manifest.files[name].sums[""]:
+        if name not in manifest.files or crc32c(data) != manifest.files[name].sums.get(""):
             return {name: "is not the manifest that was saved with this checkpoint"}
-        wrong = wrong_files(checkpoint / part, Manifest.unpack(data, name))
+        inner = Manifest.unpack(data, name)
+        if inner.parts:
+            return {name: "has parts of its own, which a part has not"}
+        wrong = wrong_files(checkpoint / part, inner)
     except (OSError, StoreError) as error:
         return {name: str(error)}
     return {f"{part}/{each}": reason for each, reason in wrong.items()}

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import safetensors.torch
 import torch
 
 from offload.aio import aligned_empty, crc32c, crc32c_joined
 from offload.aio.protocols import Future, Queue
 from offload.engine.checkpoint.files import (
     Manifest,
+    depth_in,
     instead_of,
     progress_file,
     read_manifest,
@@ -32,13 +31,16 @@ from offload.engine.checkpoint.resharding import Run, Source, all_places, as_row
 from offload.engine.checkpoint.saved_states import CheckpointPartitions, SavedStates, StateReader, open_states
 from offload.engine.training.snapshot import Snapshot
 from offload.errors import IoError, StoreError
+from offload.fileio import read_inner
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.fileio.safetensors_stream import TensorLocation, read_header
-from offload.layout.fingerprint import described_layouts
+from offload.layout.fingerprint import described_layouts, described_mode
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.master_weights import KEPT
+from offload.records import parse
 from offload.states import State
-from offload.swapper.modes import MODES, Mode
+from offload.swapper.modes import Mode
+from offload.swapper.store.format.blob import tensors_in
 
 CLIENT_STATE = "client_state"
 """Name of the user's own state in the progress file."""
@@ -78,7 +80,7 @@ class FoundCheckpoint:
     @property
     def client_state(self) -> Any:
         """Returns the user's own state, parsed from JSON."""
-        return json.loads(bytes(self.contents[CLIENT_STATE].numpy()))
+        return parse(bytes(self.contents[CLIENT_STATE].numpy()))
 
     def steps(self, layouts: Sequence[UnitLayout], now: Sequence[Sequence[int]]) -> list[list[int]]:
         """Returns the number of updates of each parameter of `layouts`.
@@ -162,14 +164,16 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
     """
     manifest = read_manifest(folder)
     try:
-        layouts, mode = described_layouts(manifest.layout, part=True), MODES[manifest.layout["mode"]]
-        tied = manifest.about["tied"]
+        layouts, mode = described_layouts(manifest.layout, part=True), described_mode(manifest.layout)
+        tied = manifest.about.get("tied", {})
         found: list[Mapping[str, TensorLocation]] = []
         # Files that are missing or have another size come first: their names are the most useful message.
         if wrong := wrong_files(folder, manifest):
             raise ValueError("; ".join(f"{name} {reason}" for name, reason in wrong.items()))
         for each in range(manifest.world_size):
             name = states_file(each)
+            if name not in manifest.files:
+                raise ValueError(f"the manifest lacks {name}, of {manifest.world_size}")
             found.append(read_header(folder / name)[0])
             expected = tensors_of(layouts, mode, each, manifest.world_size, manifest.frozen)
             if {key: place.tensor for key, place in found[each].items()} != expected:
@@ -179,12 +183,17 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
         # With another number of ranks no saved progress belongs to this rank, so every rank reads that of rank 0.
         own = manifest.ranks == world_size
         name = progress_file(rank if own else 0)
-        data = (folder / name).read_bytes()
-        if crc32c(data) != manifest.files[name].sums[""]:
+        if name not in manifest.files:
+            raise ValueError(f"the manifest lacks {name}")
+        data = read_inner(folder / name, depth_in(folder), manifest.files[name].nbytes)
+        if crc32c(data) != manifest.files[name].sums.get(""):
             raise ValueError(f"{name} is damaged: it does not match its checksum")
-        contents = safetensors.torch.load(data)
+        contents = tensors_in(data)
         progress = Snapshot.unpack(contents)
-    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        progress.check_fits(layouts)
+        if CLIENT_STATE in contents:
+            parse(bytes(contents[CLIENT_STATE].numpy()))
+    except (OSError, StoreError, TypeError, ValueError) as error:
         raise StoreError(f"the checkpoint {folder} is incomplete or damaged: {error}; {instead_of(folder)}") from error
     saved = with_first_names(places(layouts, tied, manifest.frozen), tied_here)
     return FoundCheckpoint(

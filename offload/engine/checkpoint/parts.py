@@ -12,21 +12,22 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.engine.checkpoint.files import MANIFEST, Manifest, instead_of, read_manifest, wrong_files
+from offload.engine.checkpoint.files import MANIFEST, PART, Manifest, instead_of, read_manifest, wrong_files
 from offload.errors import StoreError
+from offload.fileio import inner_folder
 
 if TYPE_CHECKING:  # these import torch, which looking at a checkpoint does not need
     from offload.engine.distributed.mesh import Mesh
     from offload.engine.distributed.tensor_parallel import TensorParallel
     from offload.layout.flat_layout import UnitLayout
 
-_FILES = re.compile(r"manifest\.json|(states|progress)\.rank\d+\.safetensors")
-_PART = re.compile(r"pp\d+of\d+(-tp\d+of\d+)?|tp\d+of\d+")
+_FILES = re.compile(r"manifest\.json|(states|progress)\.rank[0-9]+\.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,29 +121,34 @@ def strangers(folder: Path) -> list[str]:
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if _PART.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            if PART.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                 found += [f"{entry.name}/{name}" for name in strangers(Path(entry.path))]
             elif not _FILES.fullmatch(entry.name) or not entry.is_file(follow_symlinks=False):
                 found.append(entry.name)
     return sorted(found)
 
 
-def delete(folder: Path) -> None:
+def delete(folder: Path, depth: int = 1) -> None:
     """Deletes a folder of ours, file by file. The manifest is deleted last: it identifies the folder as ours.
 
     A file that another process has deleted meanwhile is no error. A file that was added meanwhile is kept, and so is
     the folder; this raises `OSError`.
+
+    Args:
+        folder: The folder.
+        depth: Number of names at its end that no link may have.
     """
     with contextlib.suppress(FileNotFoundError):
-        names = sorted(os.listdir(folder), key=lambda name: name == MANIFEST)
-        for name in names:
-            path = folder / name
-            if _PART.fullmatch(name) and path.is_dir() and not path.is_symlink():
-                delete(path)
-            elif _FILES.fullmatch(name):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-        os.rmdir(folder)
+        # From the folder itself: by its path, a link that somebody puts there would lead to files of others.
+        with inner_folder(folder, depth) as here:
+            for name in sorted(os.listdir(here), key=lambda name: name == MANIFEST):
+                if PART.fullmatch(name) and stat.S_ISDIR(os.stat(name, dir_fd=here, follow_symlinks=False).st_mode):
+                    delete(folder / name, depth + 1)
+                elif _FILES.fullmatch(name):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=here)
+        with inner_folder(folder.parent, depth - 1) as above:
+            os.rmdir(folder.name, dir_fd=above)
 
 
 def check_parts(checkpoint: Path, manifest: Manifest) -> None:

@@ -9,9 +9,10 @@ import torch
 
 from offload.aio import DirectFile, aligned_empty
 from offload.aio.protocols import Future, Pending, Queue
-from offload.engine.checkpoint.files import states_file, tensor_name
+from offload.engine.checkpoint.files import depth_in, states_file, tensor_name
 from offload.engine.checkpoint.resharding import Run, shards_of_scales
 from offload.errors import IoError, StoreError
+from offload.fileio import inner_opener
 from offload.layout.flat_layout import Segment, SegmentShard, UnitLayout, segment_shards
 from offload.layout.optimizers import moment_values
 from offload.states import State
@@ -70,9 +71,10 @@ class PartitionReader(Protocol):
 def open_states(found: FoundCheckpoint) -> list[DirectFile]:
     """Opens every rank's file of states; the caller closes them. Raises `StoreError` if a file cannot be opened."""
     files: list[DirectFile] = []
+    opener = inner_opener(depth_in(found.folder))
     try:
         for rank in range(found.manifest.world_size):
-            files.append(DirectFile(found.folder / states_file(rank), writable=False))
+            files.append(DirectFile(found.folder / states_file(rank), writable=False, opener=opener))
     except IoError as error:
         for file in files:
             file.close()

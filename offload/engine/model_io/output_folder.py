@@ -25,7 +25,7 @@ from pathlib import Path
 from offload.engine.checkpoint.directory import LOCK, exchange, make_folder, naming_errors, only_save
 from offload.engine.model_io.safetensors_folder import CONFIG, GENERATION, INDEX, SINGLE
 from offload.errors import IoError, StoreError
-from offload.fileio import keep_mode_and_owner, sync_folder
+from offload.fileio import inner_folder, keep_mode_and_owner, sync_folder
 from offload.sizes import format_size
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
@@ -66,6 +66,9 @@ def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> It
         with naming_errors(partial, "make"):
             # A killed save may have left the folder; `_clear` removes its files or refuses them.
             partial.mkdir(exist_ok=True)
+            # Where others may write too, its name may be that of a folder of theirs, or of a link.
+            with inner_folder(partial, 1, ours=True):
+                pass
         _clear(partial, notice)
         try:
             yield partial

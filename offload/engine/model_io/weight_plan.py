@@ -17,10 +17,10 @@ from offload.engine.params.saved_state import Part
 from offload.errors import ConfigError
 from offload.fileio.safetensors_stream import Tensor, shard
 from offload.fileio.safetensors_stream import plan as plan_file
-from offload.layout.fingerprint import described_layouts
+from offload.layout.fingerprint import described_layouts, described_mode
 from offload.layout.flat_layout import UnitLayout
 from offload.sizes import parse_size
-from offload.swapper.modes import DTYPES, MODES, Mode
+from offload.swapper.modes import DTYPES, Mode
 
 
 class Place(NamedTuple):
@@ -117,7 +117,7 @@ def make_plan(
         ConfigError: If weights cannot be saved in `dtype`.
     """
     layouts = described_layouts(source.description)
-    mode = MODES[source.description["mode"]]
+    mode = described_mode(source.description)
     wanted = check_dtype(dtype) or mode.weight_dtype
     frozen = frozen and source.frozen
     tied: Mapping[str, str] = source.about.get("tied", {})

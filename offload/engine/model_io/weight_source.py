@@ -15,7 +15,7 @@ from offload.engine.checkpoint.files import refuse_rank
 from offload.errors import IoError, StoreError
 from offload.states import State
 from offload.swapper.store import Compared, bytes_of, rank_folders
-from offload.swapper.store.format.checksums import Passages
+from offload.swapper.store.format.checksums import Passages, check_whole
 from offload.swapper.store.format.commit_record import last_of_all
 from offload.swapper.store.format.manifest import Extents, Manifest, check_rank
 from offload.swapper.store.format.run_notes import FINISHED, RESHARDED
@@ -26,6 +26,8 @@ from offload.swapper.store.recovery import check_one_run
 
 if TYPE_CHECKING:
     import torch
+
+    from offload.layout.flat_layout import UnitLayout
 
 
 class Reading(Protocol):
@@ -108,6 +110,9 @@ class StoreSource:
             self._files = [self._open.enter_context(each.open_states()) for each in found]
             self._places = [_manifest(each).spec.places() for each in found]
             self._tables = [commit.table for commit in self.commits]
+            for each, table, places in zip(found, self._tables, self._places, strict=True):
+                check_whole(table, places)
+                layouts = _checked_layouts(_manifest(each))
             self._copied = [
                 self._open.enter_context(Undo(each.folder).slots(file, commit.record, places, table))
                 for each, file, commit, places, table in zip(
@@ -120,6 +125,7 @@ class StoreSource:
             self.description, self.about = first.spec.fingerprint, first.spec.about
             self.step, self.frozen = self.commits[0].record.step, True
             self.progress = Snapshot.unpack(self.commits[0].contents)
+            self.progress.check_fits(layouts)
             self.buffers, self.client_state = self.progress.buffers, self.progress.facts["client_state"]
         except BaseException:
             self._open.close()
@@ -274,6 +280,20 @@ def check_can_be_read(found: Found) -> None:
         raise StoreError(f"{found.folder} is on drive {found.drive} of its run; give its folder on the first{first}")
     if found.manifest is not None and found.manifest.spec.slots == 1:
         raise StoreError(f'{found.folder} was made with "durability": "none": nothing in it was ever committed')
+
+
+def _checked_layouts(manifest: Manifest) -> Sequence[UnitLayout]:
+    """Returns the layouts of a store; raises `StoreError` if its bytes are not those of the model that it describes."""
+    from offload.layout.fingerprint import described_layouts, described_mode, store_specs
+
+    described = manifest.spec.fingerprint
+    layouts, mode = described_layouts(described, part=True), described_mode(described)
+    specs = store_specs(layouts, mode, described["world_size"])
+    if manifest.spec.partitions != specs[manifest.rank % len(specs)].partitions:
+        raise StoreError(
+            "the manifest describes a model whose states take other bytes than its extents, so it is made up"
+        )
+    return layouts
 
 
 def _manifest(found: Found) -> Manifest:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from offload.errors import StoreError
-from offload.fileio import sync_folder
+from offload.fileio import inner_folder, sync_folder
+from offload.records import fields, read, rows, text
 from offload.swapper.store import rank_folders
 from offload.swapper.store.format.run_notes import RESHARDED
 from offload.swapper.store.inspection import store_id
@@ -28,6 +30,7 @@ from offload.swapper.store.rank_folder import (
     folders_aside,
     read_whole,
     remove_files,
+    unlink,
     write_durably,
 )
 
@@ -95,11 +98,12 @@ def _read_note(folder: Path) -> Switch | None:
     """Returns the note in the run's folder on its first drive; None without one."""
     path = folder / RESHARDED
     try:
-        content = json.loads(read_whole(path))
-        return Switch(*(tuple(str(each) for each in content[name]) for name in Switch._fields))
+        ids = rows(text())
+        content = read(read_whole(path), fields({name: ids for name in Switch._fields}))
+        return Switch(*(tuple(content[name]) for name in Switch._fields))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise StoreError(f"cannot read {path}, which says which ranks' folders are the run: {error}") from error
 
 
@@ -124,13 +128,19 @@ def _rename(folders: Sequence[Path], change: Switch) -> None:
             # A place that no new rank takes is cleared only of this run: another run's leftovers stay.
             leaves = new is not None or store_id(place) == change.before[rank]
             if place.exists() and leaves and store_id(place) != new:
-                place.rename(folder / f"{REPLACED}rank{rank}")
+                _move(folder, place.name, f"{REPLACED}rank{rank}")
             if new is not None and store_id(place) != new:
-                (folder / f"{STAGED}rank{rank}").rename(place)
+                _move(folder, f"{STAGED}rank{rank}", place.name)
         # The names must be durable before the note goes: without the note nobody looks for other names.
         sync_folder(folder)
-    (folders[0] / RESHARDED).unlink()
+    unlink(folders[0] / RESHARDED)
     sync_folder(folders[0])
+
+
+def _move(run: Path, name: str, new: str) -> None:
+    """Renames a rank's folder in that of the run."""
+    with inner_folder(run, 1, ours=True) as folder:
+        os.rename(name, new, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def _delete_aside(folders: Sequence[Path]) -> None:

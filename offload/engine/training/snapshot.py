@@ -9,7 +9,7 @@ import contextlib
 import json
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from offload.engine.training.module_entries import NO_ENTRIES, Entries
-from offload.errors import ConfigError, UsageError
+from offload.errors import ConfigError, StoreError, UsageError
 from offload.fileio.plain_json import mark_floats, to_plain, unmark_floats
+from offload.layout.flat_layout import UnitLayout
+from offload.records import anything, fields, maybe, parse, rows, table, text, whole
 
 DECOUPLED = "decoupled weight decay"
 """Name of the setting of each group that tells AdamW from Adam."""
@@ -27,6 +29,26 @@ _BUFFER = "buffer."
 _ENTRY = "entry."
 _ENTRIES = "entries"
 _RNG = "rng."
+_OF_A_GROUP = rows(table(anything))
+_FACTS_OF_STEP = fields(
+    {
+        "global_steps": whole(),
+        "skipped_steps": whole(),
+        "micro_steps": whole(),
+        "global_samples": whole(),
+        "parameter_steps": rows(rows(whole())),
+        "scheduler": anything,
+        "loss_scale": maybe(table(anything)),
+        "client_state": anything,
+        "registered": rows(fields({"type": text(), "state": anything})),
+        "data": maybe(fields({"epoch": whole(), "batch": whole(), "samples": whole(), "samples_of_a_batch": whole(1)})),
+        "groups": _OF_A_GROUP,
+        "configured": _OF_A_GROUP,
+        "settings": table(anything),
+    },
+    {"members": rows(rows(text())), "options": rows(table(anything))},
+)
+"""What the facts must be, whoever has written them; a checksum does not tell."""
 _ADVICE = (
     "each commit holds the schedule's state, which may be None, booleans, numbers, strings, and lists, tuples and "
     "dicts of them. Let its state_dict() return such values, or do not pass it to initialize: step the schedule after "
@@ -65,15 +87,34 @@ class Snapshot(NamedTuple):
 
     @classmethod
     def unpack(cls, contents: Mapping[str, torch.Tensor]) -> Snapshot:
-        """Returns the snapshot that `pack` has packed."""
+        """Returns the snapshot that `pack` has packed; raises `StoreError` for anything else."""
         tensors = dict(contents)
-        packed = json.loads(bytes(tensors.pop(_FACTS).numpy()))
-        entries = packed.pop(_ENTRIES, {})  # as they are: `from_plain` reads marked floats itself
-        facts = unmark_floats(packed)
+        try:
+            if _FACTS not in tensors:
+                raise ValueError("there are none")
+            packed = parse(bytes(tensors.pop(_FACTS).numpy()))
+            if not isinstance(packed, dict):
+                raise ValueError("they are no object")
+            entries = packed.pop(_ENTRIES, {})  # as they are: `from_plain` reads marked floats itself
+            table(anything)(entries, _ENTRIES)
+            facts = unmark_floats(packed)
+            _FACTS_OF_STEP(facts, "")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise StoreError(f"the facts on a step are damaged, or made up: {error}") from error
         generators = {name.removeprefix(_RNG): t for name, t in tensors.items() if name.startswith(_RNG)}
         buffers = {name.removeprefix(_BUFFER): t for name, t in tensors.items() if name.startswith(_BUFFER)}
         outside = {name.removeprefix(_ENTRY): t for name, t in tensors.items() if name.startswith(_ENTRY)}
+        _check_generators(generators)
         return cls(facts, generators, buffers, Entries(entries, outside))
+
+    def check_fits(self, layouts: Sequence[UnitLayout]) -> None:
+        """Raises `StoreError` if the snapshot is not of these units: it has a number of updates for each parameter."""
+        counts = [len(row) for row in self.facts["parameter_steps"]]
+        if counts != (expected := [len(layout.segments) for layout in layouts]):
+            raise StoreError(
+                f"the facts on a step count the updates of {sum(counts)} parameters, expected {sum(expected)} in "
+                "their units"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +174,27 @@ def write_generators(states: Mapping[str, torch.Tensor], device: torch.device) -
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
     if device.type not in ("cpu", "meta") and device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type], device)
+
+
+def _check_generators(states: Mapping[str, torch.Tensor]) -> None:
+    """Raises `StoreError` if a generator could not be put back into its state, before any is."""
+    try:
+        for name, state in states.items():
+            # Those before the next batch have longer names.
+            if name.endswith("torch"):
+                torch.Generator(device="cpu").set_state(state)
+            elif name.endswith("python"):
+                version, internal, gauss = parse(bytes(state.numpy()))
+                random.Random().setstate((version, tuple(internal), gauss))
+            elif name.endswith("numpy"):
+                import numpy
+
+                kind, keys, *rest = parse(bytes(state.numpy()))
+                numpy.random.RandomState().set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+        if states and not {"torch", "python"} <= states.keys():
+            raise ValueError(f"expected those of torch and Python, got {', '.join(states)}")
+    except (LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise StoreError(f"the states of random generators are damaged, or made up: {error}") from error
 
 
 @contextlib.contextmanager

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 from offload.aio.windows import window_bytes
 from offload.errors import ConfigError, OffloadError
-from offload.fileio import atomic_write, cache_file
+from offload.fileio import cache_file, own_cache_folder, read_cache, write_cache
 from offload.hardware.info import machine as about_machine
 from offload.hardware.probe import disturb
 from offload.hardware.probe.rates import DriveRates, DtypeRates, Probed, Rates
+from offload.records import parse
 from offload.sizes import count_of, format_size
 
 _VERSION = 5
@@ -24,13 +25,13 @@ def check_kept() -> None:
     """Raises `ConfigError` if a result cannot be cached. Called before the measurement, which takes half a minute."""
     path = cache_path()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         # A file without a name: nothing is left behind if the probe is killed.
-        with tempfile.TemporaryFile(dir=path.parent):
+        with own_cache_folder(path), tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
         raise ConfigError(
-            f"the result cannot be stored in {path.parent}: {error.strerror}; set XDG_CACHE_HOME, or give --no-keep"
+            f"the result cannot be stored in {path.parent}: {error.strerror or error}; set XDG_CACHE_HOME, or give "
+            "--no-keep"
         ) from error
 
 
@@ -70,16 +71,14 @@ def keep(found: Probed) -> Path:
     before = kept()
     mine = {each.path for each in found.drives}
     drives = [*(each for each in (before.drives if before else ()) if each.path not in mine), *found.drives]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Not synced: a cache that is lost in a crash costs another probe.
-    atomic_write(path, json.dumps(as_json(found._replace(drives=tuple(drives))), indent=2) + "\n", durable=False)
+    write_cache(path, json.dumps(as_json(found._replace(drives=tuple(drives))), indent=2) + "\n")
     return path
 
 
 def kept() -> Probed | None:
     """Returns the cached measurement; None if there is none, or if it is of another processor or number of cores."""
     try:
-        content = json.loads(cache_path().read_text(encoding="utf-8"))
+        content = parse(read_cache(cache_path()))
         if content["version"] != _VERSION:
             return None
         found = Probed(

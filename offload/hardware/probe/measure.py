@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from offload.aio import DirectFile, IoQueue, aligned_empty
+from offload.aio.file import open_new
 from offload.aio.measure import OPERATIONS, move, remove
 from offload.errors import ConfigError
 from offload.hardware.info import drive as about_drive
@@ -92,11 +93,11 @@ def drive_rates(folder: str, nbytes: int = 256 * MIB, rounds: int = 5, seconds: 
     fill_with_noise(buffer)
     # Two requests at least, so that the mixed operation reads and writes.
     request = min(_REQUEST, align_up(len(buffer) // 2))
-    path = Path(folder) / f".offload-probe.{os.getpid()}"
+    path = Path(folder) / f".offload-probe.{os.getpid()}-{os.urandom(4).hex()}"
     start = time.perf_counter()
     taken: dict[str, list[float]] = {name: [] for name in OPERATIONS}
     try:
-        with DirectFile(path, create=True) as file, IoQueue() as queue:
+        with DirectFile(path, create=True, opener=open_new) as file, IoQueue() as queue:
             file.reserve(len(buffer))
             part = buffer[: _written(queue, file, buffer, request, _OF_THE_FIRST_WRITE * seconds)]
             while not taken["read"] or (len(taken["read"]) < rounds and time.perf_counter() - start < seconds):

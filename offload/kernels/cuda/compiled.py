@@ -8,8 +8,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from offload.fileio import atomic_write, cache_folder
+from offload.fileio import cache_folder, read_cache, write_cache
 from offload.kernels.cuda.nvrtc import Compiler
+from offload.records import fields, read, text
 
 
 def machine_code(compiler: Compiler, name: str, source: str, options: Sequence[str]) -> bytes:
@@ -39,12 +40,12 @@ def cache_path(version: str, name: str, source: str, options: Sequence[str]) -> 
 
 
 def _cached(path: Path) -> bytes | None:
-    """Returns the content of a cache file; None if there is none, or if it is damaged."""
+    """Returns the content of a cache file; None without one, or if it is damaged, or another may have written it."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read(read_cache(path), fields({"image": text(), "sha256": text()}))
         image = base64.b64decode(content["image"], validate=True)
         whole = hashlib.sha256(image).hexdigest() == content["sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         return None
     return image if whole else None
 
@@ -53,9 +54,7 @@ def _cache(path: Path, image: bytes) -> None:
     """Writes a cache file; does nothing if the folder is not writable or full."""
     content = {"sha256": hashlib.sha256(image).hexdigest(), "image": base64.b64encode(image).decode()}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Not synced: a program that a power cut damages is compiled again.
-        atomic_write(path, json.dumps(content), durable=False)
+        write_cache(path, json.dumps(content))
     except OSError:
         # The home folder is full or read-only. Each run then compiles again, which costs seconds and nothing else.
         return

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from offload.aio import StripedFile, crc32c
 from offload.aio.stripes import Layout
 from offload.errors import StoreError
+from offload.fileio import inner_opener, inner_status, open_inner
+from offload.records import fields, read
 from offload.sizes import PAGE
 from offload.swapper.store.format import checksums as sums
 from offload.swapper.store.format.blob import Blob
@@ -23,7 +24,7 @@ from offload.swapper.store.format.checksums import Key, Slot
 from offload.swapper.store.format.commit_record import FORMAT_VERSION, Record, unpack_records
 from offload.swapper.store.format.manifest import Manifest, read_manifest
 from offload.swapper.store.format.run_notes import FINISHED, RESHARDED
-from offload.swapper.store.rank_folder import FILES, folders_aside, read_whole
+from offload.swapper.store.rank_folder import FILES, folders_aside, rank_number, read_whole
 from offload.swapper.store.write_counts import read_written
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ class Found(NamedTuple):
             self.manifest.weights,
             stripe_bytes=self.manifest.stripe_bytes,
             writable=False,
+            opener=inner_opener(3),
         )
 
 
@@ -119,7 +121,7 @@ def is_rank(folder: Path) -> bool:
     """Returns True if this is the folder of a run's rank; False as well if the folder cannot be read."""
     try:
         # A lock file alone is no rank: a start that was killed early leaves one.
-        named = folder.name[:4] == "rank" and folder.name[4:].isdigit()
+        named = rank_number(folder.name) is not None
         return named and any((folder / name).exists() for name in FILES if name != "lock")
     except OSError:
         return False
@@ -172,7 +174,8 @@ def look(folder: Path) -> Found:
 
 def _look(folder: Path) -> Found:
     """Reads the folder once, without protection against a concurrent commit."""
-    rank = int(folder.name[4:])
+    rank = rank_number(folder.name)
+    assert rank is not None, "the caller knows the folder for one of a rank"
     notes = _notes(folder / "manifest.json")
     other = _other_format(folder, notes)
     if other is not None:
@@ -188,6 +191,13 @@ def _look(folder: Path) -> Found:
     for commit in commits:
         if commit.blob is not None and manifest is None:
             manifest = Manifest.unpack(commit.blob.manifest, f"{folder}/blob.{commit.record.blob}")
+            if len(manifest.spec.partitions) != len(commit.record.slots):
+                units = f"{len(commit.record.slots)} and {len(manifest.spec.partitions)}"
+                raise StoreError(f"cannot read {folder}: record and manifest of a commit are of {units} units")
+    if manifest is not None:
+        # A record of another number of units, which no run writes, names no slots of these files.
+        units_here = len(manifest.spec.partitions)
+        commits = tuple(c if len(c.record.slots) == units_here else c._replace(blob=None) for c in commits)
     with contextlib.suppress(StoreError):  # reported below, with the manifests of the other drives
         file = read_manifest(folder / "manifest.json")
         # A resume writes into the file where the drives are now; a commit has that from the next one on.
@@ -220,8 +230,8 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
     wrong: list[Wrong] = []
     if data is None:
         wrong.append(Wrong(str(path), missing))
-    elif len(data) != 2 * PAGE:
-        wrong.append(Wrong(str(path), f"the file contains {len(data)} bytes, expected {2 * PAGE}"))
+    elif (size := _nbytes_of(path)) != 2 * PAGE:
+        wrong.append(Wrong(str(path), f"the file contains {size} bytes, expected {2 * PAGE}"))
     elif found.invalid_pages:
         wrong.append(
             Wrong(str(path), "a record does not match its checksum: a commit was interrupted, or the file is damaged")
@@ -237,7 +247,7 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
         if have is not None:
             short = len(have) < record.blob_nbytes
             cut = f"the file is cut short: {len(have)} bytes of {record.blob_nbytes}"
-            reason = cut if short else "the file does not match the checksum in its record"
+            reason = cut if short else "the file does not match the checksum in its record, or is no blob"
         wrong.append(Wrong(str(blob), f"{reason}; the file belongs to the last commit, step {record.step}"))
     return commits, wrong
 
@@ -248,7 +258,10 @@ def blob_of(record: Record, data: bytes) -> Blob | None:
     data = data[: record.blob_nbytes]
     if len(data) != record.blob_nbytes or crc32c(data) != record.blob_crc:
         return None
-    return Blob(data)
+    try:
+        return Blob(data)
+    except ValueError:
+        return None
 
 
 def _wrong_drives(folder: Path, manifest: Manifest | None) -> list[Wrong]:
@@ -279,9 +292,14 @@ def _wrong_drives(folder: Path, manifest: Manifest | None) -> list[Wrong]:
         states = place / "states"
         if manifest.spec.slots == 1:
             continue  # a store with one slot unlinks its states: they exist only as long as their process
-        if not states.is_file():
-            wrong.append(Wrong(str(states), "the file is missing"))
-        elif (have := states.stat().st_size) < nbytes:
+        try:
+            descriptor = open_inner(states, 3)
+        except OSError as error:
+            wrong.append(Wrong(str(states), _reason_of(error)))
+            continue
+        have = os.fstat(descriptor).st_size
+        os.close(descriptor)
+        if have < nbytes:
             wrong.append(Wrong(str(states), f"the file is cut short: {have} bytes of {nbytes}"))
     return wrong
 
@@ -330,9 +348,9 @@ def place_in(manifest: bytes, folder: Path) -> tuple[str | None, int, Path | Non
     """Returns the identity that the bytes of a manifest claim for the rank's folder, as `place_of` does."""
     notes, folder = _object_in(manifest), Path(os.path.abspath(folder))
     drives, drive = notes.get("drives"), notes.get("drive") or 0
-    if not isinstance(drive, int):
+    if type(drive) is not int or drive < 0 or not isinstance(notes.get("id"), str | None):
         return None, 0, None
-    if not isinstance(drives, list) or not drives or not isinstance(drives[0], str):
+    if not isinstance(drives, list) or not drives or not isinstance(drives[0], str) or "\0" in drives[0]:
         return notes.get("id"), drive, None
     return notes.get("id"), drive, Path(drives[0]) / folder.parent.name / folder.name
 
@@ -345,15 +363,16 @@ def _notes(path: Path) -> dict[str, Any]:
 def _object_in(data: bytes) -> dict[str, Any]:
     """Returns the JSON object in `data`; empty if there is none."""
     try:
-        notes = json.loads(data)
-    except (ValueError, RecursionError):  # the latter for objects in objects, thousands deep
+        notes: dict[str, Any] = read(data, fields({}))
+    except ValueError:
         return {}
-    return notes if isinstance(notes, dict) else {}
+    return notes
 
 
 def store_id(folder: Path) -> str | None:
     """Returns the id of the store to which a rank's folder on any drive belongs; None if it cannot be read."""
-    return _notes(folder / "manifest.json").get("id")
+    found = _notes(folder / "manifest.json").get("id")
+    return found if isinstance(found, str) else None
 
 
 def _bytes(path: Path) -> bytes | None:
@@ -367,6 +386,14 @@ def _read(path: Path) -> tuple[bytes | None, str]:
         return read_whole(path), ""
     except OSError as error:
         return None, _reason_of(error)
+
+
+def _nbytes_of(path: Path) -> int | None:
+    """Returns the size of a rank's file; None if there is none."""
+    with contextlib.suppress(OSError):
+        found = inner_status(path, 3)
+        return None if found is None else found.st_size
+    return None
 
 
 def _reason_of(error: OSError) -> str:

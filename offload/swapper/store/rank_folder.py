@@ -1,4 +1,8 @@
-"""The folder of a rank on one drive: private, locked by one process, with small files; bytes shared by two files."""
+"""The folder of a rank on one drive: private, locked by one process, with small files; bytes shared by two files.
+
+The folder of the drive is the user's, who may name a link. The run's folder, the rank's folder and the files in it are
+opened from there on by `offload.fileio.inner_files`, which follows no link.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +22,26 @@ from offload.fileio import (
     DirLock,
     LockHeldError,
     holder_of,
+    inner_folder,
+    inner_opener,
+    inner_status,
     lock_folder,
-    replace_durably,
+    open_inner,
+    read_inner,
     sync_folder,
     this_process,
     write_all,
 )
+from offload.sizes import MIB, PAGE
 
-FILES = ("commit", "manifest.json", "states", "blob.0", "blob.1", "suspect", "undo", "lock")
+FILES = ("commit", "states", "blob.0", "blob.1", "suspect", "undo", "manifest.json", "lock")
 """Names of all files that a rank's folder may hold, the lock last. Temporary files that replace one are `*.tmp`."""
+
+_IN_RANK = {*FILES, *(f"{name.partition('.')[0]}.tmp" for name in FILES)}
+"""Files of a rank's folder, and those that replace them."""
+_MOST = {"commit": 2 * PAGE, "manifest.json": 64 * MIB, "blob.0": 2**63 - 1, "blob.1": 2**63 - 1}
+"""Most bytes that are read of a file. Of a blob all are, which its record counts, and which the drive must hold."""
+_MOST_OF_NOTE = MIB
 
 Use = Literal["train", "read", "delete"]
 """What a process locks a rank's folder for."""
@@ -44,8 +59,14 @@ def folders_aside(run: Path) -> list[Path]:
         folder
         for prefix in (STAGED, REPLACED)
         for folder in run.glob(f"{prefix}rank*")
-        if folder.name.removeprefix(f"{prefix}rank").isdigit()
+        if rank_number(folder.name.removeprefix(prefix)) is not None
     )
+
+
+def rank_number(name: str) -> int | None:
+    """Returns the rank whose folder has this name; None for another name."""
+    number = name.removeprefix("rank")
+    return int(number) if name[:4] == "rank" and number.isascii() and number.isdigit() and len(number) < 10 else None
 
 
 class Lock:
@@ -67,20 +88,28 @@ class Lock:
     def __init__(self, folder: Path, use: Use = "train") -> None:
         self._folder: int | None = None
         self._lock: DirLock | None = None
+        # An administrator may delete the runs of others. All else that is written, or trusted, is this user's.
+        ours = use == "train" or (use == "delete" and os.geteuid() != 0)
         try:
-            try:
-                self._lock = DirLock(folder / "lock")
-            except OSError as error:
-                # Mounted for reads, as a snapshot is: no process can write here, and readers need no file. Nor do they
-                # in a folder of another user, whose processes lock the folder too.
-                if error.errno == errno.EACCES and use != "read":
-                    raise StoreError(
-                        f"{folder} is another user's, who alone may change it: its lock cannot be opened "
-                        f"({error.strerror}); do this as that user"
-                    ) from error
-                if error.errno not in (errno.EROFS, errno.EACCES):
-                    raise
-            self._folder = lock_folder(folder)
+            with _refusing(folder), inner_folder(folder, 2, ours) as descriptor:
+                self._folder = os.dup(descriptor)
+                if use == "train":
+                    _check_files(folder)
+                try:
+                    # In a folder of another user a reader makes and changes nothing.
+                    if use != "read" or os.fstat(descriptor).st_uid == os.geteuid():
+                        self._lock = DirLock(folder / "lock", opener=inner_opener(3, ours=ours))
+                except OSError as error:
+                    # Mounted for reads, as a snapshot is: no process can write here, and readers need no file. Nor do
+                    # they in a folder of another user, whose processes lock the folder too.
+                    if error.errno == errno.EACCES and use != "read":
+                        raise StoreError(
+                            f"{folder} is another user's, who alone may change it: its lock cannot be opened "
+                            f"({error.strerror}); do this as that user"
+                        ) from error
+                    if error.errno not in (errno.EROFS, errno.EACCES):
+                        raise
+            lock_folder(self._folder)
         except LockHeldError as error:
             self.release()
             raise in_use(folder, holder(folder) or error.holder, use) from None
@@ -150,10 +179,37 @@ def holder(folder: Path) -> str | None:
 
     Tests the lock with a shared one, which is released at once.
     """
-    return holder_of(folder / "lock")
+    return holder_of(folder / "lock", inner_opener(3))
+
+
+@contextlib.contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
+    """Raises `StoreError` for what is no folder of a rank, or has something else in the place of a file."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StoreError(
+            f"cannot use {error.filename or folder}: {error.strerror}; expected a folder of swap files with regular "
+            "files, which no link leads to: remove what is in the way, or choose another run name or another nvme_path"
+        ) from error
+
+
+def _check_files(folder: Path) -> None:
+    """Raises an error if a file in a rank's folder is another user's, or no regular file."""
+    for name in FILES:
+        with contextlib.suppress(FileNotFoundError):
+            os.close(open_inner(folder / name, 3, ours=True))
 
 
 # -- folders ------------------------------------------------------------------------------------------
+
+
+def check_owner(run: Path) -> None:
+    """Raises `StoreError` if the folder of a run is there, and is a link or another user's."""
+    with _refusing(run), contextlib.suppress(FileNotFoundError), inner_folder(run, 1, ours=True):
+        pass
 
 
 def make_folders(folders: Sequence[Path]) -> None:
@@ -178,32 +234,38 @@ def _make_folder(folder: Path) -> None:
     """Creates one rank's folder and its missing parents. `sync_names` makes their names durable.
 
     Raises:
-        StoreError: if a file, or a link that names no folder, is in the way.
+        StoreError: if a file or a link is in the way, or a folder is another user's.
         OSError: if a folder cannot be created.
     """
+    run = folder.parent
     while True:
-        folder.parent.parent.mkdir(parents=True, exist_ok=True)
+        run.parent.mkdir(parents=True, exist_ok=True)
         try:
-            folder.parent.mkdir(mode=0o700, exist_ok=True)
-            folder.mkdir(mode=0o700, exist_ok=True)
-            return
-        except (FileNotFoundError, FileExistsError):
-            # Nothing in the way: another rank has just removed the empty folder of an earlier run, so try again.
-            for each in (folder.parent, folder):
+            with contextlib.suppress(FileExistsError):
+                run.mkdir(mode=0o700)
+            # From the run's folder itself: by its path, a link in its place would lead elsewhere.
+            with inner_folder(run, 1, ours=True) as descriptor, contextlib.suppress(FileExistsError):
+                os.mkdir(folder.name, 0o700, dir_fd=descriptor)
+            with inner_folder(folder, 2, ours=True):
+                return
+        except OSError as error:
+            for each in (run, folder):
                 if _is_obstacle(each):
                     raise StoreError(
                         f"cannot make the swap folder {folder}: {each} exists and is not a folder; remove it, or "
                         f"choose another run name or another nvme_path"
                     ) from None
+            # Nothing in the way: another rank has just removed the empty folder of an earlier run, so try again.
+            if not isinstance(error, FileNotFoundError):
+                raise
 
 
 def _is_obstacle(path: Path) -> bool:
-    """Returns True if `path` exists and is neither a folder nor a link to one. A dangling link counts as existing."""
+    """Returns True if `path` exists and is no folder. A link to one is an obstacle too."""
     try:
-        mode = path.lstat().st_mode  # one call: between two, another process may remove the folder
-    except FileNotFoundError:
+        return not stat.S_ISDIR(path.lstat().st_mode)
+    except OSError:
         return False
-    return not path.is_dir() if stat.S_ISLNK(mode) else not stat.S_ISDIR(mode)
 
 
 def sync_names(folder: Path) -> None:
@@ -226,30 +288,57 @@ def sync_names(folder: Path) -> None:
 
 def remove_files(folder: Path) -> None:
     """Deletes a store's files in a rank's folder, and the folder itself unless other files are in it."""
-    # The lock last: once its name is gone, another process may lock the folder and write new files.
-    for path in (*folder.glob("*.tmp"), *(folder / name for name in FILES)):
-        path.unlink(missing_ok=True)
-    sync_folder(folder)
-    with contextlib.suppress(OSError):
+    with inner_folder(folder, 2) as descriptor:
+        temporary = [name for name in os.listdir(descriptor) if name.endswith(".tmp")]
+        # The manifest near the end, since it tells whose files these are. The lock last: once its name is gone, another
+        # process may lock the folder and write new files.
+        for name in (*temporary, *FILES):
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                os.unlink(name, dir_fd=descriptor)
+        os.fsync(descriptor)
+    with inner_folder(folder.parent, 1) as run, contextlib.suppress(OSError):
         # Fails if other files are in the folder, which then stays.
-        folder.rmdir()
+        os.rmdir(folder.name, dir_fd=run)
 
 
 # -- small files --------------------------------------------------------------------------------------
 
 
+def _depth(path: Path) -> int:
+    """Returns the number of names at the end of a path that lie below the user's folder for swap files."""
+    return 3 if path.name in _IN_RANK else 2
+
+
 def read_whole(path: Path) -> bytes:
-    """Returns the bytes of a regular file; raises `OSError` for anything else, symbolic links included.
+    """Returns the bytes of a file of a rank, or of a note in a run's folder; of a commit file those of both records.
 
     Never waits for another process.
+
+    Raises:
+        OSError: if there is no such file, or anything but a regular file of a likely size, links included.
     """
-    # O_NONBLOCK: opening a FIFO would otherwise wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    return read_inner(path, _depth(path), _MOST.get(path.name, _MOST_OF_NOTE), whole=path.name != "commit")
+
+
+def is_there(path: Path) -> bool:
+    """Returns True if there is such a file of a rank or a run, or anything else in its place."""
+    return inner_status(path, _depth(path)) is not None
+
+
+def unlink(path: Path) -> None:
+    """Deletes a file of a rank, or a note in a run's folder, if it is there; a link in its place is deleted itself."""
+    with contextlib.suppress(FileNotFoundError), inner_folder(path.parent, _depth(path) - 1) as folder:
+        os.unlink(path.name, dir_fd=folder)
+
+
+def cut_short(path: Path, nbytes: int) -> None:
+    """Shortens a file to `nbytes`, if it is longer. Raises `IoError`."""
+    descriptor = _open_for_writing(path)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "the path is not a regular file", str(path))
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read()
+        if os.fstat(descriptor).st_size > nbytes:
+            os.ftruncate(descriptor, nbytes)
+    except OSError as error:
+        raise IoError(str(path), 0, 0, error.errno or errno.EIO, "cut") from error
     finally:
         os.close(descriptor)
 
@@ -275,7 +364,7 @@ def writing_in_place(path: Path) -> Iterator[Callable[[bytes | memoryview, int],
     Raises:
         IoError: if the file cannot be opened or written.
     """
-    new = not path.exists()
+    new = not is_there(path)
     descriptor = _open_for_writing(path)
     last = (0, 0)
 
@@ -309,7 +398,7 @@ def _named(path: Path, offset: int, nbytes: int) -> Iterator[None]:
 def _open_for_writing(path: Path) -> int:
     """Returns the descriptor of a file that is created if it does not exist. Raises `IoError`, also for a link."""
     try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        return open_inner(path, _depth(path), os.O_WRONLY | os.O_CREAT, ours=True)
     except OSError as error:
         raise IoError(str(path), 0, 0, error.errno or errno.EIO, "open") from error
 
@@ -333,7 +422,7 @@ def reserve(path: Path, nbytes: int) -> None:
 def reserve_blobs(folder: Path, nbytes: int) -> None:
     """Reserves `nbytes` and a quarter more for each blob, so that later commits fit on a drive that others fill."""
     paths = [folder / "blob.0", folder / "blob.1"]
-    have = [path.stat().st_size if path.exists() else None for path in paths]
+    have = [None if (found := inner_status(path, 3)) is None else found.st_size for path in paths]
     for path, size in zip(paths, have, strict=True):
         if size is None or size < nbytes:
             reserve(path, nbytes + nbytes // 4)
@@ -344,9 +433,11 @@ def reserve_blobs(folder: Path, nbytes: int) -> None:
 def write_durably(path: Path, data: bytes) -> None:
     """Replaces `path` by `data`, atomically and durably."""
     temporary = path.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)
+    unlink(temporary)
     write_in_place(temporary, data)
-    replace_durably(temporary, path)
+    with inner_folder(path.parent, _depth(path) - 1, ours=True) as folder:
+        os.replace(temporary.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        os.fsync(folder)
 
 
 # -- forked children ----------------------------------------------------------------------------------

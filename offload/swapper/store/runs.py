@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.errors import StoreError
+from offload.fileio import inner_folder
+from offload.records import fields, read, whole
 from offload.swapper.store.format.commit_record import was_committed
 from offload.swapper.store.format.manifest import Manifest, read_manifest
 from offload.swapper.store.format.run_notes import CLOSED, FINISHED, RESHARDED, read_finished
@@ -17,13 +19,19 @@ from offload.swapper.store.inspection import Found, allocated_nbytes, is_rank, l
 from offload.swapper.store.rank_folder import (
     FILES,
     Lock,
+    check_owner,
     folders_aside,
     holder,
     in_use,
+    rank_number,
     read_whole,
     remove_files,
+    unlink,
     write_durably,
 )
+
+NOTE = fields({}, {"steps": whole()})
+"""What a note of a run's end must be; its other fields are shown, or compared with those of a start."""
 
 
 class RunStatus(NamedTuple):
@@ -45,6 +53,7 @@ def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
         run: name of the run.
     """
     folder = Path(paths[0]) / run
+    check_owner(folder)
     # A run that ends writes the note before it deletes its files, and a start deletes the note. Files beside the note
     # are leftovers.
     finished = read_finished(folder)
@@ -61,12 +70,12 @@ def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
 def read_closed(run: Path) -> dict[str, Any] | None:
     """Returns the contents of `closed.json` in a run's folder: {} if they cannot be read, None without such a file."""
     try:
-        note = json.loads(read_whole(run / CLOSED))
+        note: dict[str, Any] = read(read_whole(run / CLOSED), NOTE)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return {}
-    return note if isinstance(note, dict) else {}
+    return note
 
 
 def note_saved(run: Path, step: int) -> None:
@@ -85,8 +94,8 @@ def note_saved(run: Path, step: int) -> None:
 
 def rank_folders(run: Path) -> list[Path]:
     """Returns the folders of a run's ranks on its first drive, in order of the ranks."""
-    found = [folder for folder in run.glob("rank*") if folder.name[4:].isdigit()]
-    return sorted(found, key=lambda folder: int(folder.name[4:]))
+    found = {folder: rank for folder in run.glob("rank*") if (rank := rank_number(folder.name)) is not None}
+    return sorted(found, key=found.__getitem__)
 
 
 def check_unused(run: Path) -> None:
@@ -124,6 +133,7 @@ def find_removal(path: Path) -> Removal:
     """
     # A path such as "." has not the run's name, by which its folders on other drives are found.
     path = Path(os.path.abspath(path))
+    _check_run(path)
     note = path / FINISHED
     ranks = rank_folders(path)
     found = [look(rank) for rank in ranks]
@@ -141,7 +151,11 @@ def find_removal(path: Path) -> Removal:
     ours = {path.name for path in (*ranks, *folders, *files)}
     strangers = [name for name in _names(path) if name not in ours]
     for folder in folders:
-        strangers += [f"{folder.name}/{name}" for name in _names(folder) if name not in FILES and name[-4:] != ".tmp"]
+        strangers += [
+            f"{folder.name}/{name}"
+            for name in _names(folder)
+            if (name not in FILES and name[-4:] != ".tmp") or (folder / name).is_dir()
+        ]
     return Removal(
         path,
         tuple(ranks),
@@ -175,6 +189,7 @@ def remove_run(path: Path) -> Removal:
         StoreError: if `path` is not a run folder, or while a process uses the run.
     """
     path = Path(os.path.abspath(path))
+    _check_run(path)
     with contextlib.ExitStack() as locks:
         # A start holds the lock before it writes any other file.
         ranks = [rank for rank in rank_folders(path) if is_rank(rank) or (rank / "lock").exists()]
@@ -188,11 +203,19 @@ def remove_run(path: Path) -> Removal:
         for folder in reversed(removal.folders):
             remove_files(folder)
         for file in removal.files:
-            file.unlink(missing_ok=True)
+            unlink(file)
         for run in dict.fromkeys((path, *(folder.parent for folder in removal.folders))):
             with contextlib.suppress(OSError):  # not empty: strangers, or a rank that started meanwhile
                 run.rmdir()
     return removal
+
+
+def _check_run(path: Path) -> None:
+    """Raises `StoreError` if a run's folder is a link, or another user's, which an administrator alone may delete."""
+    if path.is_symlink():
+        raise StoreError(f"{path} is a symbolic link, which is not followed: give its target, {path.resolve()}")
+    if os.geteuid() != 0:
+        check_owner(path)
 
 
 def _check_drive(found: Found) -> None:
@@ -215,12 +238,25 @@ def _mine(found: Found) -> tuple[Path, ...]:
     first = _first_drive(found.manifest, found.folder)
     if not first.exists() or not found.folder.samefile(first):
         return ()  # a copy, or moved since the last start: the other drives may belong to an original elsewhere
-    there = [folder for folder in found.folders[1:] if folder.is_dir()]
-    return tuple(
-        folder
-        for folder in there
-        if store_id(folder) == found.manifest.id or (store_id(folder) is None and not (folder / "commit").exists())
-    )
+    return tuple(folder for folder in found.folders[1:] if _is_of(found, folder))
+
+
+def _is_of(found: Found, folder: Path) -> bool:
+    """Returns True if a folder that a manifest names on another drive is of its store, and may be deleted with it.
+
+    Nothing seals a manifest, which may come from anybody. So the folder must belong to the owner of the first one, and
+    say of itself that it is of this store. A start that was killed before it said so has left the states and locks.
+    """
+    manifest = found.manifest
+    assert manifest is not None
+    try:
+        with inner_folder(folder, 2) as there, inner_folder(found.folder, 2) as first:
+            owner, expected, names = os.fstat(there).st_uid, os.fstat(first).st_uid, set(os.listdir(there))
+    except OSError:
+        return False
+    if owner != expected:
+        return False
+    return store_id(folder) == manifest.id or (store_id(folder) is None and names <= {"states", "lock"})
 
 
 def _not_found(found: Found) -> tuple[Path, ...]:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from offload.aio import DirectFile
+from offload.aio.file import open_new
 from offload.aio.protocols import Future, Queue
 from offload.errors import IoError, StoreError
 from offload.sizes import align_up, format_size
@@ -142,7 +143,8 @@ def _nameless(folder: Path, nbytes: int, what: str) -> DirectFile:
     name = folder / f".offload-spill-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = DirectFile(name, create=True)
+        # A name that is taken is another's file, or a link to one.
+        file = DirectFile(name, create=True, opener=open_new)
     except OSError as error:
         raise StoreError(
             f"cannot make a swap file in {folder}: {error.strerror}; set nvme_path to a folder on a local drive that "

@@ -183,7 +183,7 @@ class Store:
             self._notes.forget_end()  # from now on a kill leaves a run that can be resumed
             self.durable = record
             self.newest = list(record.slots)
-            self._sums.load(held.sums)
+            self._sums.load(held.sums, self._places)
             self.written.go_on(held.written)
             return held.contents()
         except BaseException:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from offload.aio import DirectFile, StripedFile
-from offload.fileio import sync_folder
+from offload.fileio import inner_opener, sync_folder
 from offload.notices import announce
 from offload.sizes import PAGE
 from offload.swapper.store.drives import Shortage, find_drive_shortage, find_shortage, new_manifest, no_room, places_of
@@ -26,6 +26,7 @@ from offload.swapper.store.rank_folder import (
     lock_folders,
     remove_files,
     sync_names,
+    unlink,
     write_durably,
     write_in_place,
 )
@@ -118,12 +119,12 @@ class SwapFiles:
         """
         first = self.folders[0]
         for name in ("commit", "blob.1"):
-            (first / name).unlink(missing_ok=True)
+            unlink(first / name)
             sync_folder(first)
         sync_folder(first.parent)
         for folder in reversed(self.folders):  # the first drive last: its manifest identifies the others' store
             for name in ("blob.0", "states", "suspect", "undo", "manifest.json"):
-                (folder / name).unlink(missing_ok=True)
+                unlink(folder / name)
             sync_folder(folder)
 
     def _check_room(self, short: Shortage | None) -> None:
@@ -164,6 +165,7 @@ class SwapFiles:
             self.manifest.weights,
             stripe_bytes=self.manifest.stripe_bytes,
             create=create,
+            opener=inner_opener(3, ours=True),
         )
 
     def _drive_nbytes(self) -> list[int]:
@@ -213,7 +215,7 @@ class SwapFiles:
     def unlink_states(self) -> None:
         """Deletes the names of the open states files, so that their room is freed however this process ends."""
         for folder in self.folders:
-            (folder / "states").unlink()
+            unlink(folder / "states")
 
     def unlink(self, notes: bool = False) -> None:
         """Deletes all files that can be deleted.

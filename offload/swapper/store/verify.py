@@ -73,6 +73,13 @@ class _Comparison:
         """Returns the extents of the slot that the commit names for a unit and state."""
         return self._places[key[0]][key[1]][self._slots[key[0]]]
 
+    def has(self, key: Key, slot: Slot) -> bool:
+        """Returns True if the store has all bytes of a slot's checksums."""
+        unit, state = key
+        if unit >= len(self._places) or state not in self._places[unit]:
+            return False
+        return sum(checksum_range.nbytes for checksum_range in slot) <= self.place(key).nbytes
+
     def uncovered(self, table: Mapping[Key, Slot]) -> Iterator[Damage]:
         """Yields the slots of which `table` does not contain the checksums of all bytes."""
         for unit, row in enumerate(self._places):
@@ -144,6 +151,8 @@ def damages(
     """
     comparison = _Comparison(file, places, slots, title)
     yield from comparison.uncovered(table)
+    # Checksums of bytes that the store has not are compared with nothing.
+    table = {key: slot for key, slot in table.items() if comparison.has(key, slot)}
     buffers = [aligned_empty(_CHUNK_NBYTES) for _ in range(_CHUNKS)]
     reading: deque[tuple[_Chunk, Future]] = deque()
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from offload.errors import StoreError
+from offload.records import fields, maybe, number, read, rows, whole
 from offload.sizes import format_decimal
 
 logger = logging.getLogger("offload")
@@ -113,5 +115,10 @@ def read_written(packed: bytes | None) -> tuple[list[int], float | None]:
     """Returns the counts that `pack` stored: bytes by drive, and the rated endurance in bytes or None."""
     if packed is None:
         return [], None
-    facts = json.loads(packed)
+    try:
+        facts = read(packed, fields({"bytes": rows(whole()), "rated_bytes": maybe(number(1))}))
+    except ValueError as error:
+        raise StoreError(
+            f"the count of written bytes in a commit is damaged: {error}; go back to a checkpoint"
+        ) from error
     return list(facts["bytes"]), facts["rated_bytes"]

@@ -96,6 +96,7 @@ class Recorder:
         wraps += [(os, name, self._wrap_length) for name in ("posix_fallocate", "ftruncate")]
         wraps += [(os, name, self._wrap_sync) for name in ("fsync", "fdatasync")]
         wraps += [(Path, name, self._wrap_names) for name in ("mkdir", "unlink", "rmdir")]
+        wraps += [(os, name, self._wrap_names_below) for name in ("mkdir", "unlink", "rmdir")]
         wraps += [(shutil, "rmtree", lambda _: _remove_tree)]
         with contextlib.ExitStack() as patches:
             for where, name, wrap in wraps:
@@ -105,7 +106,7 @@ class Recorder:
     def _wrap_open(self, real: Any) -> Any:
         def open_(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
             descriptor: int = real(path, flags, *arguments, **options)
-            text = os.fspath(path)
+            text = _whole(path, options.get("dir_fd"))
             if isinstance(text, str) and text.startswith("/proc/self/fd/"):
                 number = self._open.get(int(text.rpartition("/")[2]))
             else:
@@ -154,9 +155,9 @@ class Recorder:
         return sync
 
     def _wrap_replace(self, real: Any) -> Any:
-        def replace(old: Any, new: Any) -> None:
-            real(old, new)
-            before, after = self._path(old), self._path(new)
+        def replace(old: Any, new: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+            real(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+            before, after = self._path(_whole(old, src_dir_fd)), self._path(_whole(new, dst_dir_fd))
             if before is not None and after is not None:
                 (folder, _, source), (other, _, target) = before.rpartition("/"), after.rpartition("/")
                 assert folder == other, "a rename from one folder to another is not modelled"
@@ -175,6 +176,25 @@ class Recorder:
                 self._gone(inside)
 
         return change
+
+    def _wrap_names_below(self, real: Any) -> Any:
+        def change(name: Any, *arguments: Any, dir_fd: int | None = None) -> None:
+            if dir_fd is None:  # of a path's own method, which is recorded
+                real(name, *arguments)
+                return
+            real(name, *arguments, dir_fd=dir_fd)
+            inside = self._path(_whole(name, dir_fd))
+            if inside:
+                self._made_folders(inside)
+                self._gone(inside)
+
+        return change
+
+
+def _whole(name: Any, folder: int | None) -> str:
+    """The path of a name in an open folder."""
+    text = os.fspath(name)
+    return text if folder is None else os.path.join(os.readlink(f"/proc/self/fd/{folder}"), text)
 
 
 def _remove_tree(path: Path, ignore_errors: bool = False) -> None:

@@ -18,9 +18,8 @@ from offload.engine.model_io.grid.source import Part, WholeSource
 from offload.engine.model_io.weight_source import Source
 from offload.engine.training.components import EngineComponents
 from offload.engine.training.snapshot import persistent_buffers
-from offload.layout.fingerprint import about, describe, described_layouts
+from offload.layout.fingerprint import about, describe, described_layouts, described_mode
 from offload.states import State
-from offload.swapper.modes import MODES
 
 
 class _Partitions:
@@ -56,7 +55,7 @@ def whole_of_engine(module: nn.Module, components: EngineComponents, grid: Tenso
         processes = [number for number, row in enumerate(rows) if row["part"] == name]
         first = rows[processes[0]]
         description, said = first["layout"], first["about"]
-        layouts, mode = described_layouts(description, part=True), MODES[description["mode"]]
+        layouts, mode = described_layouts(description, part=True), described_mode(description)
         layout = PartLayout.of(description, said, layouts, mode)
         # Processes of a column are in the order of their ranks; those of other replicas follow, and read nothing.
         shards = int(description["world_size"])

@@ -6,26 +6,47 @@ The store's tensors are read as bytes, so that the inspection of a run does not 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+from offload.errors import StoreError
+from offload.records import fields, read, rows, text, whole
 
 if TYPE_CHECKING:
     import torch
 
 SUMS, MANIFEST, WRITTEN = "store.sums", "store.manifest", "store.written"
 """Names of the tensors that the store adds to the engine's: checksums, manifest and write counts."""
+_ROW_NBYTES = 5 * 8
+"""Bytes of a row of the table of checksums; see `checksums.pack`."""
 _LENGTH_NBYTES = 8
 """Bytes of the header's length, with which a safetensors file begins."""
 
 
+_PLACE = fields({"dtype": text(), "data_offsets": rows(whole(), 2, 2)})
+
+
 class Blob:
-    """The bytes of a blob, whose checksum the caller has verified."""
+    """The bytes of a blob, whose checksum the caller has verified.
+
+    Raises:
+        ValueError: If the bytes are no blob, which a right checksum does not tell.
+    """
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._start = _LENGTH_NBYTES + int.from_bytes(data[:_LENGTH_NBYTES], "little")
-        self._header = json.loads(data[_LENGTH_NBYTES : self._start])
+        if self._start > len(data):
+            raise ValueError(f"the header ends at byte {self._start} of {len(data)}")
+        self._header = read(
+            data[_LENGTH_NBYTES : self._start], fields({SUMS: _PLACE, MANIFEST: _PLACE}, {WRITTEN: _PLACE})
+        )
+        for name in (SUMS, MANIFEST, *((WRITTEN,) if WRITTEN in self._header else ())):
+            start, end = self._header[name]["data_offsets"]
+            if not start <= end <= len(data) - self._start:
+                raise ValueError(f"{name} is at bytes {start} to {end} of {len(data) - self._start}")
+        if len(self.sums) % _ROW_NBYTES:
+            raise ValueError(f"the table of checksums has {len(self.sums)} bytes, expected rows of {_ROW_NBYTES}")
 
     @property
     def sums(self) -> bytes:
@@ -44,15 +65,28 @@ class Blob:
 
     def contents(self) -> dict[str, torch.Tensor]:
         """Returns the engine's tensors, without those of the store."""
-        import safetensors.torch
-
-        tensors = safetensors.torch.load(self._data)
+        try:
+            tensors = tensors_in(self._data)
+        except ValueError as error:
+            raise StoreError(f"the blob of a commit is damaged: {error}; go back to a checkpoint") from error
         return {name: value for name, value in tensors.items() if name not in (SUMS, MANIFEST, WRITTEN)}
 
     def _bytes(self, name: str) -> bytes:
         """Returns the bytes of one tensor."""
         start, end = self._header[name]["data_offsets"]
         return self._data[self._start + start : self._start + end]
+
+
+def tensors_in(data: bytes) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a safetensors file's bytes; raises `ValueError` if they are none."""
+    import safetensors
+    import safetensors.torch
+
+    try:
+        return dict(safetensors.torch.load(data))
+    # The library checks sizes and places, and raises these for the rest: a dtype that torch has not, a shape of it.
+    except (safetensors.SafetensorError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"the bytes are no safetensors file: {type(error).__name__}: {error}") from error
 
 
 def pack(contents: Mapping[str, torch.Tensor], table: torch.Tensor, manifest: bytes, written: bytes) -> bytes:

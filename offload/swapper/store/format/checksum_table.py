@@ -41,9 +41,19 @@ class ChecksumTable:
             self._slots |= {(unit, state): sums.of_zeros(slots[0]) for state, slots in row.items()}
             self._pages |= {(unit, state): PageSums(slots[0].nbytes) for state, slots in row.items()}
 
-    def load(self, rows: bytes) -> None:
-        """Replaces the table by the packed table of a commit."""
-        self._slots = sums.unpack(rows)
+    def load(self, rows: bytes, places: Sequence[Mapping[State, Sequence[Extents]]]) -> None:
+        """Replaces the table by the packed table of a commit.
+
+        Args:
+            rows: The packed table.
+            places: For each unit and state, the places of all slots.
+
+        Raises:
+            StoreError: If the table has not the checksums of these slots.
+        """
+        found = sums.unpack(rows)
+        sums.check_whole(found, places)
+        self._slots = found
         self._pages = {key: PageSums(sum(slot[-1][:2]), slot) for key, slot in self._slots.items()}
 
     def pack(self) -> torch.Tensor:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.aio import crc32c_joined, crc32c_of_zeros
+from offload.errors import StoreError
 from offload.states import State
 from offload.swapper.store.format.manifest import Extents
 
@@ -118,11 +119,40 @@ def pack(table: Mapping[Key, Slot]) -> torch.Tensor:
 
 
 def unpack(rows: bytes) -> dict[Key, Slot]:
-    """Returns the table that `pack` packed."""
+    """Returns the table that `pack` packed.
+
+    Raises:
+        StoreError: if a row is none of a table, or the ranges of a slot have gaps.
+    """
     table: dict[Key, list[ChecksumRange]] = {}
     for unit, state, start, nbytes, crc in _ROW.iter_unpack(rows):
-        table.setdefault((unit, STATES[state]), []).append(ChecksumRange(start, nbytes, crc))
+        key = (unit, STATES[state] if 0 <= state < len(STATES) else State.GRAD)
+        slot = table.setdefault(key, [])
+        end = slot[-1].start + slot[-1].nbytes if slot else 0
+        if unit < 0 or key[1] is State.GRAD or start != end or nbytes <= 0 or not 0 <= crc < 1 << 32:
+            raise StoreError(
+                f"the checksums of a commit are damaged: {nbytes} bytes from byte {start} on of state {state} of unit "
+                f"{unit}, expected the next ones of a slot from byte {end} on; go back to a checkpoint"
+            )
+        slot.append(ChecksumRange(start, nbytes, crc))
     return {key: tuple(slot) for key, slot in table.items()}
+
+
+def check_whole(table: Mapping[Key, Slot], places: Sequence[Mapping[State, Sequence[Extents]]]) -> None:
+    """Raises `StoreError` if a table does not have the checksums of all bytes of each slot, and of no others.
+
+    Args:
+        table: made by `unpack`.
+        places: for each unit and state, the places of all slots.
+    """
+    for unit, row in enumerate(places):
+        for state, slots in row.items():
+            slot, nbytes = table.get((unit, state), ()), slots[0].nbytes
+            if sum(each.nbytes for each in slot) != nbytes:
+                raise StoreError(
+                    f"the checksums of a commit are damaged: those of {state.value} of unit {unit} do not cover its "
+                    f"{nbytes} bytes; go back to a checkpoint"
+                )
 
 
 _MOST_PASSAGES = 64

@@ -7,7 +7,6 @@ incomplete record counts as never written.
 from __future__ import annotations
 
 import errno
-import os
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import NamedTuple
 from offload.aio import crc32c
 from offload.errors import IoError
 from offload.sizes import PAGE
-from offload.swapper.store.rank_folder import read_whole, write_in_place
+from offload.swapper.store.rank_folder import cut_short, read_whole, write_in_place
 
 FORMAT_VERSION = 3
 """Version of record, manifest and blob together: see docs/reference/store-format.md."""
@@ -65,14 +64,17 @@ class Record(NamedTuple):
         return body + _CRC.pack(crc32c(body))
 
     @classmethod
-    def unpack(cls, page: bytes) -> Record | None:
-        """Returns the record in `page`; None if the page is incomplete, empty or of another format."""
+    def unpack(cls, page: bytes, which: int) -> Record | None:
+        """Returns the record in page number `which`; None if the page is incomplete, empty or of another format."""
         if len(page) != PAGE:
             return None
         body, crc = page[: -_CRC.size], _CRC.unpack(page[-_CRC.size :])[0]
         magic, version, blob, serial, step, time_ns, nbytes, blob_crc, units = _HEAD.unpack_from(body)
         # Any mismatch means no record: the caller falls back to the other page.
         if magic != _MAGIC or version != FORMAT_VERSION or crc != crc32c(body) or units > MAX_UNITS:
+            return None
+        # A record of the other page has been copied here, or was made up.
+        if blob != which or not 0 < serial < 2**63 or step >= 2**63:
             return None
         bitmap = body[_HEAD.size :]
         slots = tuple(bitmap[unit // 8] >> (unit % 8) & 1 for unit in range(units))
@@ -101,8 +103,7 @@ class Records(NamedTuple):
         for later in self.valid:
             if later.serial > record.serial:
                 write_in_place(path, bytes(PAGE), later.blob * PAGE)
-        if path.stat().st_size > 2 * PAGE:
-            os.truncate(path, 2 * PAGE)
+        cut_short(path, 2 * PAGE)
 
 
 def last_of_all(newest: Iterable[int | None]) -> int | None:
@@ -129,7 +130,7 @@ def read_records(path: Path) -> Records:
 def unpack_records(data: bytes) -> Records:
     """Returns the records in the bytes of a commit file; of a short file, complete pages count."""
     pages = [data[start : start + PAGE] for start in (0, PAGE)]
-    found = [Record.unpack(page) for page in pages]
+    found = [Record.unpack(page, which) for which, page in enumerate(pages)]
     valid = sorted((record for record in found if record is not None), key=lambda record: -record.serial)
     # An empty page was never written. Any other page without a valid record is an interrupted commit, or damage.
     invalid_pages = tuple(which for which in (0, 1) if found[which] is None and any(pages[which]))
@@ -164,4 +165,6 @@ def read_if_any(path: Path) -> bytes:
     except OSError as error:
         # Not a missing file: a start would otherwise take a run for none and delete its commits, and a resume would
         # take a commit for damaged.
-        raise IoError(str(path), 0, 0, error.errno or errno.EIO, "read") from error
+        wrong = IoError(str(path), 0, 0, error.errno or errno.EIO, "read")
+        wrong.strerror = error.strerror  # which may tell more than the system's words for the number
+        raise wrong from error

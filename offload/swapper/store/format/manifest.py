@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 from offload.errors import StoreError
 from offload.notices import shell_command
+from offload.records import anything, fields, flag, maybe, read, rows, table, text, whole
+from offload.sizes import PAGE
 from offload.states import State
 from offload.swapper.store.format.commit_record import FORMAT_VERSION
 from offload.swapper.store.rank_folder import read_whole
@@ -182,10 +184,8 @@ class Manifest:
             StoreError: with `where`, the location of the data, and the reason.
         """
         try:
-            content = json.loads(data)
-            if not isinstance(content, dict):
-                raise ValueError("expected a JSON object")
-        except (ValueError, RecursionError) as error:
+            content = read(data, fields({}))
+        except ValueError as error:
             raise StoreError(f"cannot read {where}: {error}") from error
         if content.get("format") != FORMAT_VERSION:
             raise StoreError(
@@ -194,10 +194,12 @@ class Manifest:
                 f"({_made_by(content)}), or choose another run name"
             )
         try:
-            _check(content)
+            _MANIFEST(content, "")
+            if len(content["stripes"]["weights"]) != len(content["drives"]):
+                raise ValueError(f"expected a weight for each of {len(content['drives'])} drives")
             # The file stores extents and no sizes: the size of a partition is the sum over its first slot.
             partitions = tuple(
-                {State(name): sum(int(nbytes) for _, nbytes in slots[0]) for name, slots in row.items()}
+                {State(name): sum(nbytes for _, nbytes in slots[0]) for name, slots in row.items()}
                 for row in content["extents"]
             )
             frozen = tuple(_in_all(row.get(State.WEIGHT.value, ())) for row in content["extents"])
@@ -219,8 +221,8 @@ class Manifest:
             if _plain_places(spec) != content["extents"]:
                 raise ValueError("its extents are not where its format requires them")
             return found
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise StoreError(f"cannot read {where}: {type(error).__name__}: {error}") from error
+        except ValueError as error:
+            raise StoreError(f"cannot read {where}: {error}") from error
 
 
 def _made_by(content: Mapping[str, Any]) -> str:
@@ -229,25 +231,82 @@ def _made_by(content: Mapping[str, Any]) -> str:
     return str(about.get("offload", "unknown")) if isinstance(about, dict) else "unknown"
 
 
-def _check(content: Mapping[str, Any]) -> None:
-    """Raises `ValueError` if a value, of which the code elsewhere takes the kind for granted, is of another.
+# Records of whatever origin: these are the kinds and ranges that the code elsewhere takes for granted.
+MOST_RANKS = 1 << 16
+_DIMENSION = whole(0, 1 << 48)
+_FIELDS = rows(rows(anything, 3, 3))
+"""Fields of a state as [name, kind, shape]; `described_layouts` reads them further."""
+_PARAMETER = fields(
+    {"name": text(), "shape": rows(_DIMENSION, 0, 64), "start": whole(), "trainable": flag},
+    {
+        "packed": _FIELDS,
+        "blocks": text(),
+        "numel": whole(),
+        "inner": _FIELDS,
+        "kind": text(),
+        "stack": text(),
+        "row": whole(),
+    },
+)
+_UNIT = fields(
+    {"name": text(), "numel": whole(), "trainable": whole(), "parameters": rows(_PARAMETER)},
+    {"matrices": maybe(whole())},
+)
+_UNIT_IN_WORDS = fields({"name": text(), "parameters": rows(_PARAMETER)})
+"""A unit of a checkpoint with parts, which its own manifest describes for people alone."""
 
-    JSON that was damaged, or edited, can be valid all the same.
-    """
-    drives, weights, stripe = content["drives"], content["stripes"]["weights"], content["stripes"]["bytes"]
-    if not isinstance(drives, list) or not drives or not all(isinstance(drive, str) for drive in drives):
-        raise ValueError(f"expected the folders of drives, got {_short(drives)}")
-    if len(weights) != len(drives) or not all(isinstance(weight, int) and weight > 0 for weight in weights):
-        raise ValueError(f"expected a weight above 0 for each of {len(drives)} drives, got {_short(weights)}")
-    if not isinstance(stripe, int) or stripe <= 0:
-        raise ValueError(f"expected stripes of more than 0 bytes, got {_short(stripe)}")
-    if not isinstance(content.get("drive", 0), int):
-        raise ValueError(f"expected the number of a drive, got {_short(content['drive'])}")
-    if not isinstance(content.get("run_id", ""), str):
-        raise ValueError(f"expected the id of a run, got {_short(content['run_id'])}")
-    for name in ("layout", "about"):
-        if not isinstance(content[name], dict):
-            raise ValueError(f"expected an object as {name}, got {_short(content[name])}")
+
+def check_layout(value: Any, name: str) -> None:
+    """Raises `ValueError` if `value` is no description of a model, made by `offload.layout.fingerprint.describe`."""
+    parts = isinstance(value, dict) and bool(value.get("parts"))
+    ranks = whole(1, MOST_RANKS)
+    place = fields({"size": ranks})
+    fields(
+        {},
+        {
+            "mode": text(),
+            "world_size": ranks,
+            "replicas": ranks,
+            "frozen": text(),
+            "units": rows(_UNIT_IN_WORDS if parts else _UNIT),
+            "parts": rows(text(), 0, MOST_RANKS),
+            "tensor_parallel": place,
+            "pipeline": place,
+        },
+    )(value, name)
+    if value.get("world_size", 1) * value.get("replicas", 1) > MOST_RANKS:
+        raise ValueError(f"expected at most {MOST_RANKS} ranks, got {value['world_size']} times {value['replicas']}")
+
+
+ABOUT = fields(
+    {},
+    {
+        "offload": text(),
+        "class": text(),
+        "config": maybe(fields({})),
+        "generation_config": maybe(fields({})),
+        "tied": table(text()),
+        "loader_ties": rows(text()),
+        "tied_buffers": table(text()),
+    },
+)
+"""Description of a model for people and exports, made by `offload.layout.fingerprint.about`."""
+_MANIFEST = fields(
+    {
+        "id": text("[0-9a-f]{1,64}", "the id of a store"),
+        "run": text(),
+        "rank": whole(0, MOST_RANKS),
+        "created": text(),
+        "drives": rows(text("[^\0]+", "the folder of a drive"), 1, 1024),
+        "stripes": fields({"bytes": whole(PAGE, 1 << 40), "weights": rows(whole(1, 1 << 20), 1, 1024)}),
+        "slots": whole(1, 2),
+        "layout": check_layout,
+        "about": ABOUT,
+        # The sum of a state's bytes, and of all of them, stays a number that files can have.
+        "extents": rows(table(rows(rows(rows(whole(0, 1 << 56), 2, 2), 0, 2), 1, 2)), 0, 1 << 16),
+    },
+    {"run_id": text("[^\0]*", "the id of a run"), "drive": whole(0, 1023)},
+)
 
 
 def _plain_places(spec: StoreSpec) -> list[dict[str, list[list[list[int]]]]]:
@@ -261,7 +320,7 @@ def _plain_places(spec: StoreSpec) -> list[dict[str, list[list[list[int]]]]]:
 def _in_all(slots: Sequence[Sequence[Sequence[int]]]) -> int:
     """Returns the bytes of the extents that both slots of a manifest name."""
     # With one slot nothing is shared, and the manifest does not tell which bytes are frozen.
-    return sum(int(extent[1]) for extent in slots[0] if extent in slots[1]) if len(slots) == 2 else 0
+    return sum(extent[1] for extent in slots[0] if extent in slots[1]) if len(slots) == 2 else 0
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -15,7 +15,8 @@ from typing import Any
 
 from offload.errors import StoreError
 from offload.fileio import sync_folder
-from offload.swapper.store.rank_folder import read_whole, reserve, write_durably
+from offload.records import fields, read, whole
+from offload.swapper.store.rank_folder import is_there, read_whole, reserve, unlink, write_durably
 
 FINISHED = "finished.json"
 """Name of the note that the run ended. The files beside the note are remainders, from which no run resumes."""
@@ -35,10 +36,10 @@ def read_finished(run: Path) -> dict[str, Any] | None:
     somebody else's, and the swap files beside it may be the whole run.
     """
     try:
-        note = json.loads(read_whole(run / FINISHED))
-    except (OSError, ValueError, RecursionError):
+        note: dict[str, Any] = read(read_whole(run / FINISHED), fields({"steps": whole()}))
+    except (OSError, ValueError):
         return None
-    return note if isinstance(note, dict) and isinstance(note.get("steps"), int) else None
+    return note
 
 
 class RunNotes:
@@ -67,33 +68,34 @@ class RunNotes:
         Raises:
             StoreError: if a folder has the name of a note.
         """
-        notes = [note for note in (self._finished, self._closed) if note.exists()]
+        notes = [note for note in (self._finished, self._closed) if is_there(note)]
         for note in notes:
             if note.is_dir():
                 raise StoreError(f"{note} is a folder, expected a note of the run or nothing: remove or rename it")
         for note in notes:
-            note.unlink(missing_ok=True)
+            unlink(note)
         if notes:
             sync_folder(self._finished.parent)
 
     def unlink_end(self) -> None:
         """Deletes the notes of an end with the run. The deletion is not synced."""
         for note in (self._finished, self._closed):
-            note.unlink(missing_ok=True)
+            unlink(note)
 
     # -- damage ---------------------------------------------------------------------------------------
 
     @property
     def suspect(self) -> bool:
         """True if an earlier process found damage in the last commit. Then all of the commit is compared at `open`."""
-        return self._suspect.exists()
+        return is_there(self._suspect)
 
     def mark_suspect(self) -> None:
         """Writes the note of damage, which does not survive every power cut. Any thread may call this method."""
-        # The caller reports the damage itself; a note that cannot be written must not hide that error.
-        with contextlib.suppress(OSError):
+        # The caller reports the damage itself; a note that cannot be written must not hide that error. Nor does a
+        # verification write into a folder of another user.
+        with contextlib.suppress(OSError, StoreError):
             reserve(self._suspect, 1)
 
     def clear_suspect(self) -> None:
         """Deletes the note of damage, if there is one."""
-        self._suspect.unlink(missing_ok=True)
+        unlink(self._suspect)

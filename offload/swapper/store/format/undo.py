@@ -25,16 +25,23 @@ from typing import NamedTuple
 from offload.aio import DirectFile, File, aligned_empty, crc32c
 from offload.aio.protocols import Future
 from offload.errors import IoError, StoreError
+from offload.fileio.inner_files import check_holes, inner_opener, open_inner
+from offload.records import fields, read, text, whole
 from offload.sizes import MIB, PAGE
 from offload.states import State
 from offload.swapper.store.format.checksums import Key, Slot, sum_of, unpack
 from offload.swapper.store.format.commit_record import Record
 from offload.swapper.store.format.manifest import Extent, Extents, own_nbytes
-from offload.swapper.store.rank_folder import writing_in_place
+from offload.swapper.store.rank_folder import cut_short, is_there, unlink, writing_in_place
 from offload.swapper.store.requests import Joined
 
 _CHUNK_NBYTES = 8 * MIB
 _CRC = struct.Struct("<I")
+
+_FIELDS = fields(
+    {"serial": whole(), "time_ns": whole(0, 2**64), "unit": whole(), "state": text(), "nbytes": whole(1, 1 << 56)}
+)
+"""What a page of an entry must be."""
 
 Places = Sequence[Mapping[State, Sequence[Extents]]]
 """For each unit and state, the places of all slots."""
@@ -62,12 +69,11 @@ class _Entry(NamedTuple):
         if len(page) != PAGE or _CRC.unpack(page[-_CRC.size :])[0] != crc32c(body):
             return None
         try:
-            held = json.loads(body)
-            commit = (int(held["serial"]), int(held["time_ns"]))
-            entry = cls(commit, int(held["unit"]), State(held["state"]), int(held["nbytes"]))
-        except (ValueError, KeyError, TypeError):
+            held = read(body, _FIELDS)
+            entry = cls((held["serial"], held["time_ns"]), held["unit"], State(held["state"]), held["nbytes"])
+        except ValueError:
             return None
-        return entry if entry.nbytes > 0 and entry.nbytes % PAGE == 0 else None
+        return entry if entry.nbytes % PAGE == 0 else None
 
 
 class Copies(NamedTuple):
@@ -131,7 +137,7 @@ class Undo:
         except BaseException:
             # Only gives room back, which others may need now: a reader passes over what is incomplete.
             with contextlib.suppress(OSError):
-                os.truncate(self.path, self._nbytes)
+                cut_short(self.path, self._nbytes)
             raise
         began, self._nbytes = self._nbytes, at
         return at - began
@@ -147,7 +153,7 @@ class Undo:
         Raises:
             IoError: if the file cannot be read.
         """
-        if not self.path.exists():
+        if not is_there(self.path):
             return NO_COPIES
         found: dict[Key, Extent] = {}
         at, undamaged = 0, True
@@ -159,7 +165,7 @@ class Undo:
                 slots = places[entry.unit].get(entry.state) if 0 <= entry.unit < len(places) else None
                 # A page that is whole may be in another file's or another version's place: all of it is compared.
                 right = entry.commit == (record.serial, record.time_ns) and at <= size
-                if right and slots and own_nbytes(slots) == entry.nbytes and _fits(file, extent, table[key]):
+                if right and slots and own_nbytes(slots) == entry.nbytes and _fits(file, extent, table.get(key, ())):
                     found[key] = extent
                 else:
                     undamaged = False
@@ -223,7 +229,7 @@ class Undo:
         if not copies.extents:
             yield {}
             return
-        with DirectFile(self.path, writable=False) as file:
+        with DirectFile(self.path, writable=False, opener=inner_opener(3)) as file:
             found: dict[Key, File] = {}
             for (unit, state), extent in copies.extents.items():
                 place = places[unit][state][record.slots[unit]]
@@ -234,19 +240,25 @@ class Undo:
 
     def remove(self) -> None:
         """Deletes the file, if there is one. If a power cut takes that back, the copies' record has gone."""
-        self.path.unlink(missing_ok=True)
+        unlink(self.path)
         self._nbytes = 0
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
         """Yields a descriptor for reads. An error of a read of the block names the file."""
         try:
-            with self.path.open("rb") as file:
-                yield file.fileno()
+            file = open_inner(self.path, 3)
+            try:
+                check_holes(file, self.path)
+                yield file
+            finally:
+                os.close(file)
         except IoError:
             raise
         except OSError as error:
-            raise IoError(str(self.path), 0, 0, error.errno or errno.EIO, "read") from error
+            wrong = IoError(str(self.path), 0, 0, error.errno or errno.EIO, "read")
+            wrong.strerror = error.strerror
+            raise wrong from error
 
 
 def _fits(descriptor: int, extent: Extent, slot: Slot) -> bool:

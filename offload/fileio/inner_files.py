@@ -1,0 +1,242 @@
+"""Files and folders below one that a user names: opened from there on, one name at a time.
+
+Whoever may write a folder on the way could put a link, a pipe, or a file of somebody else in the place of one of ours.
+So what lies below the folder that a user has named is reached from its descriptor: no link is followed, a file must
+be a regular one, its size is known before it is read, and nothing waits for another process.
+
+`ours` is for what this process writes, and whose contents it trusts. Folders and files must then be this user's, or
+root's, and others must not be able to write them. What is only read may be anybody's: its contents are then checked as
+those of an enemy, and a file must belong to the owner of its folder, or to root. Another could have linked it there.
+
+The first names of a path are the user's, and may be links: `depth` is the number of names at its end that are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import pwd
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from offload.errors import StoreError
+from offload.sizes import MIB, format_size
+
+_SAFE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+_SMALL, _HOLES = 64 * MIB, 64
+"""A file of more bytes than the first must take at least one part in the second of them on its drive."""
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def inner_name(name: str) -> str:
+    """Returns `name` if it can be that of one file or folder; raises `ValueError` for a path and control characters."""
+    if name in ("", ".", "..") or "/" in name or not name.isprintable() or len(os.fsencode(name)) > 255:
+        raise ValueError(f"expected the name of a file, without a slash and control characters, got {name[:80]!r}")
+    return name
+
+
+@contextlib.contextmanager
+def inner_folder(path: Path, depth: int, ours: bool = False) -> Iterator[int]:
+    """Yields the descriptor of a folder, of which the last `depth` names are not followed where they are links.
+
+    Args:
+        path: The folder.
+        depth: Number of names at the end of `path` that the user has not given; 0 for none.
+        ours: True if each of these folders must be this user's alone; see the module's text.
+
+    Raises:
+        OSError: If there is no such folder, or a link in the place of one.
+        StoreError: If a folder is not this user's.
+    """
+    path = Path(os.path.abspath(path))
+    names = path.parts[1:]
+    outer = Path(path.anchor, *names[: len(names) - depth])
+    here = os.open(outer, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in names[len(names) - depth :]:
+            outer /= name
+            with _naming(outer):
+                here = _instead(here, _open_folder(name, here))
+            if ours:
+                check_ours(outer, here)
+        yield here
+    finally:
+        os.close(here)
+
+
+def open_inner(path: Path, depth: int, flags: int = os.O_RDONLY, mode: int = 0o600, *, ours: bool = False) -> int:
+    """Returns the descriptor of a regular file, reached without links; see the module's text.
+
+    Args:
+        path: The file.
+        depth: Number of names at the end of `path` that the user has not given, 1 for the file's own.
+        flags: Flags of `os.open`. With O_CREAT a missing file is made.
+        mode: Mode of a file that is made.
+        ours: True if the file and its folders must be this user's alone.
+
+    Raises:
+        OSError: If there is no such file, or something else in the place of one.
+        StoreError: If a file or a folder is not this user's.
+    """
+    with inner_folder(path.parent, depth - 1, ours) as folder, _naming(path):
+        file = os.open(path.name, flags | _SAFE, mode, dir_fd=folder)
+        try:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "the path is not a regular file", str(path))
+            owner = os.fstat(folder).st_uid
+            if ours:
+                check_ours(path, file, owner)
+            elif owner not in (status.st_uid, 0) and status.st_uid:
+                raise OSError(
+                    errno.EPERM, f"the file is of {owner_name(status.st_uid)}, in a folder of {owner_name(owner)}"
+                )
+            # Of a regular file it would make io_uring give up where a read has to wait for the drive.
+            fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_NONBLOCK)
+            return file
+        except BaseException:
+            os.close(file)
+            raise
+
+
+def inner_opener(depth: int, *, ours: bool = False) -> Callable[[str, int, int], int]:
+    """Returns `open_inner` in the form in which `DirectFile` takes it."""
+    return lambda path, flags, mode: open_inner(Path(path), depth, flags, mode, ours=ours)
+
+
+def read_inner(path: Path, depth: int, most: int, *, whole: bool = True) -> bytes:
+    """Returns the bytes of a regular file that may be anybody's, reached without links.
+
+    Args:
+        path: The file.
+        depth: See `open_inner`.
+        most: Bytes that such a file has at most.
+        whole: True if a larger file is an error; otherwise its first `most` bytes are returned.
+
+    Raises:
+        OSError: If there is no such file, or it is too large, or something else is in its place.
+    """
+    descriptor = open_inner(path, depth)
+    try:
+        size = os.fstat(descriptor).st_size
+        if whole and size > most:
+            raise OSError(errno.EFBIG, f"the file has {size} bytes, expected at most {format_size(most)}", str(path))
+        check_holes(descriptor, path)
+        # At most the bytes of the size: another process may write to the file meanwhile.
+        data = bytearray()
+        while (left := min(size, most) - len(data)) > 0 and (part := os.read(descriptor, left)):
+            data += part
+        return bytes(data)
+    finally:
+        os.close(descriptor)
+
+
+def check_holes(descriptor: int, path: Path) -> None:
+    """Raises `OSError` for a file of far more bytes than its drive holds of it, which would be read for hours."""
+    status = os.fstat(descriptor)
+    if status.st_size > max(_SMALL, status.st_blocks * 512 * _HOLES):
+        taken = format_size(status.st_blocks * 512)
+        raise OSError(
+            errno.EFBIG, f"the file has {format_size(status.st_size)}, all but {taken} of which are holes", str(path)
+        )
+
+
+def inner_status(path: Path, depth: int) -> os.stat_result | None:
+    """Returns the status of a file, a folder or a link, reached without links; None if there is nothing.
+
+    Raises:
+        OSError: If a folder on the way is none, or cannot be read.
+    """
+    try:
+        with inner_folder(path.parent, depth - 1) as folder, _naming(path):
+            return os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+# -- owners -------------------------------------------------------------------------------------------
+
+
+def check_ours(path: Path, descriptor: int, owner: int = 0) -> None:
+    """Checks that a file or folder is this user's, or root's, and takes the right to write it from others.
+
+    Args:
+        path: For the message.
+        descriptor: The open file or folder.
+        owner: The owner of a file's folder, which was checked before.
+
+    Raises:
+        StoreError: If it is another user's, or others may write it and this user cannot change that.
+    """
+    status = os.fstat(descriptor)
+    if status.st_uid not in (os.geteuid(), 0, owner) and status.st_uid != _owner_of_new(descriptor):
+        raise StoreError(
+            f"{path} is of {owner_name(status.st_uid)}, who could change it at any time; expected one of "
+            f"{owner_name(os.geteuid())}: choose another name or another folder, or, if what it contains is right, "
+            f"change its owner with `sudo chown -R {os.geteuid()} {path}`"
+        )
+    if status.st_mode & _OTHERS:
+        # What an umask, or the group of a Kubernetes volume, has opened is closed again by its owner.
+        with contextlib.suppress(OSError):
+            os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & ~_OTHERS)
+        if os.fstat(descriptor).st_mode & _OTHERS:
+            raise StoreError(
+                f"{path} may be written by other users (mode {stat.S_IMODE(status.st_mode):o}), and this user cannot "
+                f"change that: run `chmod go-w {path}` as its owner, or choose another folder"
+            )
+
+
+def _owner_of_new(folder: int) -> int | None:
+    """Returns the user to whom a new file in a folder belongs; None if there cannot be one.
+
+    A network file system may give all files to one user, whoever makes them, as NFS does with root_squash.
+    """
+    name = f".owner-{os.urandom(8).hex()}"
+    with contextlib.suppress(OSError):
+        made = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        try:
+            os.unlink(name, dir_fd=folder)
+            return os.fstat(made).st_uid
+        finally:
+            os.close(made)
+    return None
+
+
+def owner_name(uid: int) -> str:
+    """Returns a user's name and number for messages."""
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"
+
+
+def _open_folder(name: str, above: int) -> int:
+    """Returns the descriptor of a folder in an open one; raises `OSError`, ELOOP for a link."""
+    try:
+        return os.open(name, os.O_RDONLY | os.O_DIRECTORY | _SAFE, dir_fd=above)
+    except NotADirectoryError:
+        # The system says the same of a file. A link must not pass for a folder that is missing.
+        if stat.S_ISLNK(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from None
+        raise
+
+
+def _instead(old: int, new: int) -> int:
+    """Closes one descriptor and returns another."""
+    os.close(old)
+    return new
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Gives errors of the system the whole path, of which they know the last name."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            error.strerror = "it is a symbolic link" if error.errno == errno.ELOOP else "the path is not a regular file"
+        raise

@@ -1,0 +1,60 @@
+"""Files of runs, checkpoints and logs that an enemy has made end each command with one line: no traceback, no wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from offload.errors import StoreError
+from tests.support.forgery import Bench, Outcome
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    yield Bench(tmp_path_factory.mktemp("forgery"))
+
+
+def faults(bench: Bench, seeds: range, commands: int) -> list[Outcome]:
+    return [outcome for seed in seeds for outcome in bench.forge(seed, commands)]
+
+
+def test_a_forgery_ends_each_command_with_one_line(bench: Bench) -> None:
+    """`python -m tests.support.forgery 10000` makes as many."""
+    assert faults(bench, range(150), 1) == []
+
+
+@pytest.mark.slow
+def test_ten_thousand_forgeries(bench: Bench) -> None:
+    assert faults(bench, range(1000, 11_000), 3) == []
+
+
+def test_an_error_that_is_none_of_ours_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so are a raw character of a terminal, and a second line."""
+    import offload.runs.inspection as module
+
+    real = module.inspect
+    command = ["inspect", str(bench.root / "ck")]
+    bench.restore()
+    assert bench.run(command) == ""
+
+    def raises(error: Exception) -> None:
+        def inspect(path: Path) -> None:
+            raise error
+
+        monkeypatch.setattr(module, "inspect", inspect)
+
+    raises(KeyError("layout"))
+    assert "KeyError" in bench.run(command)
+    raises(MemoryError())
+    assert "MemoryError" in bench.run(command)
+    raises(StoreError("a \x1b[31mname\nof several lines"))
+    assert bench.run(command) == "", "an error of ours is printable"
+
+    def takes_much(path: Path) -> object:
+        assert bytearray(300 << 20)
+        return real(path)
+
+    monkeypatch.setattr(module, "inspect", takes_much)
+    assert "it took" in bench.run(command)
