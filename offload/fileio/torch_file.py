@@ -134,7 +134,8 @@ class StoredTensor(NamedTuple):
         return flat.as_strided(self.shape, self.stride, self.start).clone(memory_format=torch.contiguous_format)
 
 
-class Global(NamedTuple):
+@dataclass(frozen=True)
+class Global:
     """A class or function that a pickle names. Nothing is imported."""
 
     name: str

@@ -6,11 +6,13 @@ together of what a reader may meet at that place, such as instructions of a pick
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
 import random
 import struct
+import tempfile
 import warnings
 import zipfile
 from collections import OrderedDict
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 from offload.engine.checkpoint.foreign.checkpoint import is_foreign, look_foreign
 from offload.engine.model_io.safetensors_folder import stored_tensors
@@ -261,7 +264,65 @@ def _read_torch(folder: Path) -> None:
     _read_weights(folder)
 
 
-# -- checkpoints of DeepSpeed ---------------------------------------------------------------------------
+# -- checkpoints of other programs ---------------------------------------------------------------------------
+
+
+def _make_universal(dice: random.Random, folder: Path) -> None:
+    chance = dice.choice((0.02, 0.1, 0.3))
+    (folder / "zero" / "w").mkdir(parents=True)
+    inner = {"state": {0: {"step": 3}}, "param_groups": [{"lr": 0.1, "betas": [0.9, 0.99]}]}
+    optimizer = {"optimizer_state_dict": inner, "param_groups": [{"lr": 0.1}], "loss_scaler": None}
+    model = {"module": {}, "param_shapes": [{"w": torch.Size([2, 4])}], "global_steps": 3, "ds_config": {}, "mine": 1}
+    files: dict[str, Any] = {"zero/optimizer_state.pt": optimizer, "mp_rank_00_model_states.pt": model}
+    files |= {f"zero/w/{name}.pt": {"param": torch.arange(8.0)} for name in ("fp32", "exp_avg", "exp_avg_sq")}
+    files["zero/w/step.pt"] = torch.tensor(3.0)
+    for name, content in files.items():
+        if dice.random() < 0.1:
+            _torch_file(dice, folder / name, content)
+        else:
+            torch.save(_odd(dice, content, chance), folder / name)
+
+
+@functools.cache
+def _saved_by_dcp() -> dict[str, bytes]:
+    """Returns the files of a checkpoint of torch.distributed.checkpoint by name."""
+    w = torch.arange(8.0).view(2, 4)
+    optimizer = {
+        "state": {"w": {"exp_avg": w, "exp_avg_sq": w, "step": 3}},
+        "param_groups": [{"params": ["w"], "lr": 0.1}],
+    }
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a save without a process group
+        dcp.save({"model": {"w": w}, "optim": optimizer}, checkpoint_id=folder, no_dist=True)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def _make_dcp(dice: random.Random, folder: Path) -> None:
+    for name, data in _saved_by_dcp().items():
+        (folder / name).write_bytes(_flip(dice, data) if dice.random() < 0.1 else data)
+    if dice.random() < 0.1:
+        return
+    metadata = pickle.loads(_saved_by_dcp()[".metadata"])
+    for entry in metadata.state_dict_metadata.values():
+        for part in (entry, *getattr(entry, "chunks", ())):
+            for name, value in [*vars(part).items()]:
+                if dice.random() < 0.1:
+                    odd = (
+                        dice.choice((list(value), value[:1], [2**40, 1, 8], [dice.choice(_ODD)]))
+                        if isinstance(value, tuple)
+                        else dice.choice(_ODD)
+                    )
+                    object.__setattr__(part, name, odd)
+    for place in metadata.storage_data.values():
+        for name in ("relative_path", "offset", "length"):
+            if dice.random() < 0.05:
+                object.__setattr__(place, name, dice.choice(_ODD))
+    metadata.planner_data = _odd(dice, metadata.planner_data, 0.02)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _make_foreign(dice: random.Random, folder: Path) -> None:
+    dice.choice((_make_deepspeed, _make_universal, _make_dcp))(dice, folder)
 
 
 def _make_deepspeed(dice: random.Random, folder: Path) -> None:
@@ -362,6 +423,6 @@ def _read_text(folder: Path) -> None:
 READERS = {
     "safetensors": Reader(_make_safetensors, _read_weights),
     "torch": Reader(_make_torch, _read_torch),
-    "deepspeed": Reader(_make_deepspeed, _read_foreign),
+    "foreign": Reader(_make_foreign, _read_foreign),
     "hosts": Reader(_make_text, _read_text),
 }
