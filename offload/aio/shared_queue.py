@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Hashable
 
 from offload.aio import File, IoQueue, Priority
-from offload.aio.backend import Shape
 from offload.aio.protocols import Future
 
 _lock = threading.Lock()
@@ -33,7 +32,6 @@ class SharedQueue:
         self._closed = False
         self.backend, self.refusals = self._queue.backend, self._queue.refusals
         self.window_bytes = self._queue.window_bytes
-        self.shape = Shape(self._queue.threads, self._queue.depth, self._queue.block_bytes)
         self.read_bytes = self.written_bytes = 0
         """Bytes that this engine has requested so far."""
 

@@ -50,7 +50,7 @@ def test_modes_and_ranks_are_reported(engine: offload.Engine) -> None:
         ("AdamW", {"betas": (0.8, 0.95)}, "AdamW", (0.8, 0.95)),
         ("Adam", {"adam_w_mode": False}, "Adam", (0.9, 0.999)),
         ("Lamb", {}, "Lamb", (0.9, 0.999)),
-        ("Lion", {}, "Lion", (0.9, 0.99)),
+        ("Lion", {}, "Lion", (0.9, 0.999)),
         ("Adagrad", {}, "Adagrad", 0.0),
         ("SGD", {"momentum": 0.5}, "SGD", 0.5),
         ("SGD", {}, "SGD", 0.0),

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 from offload.aio import IoQueue
+from offload.aio.backend import DEFAULTS
 from offload.aio.shared_queue import SharedQueue
-from offload.config import Config
+from offload.config import Aio, Config
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.core import EngineCore
 from offload.engine.distributed.all_or_nothing import AllOrNothing
@@ -224,7 +225,7 @@ def _notices(plan: Plan, core: EngineCore) -> tuple[str, ...]:
     components = core.components
     return (
         *plan.notices,
-        *_io_notices(components.queue),
+        *_io_notices(components.queue, plan.config.aio),
         summary(plan),
         *(components.store.notices if components.store is not None else ()),
         *components.timeline.notices,
@@ -262,14 +263,16 @@ def _queue(config: Config) -> SharedQueue:
     )
 
 
-def _io_notices(queue: SharedQueue | None) -> tuple[str, ...]:
+def _io_notices(queue: SharedQueue | None, asked: Aio) -> tuple[str, ...]:
     """Returns notices if the system refuses the fastest backend, if drives are used in windows, and if little moves."""
     if queue is None:
         return ()
     refused = f"I/O by {queue.backend}: {'; '.join(queue.refusals)}"
     window = format_size(queue.window_bytes)
     windows = f"reads and writes go in windows of {window}: `offload probe` measured that both at once are slower here"
-    block, in_flight = queue.shape.block_bytes, queue.shape.in_flight_bytes
+    auto = DEFAULTS["io_uring"]
+    block = asked.block_size or auto.block_bytes
+    in_flight = (asked.intra_op_parallelism or auto.threads) * (asked.queue_depth or auto.depth) * block
     little = (
         f'"aio" asks for blocks of {format_size(block)} and {format_size(in_flight)} in flight, with which drives take '
         "several times as long; leave its keys out, or take those that `offload tune` measures"
