@@ -285,7 +285,7 @@ def _plain_head(outer: nn.Module, model: Any) -> nn.Linear:
         raise UsageError(f"{name} computes its loss in chunks already; call chunk_loss_of once for a model")
     reason = _why_not_path(outer, model, usual, head, _path_of(model, head))
     if reason is not None:
-        raise UsageError(reason)
+        raise UsageError(f"{reason}; a loss in chunks computes no logits")
     return head
 
 

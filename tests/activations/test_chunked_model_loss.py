@@ -280,7 +280,7 @@ def same(left: tuple[float, dict[str, torch.Tensor]], right: tuple[float, dict[s
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.works(
-    "Losses", "hooks, wrappers and replaced functions on the way to the loss: all logits, and one line", "right"
+    "Trainers", "hooks, wrappers and replaced functions on the way to the loss: all logits, and one line", "right"
 )
 def test_what_reads_or_changes_logits_has_its_effect(change: Callable[[Any, Any], None], patches: Any) -> None:
     """The loss is not computed in chunks, and a line says what prevents it."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from offload import testing
 from offload.errors import StoreError
@@ -13,6 +16,7 @@ from tests.experts.stacked_experts import DISK, SIXTEEN, adapted
 from tests.support import models
 from tests.support.modules.mixtures import mixtral, stacks_of
 from tests.support.oracle import Job, start
+from tests.support.trainer_runs import seeded
 
 
 def test_the_loop_takes_the_place_of_an_implementation_that_needs_all(tmp_path: Path) -> None:
@@ -26,6 +30,29 @@ def test_the_loop_takes_the_place_of_an_implementation_that_needs_all(tmp_path: 
     assert model.config._experts_implementation == "grouped_mm"
     engine.destroy(remove=True)
     assert all(stack.config is model.config for stack in stacks)
+
+
+def halved(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """An implementation of the user's that computes something else."""
+    return grouped_mm_experts_forward(module, *args, **kwargs) / 2
+
+
+def test_an_implementation_of_the_users_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one of transformers' by a loop of the user's. The stacks stay whole, and a line says why."""
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "halved", halved)
+    losses = []
+    for name in ("grouped_mm", "halved"):
+        model = seeded(mixtral)
+        model.set_experts_implementation(name)
+        plain = models.language_loss(model, 0, 0).item()
+        engine = start(Job(lambda model=model: model, models.language_loss), DISK, tmp_path / name)
+        losses.append(models.language_loss(engine, 0, 0).item())
+        assert losses[-1] == pytest.approx(plain, rel=1e-6)
+        whole = not any(layout.name.endswith("]") for layout in engine._core.components.layouts)
+        assert whole is (name == "halved")
+        assert any('"halved" is halved' in notice for notice in engine.notices) is whole
+        engine.destroy(remove=True)
+    assert losses[0] != losses[1]
 
 
 @pytest.mark.parametrize("rule", ["LAMB", "Muon"])

@@ -8,8 +8,8 @@ MUTANTS = (
     Mutant(
         "divide small gradients before they leave the chunk",
         "offload.losses.chunked",
-        "    share = torch.where(counts, 1.0, 0.0).unsqueeze(-1)",
-        "    share = torch.where(counts, 1e-9, 0.0).unsqueeze(-1)",
+        "    share = counts.float().unsqueeze(-1)",
+        "    share = counts.float().unsqueeze(-1) * 1e-9",
         "tests/activations/test_causal_lm_loss.py",
     ),
     Mutant(
@@ -46,6 +46,41 @@ MUTANTS = (
         "    whole = mine._replace(chunked_loss=loss.chunked)",
         "    whole = mine",
         "tests/cli/test_cli_chunked_loss.py",
+    ),
+    Mutant(
+        "take a function for a library's by the names that functools.wraps copies",
+        "offload.provenance",
+        "    packages = [_package_of(each, (package, *around)) for each in _unwrapped(function)]",
+        "    packages = [_package_of(_unwrapped(function)[-1], (package, *around))]",
+        "tests/activations/test_chunked_model_loss.py",
+    ),
+    Mutant(
+        "look at the way to the loss when it is chosen, and not in each call",
+        "offload.losses.causal_model",
+        "_Call(wanted and self._is_known())",
+        "_Call(wanted)",
+        "tests/activations/test_chunked_model_loss.py",
+    ),
+    Mutant(
+        "overlook terms of a forward that are computed from its logits",
+        "offload.losses.causal_model",
+        "        and reads == 1 + in_output",
+        "",
+        "tests/activations/test_chunked_model_loss.py",
+    ),
+    Mutant(
+        "give the logits of no token to who calls the model beside the Trainer's steps",
+        "offload.hf.loss",
+        "training=wanted is True",
+        "training=True",
+        "tests/trainers/test_trainer_chunked_loss.py",
+    ),
+    Mutant(
+        "divide a loss by a number of items in the default dtype of the process",
+        "offload.losses.chunked",
+        "divisor = divisor.to(total.device, torch.float32)",
+        "divisor = divisor.to(total.device, torch.get_default_dtype())",
+        "tests/updates/test_process_defaults.py",
     ),
     Mutant(
         "give a Trainer's own loss the logits of no token",

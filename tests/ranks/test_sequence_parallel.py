@@ -189,6 +189,27 @@ def with_convolution() -> nn.Module:
     return model
 
 
+def with_hook() -> nn.Module:
+    """A hook that would take the mean of a part in place of the sequence's."""
+    model = sp.llama()
+    model.model.layers[1].register_forward_hook(lambda layer, args, output: output - output.mean(1, keepdim=True))
+    return model
+
+
+def with_hook_on_the_outputs() -> nn.Module:
+    model = sp.llama()
+    model.register_forward_hook(lambda model, args, output: output)
+    return model
+
+
+def with_wrapped_loss() -> nn.Module:
+    """A loss that carries the name of transformers' own."""
+    model: Any = sp.llama()
+    usual = model.loss_function
+    model.loss_function = functools.wraps(usual)(lambda *args, **kwargs: usual(*args, **kwargs) ** 2)
+    return model  # type: ignore[no-any-return]
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no model of transformers": (lambda: nn.Linear(4, 4), "Linear is no model of transformers"),
     "an encoder": (models.t5, "T5ForConditionalGeneration does not"),
@@ -196,6 +217,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "flex attention": (lambda: sp.llama(2, "flex_attention"), "attn_implementation='flex_attention'"),
     "a router's loss": (with_router_loss, "adds a loss of its router"),
     "experts that are units": (models.mixtral, "experts are units of their own"),
+    "a hook": (with_hook, "on model.layers.1, which would see a part of each sequence"),
+    "a hook on outputs": (with_hook_on_the_outputs, "which would see a part of the sequence"),
+    "another loss": (with_wrapped_loss, "does not end in transformers' loss of a causal language model"),
     "a convolution": (with_convolution, "has the Conv1d model.layers.1.conv, which mixes tokens"),
 }
 

@@ -72,7 +72,9 @@ def run(job: Job, folder: Path) -> tuple[Result, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.works("Processes", "`torch.set_default_dtype` and `torch.set_default_device` change no bit", "right")
+@pytest.mark.works(
+    "Engines and processes", "`torch.set_default_dtype` and `torch.set_default_device` change no bit", "right"
+)
 @pytest.mark.parametrize(
     ("optimizer", "dtype"),
     [("AdamW", "fp16"), ("Lamb", "fp32"), ("Muon", "bf16"), ("Lion", "fp32"), ("torch.optim.RAdam", "bf16")],

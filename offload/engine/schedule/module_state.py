@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.provenance import foreign_hooks
+
 _INTERNAL = frozenset(vars(nn.Module()))
 """Attributes of each module that hold its parts and hooks."""
-_LIBRARIES = ("offload", "torch", "transformers", "accelerate", "peft")
+_LIBRARIES = ("torch", "transformers", "accelerate", "peft")
 """Packages whose hooks keep nothing, or keep it by thread."""
 
 
@@ -88,8 +90,6 @@ def _content(value: Any) -> Any:
 def foreign_hook(modules: Mapping[str, nn.Module]) -> str | None:
     """Returns the name of a module with a forward hook of the user, or None."""
     for name, module in modules.items():
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            package = (getattr(hook, "__module__", None) or type(hook).__module__ or "").partition(".")[0]
-            if package not in _LIBRARIES:
-                return name or "the model"
+        if any(kind.startswith("forward") for kind, _ in foreign_hooks(module, *_LIBRARIES)):
+            return name or "the model"
     return None
