@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import testing
 from offload.errors import UsageError
 from tests.support import models, rounding_bounds
 from tests.support.modules.autograd_modules import Launching
-from tests.support.oracle import Job, plain_loop, room_for, start, train_step
+from tests.support.oracle import Job, plain_loop, room_for, run, start, train_step
 
 DISK = ("nvme", "nvme")
 
@@ -91,3 +92,37 @@ def test_only_modules_and_parameters_can_be_registered() -> None:
     for arguments in ((linear, torch.ones(2)), (linear.weight, linear.weight)):
         with pytest.raises(UsageError, match="expects a module and a parameter"):
             offload.register_external_parameter(*arguments)
+
+
+class Passing(nn.Module):
+    """Passes parameters to checkpointed functions as arguments: a table of its own, and a weight of another block."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.table, self.head = nn.Parameter(torch.full((1, 1, 32), 0.1)), nn.Linear(32, 61)
+        self.reentrant = reentrant
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        values = self.embedding(ids)
+        for number, layer in enumerate(self.layers):
+            other = self.layers[number - 1].weight
+            values = checkpoint(partial(self.block, layer), values, self.table, other, use_reentrant=self.reentrant)
+        return self.head(values)
+
+    @staticmethod
+    def block(layer: nn.Module, values: torch.Tensor, table: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(layer(values) + table) @ weight + values
+
+
+@pytest.mark.works("Modules", "a parameter as an argument of a checkpointed function", "right")
+@pytest.mark.numeric
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize("placement", [DISK, ("none", "none")], ids="-".join)
+def test_a_checkpointed_function_takes_parameters(reentrant: bool, placement: tuple[str, str], tmp_path: Path) -> None:
+    job = Job(partial(Passing, reentrant), models.mixture_loss, steps=2)
+    expected = plain_loop(job)
+    found = run(job, placement, tmp_path)
+    assert torch.allclose(torch.tensor(found.losses), torch.tensor(expected.losses), rtol=0, atol=1e-5)
+    assert torch.allclose(torch.tensor(found.norms), torch.tensor(expected.norms), rtol=1e-4)

@@ -142,6 +142,7 @@ class SavedTensors:
         # By address, since compiled code passes tensors that have lost their class.
         self.placeholders = {handle.storage_address: handle.name for unit in handles for handle in unit}
         """Name of each parameter, by the address of its placeholder's memory."""
+        self._parameters = {handle.storage_address: (unit, handle) for unit, of in enumerate(handles) for handle in of}
 
     def push(self) -> bool:
         """Pushes the hooks on the calling thread, around the active ones. Returns False if there is no need.
@@ -204,12 +205,22 @@ class SavedTensors:
         # Compiled code calls no `__torch_function__`, so it can reach a placeholder's own memory, which is NaN.
         used = self.placeholders.get(address)
         if used is not None:
+            # An argument of a checkpointed function, which fetches the weights once it uses them.
+            if saves_checkpoint_input() and (argument := self._argument(address, tensor)) is not None:
+                return argument
             raise UsageError(
                 f"parameter {used} is used by compiled code while no module that owns it runs; call that module, name "
                 'the one that uses it in "units" of the "offload" block, or call '
                 "offload.register_external_parameter(module, parameter)"
             )
         return None
+
+    def _argument(self, address: int, tensor: torch.Tensor) -> Handle | None:
+        """Returns the handle of a parameter's weights, of whose placeholder `tensor` is; None for a part of it."""
+        unit, handle = self._parameters[address]
+        if tensor.shape != handle.shape:
+            return None
+        return _native.handle_of(unit, self._pager.updates(unit), self._unit_views.place(unit, handle))
 
     def without_views(self, output: Any) -> Any:
         """Returns a module's output with clones of weights: a view would pin their device buffer while it lives."""

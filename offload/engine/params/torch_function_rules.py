@@ -17,6 +17,7 @@ import torch
 from torch.amp.grad_scaler import __file__ as grad_scaler_file
 from torch.distributed.utils import __file__ as wrappers_file
 from torch.nn.utils.clip_grad import __file__ as clip_grad_file
+from torch.utils.checkpoint import __file__ as checkpoint_file
 
 from offload.engine.params import paged_parameter as placeholder
 from offload.engine.params.experts.stack_handle import StackHandle
@@ -51,6 +52,9 @@ def _alias(func: Any, tensor: Any) -> Any:
     own = getattr(tensor, "own", None)
     if own is not None:
         return own.detach()
+    # Reentrant checkpointing detaches the arguments of its function in the backward, as leaves of a graph of its own.
+    if _is_called_by(checkpoint_file) and (weights := tensor.offload_handle.here()) is not None:
+        return call_plainly(func, weights).view(tensor.shape)
     # A view may have another shape than the parameter.
     return tensor.offload_handle.alias(None if isinstance(tensor, PagedParameter) else call_plainly(func, tensor))
 

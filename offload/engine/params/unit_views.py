@@ -171,6 +171,13 @@ class UnitViews:
             )
         return self._view(saved)
 
+    def place(self, index: int, handle: ParamHandle) -> torch.Tensor:
+        """Returns a tensor without memory that has shape, strides and offset of a parameter in its unit."""
+        unit = self._units[index]
+        size, stride, start = unit.places.tensors[unit.handles.index(handle)]
+        numel = start + 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+        return torch.empty(numel, dtype=self._dtype, device="meta").as_strided(size, stride, start)
+
     def binding_at(self, address: int) -> Binding | None:
         """Returns the live binding whose storage begins at `address`, if there is one."""
         binding = self.bindings.get(address)

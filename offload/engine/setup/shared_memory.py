@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from offload.engine.params.opaque.paged_tensor import PagedTensor
+from offload.engine.params.paged_parameter import handle_of
 from offload.errors import ConfigError
 from offload.torch_internals import inner_tensors
 
@@ -135,8 +136,8 @@ def _tensors(value: object, modules: set[int], depth: int) -> Iterator[torch.Ten
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     """Returns True if the tensor has elements at an address of its own."""
-    # Wrappers of other tensors, sparse tensors and tensors on meta have none.
-    wraps = isinstance(tensor, PagedTensor) or inner_tensors(tensor) is not None
+    # Wrappers of other tensors, sparse tensors, tensors on meta and placeholders of an engine have none.
+    wraps = isinstance(tensor, PagedTensor) or handle_of(tensor) is not None or inner_tensors(tensor) is not None
     return not wraps and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
 
 
