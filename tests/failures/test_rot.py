@@ -177,7 +177,7 @@ def test_rot_under_a_live_run_is_noticed(run: str, seed: int, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(20))
 def test_rot_at_more_than_five_hundred_moments_is_noticed(part: int, tmp_path: Path) -> None:
-    """`-s` prints how many of each kind; of few faults nothing reads the bytes again, such as an input in memory too."""
+    """`-s` prints how many of each kind; nothing reads the bytes of few again, such as those of an input in memory."""
     found = Counter(
         notice(run, 100 * part + seed, tmp_path / run / f"{seed}") for seed in range(10, 19) for run in RUNS
     )
