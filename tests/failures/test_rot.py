@@ -40,12 +40,19 @@ class Model(Stack):
         self.blocks[2].up.requires_grad_(False)  # type: ignore[union-attr]
 
 
+class Deep(Model):
+    """The same with so many blocks that their inputs come back from the drive."""
+
+    depth = 16
+
+
 JOB = Job(Model, square_loss, steps=STEPS, lr=1e-2, dtype="bf16", accumulation=2)
 RUNS: dict[str, dict[str, Any]] = {
     "gradients spill": {"durability": "step", "host": 0.0},
     "without durability": {"durability": "none", "host": 0.0},
-    "inputs move": {"durability": "step", "activations": "nvme", "host": None},
+    "inputs move": {"durability": "step", "activations": "nvme", "host": 0.3},
 }
+JOBS = {"inputs move": JOB._replace(model=Deep, accumulation=1)}
 
 
 @pytest.fixture(autouse=True)
@@ -94,9 +101,9 @@ class Requests:
 def train(run: str, folder: Path, rot: Callable[[Requests], Rot]) -> tuple[list[float], OffloadError | None, Requests]:
     """Trains, and returns the losses up to the end or to an error, the error, and the requests of the first steps."""
     options = dict(RUNS[run])
-    above = options.pop("host")
+    job, above = JOBS.get(run, JOB), options.pop("host")
     for which, times in (("host_memory", above), ("device_memory", 0.0)):
-        options |= budget(JOB, DISK, which, times, folder, **options)
+        options |= budget(job, DISK, which, times, folder, **options)
     losses, counts = list[float](), Counter[tuple[str, str]]()
     with pytest.MonkeyPatch.context() as patches:
         requests = Requests(patches)
@@ -104,9 +111,9 @@ def train(run: str, folder: Path, rot: Callable[[Requests], Rot]) -> tuple[list[
         use_queue(patches, lambda: RottingQueue(fault))
         engine = None
         try:
-            engine = start(JOB, DISK, folder, **options)
+            engine = start(job, DISK, folder, **options)
             for step in range(STEPS):
-                losses.append(train_step(engine, JOB, step))
+                losses.append(train_step(engine, job, step))
                 if step < FAULTS_UNTIL:
                     counts = requests.counts.copy()
             engine.destroy(remove=True)
@@ -177,7 +184,7 @@ def test_rot_under_a_live_run_is_noticed(run: str, seed: int, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(20))
 def test_rot_at_more_than_five_hundred_moments_is_noticed(part: int, tmp_path: Path) -> None:
-    """`-s` prints how many of each kind; nothing reads the bytes of a few again, such as an input in memory too."""
+    """`-s` prints how many of each kind; nothing reads the bytes of few again, such as those of an input in memory."""
     found = Counter(
         notice(run, 100 * part + seed, tmp_path / run / f"{seed}") for seed in range(10, 19) for run in RUNS
     )

@@ -2,6 +2,9 @@
 
 #include "crc32c.h"
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <cstdio>
 #include <string>
 #include <vector>
@@ -102,6 +105,23 @@ TEST(crc32c_of_blocks_adds_up_to_that_of_the_whole) {
             start += nbytes;
         }
         CHECK(sum == crc32c(0, data.data(), data.size()));
+    }
+}
+
+TEST(crc32c_of_pages_is_that_of_each_in_every_way) {
+    Random random(5);
+    for (std::size_t count = 0; count < 9; ++count) {
+        const auto data = noise(count * 4096, random);
+        std::vector<std::uint32_t> found(count);
+        for (const auto way : crc32c_ways()) {
+            std::fill(found.begin(), found.end(), 0);
+            crc32c_raw_pages_by(way, data.data(), count, found.data());
+            for (std::size_t page = 0; page < count; ++page) {
+                const auto raw = crc32c_raw(data.data() + page * 4096, 4096);
+                CHECK(found[page] == raw);
+                CHECK(crc32c_past_page(raw) == crc32c_shifted(raw, 4096));
+            }
+        }
     }
 }
 

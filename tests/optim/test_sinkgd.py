@@ -72,9 +72,12 @@ def test_a_killed_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_the_bytes_of_a_parameter_and_step(tmp_path: Path) -> None:
-    """No state is read or written: a weight and its low bits each way, and 2 as the backward reads weights."""
+    """No state is read or written: a weight and its low bits each way, and 2 as the backward reads weights.
+
+    Of a matrix that begins within a page, the page is read whole for its checksum.
+    """
     found = bytes_of_a_parameter(tmp_path, JOB._replace(optimizer="SinkGD"))
-    assert found.moved <= 10.3 and 8 < found.stored <= 8.4
+    assert found.moved <= 10.35 and 8 < found.stored <= 8.4
 
 
 def test_a_matrix_has_no_state(tmp_path: Path) -> None:

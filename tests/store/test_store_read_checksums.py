@@ -214,8 +214,11 @@ def test_a_read_that_is_submitted_during_an_update_is_compared_with_the_bytes_be
 
 
 def test_frozen_weights_are_compared_whichever_slot_is_the_newest(store: Store) -> None:
-    """An update before anybody has read them proves nothing of them."""
+    """An update before anybody has read them proves nothing of them, and changes nothing."""
     update(store, 4096, 1)
+    with by_another_process(store) as other:
+        update(other, 4096, 3)
+        read(other, 0, State.WEIGHT, TRAINABLE, ALL)
     with by_another_process(store) as other:
         damage(other, 0, State.WEIGHT, ALL - 100, other.target(0))
         update(other, 4096, 2)

@@ -262,12 +262,19 @@ struct Ways {
     void add(std::string_view name, Continue way, Pages of_pages) {
         names.push_back(name);
         functions.push_back(way);
-        pages = of_pages;  // the fastest comes last
+        pages.push_back(of_pages);
+    }
+
+    [[nodiscard]] std::size_t number(std::string_view way) const {
+        for (std::size_t i = 0; i < names.size(); ++i) {
+            if (names[i] == way) return i;
+        }
+        throw std::invalid_argument("this processor has no way " + std::string(way));
     }
 
     std::vector<std::string_view> names;
     std::vector<Continue> functions;
-    Pages pages = nullptr;
+    std::vector<Pages> pages;
 };
 
 const Ways kWays;
@@ -283,11 +290,8 @@ const std::vector<std::string_view>& crc32c_ways() { return kWays.names; }
 
 std::uint32_t crc32c_by(std::string_view way, std::uint32_t crc, const void* data,
                         std::size_t nbytes) {
-    for (std::size_t i = 0; i < kWays.names.size(); ++i) {
-        if (kWays.names[i] != way) continue;
-        return ~kWays.functions[i](~crc, static_cast<const unsigned char*>(data), nbytes);
-    }
-    throw std::invalid_argument("this processor has no way " + std::string(way));
+    const Continue function = kWays.functions[kWays.number(way)];
+    return ~function(~crc, static_cast<const unsigned char*>(data), nbytes);
 }
 
 std::uint32_t crc32c_raw(const void* data, std::size_t nbytes) {
@@ -295,7 +299,12 @@ std::uint32_t crc32c_raw(const void* data, std::size_t nbytes) {
 }
 
 void crc32c_raw_pages(const void* data, std::size_t count, std::uint32_t* remainders) {
-    kWays.pages(static_cast<const unsigned char*>(data), count, remainders);
+    kWays.pages.back()(static_cast<const unsigned char*>(data), count, remainders);
+}
+
+void crc32c_raw_pages_by(std::string_view way, const void* data, std::size_t count,
+                         std::uint32_t* remainders) {
+    kWays.pages[kWays.number(way)](static_cast<const unsigned char*>(data), count, remainders);
 }
 
 std::uint32_t crc32c_past_page(std::uint32_t crc) { return past_a_stretch(crc); }

@@ -31,6 +31,9 @@ namespace offload {
 [[nodiscard]] std::uint32_t crc32c_shifted(std::uint32_t crc, std::size_t nbytes);
 // Writes the remainder of each of `count` pages of 4096 bytes to `remainders`.
 void crc32c_raw_pages(const void* data, std::size_t count, std::uint32_t* remainders);
+// The same by one method, as `crc32c_by`.
+void crc32c_raw_pages_by(std::string_view way, const void* data, std::size_t count,
+                         std::uint32_t* remainders);
 // Returns `crc32c_shifted(crc, 4096)`, faster.
 [[nodiscard]] std::uint32_t crc32c_past_page(std::uint32_t crc);
 // Returns the contribution of the inversions at both ends.

@@ -267,14 +267,15 @@ class Store:
     ) -> Future:
         place = self._places[unit][state][slot]
         assert start + len(buffer) <= place.nbytes
+        # The checksums at submission: an update may replace them before the read is waited for.
+        pages = self._sums.pages((unit, state))
+        compared = compare and slot == self.newest[unit]
 
         def submit(at: int, memory: memoryview) -> Future:
             file, offset = bytes_of(self._files.states, place, at, len(memory))
-            return self._queue.read(file, offset, memory, priority=priority, checksum=True)
+            return self._queue.read(file, offset, memory, priority=priority, checksum=compared)
 
-        # The checksums at submission: an update may replace them before the read is waited for.
-        pages = self._sums.pages((unit, state))
-        if compare and slot == self.newest[unit]:
+        if compared:
             return CheckedRead(pages, start, buffer, submit, partial(self._damaged, unit, state, slot))
         return submit(start, buffer)
 

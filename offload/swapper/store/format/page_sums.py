@@ -115,7 +115,7 @@ class PageSums:
         return [self._page(page) for page in sorted({begin // PAGE for begin, _ in cut})]
 
     def first_damage(self, start: int, nbytes: int, sums: bytes, pages: Mapping[int, memoryview]) -> range | None:
-        """Compares bytes that were read, none of which is in an unproven range; returns the first damaged bytes.
+        """Compares bytes that were read, none of which is in an unproven range; returns the first damaged page.
 
         Args:
             start: first byte.
@@ -129,7 +129,7 @@ class PageSums:
             cut = self._cut_pages(start, stop)
             for begin, end in cut:
                 if begin == start and not self._fits(begin, end, _unpacked(sums, begin // PAGE - first), pages):
-                    return range(begin, end)
+                    return self._page(begin // PAGE)  # its other bytes may be those that are damaged
             right = self._sums[_at(whole.start) : _at(whole.stop)]
             found = sums[_at(whole.start - first) : _at(whole.stop - first)]
             if right != found:
@@ -137,7 +137,7 @@ class PageSums:
                 return self._page(whole[page])
             for begin, end in cut:
                 if begin != start and not self._fits(begin, end, _unpacked(sums, begin // PAGE - first), pages):
-                    return range(begin, end)
+                    return self._page(begin // PAGE)  # its other bytes may be those that are damaged
         return None
 
     # -- pages and parts; the caller of all that follows holds the lock where it reads or changes parts --------------
