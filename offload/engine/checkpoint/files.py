@@ -423,6 +423,9 @@ def read_text(path: Path) -> str:
         OSError: If there is no such file, or something else in its place.
         ValueError: If it is no text.
     """
+    # A cache of downloads may consist of links, which are this user's own.
+    if path.is_symlink() and path.lstat().st_uid in (os.geteuid(), 0):
+        path = path.resolve()
     return read_inner(path, 1, _MOST_OF_LATEST).decode()
 
 
