@@ -218,7 +218,7 @@ def remove_run(path: Path) -> Removal:
 def _check_run(path: Path) -> None:
     """Raises `StoreError` if a run's folder is a link, or another user's, which an administrator alone may delete."""
     if path.is_symlink():
-        raise StoreError(f"{path} is a symbolic link, which is not followed: give its target, {path.resolve()}")
+        raise StoreError(f"{path} is a symbolic link, which is not followed: give its target, {os.path.realpath(path)}")
     if os.geteuid() != 0:
         check_owner(path)
 
