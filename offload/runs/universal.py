@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +140,9 @@ def _optimizer_state(source: TrainedSource, plan: StatesPlan) -> dict[str, Any]:
 def _model_states(source: TrainedSource, plan: StatesPlan) -> dict[str, Any]:
     """Returns the content of a file of model states: counters, schedule, buffers, client state."""
     facts = source.progress.facts
+    theirs = from_plain(source.client_state)
     return {
-        **from_plain(source.client_state),
+        **(theirs if isinstance(theirs, Mapping) else {}),
         "module": dict(source.buffers),
         "buffer_names": list(source.buffers),
         "optimizer": None,

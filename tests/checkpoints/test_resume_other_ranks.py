@@ -240,9 +240,9 @@ UNDECIDED: dict[str, Callable[[], None]] = {
     "the new folder is complete": before(switch, "write_durably"),
 }
 DECIDED: dict[str, Callable[[], None]] = {
-    "the note is there": before(Path, "rename", 1),
-    "no rank 0 is in its place": before(Path, "rename", 2),
-    "rank 1 is still there": before(Path, "rename", 3),
+    "the note is there": before(switch, "_move", 1),
+    "no rank 0 is in its place": before(switch, "_move", 2),
+    "rank 1 is still there": before(switch, "_move", 3),
     "all have their names": before(switch, "sync_folder", 1),
     "the note is gone": before(switch, "sync_folder", 2),
     "one old folder is deleted": before(switch, "remove_files", 2),

@@ -385,7 +385,7 @@ def find(load_dir: str | os.PathLike[str], tag: Any, is_other: Callable[[Path], 
     if named.endswith(" names") and path.is_symlink() and (owner := path.lstat().st_uid) not in (os.geteuid(), 0):
         raise StoreError(
             f"{path}, which {named}, is a symbolic link of {owner_name(owner)}, which is not followed: give its "
-            f"target, {path.resolve()}, if that is meant"
+            f"target, {os.path.realpath(path)}, if that is meant"
         )
     # A save was killed between two renames: the checkpoint still exists under its other name.
     if not path.exists() and is_checkpoint(aside(path, "old")):
@@ -423,6 +423,9 @@ def read_text(path: Path) -> str:
         OSError: If there is no such file, or something else in its place.
         ValueError: If it is no text.
     """
+    # A cache of downloads may consist of links, which are this user's own.
+    if path.is_symlink() and path.lstat().st_uid in (os.geteuid(), 0):
+        path = Path(os.path.realpath(path))  # of a loop it is the path itself
     return read_inner(path, 1, _MOST_OF_LATEST).decode()
 
 

@@ -37,7 +37,7 @@ from offload.fileio.safetensors_stream import TensorLocation, read_header
 from offload.layout.fingerprint import described_layouts, described_mode
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.master_weights import KEPT
-from offload.records import parse
+from offload.records import fields, parse, read
 from offload.states import State
 from offload.swapper.modes import Mode
 from offload.swapper.store.format.blob import tensors_in
@@ -192,7 +192,7 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
         progress = Snapshot.unpack(contents)
         progress.check_fits(layouts)
         if CLIENT_STATE in contents:
-            parse(bytes(contents[CLIENT_STATE].numpy()))
+            read(bytes(contents[CLIENT_STATE].numpy()), fields({}), "the client state")
     except (OSError, StoreError, TypeError, ValueError) as error:
         raise StoreError(f"the checkpoint {folder} is incomplete or damaged: {error}; {instead_of(folder)}") from error
     saved = with_first_names(places(layouts, tied, manifest.frozen), tied_here)

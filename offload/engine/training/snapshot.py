@@ -39,7 +39,7 @@ _FACTS_OF_STEP = fields(
         "parameter_steps": rows(rows(whole())),
         "scheduler": anything,
         "loss_scale": maybe(table(anything)),
-        "client_state": anything,
+        "client_state": fields({}),
         "registered": rows(fields({"type": text(), "state": anything})),
         "data": maybe(fields({"epoch": whole(), "batch": whole(), "samples": whole(), "samples_of_a_batch": whole(1)})),
         "groups": _OF_A_GROUP,

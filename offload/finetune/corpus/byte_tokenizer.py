@@ -33,5 +33,5 @@ def byte_tokenizer() -> Any:
 
 def learned_bytes(client_state: Mapping[str, Any]) -> bool:
     """Returns True if the client state of a run is that of `offload train` with a preset, whose tokens are bytes."""
-    job = client_state.get("job") or {}
-    return job.get("weights") == ""  # a checksum of the weights for every folder
+    job = client_state.get("job")
+    return isinstance(job, Mapping) and job.get("weights") == ""  # a checksum of the weights for every folder

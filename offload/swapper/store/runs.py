@@ -175,11 +175,15 @@ def _aside(run: Path, ranks: Sequence[Path]) -> tuple[Path, ...]:
         run: the run's folder on its first drive.
         ranks: the folders of its ranks on all drives.
     """
-    drives = {run: None, **{folder.parent: None for folder in ranks}}
-    for folder in folders_aside(run):
+    here = folders_aside(run)
+    drives = {folder.parent: None for folder in ranks if folder.parent != run}
+    for folder in here:
         with contextlib.suppress(StoreError):  # a kill came before the manifest
             drives |= {Path(drive) / run.name: None for drive in read_manifest(folder / "manifest.json").drives[1:]}
-    return tuple(folder for drive in drives for folder in folders_aside(drive))
+    # Where the manifest of a folder aside says; as in `_is_of`, the folders there must say it too.
+    ids = {found for folder in (*here, *ranks) if (found := store_id(folder)) is not None}
+    there = (folder for drive in drives for folder in folders_aside(drive))
+    return (*here, *(folder for folder in there if _says_so(folder, ids, run)))
 
 
 def remove_run(path: Path) -> Removal:
@@ -213,7 +217,7 @@ def remove_run(path: Path) -> Removal:
 def _check_run(path: Path) -> None:
     """Raises `StoreError` if a run's folder is a link, or another user's, which an administrator alone may delete."""
     if path.is_symlink():
-        raise StoreError(f"{path} is a symbolic link, which is not followed: give its target, {path.resolve()}")
+        raise StoreError(f"{path} is a symbolic link, which is not followed: give its target, {os.path.realpath(path)}")
     if os.geteuid() != 0:
         check_owner(path)
 
@@ -247,16 +251,19 @@ def _is_of(found: Found, folder: Path) -> bool:
     Nothing seals a manifest, which may come from anybody. So the folder must belong to the owner of the first one, and
     say of itself that it is of this store. A start that was killed before it said so has left the states and locks.
     """
-    manifest = found.manifest
-    assert manifest is not None
+    assert found.manifest is not None
+    return _says_so(folder, {found.manifest.id}, found.folder.parent)
+
+
+def _says_so(folder: Path, ids: set[str], run: Path) -> bool:
+    """Returns True if a rank's folder belongs to the owner of a run, and is of one of the stores; see `_is_of`."""
     try:
-        with inner_folder(folder, 2) as there, inner_folder(found.folder, 2) as first:
+        with inner_folder(folder, 2) as there, inner_folder(run, 1) as first:
             owner, expected, names = os.fstat(there).st_uid, os.fstat(first).st_uid, set(os.listdir(there))
     except OSError:
         return False
-    if owner != expected:
-        return False
-    return store_id(folder) == manifest.id or (store_id(folder) is None and names <= {"states", "lock"})
+    found = store_id(folder)
+    return owner == expected and (found in ids or (found is None and names <= {"states", "lock"}))
 
 
 def _not_found(found: Found) -> tuple[Path, ...]:
