@@ -499,6 +499,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "state.read": ("offload.engine.params.local_shards:LocalShards.read",),
     "safetensors.fill": ("offload.engine.model_io.safetensors_folder:Stored._fill",),
     # Store.
+    "store.scrub": ("offload.swapper.store.store:Store._scrub",),
     "store.create": ("offload.swapper.store.store:Store.create",),
     "store.read": ("offload.swapper.store.store:Store.read",),
     "store.write": ("offload.swapper.store.store:Store.write",),

@@ -75,7 +75,7 @@ def test_a_commit_that_waits_for_the_drive_is_told_while_it_waits(
     said, lines = threading.Event(), list[str]()
 
     def announce(line: str) -> None:
-        if "commit" in line:  # not of the reads beside it
+        if "commit of step" in line:  # not of the reads beside it, in a folder of this test's name
             lines.append(line)
             said.set()
 

@@ -212,7 +212,7 @@ BAD = {
     "--config text.py": "is not JSON",
     "--host-memory lots": "should be a size",
     "--host-memory 9KiB": "least that works",
-    "--nvme-path text.py/inside": "cannot make the swap folder",
+    "--nvme-path text.py/inside": "cannot use .*text.py/inside: Not a directory",
     "--run ../up": "--run should match .* it names a folder",
 }
 

@@ -72,7 +72,7 @@ def test_before_anything_is_touched(case: str, tmp_path: Path) -> None:
 
 def test_a_path_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match=r"cannot make the swap folder .*nvme_path"):
+    with pytest.raises(StoreError, match=r"cannot use .*inside: Not a directory; .*nvme_path"):
         begin(tmp_path / "file" / "inside")
 
 

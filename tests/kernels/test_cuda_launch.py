@@ -358,7 +358,7 @@ def second_gpu(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake
     monkeypatch.setattr(torch.version, "cuda", "99.1")
     monkeypatch.setattr(operations.driver, "load", lambda: load(str(fake.libcuda)))
     monkeypatch.setattr(
-        torch, "full", lambda shape, value, device: torch.tensor([value]).repeat(shape).as_subclass(OnCuda)
+        torch, "full", lambda shape, value, dtype, device: torch.tensor([value]).repeat(shape).as_subclass(OnCuda)
     )
     fake.compiler()
     operations._kernels.cache_clear()

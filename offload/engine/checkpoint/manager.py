@@ -141,7 +141,7 @@ class Checkpoints:
         mesh = self._components.mesh
         contents = {**self._state.take().pack(), CLIENT_STATE: as_bytes(json.dumps(plain, allow_nan=False).encode())}
         layout = describe(self._components.layouts, self._components.shards.mode, mesh.shards, mesh.replicas)
-        said = about_saved(self._module, self._components.tensor_parallel is not None)
+        said = about_saved(self._module, self._components.divides_parameters)
         return Moment(self._state.global_steps, contents, layout, said)
 
     def _inspect(self, folder: Path, options: LoadOptions) -> FoundCheckpoint:

@@ -243,7 +243,7 @@ class PretrainedWriter:
         if adapter:
             self._components.refuse_shards("save_pretrained of adapters")
         # DeepSpeed's file of weights, and parts that are put together, have the names of the parameters.
-        own_names = wanted.file_name is None and not adapter and self._components.tensor_parallel is None
+        own_names = wanted.file_name is None and not adapter and not self._components.divides_parameters
         saved = saved_names(self._module) if own_names else None
         # Gathered before the meeting below begins: a rank that is in the meeting cannot serve another rank's gather.
         gathered = gather_adapter(self._module, self._components) if adapter else Adapter({}, {})

@@ -115,6 +115,11 @@ class EngineComponents:
         return self.ranks if self.tensor_parallel is None else self.tensor_parallel.everyone
 
     @property
+    def divides_parameters(self) -> bool:
+        """True if modules have parts of parameters, or DTensors: files have the names of whole parameters."""
+        return self.tensor_parallel is not None or self.sharded_views is not None
+
+    @property
     def shares_batches(self) -> bool:
         """True if processes compute one batch together, so that each waits in the middle of it for the others."""
         return self.sequence is not None or self.tensor_parallel is not None

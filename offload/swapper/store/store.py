@@ -311,7 +311,10 @@ class Store:
                 continue
             if stop < self._places[unit][state][slot].nbytes:
                 self._scrubbed.append(((unit, state), stop))
-            self._read(unit, state, slot, start, buffer[: stop - start], Priority.BACKGROUND, compare=True).wait()
+            began, part = now(), buffer[: stop - start]
+            # Not by `read`, which would count the slot as read by others, and the next pass would leave it out.
+            future = self._read(unit, state, slot, start, part, Priority.BACKGROUND, compare=True)
+            self._spans.show(Row.READS, unit, state, began, len(part), future).wait()
             left -= stop - start
 
     def sum_of(self, unit: int, state: State, nbytes: int) -> int | None:
@@ -396,7 +399,8 @@ class Store:
             step: The optimizer step that is committed. A step may be committed again, after an edit of weights.
             contents: Everything else that belongs to the step, by name. The blob stores a copy.
         """
-        self._scrub()
+        if self.durable is not None:  # the first commit is of bytes that were written a moment before
+            self._scrub()
         self._doing = f"fdatasync of {self._files.states.path}"
         with self._spans.commit(step), aloud(lambda: f"commit of step {step} to {self.folders[0]}, {self._doing}"):
             self._commit(step, contents)
