@@ -8,6 +8,9 @@ be a regular one, its size is known before it is read, and nothing waits for ano
 root's, and others must not be able to write them. What is only read may be anybody's: its contents are then checked as
 those of an enemy, and a file must belong to the owner of its folder, or to root. Another could have linked it there.
 
+Models are read through links, of which the cache of Hugging Face consists: `open_regular` and `read_bounded` look at
+the file alone.
+
 The first names of a path are the user's, and may be links: `depth` is the number of names at its end that are not.
 """
 
@@ -21,6 +24,7 @@ import pwd
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from offload.errors import StoreError
 from offload.sizes import MIB, format_size
@@ -155,6 +159,46 @@ def inner_status(path: Path, depth: int) -> os.stat_result | None:
             return os.stat(path.name, dir_fd=folder, follow_symlinks=False)
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+# -- files that are read through links ---------------------------------------------------------------
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file for reading. The open of a pipe would wait for a writer.
+
+    Args:
+        path: The file, or a link to it.
+
+    Raises:
+        OSError: If there is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bounded(path: Path, most_nbytes: int) -> bytes:
+    """Returns the bytes of a regular file.
+
+    Args:
+        path: The file.
+        most_nbytes: Bytes that the file may have; a sparse file may claim terabytes.
+
+    Raises:
+        OSError: If there is no regular file, or it cannot be read.
+        ValueError: If the file is larger.
+    """
+    with open_regular(path) as file:
+        data = file.read(most_nbytes + 1)
+    if len(data) > most_nbytes:
+        raise ValueError(f"it has more than {most_nbytes} bytes")
+    return data
 
 
 # -- owners -------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch
 from offload.aio.unanswered import aloud
 from offload.errors import IoError, StoreError
 from offload.fileio.atomic_write import write_all
-from offload.fileio.regular_file import open_regular
+from offload.fileio.inner_files import open_regular
 from offload.sizes import MIB, PAGE, align_up
 
 NAMES = {

@@ -31,7 +31,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from offload.errors import StoreError
-from offload.fileio.regular_file import open_regular
+from offload.fileio.inner_files import open_regular
 from offload.sizes import GIB, MIB
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")

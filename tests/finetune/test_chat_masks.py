@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from offload.errors import ConfigError
 from offload.finetune.corpus.chats import encode_chat, learned_words
 from offload.finetune.corpus.documents import Chat
-from offload.finetune.corpus.example import Example, parts_of, printable
+from offload.finetune.corpus.example import Example, parts_of, visible_text
 from tests.support.model_folders import MARKING_TEMPLATE, tokenizer
 
 CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]
@@ -289,7 +289,7 @@ def test_an_example_shows_nothing_that_a_terminal_obeys() -> None:
     shown = str(Example.of(*encode_chat(Chat("", [user(hostile), assistant("yes")]), by), by))
     assert shown == (r"<|user|>\x1b]0;title\x07\x9b31m\u202eabc\r\x00 é 好" + "\n  end<|assistant|>[[yes</s>]]")
     assert not any(each in shown for each in "\x1b\x07\x9b\u202e\r\x00")
-    assert printable("a\u00a0b\u2028c\tend") == r"a\xa0b\u2028c\tend"
+    assert visible_text("a\u00a0b\u2028c\tend") == r"a\xa0b\u2028c\tend"
 
 
 def test_a_long_example_is_shortened() -> None:

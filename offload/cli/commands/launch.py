@@ -21,7 +21,7 @@ from offload.cli.console import BAD_INPUT, FAILED, errors
 from offload.cli.options import UNDERSCORES, Grouped, option, takes_options
 from offload.cli.signals import signals
 from offload.errors import UsageError
-from offload.fileio.regular_file import read_bounded
+from offload.fileio.inner_files import read_bounded
 from offload.launch.commands import Command, decide
 from offload.launch.environment import SECRET, parse_environment_file
 from offload.launch.hosts import Host, parse_hostfile

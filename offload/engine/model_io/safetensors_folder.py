@@ -16,7 +16,7 @@ from typing import BinaryIO, NamedTuple
 import torch
 
 from offload.errors import IoError, StoreError
-from offload.fileio.regular_file import open_regular, read_bounded
+from offload.fileio.inner_files import open_regular, read_bounded
 from offload.fileio.safetensors_stream import Tensor, TensorLocation, read_header, unrepeated
 from offload.fileio.stamp import Stamp
 from offload.fileio.torch_file import StoredTensor, read_torch_file

@@ -53,11 +53,11 @@ def parts_of(ids: Sequence[int], learned: Sequence[bool], tokenizer: Any) -> tup
         (flag, [token for token, _ in tokens])
         for flag, tokens in itertools.groupby(zip(ids, learned, strict=True), key=lambda each: bool(each[1]))
     ]
-    parts = [Part(_shortened(printable(_text(tokens, tokenizer))), flag) for flag, tokens in runs[:_MOST]]
+    parts = [Part(_shortened(visible_text(_text(tokens, tokenizer))), flag) for flag, tokens in runs[:_MOST]]
     return tuple(parts) if len(runs) <= _MOST else (*parts, Part(" [...]", False))
 
 
-def printable(text: str) -> str:
+def visible_text(text: str) -> str:
     """Returns text in which characters that control a terminal, or the direction of text, are written as escapes.
 
     A line break stays, and is followed by two spaces, so that no line of the data looks like a line of the program.
