@@ -255,7 +255,8 @@ struct Ways {
             add("folding", by_folding, pages_one_by_one<by_folding>);
         }
 #elif defined(__aarch64__)
-        if (getauxval(AT_HWCAP) & HWCAP_CRC32) add("instruction", by_instruction, pages_by_instruction);
+        if (getauxval(AT_HWCAP) & HWCAP_CRC32)
+            add("instruction", by_instruction, pages_by_instruction);
 #endif
     }
 
