@@ -48,7 +48,7 @@ def test_an_implementation_of_the_users_is_not_replaced(tmp_path: Path, monkeypa
         engine = start(Job(lambda model=model: model, models.language_loss), DISK, tmp_path / name)
         losses.append(models.language_loss(engine, 0, 0).item())
         assert losses[-1] == pytest.approx(plain, rel=1e-6)
-        whole = not any(layout.name.endswith("]") for layout in engine._core.components.layouts)
+        whole = not any(layout.name.endswith("]") for layout in testing.inspect(engine).layouts)
         assert whole is (name == "halved")
         assert any('"halved" is halved' in notice for notice in engine.notices) is whole
         engine.destroy(remove=True)
