@@ -170,14 +170,19 @@ def _sum(value: torch.Tensor) -> int:
 
 
 def _compute_late(model: torch.nn.Module, most: float, chance: random.Random) -> None:
-    """Makes some forwards of layers wait up to `most` seconds, as if a larger model computed."""
+    """Makes some forwards of layers wait up to `most` seconds, as if a larger model computed.
+
+    None of the head: a hook there may look at logits, so the loss would not come in chunks as it does in calm memory.
+    """
 
     def wait(*_: Any) -> None:
         if chance.random() < 0.2:
             time.sleep(chance.uniform(0, most))
 
+    heads = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "lm_head"]
     for layer in _layers(model):
-        layer.register_forward_pre_hook(wait)
+        if layer not in heads:
+            layer.register_forward_pre_hook(wait)
 
 
 def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
