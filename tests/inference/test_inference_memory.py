@@ -17,7 +17,7 @@ from offload.losses import chunk_loss_of
 from offload.sizes import MIB, PAGE
 from tests.support.processes.process_measures import DiskBytes, peak_memory, peak_rss
 
-LAYERS = 24
+LAYERS = 30
 IDS = [[1, 300, 17]] * 2
 
 
