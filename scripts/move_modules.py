@@ -121,13 +121,14 @@ class Moves:
             if old in table["merge"] and old not in table["move"]:
                 self.targets[new].append(old)
         self.targets = dict(self.targets)
-        self.new_of = {member: target for target, members in self.targets.items() for member in members}
         self.rows = {old: new for old, new in rows.items() if old != new}
         self.targets = {target: members for target, members in self.targets.items() if members != [target]}
+        self.new_of = {member: target for target, members in self.targets.items() for member in members}
         self.rename: dict[str, dict[str, str]] = defaultdict(dict)
         for place, name in table.get("rename", {}).items():
             path, _, old_name = place.partition("::")
-            self.rename[path][old_name] = name
+            if path in self.new_of:
+                self.rename[path][old_name] = name
         self.vanished = {dotted(path) for path in self.sources if self._vanishes(path)}
         self.reexported = self._reexports()
         for target, members in self.targets.items():
