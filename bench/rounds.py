@@ -35,7 +35,7 @@ from bench.host_time import Blocks
 from bench.measure import random_ids, report, seconds, settings_for
 from offload.engine.gradients.reduce_scatter import ReduceScatterAccumulator
 from offload.presets import build
-from offload.swapper.ranks.common_uses import CommonUses
+from offload.swapper.pager import CommonUses
 
 _BLOCKS, _WIDTH = 24, 32
 

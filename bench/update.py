@@ -24,8 +24,8 @@ from offload import kernels
 from offload.aio import DirectFile, IoQueue, aligned_empty
 from offload.aio.measure import move, remove
 from offload.hardware.adam_arrays import Arrays
+from offload.layout.modes import MASTERS, MOMENT_DTYPES
 from offload.sizes import GIB, MIB
-from offload.swapper.modes import MASTERS, MOMENT_DTYPES
 
 _BYTES = {"fp32": 24, "bf16": 16, "int8": 12}
 """Of I/O for each parameter, by the dtype of the moments."""

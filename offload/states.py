@@ -1,4 +1,4 @@
-"""Names of a parameter's states and of the tiers. Imports no torch; dtypes are those of `offload.swapper.modes`."""
+"""Names of a parameter's states and of the tiers. Imports no torch; dtypes are those of `offload.layout.modes`."""
 
 from __future__ import annotations
 

@@ -45,15 +45,14 @@ if TYPE_CHECKING:
     from offload.engine.training.device_growth import DeviceBudget
     from offload.layout.budgets.device_need import DeviceNeed
     from offload.layout.flat_layout import UnitLayout
+    from offload.layout.modes import Mode
     from offload.swapper.memory.device import Device
     from offload.swapper.memory.device_arena import DeviceArena
     from offload.swapper.memory.host_arena import HostArena
-    from offload.swapper.modes import Mode
     from offload.swapper.pager import Pager
     from offload.swapper.policy import Limits
-    from offload.swapper.residency import Residency
     from offload.swapper.store import Store
-    from offload.swapper.unit_table import UnitSize
+    from offload.swapper.table import Residency, UnitSize
 
 __all__ = [
     "POINTS",
@@ -433,12 +432,12 @@ POINTS: Mapping[str, Sequence[str]] = {
     "size.safetensors_piece": ("offload.engine.model_io.safetensors_folder:_PIECE_NBYTES",),
     "size.pending_metrics": ("offload.engine.metrics.reporter:_MOST_PENDING",),
     "size.coded_replicas": ("offload.layout.config_request:MOST_CODED_REPLICAS",),
-    "size.access_order": ("offload.swapper.access_order:_LONGEST",),
+    "size.access_order": ("offload.swapper.policy:_LONGEST",),
     "size.device_views": ("offload.swapper.memory.device_arena:_VIEWS",),
-    "size.pin_chunk": ("offload.swapper.memory.accelerator:PIN_CHUNK",),
-    "size.pin_least": ("offload.swapper.memory.accelerator:PIN_LEAST",),
+    "size.pin_chunk": ("offload.swapper.memory.device:PIN_CHUNK",),
+    "size.pin_least": ("offload.swapper.memory.device:PIN_LEAST",),
     "size.stripe": ("offload.swapper.store.drives:_STRIPE_BYTES",),
-    "size.least_checksum": ("offload.swapper.store.format.checksum_table:_MIN_CHECKSUM_NBYTES",),
+    "size.least_checksum": ("offload.swapper.store.format:_MIN_CHECKSUM_NBYTES",),
     # What the machine says.
     "clock.steps": ("offload.engine.metrics.step_meter:now",),
     "clock.interrupts": ("offload.interrupts:_RETRY_S",),
@@ -446,7 +445,7 @@ POINTS: Mapping[str, Sequence[str]] = {
         "offload.engine.param_values:free_host_memory",
         "offload.engine.params.gathered:free_host_memory",
         "offload.engine.params.weight_edits:free_host_memory",
-        "offload.swapper.memory.host_side:free_host_memory",
+        "offload.swapper.memory.device:free_host_memory",
     ),
     "disk.shortage_of_run": ("offload.engine.setup.resume:find_shortage",),
     "disk.shortage_of_model": ("offload.engine.model_io.save_pretrained:check_room",),
@@ -457,11 +456,11 @@ POINTS: Mapping[str, Sequence[str]] = {
     "device.arena": ("offload.engine.setup.assembly:DeviceArena",),
     "device.empty_cache": ("offload.engine.training.device_growth:empty_cache",),
     "device.shortages": ("offload.engine.training.device_growth:shortages",),
-    "device.room": ("offload.swapper.memory.accelerator:AcceleratorDevice.room",),
-    "device.copy": ("offload.swapper.memory.accelerator:AcceleratorDevice.copy",),
+    "device.room": ("offload.swapper.memory.device:AcceleratorDevice.room",),
+    "device.copy": ("offload.swapper.memory.device:AcceleratorDevice.copy",),
     "device.allocate": ("offload.swapper.memory.device_arena:DeviceArena._allocate",),
-    "device.memory_node": ("offload.swapper.memory.cuda_host_side:memory_node",),
-    "device.prefer_node": ("offload.swapper.memory.cuda_host_side:prefer_node",),
+    "device.memory_node": ("offload.swapper.memory.device:memory_node",),
+    "device.prefer_node": ("offload.swapper.memory.device:prefer_node",),
     "device.inputs": ("offload.engine.training.model_inputs:to_device",),
     "storage.users": ("offload.torch_internals:StorageUsers._tensors",),
     "dtype.warned": ("offload.engine.setup.dtype_choice:warned",),
@@ -487,9 +486,9 @@ POINTS: Mapping[str, Sequence[str]] = {
     # Weights.
     "pager.acquire": ("offload.swapper.pager:Pager.acquire",),
     "pager.close": ("offload.swapper.pager:Pager.close",),
-    "host.start_read": ("offload.swapper.host_cache:HostCache.start_read",),
-    "device.start_read": ("offload.swapper.device_cache:DeviceCache.start_read",),
-    "weights.device_tier": ("offload.swapper.weight_updates:WeightUpdates.device_tier",),
+    "host.start_read": ("offload.swapper.caches:HostCache.start_read",),
+    "device.start_read": ("offload.swapper.caches:DeviceCache.start_read",),
+    "weights.device_tier": ("offload.swapper.pager:WeightUpdates.device_tier",),
     "weights.use": ("offload.engine.params.unit_views:UnitViews.use",),
     "parameter.read": ("offload.engine.params.paged_parameter:ParamHandle.read",),
     "state.read": ("offload.engine.params.local_shards:LocalShards.read",),

@@ -23,8 +23,8 @@ from offload.bench import output
 from offload.errors import ConfigError
 from offload.hardware.adam_arrays import STEP, Arrays, aligned_like
 from offload.kernels import Noise, Segment, _native, noise_stream, settings
+from offload.layout.modes import MOMENT_DTYPES
 from offload.sizes import count_of
-from offload.swapper.modes import MOMENT_DTYPES
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 _NOISE = Noise(noise_stream(0, 0, STEP.step), 0)

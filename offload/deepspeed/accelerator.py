@@ -14,7 +14,7 @@ import torch
 from offload.deepspeed.refused import set_accelerator as set_accelerator
 from offload.errors import ConfigError
 from offload.hardware.system import nodes
-from offload.swapper.memory.device_choice import accelerator_type
+from offload.swapper.memory.device import accelerator_type
 from offload.torch_internals.tensors import cpu_computes_fp16
 
 T = TypeVar("T")

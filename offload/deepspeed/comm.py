@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp as ReduceOp
 
 from offload.engine.distributed.rendezvous import device_backend, join_launcher, meet_others
 from offload.launch.environment import rank_number
-from offload.swapper.memory.device_choice import accelerator_type
+from offload.swapper.memory.device import accelerator_type
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from offload.errors import UsageError
+from offload.layout.modes import dtype_name
 from offload.sizes import count_of
-from offload.swapper.modes import dtype_name
 
 _FP32 = re.compile(r"\bfloat\b|\bFloat\b|torch\.float32")
 _HALF = re.compile(r"BFloat16|\bHalf\b|torch\.(?:bfloat16|float16)")

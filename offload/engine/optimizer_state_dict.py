@@ -20,9 +20,9 @@ from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.training.training_state import TrainingState
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
+from offload.layout.modes import Mode
 from offload.layout.optimizers.matrices import states_of
 from offload.states import State
-from offload.swapper.modes import Mode
 
 _STEP = "step"
 _MOST_STEPS = 2**53

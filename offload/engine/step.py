@@ -27,7 +27,7 @@ from offload.engine.training.components import EngineComponents
 from offload.engine.training.gradient_accumulation import GradientAccumulation
 from offload.engine.training.training_state import TrainingState
 from offload.errors import EngineFailed, NumericsError, RankError, UsageError
-from offload.swapper.modes import LAMB
+from offload.layout.modes import LAMB
 
 logger = logging.getLogger("offload")
 

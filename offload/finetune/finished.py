@@ -10,7 +10,7 @@ from offload.errors import StoreError
 from offload.finetune.identity import Identity, differences, is_identity
 from offload.finetune.output import has_model
 from offload.swapper.store import run_status
-from offload.swapper.store.format.run_notes import FINISHED
+from offload.swapper.store.folder import FINISHED
 
 
 class Finished(NamedTuple):

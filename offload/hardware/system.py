@@ -20,7 +20,7 @@ from offload import kernels
 from offload.kernels import _native
 from offload.kernels.settings import isa_from
 from offload.sizes import count_of
-from offload.swapper.memory.cuda_host_side import memory_node, pci_address
+from offload.swapper.memory.device import memory_node, pci_address
 from offload.swapper.memory.limits import free_host_memory, memory_limits
 
 _FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16")

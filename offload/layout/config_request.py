@@ -13,11 +13,11 @@ import torch
 from offload.config import Config, OptimizerBlock
 from offload.errors import ConfigError
 from offload.layout.collectives.reduction import CODES, MOST_CODED_REPLICAS, Reduction
+from offload.layout.modes import ADAM, DTYPES, MOMENTS, NOT_OF_MATRICES, Mode, make_mode
 from offload.layout.optimizers.of_torch import kernel_rule, optimizer_class
 from offload.layout.schedule import LAYER_MAJOR
 from offload.layout.tiers import PlacementRequest
 from offload.states import State, Tier
-from offload.swapper.modes import ADAM, DTYPES, MOMENTS, NOT_OF_MATRICES, Mode, make_mode
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 

@@ -27,11 +27,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from offload.layout.modes import MOMENT_BLOCK, Mode
 from offload.layout.opaque_state import StateField, packed_nbytes
 from offload.layout.units import Unit, Units
 from offload.sizes import PAGE, align_up
-from offload.swapper.memory.viewed_memory import ViewPlaces
-from offload.swapper.modes import MOMENT_BLOCK, Mode
+from offload.swapper.memory.device_arena import ViewPlaces
 
 ALIGNMENT = 32
 """Alignment of segments in elements: 64 bytes in 16 bits, 128 in fp32.

@@ -19,13 +19,13 @@ from offload.layout.collectives.gathers import coded_gathers
 from offload.layout.collectives.secondary import secondary_of
 from offload.layout.config_request import gradient_dtype, mode_of, placement_request, reduction_of
 from offload.layout.flat_layout import UnitLayout
+from offload.layout.modes import Mode
 from offload.layout.placement import Placement, place
 from offload.layout.tiers import Partitions, partitions
 from offload.states import State
-from offload.swapper.in_place.image import UnitImage
-from offload.swapper.modes import Mode
 from offload.swapper.policy import Limits
-from offload.swapper.unit_table import UnitSize
+from offload.swapper.store.model_files import UnitImage
+from offload.swapper.table import UnitSize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

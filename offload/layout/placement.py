@@ -14,6 +14,7 @@ from offload.layout.budgets.device import device_spare, divide_device
 from offload.layout.budgets.device_need import DeviceNeed
 from offload.layout.budgets.host import default_budget, divide_host, host_needs, least_host, window_nbytes
 from offload.layout.budgets.machine import Machine
+from offload.layout.modes import ADAM, Mode
 from offload.layout.tiers import (
     Partitions,
     PlacementRequest,
@@ -31,7 +32,6 @@ from offload.notices import Remark
 from offload.sizes import PAGE, align_up, format_size
 from offload.states import State, Tier
 from offload.swapper.memory.host_arena import Classes
-from offload.swapper.modes import ADAM, Mode
 from offload.swapper.store import StoreSpec
 
 _FEW = 1 << 16

@@ -20,11 +20,11 @@ from offload.layout.collectives.gathers import CodedGathers
 from offload.layout.collectives.reduction import Reduction
 from offload.layout.collectives.secondary import Secondary
 from offload.layout.flat_layout import WORD, UnitLayout
+from offload.layout.modes import Mode
 from offload.layout.optimizers.whole import NO_WHOLE, Whole, whole_sizes
 from offload.sizes import PAGE, align_up, count_of, format_size
 from offload.states import State, Tier
 from offload.swapper.memory.host_arena import Copied
-from offload.swapper.modes import Mode
 
 TierMap = tuple[Mapping[State, Tier], ...]
 """For each unit the tier of each state that this rank holds; for GRAD, the tier in which it waits for its update."""

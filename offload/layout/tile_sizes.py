@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 
 from offload.kernels.lamb import BLOCK as LAMB_BLOCK
+from offload.layout.modes import LAMB, Mode
 from offload.layout.tiers import Partitions, PlacementRequest, TierMap
 from offload.sizes import MIB, PAGE, align_up
 from offload.states import State, Tier
 from offload.swapper.memory.host_arena import TILE_BUFFERS
-from offload.swapper.modes import LAMB, Mode
 
 _WHOLE_UNITS = 3
 """Number of tiles if each holds an entire unit: one is read, one computed, one written."""

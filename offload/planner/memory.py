@@ -24,6 +24,7 @@ from offload.layout.memory_plan import (
     plan_memory,
     wanted_slots,
 )
+from offload.layout.modes import ADAM, TORCH, Mode
 from offload.layout.optimizers.matrices import for_rule
 from offload.layout.optimizers.of_torch import with_states_of_torch
 from offload.layout.optimizers.state_pages import laid_out_for
@@ -31,7 +32,6 @@ from offload.layout.placement import Placement
 from offload.layout.tiers import Partitions, tier_nbytes
 from offload.sizes import align_up
 from offload.states import State, Tier
-from offload.swapper.modes import ADAM, TORCH, Mode
 
 PATH = "/mnt/nvme"
 """Folder for swap files in the config of a described machine."""

@@ -13,15 +13,15 @@ from offload.config import Config, load_config, resolve_batch
 from offload.errors import ConfigError
 from offload.hardware.probe import Probed
 from offload.layout.experts.division import division_of
+from offload.layout.modes import DTYPES
 from offload.layout.schedule import MICRO_BATCH_MAJOR, makes_early_updates
 from offload.planner import recommend as choice
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, probed
 from offload.planner.model_shape import from_training
 from offload.planner.recommend import Planned
-from offload.swapper.memory.device_choice import compute_device
+from offload.swapper.memory.device import compute_device
 from offload.swapper.memory.limits import free_host_memory
-from offload.swapper.modes import DTYPES
 
 
 def predict(

@@ -17,6 +17,7 @@ from offload.hardware.probe import kept
 from offload.hardware.probe.measure import Tell
 from offload.hardware.smart import rated_bytes_of
 from offload.layout.experts.division import Division, division_of
+from offload.layout.modes import DTYPES, MASTERS, MOMENT_DTYPES
 from offload.layout.schedule import SCHEDULES, makes_early_updates
 from offload.planner import recommend as choice
 from offload.planner.activations.load import Load
@@ -30,7 +31,6 @@ from offload.planner.recommend import Planned
 from offload.precision import choose
 from offload.sizes import parse_size
 from offload.swapper.memory.limits import free_host_memory
-from offload.swapper.modes import DTYPES, MASTERS, MOMENT_DTYPES
 
 _DURABILITIES = ("auto", "step", "none")
 _ACTIVATIONS = ("device", "cpu", "nvme", "auto")

@@ -18,12 +18,12 @@ from offload.aio.protocols import Queue
 from offload.engine.model_io.weight_source import StoreSource
 from offload.errors import StoreError
 from offload.layout.fingerprint import described_layouts, described_mode, store_specs
+from offload.layout.modes import Mode, make_mode, moments_name
 from offload.layout.optimizers.state_pages import placed_for
 from offload.runs.converted_states import Side, StateConverter
 from offload.states import State
-from offload.swapper.modes import Mode, make_mode, moments_name
 from offload.swapper.store import Store
-from offload.swapper.store.format.manifest import StoreSpec
+from offload.swapper.store.format import StoreSpec
 
 __all__ = ["Conversion", "Converted", "StoreSource", "convert", "plan"]
 

@@ -18,9 +18,9 @@ from offload.engine.model_io.weight_source import StoreSource
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout.flat_layout import Segment, UnitLayout, segment_shards
 from offload.layout.master_weights import join, split
+from offload.layout.modes import Mode
 from offload.layout.optimizers import moment_values
 from offload.states import State
-from offload.swapper.modes import Mode
 from offload.swapper.store import Store
 
 

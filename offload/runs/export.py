@@ -23,8 +23,8 @@ from offload.engine.model_io.weight_source import Source, StoreSource
 from offload.engine.model_io.weight_stream import read_nbytes, stream
 from offload.engine.model_io.weight_writer import Files, notices
 from offload.errors import StoreError
+from offload.layout.modes import dtype_name
 from offload.runs.own_checkpoint import find_own
-from offload.swapper.modes import dtype_name
 from offload.swapper.store import note_saved as write_note
 
 __all__ = [

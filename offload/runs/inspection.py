@@ -28,8 +28,8 @@ from offload.engine.checkpoint.files import (
 from offload.errors import StoreError
 from offload.runs.own_checkpoint import of_trainer
 from offload.swapper.store import rank_folders, run_status
+from offload.swapper.store.folder import holder
 from offload.swapper.store.inspection import Commit, Found, Wrong, allocated_nbytes, is_rank, is_run, leftovers, look
-from offload.swapper.store.rank_folder import holder
 
 
 def inspect(path: Path) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from offload.fileio.torch_file_writer import TorchFileWriter
 from offload.layout.fingerprint import described_layouts, described_mode
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.master_weights import join, sources
+from offload.layout.modes import ADAM, Mode
 from offload.notices import shell_command
 from offload.sizes import KIB
 from offload.states import State
-from offload.swapper.modes import ADAM, Mode
 
 _CHUNK_NUMEL, _READS = 1 << 20, 8
 _FILE_NBYTES = 8 * KIB

@@ -18,11 +18,10 @@ from offload.engine.model_io.weight_source import lock_and_look, ranks_of
 from offload.errors import IoError, StoreError
 from offload.runs.own_checkpoint import find_own
 from offload.sizes import count_of, format_size
-from offload.swapper.store.format.commit_record import last_of_all
-from offload.swapper.store.format.run_notes import RunNotes
-from offload.swapper.store.format.undo import Undo
+from offload.swapper.store.folder import RunNotes
+from offload.swapper.store.format import last_of_all
 from offload.swapper.store.inspection import Commit, Found, Wrong
-from offload.swapper.store.verify import Damage, damages_of_commit
+from offload.swapper.store.verify import Damage, Undo, damages_of_commit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

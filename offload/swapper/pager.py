@@ -28,28 +28,561 @@ need meanwhile (`Peers.agree` calls `serve_gather`), so no worker and no buffer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import ctypes
+import hashlib
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from offload.errors import EngineFailed
 from offload.interrupts import uninterrupted
-from offload.swapper.access_order import PassKind
-from offload.swapper.device_cache import DeviceCache, Expand
-from offload.swapper.host_cache import HostCache
-from offload.swapper.in_place.model_files import ModelFiles
+from offload.states import Tier
+from offload.swapper.caches import DeviceCache, Expand, Gathers, HostCache
 from offload.swapper.memory.device import DONE, Device
 from offload.swapper.memory.device_arena import DeviceArena
-from offload.swapper.memory.host_arena import HostArena
-from offload.swapper.policy import Limits, keeps
+from offload.swapper.memory.host_arena import HostArena, HostBuffer
+from offload.swapper.policy import Limits, PassKind, keeps, leaves_room_ahead
 from offload.swapper.prefetch import Fetcher, Prefetcher, PrefetchStats
-from offload.swapper.ranks.common_uses import CommonUses
-from offload.swapper.ranks.peers import Peers
-from offload.swapper.residency import Residency
 from offload.swapper.store import Store
-from offload.swapper.unit_table import MemoryCounters, UnitSize, UnitTable
-from offload.swapper.weight_updates import WeightUpdates
-from offload.timeline import OFF, Timeline
+from offload.swapper.store.model_files import ModelFiles
+from offload.swapper.table import MemoryCounters, Residency, UnitEntry, UnitSize, UnitTable
+from offload.timeline import OFF, Row, Timeline
+
+# -- peers ---------------------------------------------------------------------------------------------
+#
+# The other ranks, as the pager of one rank sees them.
+
+
+def checksum(*facts: object) -> int:
+    """Returns a checksum of plain values that fits into 57 bits and is never 0."""
+    return 1 + int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=7).digest(), "little")
+
+
+class Series(NamedTuple):
+    """Gathers that a rank could begin in a fixed order, each before the first use of its unit, without a round each.
+
+    Once all ranks have agreed, no use of a unit in `missing`, or of one that was on the device, needs a round.
+    """
+
+    missing: tuple[int, ...]
+    """Units that are not on this rank's device, in the order of their uses. Their room is reserved."""
+    ahead: int
+    """Number of gathers that begin before those that a use needs."""
+    checksum: int
+    """Checksum of all of this, and of the units that are on the device. Never 0."""
+    begin: Callable[[], None]
+    """Begins the series on this rank; called when all ranks have agreed, before any gather."""
+
+
+class Having(NamedTuple):
+    """State of the device of a rank that uses a unit."""
+
+    unit: bool
+    """True if the unit is on this rank's device."""
+    all: bool
+    """True if every unit is on this rank's device, and stays until weights change."""
+    ahead: int
+    """The unit that this rank could gather next; -1 if none is to be gathered, or none has room."""
+    series: Series | None = None
+    """The gathers that this rank could begin without a round each; None if it needs rounds."""
+
+
+class Agreed(NamedTuple):
+    """Joint decision of all ranks about a unit that one of them uses."""
+
+    gather: bool
+    """True if a rank that uses the unit lacks it: all ranks gather it."""
+    together: bool
+    """True if all ranks announced the same use."""
+    all: bool = False
+    """True if every rank has every unit: no rank needs the others until weights change."""
+    ahead: int = -1
+    """The unit that all ranks gather as well, before its use; -1 for none."""
+    series: bool = False
+    """True if a series has begun, in which `go_on` gathers the unit."""
+
+
+class Peers(Gathers, Protocol):
+    """The other ranks, which hold the rest of each unit. Called by the thread that runs the model or its backward."""
+
+    def agree(self, unit: int, having: Callable[[], Having]) -> Agreed:
+        """Announces that this rank uses `unit`, and returns the decision of all ranks.
+
+        Serves the gathers of other ranks while it waits. The caller must not hold the table's lock.
+
+        Args:
+            unit: the unit in use.
+            having: returns the state of this rank; called without the table's lock, once for each round.
+        """
+
+    def agree_ahead(self, ahead: Callable[[], int]) -> int:
+        """Returns the unit that every rank could gather next, or -1. Called after a gather that all ranks announced.
+
+        Args:
+            ahead: returns the unit that this rank could gather next, or -1.
+        """
+
+    @property
+    def behind(self) -> bool:
+        """True if gathers of the series have not begun. Every round begins them first."""
+        ...
+
+    def go_on(self, unit: int) -> None:
+        """Begins the gathers of the series that come before a use of `unit`; without the table's lock."""
+
+
+# -- common uses ---------------------------------------------------------------------------------------
+#
+# Uses of units on several ranks: which of them need a round of agreement, and what is gathered before them.
+#
+# [Note: every use is a round] Ranks differ in the units that are on their devices. Suppose a rank asked the others only
+# about units that it lacks. A rank that has all units would then run ahead into a collective of the user's own (such as
+# a loss over the batches of all ranks), and both would wait for ever. So every use asks the other ranks, also for a
+# unit that is on the device, and every rank acts on the same answer. There are two exceptions, both until weights
+# change:
+#
+#     all have all    every unit is on every device, and stays there
+#     a series        all ranks have announced the same units on their devices, the same missing ones in the order in
+#                     which this pass is expected to use them, and room for all of those. They gather the missing units
+#                     in that order, each before its first use, and ask nobody.
+#
+# [Note: a series binds nobody to a path] Gathers of a series begin in their order, and a rank that asks for anything
+# else begins all that are left before it asks. So a rank that takes another path than was expected serves the others to
+# the end of the series, and costs some gathers in vain. On one path all ranks have begun the same gathers at the same
+# place of the program, since a use begins those up to its own unit and a fixed number more, never as many as happen to
+# be ready. That the units stay is promised by room: it is reserved for all of them before the rank announces a series,
+# nothing is dropped for it, and the first gather of any other unit ends the series on every rank.
+
+
+class CommonUses:
+    """The uses that one rank's pager makes together with other ranks. The caller of a method holds the table's lock."""
+
+    def __init__(
+        self,
+        table: UnitTable,
+        device_cache: DeviceCache,
+        prefetcher: Prefetcher,
+        fetcher: Fetcher,
+        limits: Limits,
+        peers: Peers,
+    ) -> None:
+        self._table, self._device_cache, self._prefetcher, self._fetcher = table, device_cache, prefetcher, fetcher
+        # A use of a unit that stays would have to wait for its update here: none is fetched again after one.
+        assert not any(entry.size.stays for entry in table.entries), "each of these ranks has a part of a unit"
+        self._limits, self._peers = limits, peers
+        self._nbytes = sum(entry.size.nbytes for entry in table.entries)
+        self._settled: Container[int] = ()
+        """Units whose uses need no round until weights change; other ranks count on their being on this device."""
+        self._may_begin = True
+        """False from a series that was not agreed on, or has ended, until weights change."""
+
+    @property
+    def settled(self) -> bool:
+        """True if other ranks count on units that are on this rank's device."""
+        return self._settled != ()
+
+    def forget(self) -> None:
+        """Begins anew, since weights change, on all ranks at once."""
+        self._settled, self._may_begin = (), True
+
+    def fetch(self, entry: UnitEntry, ahead: bool) -> None:
+        """Fetches `entry` together with the other ranks; with `ahead` also what is next, if all ranks have room."""
+        self._table.check()
+        if entry.index not in self._settled and not self._ask(entry, ahead):
+            return
+        if self._peers.behind:
+            if ahead:
+                self._prefetcher.read()
+            self._table.changed.without_lock(lambda: self._peers.go_on(entry.index))
+            self._table.check()
+        assert entry.residency is Residency.DEVICE, "its room was reserved, and nothing was dropped"
+
+    def serve(self, entry: UnitEntry) -> None:
+        """Takes part in a gather of a unit: of a series, or because a rank needs the unit."""
+        if entry.index not in self._settled:
+            self._end_series()
+        self._gather(entry)
+
+    def _gather(self, entry: UnitEntry) -> None:
+        """Gathers a unit, which this rank fetches if it lacks the unit."""
+        if entry.device_buffer is None or entry.updating:
+            self._fetcher.fetch(entry)
+        else:
+            self._device_cache.gather(entry, entry.device_buffer, entry.copied)
+
+    # -- rounds -------------------------------------------------------------------------------------
+
+    def _ask(self, entry: UnitEntry, ahead: bool) -> bool:
+        """Fetches `entry` as a round decides. Returns True if all have all, or a series has begun."""
+
+        def having() -> Having:
+            with self._table.changed.lock:
+                series = self._possible_series(entry)
+                if entry.residency is not Residency.DEVICE:
+                    return Having(unit=False, all=False, ahead=-1, series=series)
+                next_one = self._prefetcher.next_with_room() if ahead else -1
+                return Having(unit=True, all=self._has_all(), ahead=next_one, series=series)
+
+        if ahead and entry.residency is Residency.DEVICE:
+            self._prefetcher.read()
+        # Other ranks are waited for, and served, without the lock.
+        agreed = self._table.changed.without_lock(lambda: self._peers.agree(entry.index, having))
+        if agreed.series:
+            return True
+        self._device_cache.free_reserved()
+        if agreed.all:
+            self._settled = range(len(self._table.entries))
+            return True
+        unit = agreed.ahead
+        if agreed.gather:
+            self._gather_beside(entry)
+            if ahead:
+                self._prefetcher.read()
+            if agreed.together:
+                unit = self._table.changed.without_lock(lambda: self._peers.agree_ahead(lambda: having().ahead))
+        self._table.check()
+        if unit >= 0:
+            self._gather_beside(self._table.entries[unit])
+        return False
+
+    def _gather_beside(self, entry: UnitEntry) -> None:
+        """Gathers a unit as a round decided. A unit of a series may be dropped for another, so that one ends it."""
+        if self.settled and entry.index not in self._settled:
+            self._end_series()
+        self._gather(entry)
+
+    def _has_all(self) -> bool:
+        """Returns whether every unit is on the device and stays there until weights change."""
+        return self._limits.reuse is None and all(entry.residency is Residency.DEVICE for entry in self._table.entries)
+
+    # -- series -------------------------------------------------------------------------------------
+
+    def _possible_series(self, entry: UnitEntry) -> Series | None:
+        """Returns the series that this rank could begin with a use of `entry`, for which room is reserved from now on.
+
+        It is asked for once after each change of weights: where ranks differ, each try would take time in vain.
+        """
+        self._device_cache.free_reserved()
+        order = self._table.access_order
+        if not self._may_begin or self._limits.reuse is not None or not order.order:
+            return None
+        self._may_begin = False
+        if self._nbytes > self._device_cache.nbytes:
+            return None
+        present = self._table.on_device.copy()
+        if any(self._table.entries[unit].updating for unit in present):
+            return None
+        missing = tuple(unit for unit in dict.fromkeys((entry.index, *order.upcoming())) if unit not in present)
+        if not self._device_cache.reserve(missing):
+            return None
+
+        def begin() -> None:
+            with self._table.changed.lock:
+                self._settled = present | set(missing)
+
+        ahead = 0 if self._limits.ahead == 0 else 1
+        return Series(missing, ahead, checksum(missing, ahead, sorted(present)), begin)
+
+    def _end_series(self) -> None:
+        """Ends a series, or the announcement of one, since all ranks gather a unit that is not in it."""
+        self._device_cache.free_reserved()
+        self._settled, self._may_begin = (), False
+
+
+# -- speculative weights -------------------------------------------------------------------------------
+#
+# Weights under an update that is made before its step is decided, as the pager sees them.
+#
+#     begin ─► copy, tile by tile, or the unit's host buffer ─► may_evict ─┬► adopt: the fresh weights become the newest
+#                                                                          └► drop
+#
+# The unit's old weights stay what every thread reads: on the device, or in the newest slot of the store. The fresh ones
+# are written to the other slot. They also stay in the host buffer of the old ones where the reads of the backward have
+# room beside it; that buffer is evicted as any other once the fresh weights are written.
+#
+# Threads. The update worker calls everything but `paused`, which belongs to the thread that calls
+# `step()`.
+
+
+class Begun(NamedTuple):
+    """An update that may begin."""
+
+    host_buffer: HostBuffer | None
+    """Receives the fresh weights, and contains the old ones; None if tiles receive both."""
+
+
+class SpeculativeWeights:
+    """The part of the pager that updates under the backward call."""
+
+    def __init__(self, table: UnitTable, host_cache: HostCache, arena: DeviceArena, device: Device) -> None:
+        self._table, self._host_cache, self._arena, self._device = table, host_cache, arena, device
+        self._entries, self._lock = table.entries, table.changed.lock
+        self._paused = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Yields once no old weights are being copied, and lets no copy begin in the context."""
+        with self._lock:
+            self._paused = True
+        try:
+            with self._lock:
+                while any(entry.copying for entry in self._entries):
+                    self._table.check()
+                    self._table.wait("waits for a copy of weights")
+            yield
+        finally:
+            self._paused = False
+
+    def begin(self, unit: int) -> Begun | None:
+        """Begins the update of a unit of tier DISK; None if its weights would have to be read for the update.
+
+        They would be read once more by the next forward then, so the update is better made after the step. The caller
+        holds the lock.
+        """
+        entry = self._entries[unit]
+        assert entry.size.tier is Tier.DISK and entry.fresh is None
+        if entry.updating or entry.residency not in (Residency.HOST, Residency.DEVICE):
+            return None
+        if not self._gives_host_buffer(entry):
+            return Begun(None)
+        fresh = entry.host_buffer
+        assert fresh is not None
+        entry.copied.wait()  # the worker is about to write where an upload may still read
+        entry.host_buffer, entry.fresh, entry.fresh_stays = None, fresh, True
+        if entry.residency is Residency.HOST:
+            self._table.move(entry, Residency.DISK)
+        return Begun(fresh)
+
+    def _gives_host_buffer(self, entry: UnitEntry) -> bool:
+        """Returns True if the unit's host buffer may receive its fresh weights."""
+        if entry.host_buffer is None or entry.copying:
+            return False
+        held = [each.fresh.nbytes for each in self._entries if each.fresh is not None and each.fresh_stays]
+        ahead = [
+            self._host_cache.buffer_nbytes(each)
+            for each in map(self._entries.__getitem__, self._table.access_order.upcoming())
+            if each.size.tier is Tier.DISK
+        ]
+        return leaves_room_ahead(self._host_cache.nbytes, [entry.host_buffer.nbytes, *held], ahead)
+
+    def copy(self, unit: int, first: int, destination: torch.Tensor) -> bool:
+        """Copies old weights from memory, if they are there. Returns False if they must be read from the store.
+
+        Args:
+            unit: the unit.
+            first: byte of the partition at which the copy begins.
+            destination: (nbytes,) uint8 on the host.
+        """
+        with self._lock:
+            entry = self._entries[unit]
+            source, on_device = self._weights_in_memory(entry)
+            if source is None or self._paused:
+                return False
+            entry.copying += 1  # both buffers stay until the end
+        try:
+            source = source[first : first + len(destination)]
+            if on_device:
+                entry.uploaded.wait()
+                self._device.copy(destination, source)
+            else:
+                # Not `copy_`, which would start a team of threads for this thread, beside those of the kernels.
+                ctypes.memmove(destination.data_ptr(), source.data_ptr(), destination.nbytes)
+        finally:
+            with self._lock:
+                entry.copying -= 1
+                self._table.notify()
+        return True
+
+    def _weights_in_memory(self, entry: UnitEntry) -> tuple[torch.Tensor | None, bool]:
+        """Returns the old weights, (nbytes,) uint8 or None, and whether they are on the device."""
+        if entry.residency not in (Residency.HOST, Residency.DEVICE):
+            return None, False
+        if entry.host_buffer is not None:
+            return entry.host_buffer.tensor(torch.uint8), False
+        assert entry.device_buffer is not None and entry.size.shard_nbytes == entry.size.stored_nbytes
+        return self._arena.view(entry.device_buffer), True
+
+    def may_evict(self, unit: int) -> None:
+        """Lets the memory of fresh weights be evicted, since they are written."""
+        with self._lock:
+            self._entries[unit].fresh_stays = False
+            self._table.notify()
+
+    def adopt(self, unit: int) -> bool:
+        """Replaces the old weights by the fresh ones once the step is decided. `weights_ready` must follow.
+
+        Returns:
+            True if the fresh weights are in the unit's host buffer; False if they are in the store alone.
+        """
+        with self._lock:
+            entry = self._entries[unit]
+            while entry.residency is Residency.READING:  # a prefetch from before step()
+                self._table.check()
+                self._host_cache.finish_read(entry)
+            self._host_cache.forget(entry)
+            entry.host_buffer, entry.fresh, entry.fresh_stays = entry.fresh, None, False
+            return entry.host_buffer is not None
+
+    def drop(self, unit: int) -> None:
+        """Frees the memory of fresh weights that are of no use."""
+        with self._lock:
+            entry = self._entries[unit]
+            if entry.fresh is not None:
+                entry.fresh.release()
+            entry.fresh, entry.fresh_stays = None, False
+            self._table.notify()
+
+
+# -- weight updates ------------------------------------------------------------------------------------
+#
+# Updates of weights as the pager sees them: the units under update, and the buffers of their fresh weights.
+#
+#     begin ─► buffer_for ─► (the kernel writes the buffer) ─► weights_ready ─► (writes to the store end) ─► flushed
+#
+# Threads. `begin` belongs to the thread that runs the model, `wait` to every thread that fetches a unit, everything
+# else to the update worker. That thread also starts what its work has made possible: the upload of the fresh weights,
+# if they are used next (`Prefetcher.advance`).
+
+
+class WeightUpdates:
+    """The part of the pager that the update worker calls."""
+
+    def __init__(
+        self,
+        table: UnitTable,
+        host_cache: HostCache,
+        device_cache: DeviceCache,
+        prefetcher: Prefetcher,
+        arena: DeviceArena,
+        device: Device,
+    ) -> None:
+        self._table, self._host_cache, self._device_cache, self._arena = table, host_cache, device_cache, arena
+        self._prefetcher, self._device = prefetcher, device
+        self.speculative = SpeculativeWeights(table, host_cache, arena, device)
+        """Updates that are made before their step is decided."""
+        self._entries, self._lock = table.entries, table.changed.lock
+        self._awaited: list[int] = []
+        """Units whose update a thread waits for."""
+
+    # -- the thread that runs the model -------------------------------------------------------------
+
+    def begin(self, units: Sequence[int]) -> None:
+        """Forbids every read of `units` until `weights_ready`. The lock is held, and no use of them is open."""
+        for unit in units:
+            entry = self._entries[unit]
+            assert not entry.pins, f"unit {entry.size.name} is in use during step()"
+            while entry.reading_in_place:  # a prefetch from before step(), whose bytes are old from now on
+                self._table.check()
+                self._device_cache.finish_read(entry)
+            entry.updating = True
+            entry.updates += 1
+            if entry.size.stays:
+                # A use in place has no end of its own: the update follows all compute so far.
+                self._device.wait_event(entry.read)
+                entry.read = self._device.record_event()
+            elif entry.residency is Residency.DEVICE:
+                self._device_cache.drop(entry)
+
+    def wait(self, entry: UnitEntry) -> None:
+        """Waits for a change while the update of a unit is under way. The lock is held."""
+        # The update worker takes an awaited unit first, so it must learn of it before this thread sleeps.
+        self._awaited.append(entry.index)
+        self._table.notify()
+        try:
+            self._table.wait(f"waits for update of {entry.size.title}")
+        finally:
+            self._awaited.remove(entry.index)
+
+    # -- the update worker --------------------------------------------------------------------------
+
+    def buffer_for(self, unit: int) -> HostBuffer | None:
+        """Returns the host buffer that receives the fresh weights of `unit`, or None if none is free now.
+
+        `holds_weights` tells whether the buffer contains the old weights already. A unit of tier HOST has a buffer of
+        its own. A unit of tier DEVICE has none: its update works on `device_tier`.
+        """
+        entry = self._entries[unit]
+        assert entry.size.tier is not Tier.DEVICE
+        entry.copied.wait()  # the worker is about to write where an upload may still read
+        with self._lock:
+            while entry.residency is Residency.READING:  # a prefetch from before step()
+                self._table.check()
+                self._host_cache.finish_read(entry)
+            if entry.host_buffer is None and not self._host_cache.waiting_for_buffer:
+                beyond = -1 if unit in self._awaited else self._table.access_order.distance(unit)
+                entry.host_buffer = self._host_cache.host_buffer(entry.size.shard_nbytes, beyond)
+            entry.in_update = entry.host_buffer is not None
+            return entry.host_buffer
+
+    def delivers(self, unit: int) -> bool:
+        """Returns whether the fresh weights of `unit` go into a host buffer.
+
+        A unit that streams from DISK has room for a chunk of it only, which helps nobody.
+        """
+        return self._entries[unit].size.tier is not Tier.DEVICE and not self._host_cache.streams(self._entries[unit])
+
+    def weights_ready(self, unit: int, in_host_buffer: bool, unwritten: bool) -> None:
+        """Ends the update of `unit`: its weights may be used from now on.
+
+        Args:
+            unit: the unit, all of whose tiles are computed.
+            in_host_buffer: whether the fresh weights are in the unit's host buffer, or in its tier. If not, all of
+                their writes to the store must have ended.
+            unwritten: whether writes of them to the store are in flight.
+        """
+        with self._lock:
+            entry = self._entries[unit]
+            if in_host_buffer and entry.size.tier is not Tier.DEVICE:
+                entry.unwritten = unwritten
+                fresh = Residency.WRITING if unwritten else Residency.HOST
+                if entry.residency is not fresh:
+                    self._table.move(entry, fresh)
+            entry.updating = entry.in_update = False
+            self._table.timeline.end(Row.UPDATES, entry.size.title)
+            self._table.notify()
+            self._prefetcher.advance()
+
+    def flushed(self, unit: int) -> None:
+        """Marks the host buffer of `unit` clean: the last write of its update has ended."""
+        with self._lock:
+            entry = self._entries[unit]
+            entry.unwritten = False
+            if entry.residency is Residency.WRITING:
+                self._table.move(entry, Residency.HOST)
+            self._table.notify()
+            self._prefetcher.advance()
+
+    def device_tier(self, unit: int) -> torch.Tensor:
+        """Returns the partition of a unit of tier DEVICE, (part_nbytes,) uint8, which nothing reads now."""
+        entry = self._entries[unit]
+        assert entry.tier_buffer is not None
+        entry.copied.wait()
+        entry.read.wait()
+        return self._arena.view(entry.tier_buffer)
+
+    def tier_buffer(self, unit: int) -> HostBuffer:
+        """Returns the host buffer of a unit of tier HOST."""
+        host_buffer = self._entries[unit].host_buffer
+        assert host_buffer is not None and self._entries[unit].size.tier is Tier.HOST
+        return host_buffer
+
+    def holds_weights(self, unit: int) -> bool:
+        """Returns whether the host buffer of `unit` contains its weights as they are before the update."""
+        return self._entries[unit].residency is Residency.HOST
+
+    def awaited_unit(self) -> int | None:
+        """Returns a unit whose update a thread waits for, if any. The caller holds the lock."""
+        return next((unit for unit in self._awaited if self._entries[unit].updating), None)
+
+    @property
+    def waiting_for_buffer(self) -> bool:
+        """True if a thread waits for a host buffer of weights. The caller holds the lock."""
+        return self._host_cache.waiting_for_buffer > 0
+
+
+# -- pager ---------------------------------------------------------------------------------------------
 
 
 class Pager:

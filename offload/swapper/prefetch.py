@@ -37,14 +37,12 @@ from typing import NamedTuple
 from offload.aio import Priority
 from offload.interrupts import uninterrupted
 from offload.states import Tier
-from offload.swapper.device_cache import DeviceCache
-from offload.swapper.host_cache import HostCache
+from offload.swapper.caches import DeviceCache, HostCache
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_arena import DeviceBuffer
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.policy import Limits, next_to_fetch
-from offload.swapper.residency import Residency
-from offload.swapper.unit_table import Transfer, UnitEntry, UnitTable
+from offload.swapper.table import Residency, Transfer, UnitEntry, UnitTable
 
 
 class PrefetchStats(NamedTuple):

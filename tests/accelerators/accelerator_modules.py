@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.swapper.memory.accelerator import AcceleratorDevice
-from offload.swapper.memory.host_side import TorchHostSide
+from offload.swapper.memory.device import AcceleratorDevice, TorchHostSide
 
 PAGE = 4096
 XPU, CUDA = torch.device("xpu", 0), torch.device("cuda", 0)

@@ -10,8 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import testing
-from offload.swapper.memory.device import DeviceRoom
-from offload.swapper.memory.torch_allocator import Shortages
+from offload.swapper.memory.device import DeviceRoom, Shortages
 from tests.support.devices.late_device import LateDevice, use_device
 
 

@@ -14,12 +14,16 @@ from torch import nn
 from offload.engine.setup.plan import _device_kernels
 from offload.engine.training.snapshot import read_generators, write_generators
 from offload.errors import ConfigError
-from offload.swapper.memory import device_choice
-from offload.swapper.memory.accelerator import AcceleratorDevice
-from offload.swapper.memory.cuda_host_side import CudaHostSide
-from offload.swapper.memory.device import Device
-from offload.swapper.memory.device_choice import compute_device, host_side_of, open_device
-from offload.swapper.memory.host_side import TorchHostSide
+from offload.swapper.memory import device as device_choice
+from offload.swapper.memory.device import (
+    AcceleratorDevice,
+    CudaHostSide,
+    Device,
+    TorchHostSide,
+    compute_device,
+    host_side_of,
+    open_device,
+)
 from offload.torch_internals import SHALLOW_COPY_QUERY, set_data
 from tests.accelerators.accelerator_modules import CUDA, XPU, Torch
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from offload import testing
+from offload.swapper.memory.device import bytes_taken_by_torch
 from offload.swapper.memory.host_arena import Classes, Copied, HostArena
-from offload.swapper.memory.host_side import bytes_taken_by_torch
 from tests.accelerators.accelerator_modules import PAGE, opened
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from offload.swapper.memory import accelerator
-from offload.swapper.memory.cuda_host_side import CudaHostSide
-from offload.swapper.memory.device import DONE
+from offload.swapper.memory import device as accelerator
+from offload.swapper.memory.device import DONE, CudaHostSide
 from tests.accelerators.accelerator_modules import CUDA, Event, Stream, opened
 
 

@@ -20,10 +20,10 @@ import offload
 from offload.engine.training.model_inputs import to_device
 from offload.errors import BudgetError, UsageError
 from offload.sizes import MIB
-from offload.swapper.memory import device_choice, torch_allocator
-from offload.swapper.memory.accelerator import AcceleratorDevice
+from offload.swapper.memory import device as device_choice
+from offload.swapper.memory import device as torch_allocator
+from offload.swapper.memory.device import AcceleratorDevice, TorchHostSide
 from offload.swapper.memory.device_arena import DeviceArena
-from offload.swapper.memory.host_side import TorchHostSide
 from tests import device
 from tests.accelerators.test_device_stream_random import JOBS, Plan, draw
 from tests.device import module

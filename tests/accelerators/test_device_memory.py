@@ -15,9 +15,7 @@ from offload import testing
 from offload.errors import BudgetError
 from offload.layout.budgets.device_need import DeviceNeed, growth
 from offload.sizes import GIB, MIB, PAGE, format_size
-from offload.swapper.memory.accelerator import AcceleratorDevice
-from offload.swapper.memory.cuda_host_side import CudaHostSide
-from offload.swapper.memory.device import DONE, DeviceRoom
+from offload.swapper.memory.device import DONE, AcceleratorDevice, CudaHostSide, DeviceRoom
 from offload.swapper.memory.device_arena import DeviceArena
 from tests.support import models
 from tests.support.devices.late_device import LateDevice, Ticks, use_device

@@ -12,7 +12,7 @@ from torch import nn
 from offload import testing
 from offload.engine.training.snapshot import GeneratorStates
 from offload.swapper.prefetch import Fetcher
-from offload.swapper.unit_table import UnitEntry
+from offload.swapper.table import UnitEntry
 from tests.accelerators.grown_device import JOB, grown, small, too_much
 from tests.support import models
 from tests.support.devices.late_device import Ticks

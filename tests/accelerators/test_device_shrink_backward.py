@@ -11,7 +11,7 @@ import torch
 from offload import testing
 from offload.engine.training import device_growth
 from offload.sizes import PAGE
-from offload.swapper.memory import torch_allocator
+from offload.swapper.memory import device as torch_allocator
 from offload.swapper.memory.device import DONE
 from offload.swapper.memory.device_arena import DeviceArena
 from tests.accelerators.grown_device import JOB, grown, small, too_much

@@ -17,7 +17,7 @@ from offload.errors import EngineFailed
 from offload.layout.flat_layout import lay_out
 from offload.layout.units import find_units
 from offload.sizes import MIB
-from offload.swapper.host_cache import HostCache
+from offload.swapper.caches import HostCache
 from offload.swapper.memory.device import DONE
 from tests.support import models
 from tests.support.devices.late_device import LateDevice, Ticks, use_device

@@ -15,8 +15,8 @@ from offload import testing
 from offload.aio import Priority
 from offload.states import State
 from offload.swapper.pager import Pager
-from offload.swapper.residency import Residency
 from offload.swapper.store import Store
+from offload.swapper.table import Residency
 from tests.support import models
 from tests.support.oracle import Job, least_host_memory, room_for, small_pieces, start, train_step
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from offload.aio import DirectFile, IoFuture, IoQueue, unanswered
-from offload.swapper.store.swap_files import SwapFiles
+from offload.swapper.store.store import SwapFiles
 from tests.store.test_store import blob, created, update
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from offload.engine.checkpoint.conversion import in_words
 from offload.engine.training.step_settings import Differences
-from offload.swapper.modes import Mode, make_mode
+from offload.layout.modes import Mode, make_mode
 from tests.deepspeed.test_schedules import CYCLE, LR, MOMENTUM
 from tests.deepspeed.test_schedules import start as start_scheduled
 from tests.support.models import GPT2

@@ -22,7 +22,7 @@ from offload.engine.checkpoint import save as checkpoint_save
 from offload.engine.checkpoint.directory import begin_folder, end_folder, only_save, prune, saver, write_new
 from offload.engine.checkpoint.files import Manifest, checkpoints, read_manifest
 from offload.errors import StoreError, UsageError
-from offload.swapper.store import rank_folder
+from offload.swapper.store import folder as rank_folder
 from tests.checkpoints.checkpoint_runs import CPU, DISK, engine, everything, folder, inspect, names, saved_checkpoint
 from tests.support import models
 from tests.support.oracle import start, train_step

@@ -14,8 +14,7 @@ import offload
 from offload.cli.main import app
 from offload.errors import IoError
 from offload.states import State
-from offload.swapper.store.format.commit_record import read_records
-from offload.swapper.store.format.manifest import read_manifest
+from offload.swapper.store.format import read_manifest, read_records
 from tests.support.drives.fault_injection import flip_bit
 
 

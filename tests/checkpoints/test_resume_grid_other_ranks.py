@@ -19,7 +19,7 @@ from offload.engine.reshard import reshard as resharding
 from offload.errors import IoError, OffloadError, StoreError
 from offload.layout.fingerprint import described_layouts
 from offload.layout.flat_layout import segment_shards
-from offload.swapper.modes import MODES
+from offload.layout.modes import MODES
 from offload.swapper.store import rank_folders
 from offload.swapper.store.inspection import look
 from offload.swapper.store.store import Store

@@ -22,14 +22,13 @@ from offload.engine.reshard import switch
 from offload.errors import IoError, StoreError
 from offload.layout.fingerprint import described_layouts
 from offload.layout.flat_layout import Segment, SegmentShard, UnitLayout, segment_shards
+from offload.layout.modes import MODES, Mode
 from offload.runs.inspection import inspect
 from offload.runs.verify import RunChecking
 from offload.states import State
-from offload.swapper.modes import MODES, Mode
-from offload.swapper.store import find_removal, rank_folders, remove_run, run_status, swap_files
-from offload.swapper.store.format.run_notes import RESHARDED
+from offload.swapper.store import find_removal, rank_folders, remove_run, run_status, store
+from offload.swapper.store.folder import RESHARDED, Lock
 from offload.swapper.store.inspection import is_run, look
-from offload.swapper.store.rank_folder import Lock
 from offload.swapper.store.recovery import check_startable
 from tests.checkpoints.test_checkpoint_ranks import train
 from tests.support import models
@@ -357,9 +356,9 @@ def test_a_full_drive_keeps_the_run(of_two: Path, tmp_path: Path, monkeypatch: p
         run = place / "swap" / "default"
         refused(place, r"beside the present ones, .* free; free some room, or resume with 2 ranks")
         # Others take the room between the check and the writes.
-        for module in (resharding, swap_files):
+        for module in (resharding, store):
             monkeypatch.setattr(module, "find_shortage", lambda *_: None)
-        monkeypatch.setattr(swap_files, "find_drive_shortage", lambda *_: None)
+        monkeypatch.setattr(store, "find_drive_shortage", lambda *_: None)
         refused(place, "No space left on device")
         assert_same_tensors(states, states_in(run))
 

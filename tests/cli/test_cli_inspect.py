@@ -20,8 +20,8 @@ from offload.fileio import locked_dir
 from offload.runs import inspection
 from offload.sizes import format_size
 from offload.swapper.store import other_runs
+from offload.swapper.store.folder import Lock, holder
 from offload.swapper.store.inspection import allocated_nbytes
-from offload.swapper.store.rank_folder import Lock, holder
 from tests.support import models
 from tests.support.oracle import start, train_step
 

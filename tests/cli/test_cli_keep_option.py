@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.swapper.store import swap_files as swap_files_module
+from offload.swapper.store import store
 from offload.swapper.store.drives import Shortage
 from tests.support.processes.cli_in_process import call, run_folder, swap_files
 
@@ -21,7 +21,7 @@ def test_keep_without_durability_is_an_error() -> None:
 def test_keep_on_a_disk_that_is_too_small_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from offload.engine.setup import resume
 
-    for module in (resume, swap_files_module):
+    for module in (resume, store):
         monkeypatch.setattr(module, "find_shortage", lambda *_: Shortage("swap", 4 << 20, 3 << 20))
     result = call("--steps", "1", "--keep")
     assert result.exit_code == 2 and "4.0 MiB" in result.stderr and "3.0 MiB" in result.stderr and not swap_files()

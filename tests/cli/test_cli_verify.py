@@ -16,10 +16,10 @@ from offload import testing
 from offload.aio import Bandwidth
 from offload.cli.main import app
 from offload.errors import OffloadError
+from offload.layout.modes import MODES
 from offload.runs.verify import RankReport, resumable_step
 from offload.states import State
-from offload.swapper.modes import MODES
-from offload.swapper.store.format.manifest import Extents
+from offload.swapper.store.format import Extents
 from offload.swapper.store.inspection import look
 from tests.support import models
 from tests.support.drives.fault_injection import flip_bit

@@ -6,7 +6,7 @@ import torch
 
 from offload.aio import aligned_empty
 from offload.sizes import align_up
-from offload.swapper.memory.host_side import HostBlock
+from offload.swapper.memory.device import HostBlock
 from tests import device
 
 

@@ -87,7 +87,7 @@ def loss(model: Any, step: int, micro: int) -> torch.Tensor:
 def main(device: str, folder: str, moments: list[str]) -> None:
     """Trains two steps."""
     if device == "test":
-        from offload.swapper.memory import device_choice
+        from offload.swapper.memory import device as device_choice
         from tests import device as test_device
         from tests.device.host_side import DeviceHostSide
 

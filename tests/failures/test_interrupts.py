@@ -30,7 +30,7 @@ import offload
 from offload import interrupts
 from offload.errors import EngineFailed
 from offload.interrupts import defer_signals
-from offload.swapper.memory.interruptible_lock import InterruptibleLock
+from offload.swapper.memory.lock import InterruptibleLock
 from offload.swapper.pager import Pager
 from tests.support.devices.late_device import LateDevice, use_device
 from tests.support.oracle import Job, start, train_step

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 import offload
 from offload.engine.inference.engine import InferenceEngine
 from offload.sizes import PAGE
-from offload.swapper.in_place.image import FileRange, image_of
+from offload.swapper.store.model_files import FileRange, image_of
 
 IDS = torch.arange(24).view(3, 8) * 7 % 251
 NARROW = {

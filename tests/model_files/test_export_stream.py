@@ -24,10 +24,10 @@ from offload.engine.model_io.weight_stream import Chunk, arranged
 from offload.errors import IoError
 from offload.fileio.safetensors_stream import Tensor
 from offload.layout.flat_layout import Segment, UnitLayout
+from offload.layout.modes import MODES
 from offload.runs.export import export
 from offload.sizes import PAGE
 from offload.states import State
-from offload.swapper.modes import MODES
 from tests.support.drives.fault_injection import LateQueue
 from tests.support.exported_runs import FROZEN, ended
 

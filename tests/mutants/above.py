@@ -203,7 +203,7 @@ MUTANTS = (
     ),
     Mutant(
         "take a note that cannot be read for the end of a run",
-        "offload.swapper.store.format.run_notes",
+        "offload.swapper.store.folder",
         "    except (OSError, ValueError):\n        return None\n    return note",
         "    except (OSError, ValueError):\n        return {}\n    return note",
         "tests/store/test_store_unreadable.py",

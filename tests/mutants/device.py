@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 _ON_DEVICE = "tests/accelerators/test_device_engine.py"
-_ACCELERATOR = "offload.swapper.memory.accelerator"
+_ACCELERATOR = "offload.swapper.memory.device"
 
 
 def _waits(name: str, module: str, old: str, new: str) -> Mutant:
@@ -103,13 +103,13 @@ MUTANTS = (
     ),
     _waits(
         "count no shortages of memory",
-        "offload.swapper.memory.torch_allocator",
+        "offload.swapper.memory.device",
         'int(stats.get("num_ooms", 0))',
         "0",
     ),
     _waits(
         "give no memory that torch keeps back",
-        "offload.swapper.memory.torch_allocator",
+        "offload.swapper.memory.device",
         "        torch.get_device_module(device).empty_cache()",
         "        pass",
     ),
@@ -139,13 +139,13 @@ MUTANTS = (
     ),
     _waits(
         "evict a host buffer under its copy",
-        "offload.swapper.host_cache",
+        "offload.swapper.caches",
         "        entry.copied.wait()\n        entry.host_buffer.release()",
         "        entry.host_buffer.release()",
     ),
     _waits(
         "end a streamed upload under its copy",
-        "offload.swapper.chunked_upload",
+        "offload.swapper.caches",
         "    last.wait()  # the caller",
         "    # the caller",
     ),
@@ -193,7 +193,7 @@ MUTANTS = (
     ),
     _reads(
         "a streamed unit",
-        "offload.swapper.chunked_upload",
+        "offload.swapper.caches",
         "                copied[host_buffer.offset] = last",
         "whole",
     ),

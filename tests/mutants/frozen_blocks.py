@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "let compute wait for the upload of blocks, not for their values",
-        "offload.swapper.device_cache",
+        "offload.swapper.caches",
         "            entry.uploaded = self._table.changed.without_lock(work)",
         "            self._table.changed.without_lock(work)",
         "tests/frozen/test_frozen_blocks_device.py",

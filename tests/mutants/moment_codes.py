@@ -14,7 +14,7 @@ MUTANTS = (
     ),
     Mutant(
         "cut tiles within the page of their scales",
-        "offload.swapper.modes",
+        "offload.layout.modes",
         "PAGE // _SCALE_NBYTES // len(self.moments) * MOMENT_BLOCK if self.in_blocks else self.page_step",
         "self.page_step",
         "tests/optim/test_int8_moments.py::test_tiles_of_any_size_give_the_same_bits",
@@ -70,7 +70,7 @@ MUTANTS = (
     ),
     Mutant(
         "let partitions end within a page of the low bits of bf24 masters",
-        "offload.swapper.modes",
+        "offload.layout.modes",
         "return PAGE if self.in_bytes else _STEP",
         "return _STEP",
         "tests/optim/test_bf24_masters.py::test_a_plan_is_what_a_run_takes",

@@ -84,7 +84,7 @@ MUTANTS = (
     ),
     Mutant(
         "reuse device memory that somebody holds a view of",
-        "offload.swapper.memory.viewed_memory",
+        "offload.swapper.memory.device_arena",
         "return self._users.count() != self._own",
         "return False",
         "tests/models/test_autograd.py",
@@ -105,7 +105,7 @@ MUTANTS = (
     ),
     Mutant(
         "keep views of inference mode as parameters that stay",
-        "offload.swapper.memory.viewed_memory",
+        "offload.swapper.memory.device_arena",
         "with torch.inference_mode(False):",
         "with torch.enable_grad():",
         "tests/swapper/test_units_that_stay.py",

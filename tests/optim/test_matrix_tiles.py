@@ -11,12 +11,12 @@ from torch import nn
 
 from offload import testing
 from offload.layout.flat_layout import UnitLayout, lay_out
+from offload.layout.modes import make_mode
 from offload.layout.optimizers.whole import cuts, whole_sizes
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import Shape, from_training
 from offload.planner.step_time import prediction
 from offload.states import State
-from offload.swapper.modes import make_mode
 from tests.support.models import gpt2
 from tests.support.modules.matrix_models import MUON, SINKGD
 from tests.support.oracle import assert_same, kill_and_resume, run, start, train_step

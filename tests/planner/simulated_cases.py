@@ -8,7 +8,7 @@ from offload.planner.simulation.simulate import Budgets, Simulation, Use, simula
 from offload.planner.simulation.updater import UpdateCost
 from offload.states import Tier
 from offload.swapper.policy import Limits
-from offload.swapper.unit_table import UnitSize
+from offload.swapper.table import UnitSize
 
 PAGE = 4096
 

@@ -14,7 +14,7 @@ from offload.engine.distributed.agreement import Agreement
 from offload.engine.distributed.payload.step_facts import bitmap, union
 from offload.engine.distributed.rounds.intents import Collective, NextCollective, RankIntent, next_collective
 from offload.errors import BudgetError, RankError
-from offload.swapper.ranks.peers import Having
+from offload.swapper.pager import Having
 
 FREE = (Collective.USE, Collective.REDUCE)
 TOGETHER = (Collective.STEP, Collective.EDIT, Collective.END, Collective.MEAN)

@@ -25,7 +25,7 @@ from offload.runs.inspection import inspect
 from offload.runs.verify import CheckpointReport, open_checking
 from offload.sizes import align_up
 from offload.states import State
-from offload.swapper.weight_updates import WeightUpdates
+from offload.swapper.pager import WeightUpdates
 from tests.checkpoints.test_resume_other_ranks import Case, begun, loaded, resumed, states_in
 from tests.ranks.test_ranks_killed import Run
 from tests.ranks.test_ranks_paths import Experts

@@ -15,7 +15,7 @@ import offload
 from offload import testing
 from offload.aio import DirectFile
 from offload.swapper.store import Store
-from offload.swapper.store.format.commit_record import read_records
+from offload.swapper.store.format import read_records
 from tests.support import models
 from tests.support.drives.fault_injection import die, die_after_writes
 from tests.support.oracle import Result, assert_same, assert_same_tensors, dies, run, start, train_step, weights_of

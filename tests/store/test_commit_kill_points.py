@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from offload.swapper.store import Store, run_status, swap_files
+from offload.swapper.store import Store, run_status
+from offload.swapper.store import store as swap_files
 from tests.support import models
 from tests.support.drives.fault_injection import die, die_after_writes
 from tests.support.oracle import Job, Result, assert_same, dies, kill_and_resume, run, start, train_step, weights_of

@@ -15,7 +15,7 @@ from offload.aio import IoQueue
 from offload.cli.main import app
 from offload.errors import StoreError
 from offload.swapper.store import Store, find_removal, remove_run
-from offload.swapper.store.rank_folder import FILES
+from offload.swapper.store.folder import FILES
 from tests.store.test_store import SPEC, blob, created, update
 from tests.support.processes.users import Users, needs_two_users, two_users
 

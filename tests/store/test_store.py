@@ -17,10 +17,10 @@ from offload.aio import DirectFile, IoQueue, aligned_empty
 from offload.errors import StoreError
 from offload.sizes import PAGE
 from offload.states import State
-from offload.swapper.store import Store, StoreSpec, remove_run, run_status, swap_files
+from offload.swapper.store import Store, StoreSpec, remove_run, run_status
 from offload.swapper.store import store as store_module
-from offload.swapper.store.format.commit_record import MAX_UNITS, Record
-from offload.swapper.store.format.manifest import Manifest
+from offload.swapper.store import store as swap_files
+from offload.swapper.store.format import MAX_UNITS, Manifest, Record
 from tests.support.drives import filesystems
 
 SIZES = {State.WEIGHT: 8192, State.EXP_AVG: 16384}

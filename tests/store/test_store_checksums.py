@@ -16,8 +16,7 @@ from offload.errors import IoError
 from offload.states import State
 from offload.swapper.store import Store
 from offload.swapper.store import store as store_module
-from offload.swapper.store.format.checksum_table import ChecksumTable
-from offload.swapper.store.format.manifest import Extent, Extents
+from offload.swapper.store.format import ChecksumTable, Extent, Extents
 from tests.store.test_store import SIZES, SPEC, blob, created, damage, opened, update
 from tests.support.drives.fault_injection import flip_bit
 from tests.support.drives.write_recorder import page_crcs

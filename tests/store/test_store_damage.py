@@ -22,8 +22,7 @@ from offload import testing
 from offload.errors import EngineFailed, IoError, StoreError
 from offload.states import State
 from offload.swapper.store import Store
-from offload.swapper.store.format.commit_record import Record, read_records
-from offload.swapper.store.format.manifest import read_manifest
+from offload.swapper.store.format import Record, read_manifest, read_records
 from tests.support import models
 from tests.support.drives import filesystems
 from tests.support.drives.fault_injection import flip_bit
@@ -221,10 +220,10 @@ def test_a_disk_that_others_fill_later(disk: Path, tmp_path: Path, monkeypatch: 
     job = models.GPT2._replace(dtype="bf16", steps=4)
     expected = run(job, DISK, tmp_path / "whole").losses
     from offload.layout import tile_sizes as tiles
-    from offload.swapper.store.format import checksum_table
+    from offload.swapper.store import format
 
     monkeypatch.setattr(tiles, "_TILE_NBYTES", range(2048 * 12, 2048 * 12 + 1))
-    monkeypatch.setattr(checksum_table, "_MIN_CHECKSUM_NBYTES", 2048)
+    monkeypatch.setattr(format, "_MIN_CHECKSUM_NBYTES", 2048)
     folder = disk / "swap"
     losses: list[float] = []
     for resume in ("never", "must"):

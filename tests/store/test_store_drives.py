@@ -14,7 +14,7 @@ from offload.sizes import GIB, MIB
 from offload.swapper.store import Store, drives, remove_run
 from offload.swapper.store.drives import shares
 from offload.swapper.store.inspection import look
-from offload.swapper.store.swap_files import SwapFiles
+from offload.swapper.store.store import SwapFiles
 from tests.store.test_store import SPEC, blob, text_of, update, weight
 
 

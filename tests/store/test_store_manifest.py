@@ -14,7 +14,7 @@ from offload.runs.verify import RunChecking
 from offload.sizes import PAGE
 from offload.states import State
 from offload.swapper.store import Store, StoreSpec, run_status
-from offload.swapper.store.format.manifest import read_manifest
+from offload.swapper.store.format import read_manifest
 from tests.store.test_store import SIZES, SPEC, blob, created, opened, update, weight
 
 

@@ -18,8 +18,8 @@ from offload.cli.main import app
 from offload.errors import IoError, StoreError
 from offload.fileio import locked_dir
 from offload.swapper.store import Store, find_removal, remove_run, run_status
-from offload.swapper.store.format.commit_record import was_committed
-from offload.swapper.store.rank_folder import Lock, reserve, write_in_place
+from offload.swapper.store.folder import Lock, reserve, write_in_place
+from offload.swapper.store.format import was_committed
 from tests.store.test_store import SPEC, blob, created, text_of
 from tests.support import models
 from tests.support.drives.fault_injection import flip_bit
@@ -174,7 +174,7 @@ def test_a_start_that_failed_has_nothing_more_to_remove(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failed = Store([tmp_path], "run", 0, SPEC._replace(partitions=SPEC.partitions * 1000, frozen=()), queue)
-    monkeypatch.setattr("offload.swapper.store.swap_files.find_shortage", lambda *_: _raise(OSError(28, "full")))
+    monkeypatch.setattr("offload.swapper.store.store.find_shortage", lambda *_: _raise(OSError(28, "full")))
     with pytest.raises(OSError, match="full"):
         failed.create()
     monkeypatch.undo()
@@ -284,7 +284,7 @@ def test_a_folder_of_a_rank_that_cannot_be_made(obstacle: str, kind: str, tmp_pa
     script = f"""
 from pathlib import Path
 from offload.errors import StoreError
-from offload.swapper.store.rank_folder import lock_folders
+from offload.swapper.store.folder import lock_folders
 try:
     lock_folders([Path({str(tmp_path / "drive" / "run" / "rank0")!r})])[0].release()
 except StoreError as error:

@@ -22,13 +22,9 @@ from offload.aio.protocols import Future
 from offload.errors import IoError
 from offload.sizes import PAGE
 from offload.states import State
-from offload.swapper.store import Store, StoreSpec, requests
-from offload.swapper.store.drive_spans import DriveSpans
-from offload.swapper.store.format import checksums
-from offload.swapper.store.format.checksum_table import ChecksumTable
-from offload.swapper.store.format.checksums import ChecksumRange, Key, Passages, Slot
-from offload.swapper.store.format.page_sums import PageSums
-from offload.swapper.store.requests import CheckedRead
+from offload.swapper.store import Store, StoreSpec, format, requests
+from offload.swapper.store.format import ChecksumRange, ChecksumTable, Key, PageSums, Passages, Slot
+from offload.swapper.store.requests import CheckedRead, DriveSpans
 from offload.timeline import Timeline
 from tests.support.drives.fault_injection import flip_bit
 from tests.support.drives.write_recorder import Done, page_crcs
@@ -359,7 +355,7 @@ def test_reads_that_never_reach_a_border_are_forgotten_and_alarm_nobody() -> Non
     slot, key, passages = (ChecksumRange(0, len(data), crc32c(data)),), (0, State.WEIGHT), Passages()
     for stop in range(1, 1000):
         assert passages.compare(key, slot, 0, stop, crc32c(data[:stop])) == (True, range(0))
-    assert len(passages._open[key][1]) == checksums._MOST_PASSAGES
+    assert len(passages._open[key][1]) == format._MOST_PASSAGES
     newest, oldest = (passages.compare(key, slot, start, 1000 - start, crc32c(data[start:])) for start in (999, 1))
     assert newest == (True, range(1000)) and oldest == (True, range(0))
     assert passages.compare(key, slot, 998, 2, crc32c(b"??")) == (False, range(1000))

@@ -10,7 +10,7 @@ import pytest
 from offload.aio import IoQueue
 from offload.errors import StoreError
 from offload.swapper.store import Store, remove_run
-from offload.swapper.store.rank_folder import Lock, remove_files
+from offload.swapper.store.folder import Lock, remove_files
 from tests.store.test_store import SPEC, blob
 
 

@@ -13,12 +13,10 @@ import pytest
 from offload.aio import IoQueue
 from offload.errors import IoError, StoreError
 from offload.runs.inspection import inspect
-from offload.swapper.store import Store, inspection, run_status
+from offload.swapper.store import Store, format, inspection, run_status
 from offload.swapper.store import store as store_module
-from offload.swapper.store.format import commit_record
-from offload.swapper.store.format import manifest as manifest_module
-from offload.swapper.store.format.manifest import read_manifest
-from offload.swapper.store.rank_folder import read_whole
+from offload.swapper.store.folder import read_whole
+from offload.swapper.store.format import read_manifest
 from offload.swapper.store.runs import read_closed
 from tests.store.test_store import SPEC, blob, created, opened
 
@@ -87,7 +85,7 @@ def test_a_run_whose_commits_cannot_be_read_is_not_taken_for_none(
         (rank / "commit").write_bytes(bytes(8192))  # the records are lost, the second blob tells of two commits
     store = Store([tmp_path], "run", 0, SPEC, queue)
     with monkeypatch.context() as patch:
-        unreadable(patch, commit_record, name, number)
+        unreadable(patch, format, name, number)
         for call in (lambda: run_status([tmp_path], "run"), store.newest_serial, store.create):
             with pytest.raises(IoError, match=f"cannot read {rank / name}: ") as caught:
                 call()
@@ -106,7 +104,7 @@ def test_a_blob_that_cannot_be_read_is_not_damaged(
     store.close()
     store = Store([tmp_path], "run", 0, SPEC, queue)
     with monkeypatch.context() as patch:
-        for module in (inspection, commit_record):
+        for module in (inspection, format):
             unreadable(patch, module, "blob.1", number)
         with pytest.raises(IoError, match=f"cannot read {rank / 'blob.1'}: ") as caught:
             store.newest_serial()
@@ -133,7 +131,7 @@ def test_a_drive_whose_manifest_cannot_be_read_is_not_taken(
     for start in (lambda: Store([three, two], "run", 0, SPEC, queue), lambda: Store([one, two], "run", 0, SPEC, queue)):
         mine = start()
         with monkeypatch.context() as patch:
-            for module in (inspection, commit_record, manifest_module):
+            for module in (inspection, format, format):
                 unreadable(patch, module, "manifest.json", number)
             with pytest.raises(IoError, match=r"cannot read .*manifest\.json: "):
                 mine.create() if mine.newest_serial() is None else mine.open(mine.newest_serial())
@@ -142,17 +140,17 @@ def test_a_drive_whose_manifest_cannot_be_read_is_not_taken(
 
 
 def test_a_run_that_is_not_there_is_none(tmp_path: Path) -> None:
-    assert not commit_record.was_committed(tmp_path / "none")
+    assert not format.was_committed(tmp_path / "none")
     (tmp_path / "rank0").touch()  # in the place of a folder
-    assert not commit_record.was_committed(tmp_path / "rank0")
+    assert not format.was_committed(tmp_path / "rank0")
 
 
 @pytest.mark.parametrize("name", ["commit", "blob.0", "manifest.json"])
 def test_an_unreadable_file_is_not_called_missing(name: str, rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.swapper.store.format import manifest
+    from offload.swapper.store import format
 
     with monkeypatch.context() as patch:
-        for module in (inspection, commit_record, manifest):
+        for module in (inspection, format):
             unreadable(patch, module, name, errno.EIO)
         found = inspection.look(rank)
     reasons = [wrong.reason for wrong in found.wrong if wrong.path == str(rank / name)]

@@ -16,9 +16,10 @@ from offload.aio import IoQueue
 from offload.engine.model_io.weight_source import StoreSource
 from offload.errors import StoreError
 from offload.runs.verify import RunChecking
-from offload.swapper.store import Store, StoreSpec, rank_folder, remove_run
+from offload.swapper.store import Store, StoreSpec, remove_run
 from offload.swapper.store import drives as drives_module
-from offload.swapper.store.rank_folder import Lock
+from offload.swapper.store import folder as rank_folder
+from offload.swapper.store.folder import Lock
 from tests.store.store_runs import PAGE, SPEC, TRAINABLE, Contents, Run
 from tests.support.drives.filesystems import mounted
 

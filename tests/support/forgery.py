@@ -101,9 +101,9 @@ def make_files(root: Path) -> None:
 def _add_undo(rank: Path) -> None:
     """Writes the copy of a slot that the newest record names, as an edit on a grid makes it."""
     from offload.states import State
-    from offload.swapper.store.format.manifest import own_nbytes
-    from offload.swapper.store.format.undo import _Entry
+    from offload.swapper.store.format import own_nbytes
     from offload.swapper.store.inspection import look
+    from offload.swapper.store.verify import _Entry
 
     found = look(rank)
     assert found.manifest is not None
@@ -472,7 +472,7 @@ def _engine_reads(command: list[str]) -> None:
     from offload.engine.training.snapshot import Snapshot
     from offload.fileio.plain_json import from_plain
     from offload.swapper.store import Store, run_status
-    from offload.swapper.store.format.manifest import read_manifest
+    from offload.swapper.store.format import read_manifest
 
     path = Path(command[1])
     if command[0] == "LOAD":

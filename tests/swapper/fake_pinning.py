@@ -11,9 +11,7 @@ import torch
 
 from offload import testing
 from offload.aio import aligned_empty
-from offload.swapper.memory.accelerator import AcceleratorDevice
-from offload.swapper.memory.cuda_host_side import CudaHostSide
-from offload.swapper.memory.device import DeviceRoom
+from offload.swapper.memory.device import AcceleratorDevice, CudaHostSide, DeviceRoom
 
 PAGE = 4096
 SMALL = 4 * PAGE

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload import testing
-from offload.swapper.access_order import NEVER, AccessOrder, PassKind
+from offload.swapper.policy import NEVER, AccessOrder, PassKind
 
 orders = st.lists(st.integers(0, 7), min_size=1, max_size=40)
 

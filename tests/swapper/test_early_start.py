@@ -16,15 +16,13 @@ from offload.aio import Priority
 from offload.errors import EngineFailed, IoError
 from offload.sizes import PAGE
 from offload.states import Tier
-from offload.swapper.access_order import AccessOrder, PassKind
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import Classes, HostArena
 from offload.swapper.pager import Pager
-from offload.swapper.policy import Limits
+from offload.swapper.policy import AccessOrder, Limits, PassKind
 from offload.swapper.prefetch import may_upload_elsewhere
-from offload.swapper.residency import Residency
-from offload.swapper.unit_table import UnitSize
+from offload.swapper.table import Residency, UnitSize
 
 FORWARD_AND_BACKWARD = [0, 1, 2, 2, 1, 0]
 

@@ -13,7 +13,7 @@ from torch import nn
 import offload
 from offload import testing
 from offload.sizes import MIB
-from offload.swapper.residency import Residency
+from offload.swapper.table import Residency
 from tests.support import models
 from tests.support.devices.late_device import LateDevice, Ticks, use_device
 from tests.support.drives.fault_injection import LateQueue, use_queue

@@ -23,8 +23,7 @@ from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import Classes, HostArena
 from offload.swapper.pager import Pager
 from offload.swapper.policy import Limits
-from offload.swapper.residency import Residency
-from offload.swapper.unit_table import UnitSize
+from offload.swapper.table import Residency, UnitSize
 from tests.support.devices.late_device import LateDevice, Ticks
 
 STEPS = 5

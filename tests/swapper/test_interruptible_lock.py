@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from offload.swapper.memory.interruptible_lock import InterruptibleLock
+from offload.swapper.memory.lock import InterruptibleLock
 
 
 def test_a_wait_gives_the_lock_away_and_holds_it_again() -> None:

@@ -12,15 +12,12 @@ import torch
 
 from offload.sizes import PAGE
 from offload.states import Tier
-from offload.swapper.access_order import AccessOrder, PassKind
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import Classes, HostArena
-from offload.swapper.pager import Pager
-from offload.swapper.policy import Limits
-from offload.swapper.ranks.peers import Agreed, Having
-from offload.swapper.residency import Residency
-from offload.swapper.unit_table import UnitSize
+from offload.swapper.pager import Agreed, Having, Pager
+from offload.swapper.policy import AccessOrder, Limits, PassKind
+from offload.swapper.table import Residency, UnitSize
 
 CPU = Device(torch.device("cpu"))
 

@@ -15,9 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload import testing
-from offload.swapper.memory.accelerator import PIN_CHUNK, PIN_LEAST, AcceleratorDevice, cut
-from offload.swapper.memory.cuda_host_side import CudaHostSide, memory_node
-from offload.swapper.memory.device import Device
+from offload.swapper.memory.device import (
+    PIN_CHUNK,
+    PIN_LEAST,
+    AcceleratorDevice,
+    CudaHostSide,
+    Device,
+    cut,
+    memory_node,
+)
 from tests.support import models
 from tests.support.devices.late_device import use_device
 from tests.support.oracle import assert_same, run

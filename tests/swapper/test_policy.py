@@ -7,9 +7,10 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.swapper.access_order import NEVER, AccessOrder
 from offload.swapper.memory.allocator import Allocator, free_regions
 from offload.swapper.policy import (
+    NEVER,
+    AccessOrder,
     Block,
     Floor,
     Limits,

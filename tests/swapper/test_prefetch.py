@@ -12,7 +12,7 @@ from torch import nn
 
 import offload
 from offload import testing
-from offload.swapper.host_cache import HostCache
+from offload.swapper.caches import HostCache
 from offload.swapper.policy import Limits
 from tests.support import models
 from tests.support.drives.fault_injection import LateQueue, use_queue

@@ -15,15 +15,13 @@ from offload.aio import Priority
 from offload.errors import BudgetError, EngineFailed
 from offload.sizes import PAGE
 from offload.states import Tier
-from offload.swapper.access_order import AccessOrder, PassKind
-from offload.swapper.device_cache import DeviceCache
+from offload.swapper.caches import DeviceCache
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import Classes, HostArena
 from offload.swapper.pager import Pager
-from offload.swapper.policy import Limits
-from offload.swapper.residency import Residency
-from offload.swapper.unit_table import UnitSize
+from offload.swapper.policy import AccessOrder, Limits, PassKind
+from offload.swapper.table import Residency, UnitSize
 from tests.support import models
 from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import (

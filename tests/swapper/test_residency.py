@@ -11,16 +11,13 @@ import torch
 
 import offload
 from offload.states import Tier
-from offload.swapper.device_cache import DeviceCache
-from offload.swapper.host_cache import HostCache
+from offload.swapper.caches import DeviceCache, HostCache
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import Classes, HostArena
-from offload.swapper.pager import Pager
+from offload.swapper.pager import Pager, WeightUpdates
 from offload.swapper.policy import Limits
-from offload.swapper.residency import ARROWS, Residency
-from offload.swapper.unit_table import UnitSize, UnitTable
-from offload.swapper.weight_updates import WeightUpdates
+from offload.swapper.table import ARROWS, Residency, UnitSize, UnitTable
 
 PACKAGE = Path(offload.__file__).parent
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from offload.errors import BudgetError
 from offload.layout.budgets.machine import Machine
+from offload.layout.modes import MODES
 from offload.layout.placement import Placement, place
 from offload.layout.tiers import Partitions, PlacementRequest, TierMap
 from offload.sizes import GIB, MIB
 from offload.states import State, Tier
-from offload.swapper.modes import MODES
 
 MODE = MODES["bf16"]
 STATES = (State.MASTER_LOW_BITS, State.EXP_AVG, State.EXP_AVG_SQ)

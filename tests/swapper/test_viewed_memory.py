@@ -13,8 +13,7 @@ import torch
 from offload import testing
 from offload.sizes import PAGE
 from offload.swapper.memory.device import DONE, Device
-from offload.swapper.memory.device_arena import DeviceArena
-from offload.swapper.memory.viewed_memory import ViewedMemory, ViewPlaces
+from offload.swapper.memory.device_arena import DeviceArena, ViewedMemory, ViewPlaces
 from offload.torch_internals import StorageUsers
 from tests.support import models
 from tests.support.oracle import assert_same, room_for, run

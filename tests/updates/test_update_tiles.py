@@ -11,8 +11,8 @@ from offload.engine.callbacks import Edit
 from offload.engine.optim.pipeline.update_tiles import Job
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import EditSteps, TileContent
+from offload.layout.modes import MODES
 from offload.states import State
-from offload.swapper.modes import MODES
 
 
 class Passes:

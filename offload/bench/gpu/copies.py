@@ -11,8 +11,7 @@ import torch
 
 from offload.bench.gpu.work import Save, Work
 from offload.bench.measure import in_turns, median_ratio
-from offload.swapper.memory.device import Device
-from offload.swapper.memory.device_choice import open_device
+from offload.swapper.memory.device import Device, open_device
 from offload.swapper.memory.host_arena import Classes, Copied, HostArena, HostBuffer
 
 

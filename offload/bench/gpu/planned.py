@@ -17,7 +17,7 @@ from offload.planner.activations.load import Load
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import from_name
 from offload.sizes import format_size
-from offload.swapper.memory.device_choice import open_device
+from offload.swapper.memory.device import open_device
 from offload.swapper.memory.limits import free_host_memory
 
 _HOST_SHARE = 0.8

@@ -15,7 +15,7 @@ from offload import precision
 from offload.errors import ConfigError
 from offload.kernels import settings
 from offload.presets import build, check_name, check_positions, require_transformers
-from offload.swapper.memory.device_choice import compute_device
+from offload.swapper.memory.device import compute_device
 
 DTYPES = ("auto", "bf16", "fp32")
 PLAIN = "plain"

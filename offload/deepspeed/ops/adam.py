@@ -11,7 +11,7 @@ import torch
 from offload.deepspeed.ops.options import SharedGroups, refuse_options
 from offload.engine.optim.algorithms import RULES
 from offload.kernels import CPUAdamW
-from offload.swapper.modes import ADAM
+from offload.layout.modes import ADAM
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from offload.deepspeed.ops.options import SharedGroups, refuse_options
 from offload.engine.optim.algorithms import RULES
-from offload.swapper.modes import LAMB
+from offload.layout.modes import LAMB
 
 __all__ = ["FusedLamb"]
 

@@ -18,7 +18,7 @@ from offload.deepspeed.parameters import mark
 from offload.engine.keywords import refuse
 from offload.engine.model_io.load_pretrained import init
 from offload.errors import ConfigError, UsageError
-from offload.swapper.modes import DTYPES
+from offload.layout.modes import DTYPES
 
 _DEVICES = (None, "none", "cpu", "nvme", "cuda")
 _UNSUPPORTED = {

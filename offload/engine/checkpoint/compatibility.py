@@ -12,10 +12,10 @@ from offload.engine.checkpoint.resharding import all_places, difference, paramet
 from offload.engine.params.local_shards import LocalShards
 from offload.errors import StoreError
 from offload.layout.flat_layout import Segment, UnitLayout
+from offload.layout.modes import MOMENT_BLOCK, Mode
 from offload.layout.opaque_state import StateField
 from offload.layout.optimizers.matrices import states_of
 from offload.sizes import count_of
-from offload.swapper.modes import MOMENT_BLOCK, Mode
 
 _ITERATION = "last_batch_iteration"
 """Key of DeepSpeed's schedules, and of those here with the same names."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from offload.layout.master_weights import join, split
+from offload.layout.modes import Mode, moments_name
 from offload.states import State
-from offload.swapper.modes import Mode, moments_name
 
 
 def copy_bits(saved: torch.Tensor, mine: torch.Tensor) -> None:

@@ -42,8 +42,8 @@ from offload.errors import IoError, StoreError
 from offload.fileio import DirLock, LockHeldError, holder_of, read_inner, replace_durably, sync_folder
 from offload.records import parse
 from offload.sizes import MIB
+from offload.swapper.store.folder import sync_names
 from offload.swapper.store.inspection import is_rank
-from offload.swapper.store.rank_folder import sync_names
 
 logger = logging.getLogger("offload")
 

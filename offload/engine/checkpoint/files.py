@@ -29,13 +29,13 @@ from offload.records import anything, fields, flag, parse, read, rows, table, te
 from offload.records import expected as wrong_kind
 from offload.sizes import KIB, MIB
 from offload.states import State
-from offload.swapper.store.format.manifest import ABOUT, check_layout
+from offload.swapper.store.format import ABOUT, check_layout
 from offload.swapper.store.inspection import is_rank
 
 if TYPE_CHECKING:
     from offload.fileio.safetensors_stream import Tensor
     from offload.layout.flat_layout import UnitLayout
-    from offload.swapper.modes import Mode
+    from offload.layout.modes import Mode
 
 FORMAT = 1
 FORMAT_OF_PARTS = 2

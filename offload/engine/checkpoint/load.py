@@ -37,10 +37,10 @@ from offload.fileio.safetensors_stream import TensorLocation, read_header
 from offload.layout.fingerprint import described_layouts, described_mode
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.master_weights import KEPT
+from offload.layout.modes import Mode
 from offload.records import fields, parse, read
 from offload.states import State
-from offload.swapper.modes import Mode
-from offload.swapper.store.format.blob import tensors_in
+from offload.swapper.store.format import tensors_in
 
 CLIENT_STATE = "client_state"
 """Name of the user's own state in the progress file."""

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from offload.errors import StoreError
 from offload.layout.flat_layout import Segment, SegmentShard, UnitLayout, segment_shards
+from offload.layout.modes import MOMENT_BLOCK, Mode
 from offload.states import State
-from offload.swapper.modes import MOMENT_BLOCK, Mode
 
 
 class Run(NamedTuple):

@@ -14,9 +14,9 @@ from offload.engine.checkpoint.resharding import Run, shards_of_scales
 from offload.errors import IoError, StoreError
 from offload.fileio import inner_opener
 from offload.layout.flat_layout import Segment, SegmentShard, UnitLayout, segment_shards
+from offload.layout.modes import MOMENT_BLOCK, Mode
 from offload.layout.optimizers import moment_values
 from offload.states import State
-from offload.swapper.modes import MOMENT_BLOCK, Mode
 
 if TYPE_CHECKING:
     from offload.engine.checkpoint.load import FoundCheckpoint

@@ -33,7 +33,7 @@ from offload.engine.distributed.rounds.intents import Collective, RankIntent, de
 from offload.errors import BudgetError, RankError
 from offload.states import State
 from offload.swapper.memory.device import Event
-from offload.swapper.ranks.peers import Agreed, Having, checksum
+from offload.swapper.pager import Agreed, Having, checksum
 from offload.timeline import OFF, Row, Timeline
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from offload.engine.distributed.bounded_store import BoundedStore
 from offload.errors import ConfigError, RankError
 from offload.launch.environment import rank_number, ranks_environment
-from offload.swapper.memory.device_choice import accelerator_type
+from offload.swapper.memory.device import accelerator_type
 
 NOTICE = 60.0
 """Seconds between two warnings about a wait for other ranks."""

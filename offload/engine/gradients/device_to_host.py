@@ -22,7 +22,7 @@ import torch
 from offload.engine.gradients.small_gradients import Group, Piece, Place, Receive, SmallGradients, copy_of, group
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.host_arena import HostBuffer
-from offload.swapper.memory.interruptible_lock import InterruptibleLock
+from offload.swapper.memory.lock import InterruptibleLock
 from offload.timeline import OFF, Row, Timeline, now
 
 _T = TypeVar("_T")

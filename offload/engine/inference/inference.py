@@ -36,12 +36,12 @@ from offload.engine.setup.build import STARTING, build
 from offload.engine.setup.gpu_allocator import let_segments_grow
 from offload.engine.setup.plan import Plan, decide
 from offload.errors import ConfigError, UsageError
+from offload.layout.modes import DTYPES
 from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.notices import Remark, announce
 from offload.sizes import count_of, format_size
 from offload.states import State, Tier
-from offload.swapper.memory.device_choice import compute_device, open_device
-from offload.swapper.modes import DTYPES
+from offload.swapper.memory.device import compute_device, open_device
 
 logger = logging.getLogger("offload")
 

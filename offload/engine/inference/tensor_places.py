@@ -17,8 +17,8 @@ from offload.engine.params.opaque.paged_tensor import PagedTensor
 from offload.fileio.stamp import Stamp
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.frozen.opaque import OWN, inner_starts, inner_tensors_of, opaque_parameters
-from offload.swapper.in_place.image import FileRange, UnitImage, image_of
-from offload.swapper.modes import Mode, dtype_name
+from offload.layout.modes import Mode, dtype_name
+from offload.swapper.store.model_files import FileRange, UnitImage, image_of
 
 _MOST_RUNS = 64
 """Runs of a parameter in the files, each of which is a copy to the device, up to which it is read in place."""

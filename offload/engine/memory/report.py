@@ -10,8 +10,8 @@ import torch
 from offload.aio import resident_bytes
 from offload.engine.training.components import EngineComponents
 from offload.sizes import count_of, format_size
+from offload.swapper.memory.device import memory_stats
 from offload.swapper.memory.host_arena import HostArena, process_memory
-from offload.swapper.memory.torch_allocator import memory_stats
 
 
 class MemoryReport(dict[str, Any]):

@@ -32,8 +32,8 @@ from offload.engine.params.meta_init import deferring_weights
 from offload.engine.params.paged_parameter import PagedParameter
 from offload.engine.training.snapshot import persistent_buffers
 from offload.errors import ConfigError, OffloadError, StoreError, UsageError
+from offload.layout.modes import DTYPES
 from offload.sizes import count_of
-from offload.swapper.modes import DTYPES
 
 logger = logging.getLogger("offload")
 

@@ -36,8 +36,8 @@ from offload.engine.training.components import EngineComponents, together
 from offload.engine.training.snapshot import all_persistent_buffers, persistent_buffers
 from offload.errors import BudgetError, ConfigError, UsageError
 from offload.layout.fingerprint import about, describe
+from offload.layout.modes import dtype_name
 from offload.states import State
-from offload.swapper.modes import dtype_name
 
 logger = logging.getLogger("offload")
 

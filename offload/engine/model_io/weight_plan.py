@@ -19,8 +19,8 @@ from offload.fileio.safetensors_stream import Tensor, shard
 from offload.fileio.safetensors_stream import plan as plan_file
 from offload.layout.fingerprint import described_layouts, described_mode
 from offload.layout.flat_layout import UnitLayout
+from offload.layout.modes import DTYPES, Mode
 from offload.sizes import parse_size
-from offload.swapper.modes import DTYPES, Mode
 
 
 class Place(NamedTuple):

@@ -15,14 +15,11 @@ from offload.engine.checkpoint.files import refuse_rank
 from offload.errors import IoError, StoreError
 from offload.states import State
 from offload.swapper.store import Compared, bytes_of, rank_folders
-from offload.swapper.store.format.checksums import Passages, check_whole
-from offload.swapper.store.format.commit_record import last_of_all
-from offload.swapper.store.format.manifest import Extents, Manifest, check_rank
-from offload.swapper.store.format.run_notes import FINISHED, RESHARDED
-from offload.swapper.store.format.undo import Undo
+from offload.swapper.store.folder import FINISHED, RESHARDED, Lock, Use
+from offload.swapper.store.format import Extents, Manifest, Passages, check_rank, check_whole, last_of_all
 from offload.swapper.store.inspection import Commit, Found, is_rank, look
-from offload.swapper.store.rank_folder import Lock, Use
 from offload.swapper.store.recovery import check_one_run
+from offload.swapper.store.verify import Undo
 
 if TYPE_CHECKING:
     import torch

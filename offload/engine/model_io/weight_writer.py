@@ -24,8 +24,8 @@ from offload.engine.model_io.safetensors_folder import CONFIG, GENERATION, INDEX
 from offload.engine.model_io.weight_plan import Plan
 from offload.engine.model_io.weight_source import Source
 from offload.fileio.safetensors_stream import Writer
+from offload.layout.modes import dtype_name
 from offload.sizes import count_of
-from offload.swapper.modes import dtype_name
 
 
 class Files:

@@ -13,9 +13,9 @@ from offload import kernels
 from offload.engine.optim.matrices.steps import MuonStep, SinkGDStep, muon, sinkgd
 from offload.engine.optim.torch_fallback import TorchStep, numbers_of
 from offload.errors import UsageError
+from offload.layout.modes import ADAM, LAMB, MUON, SINKGD, TORCH
 from offload.layout.optimizers.matrices import MARK
 from offload.layout.optimizers.of_torch import WITHOUT_KERNEL, kernel_rule
-from offload.swapper.modes import ADAM, LAMB, MUON, SINKGD, TORCH
 
 _FLAGS = ("decoupled", "nesterov", MARK)
 """Keys of groups that a kernel reads as True or False."""

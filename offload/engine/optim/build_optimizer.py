@@ -15,11 +15,11 @@ from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.torch_fallback import find_kept
 from offload.errors import ConfigError
 from offload.layout.config_request import rule_name
+from offload.layout.modes import ADAM, TORCH
 from offload.layout.opaque_state import StateField
 from offload.layout.optimizers.matrices import MARK, MATRIX_RULES
 from offload.layout.optimizers.of_torch import make
 from offload.sizes import count_of
-from offload.swapper.modes import ADAM, TORCH
 
 
 def choose(block: OptimizerBlock | None, model: nn.Module, given: Any, model_parameters: Any) -> Optimizer:

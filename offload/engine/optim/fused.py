@@ -12,9 +12,9 @@ from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import TileContent, UnitSteps, partition_of, segments_in
 from offload.kernels import cuda
+from offload.layout.modes import Mode
 from offload.states import State
 from offload.swapper.memory.device import Device
-from offload.swapper.modes import Mode
 
 
 class FusedUpdates:

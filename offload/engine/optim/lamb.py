@@ -20,8 +20,8 @@ from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import TileContent, UnitSteps, partition_of, segments_in
 from offload.kernels import LambSegment, LambStep, Partition
 from offload.kernels.lamb import BLOCK
+from offload.layout.modes import Mode
 from offload.states import State
-from offload.swapper.modes import Mode
 
 
 class LambUpdates:

@@ -16,11 +16,11 @@ from offload.engine.optim.algorithms import RULES, Rule, check_numbers, plain
 from offload.engine.optim.torch_fallback import numbers_of
 from offload.engine.params.paged_parameter import handle_of
 from offload.errors import UsageError
+from offload.layout.modes import ADAM, TORCH
 from offload.layout.optimizers.matrices import MARK, MATRIX_RULES
 from offload.notices import announce
 from offload.schedules.base import set_values
 from offload.sizes import count_of
-from offload.swapper.modes import ADAM, TORCH
 
 _OTHER_GROUPS = (
     "parameters cannot be added to the optimizer or removed from it after offload.initialize: give the optimizer all "

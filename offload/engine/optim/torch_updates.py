@@ -21,10 +21,10 @@ from offload.engine.optim.update_strategy import TileContent, UnitSteps
 from offload.errors import UsageError
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.master_weights import join, split
+from offload.layout.modes import Mode
 from offload.layout.opaque_state import pack, unpack
 from offload.layout.optimizers.whole import Whole
 from offload.states import State
-from offload.swapper.modes import Mode
 
 
 class TorchUpdates:

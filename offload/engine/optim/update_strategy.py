@@ -19,9 +19,9 @@ from offload import kernels
 from offload.engine.callbacks import Edit
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.layout.master_weights import put_weight, split
+from offload.layout.modes import Mode
 from offload.layout.optimizers import moment_values
 from offload.states import State
-from offload.swapper.modes import Mode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,7 +39,7 @@ from offload.engine.optim.update_strategy import EditSteps, UnitSteps, UpdateStr
 from offload.engine.params.local_shards import LocalShards
 from offload.states import Tier
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
-from offload.swapper.memory.interruptible_lock import InterruptibleLock
+from offload.swapper.memory.lock import InterruptibleLock
 from offload.timeline import Row, Timeline
 
 _IN_MEMORY = 1 << 26

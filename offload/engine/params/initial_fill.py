@@ -19,12 +19,12 @@ from offload.engine.params.opaque.takeover import page_out, write_bytes
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.frozen.fill import BlockWriter
 from offload.layout.master_weights import split
+from offload.layout.modes import Mode
 from offload.layout.placement import Placement
 from offload.layout.tiers import Partitions
 from offload.states import State, Tier
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena
-from offload.swapper.modes import Mode
 
 CHUNK = 1 << 24
 """Elements of a unit that are made into states at a time. A power of two: each chunk begins at a page of the file."""

@@ -11,13 +11,13 @@ import torch
 from offload.aio import aligned_empty
 from offload.aio.protocols import Future
 from offload.layout.flat_layout import UnitLayout
+from offload.layout.modes import Mode
 from offload.states import State, Tier
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.host_arena import HostBuffer
-from offload.swapper.modes import Mode
 from offload.swapper.pager import Pager
 from offload.swapper.store import Store
-from offload.swapper.unit_table import UnitSize
+from offload.swapper.table import UnitSize
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from offload.engine.params.paged_parameter import ParamHandle
 from offload.errors import BudgetError, UsageError
 from offload.interrupts import let_deferred_in, uninterrupted
 from offload.layout.flat_layout import UnitLayout, view_places
-from offload.swapper.memory.viewed_memory import Binding, ViewPlaces
+from offload.swapper.memory.device_arena import Binding, ViewPlaces
 from offload.swapper.pager import Pager
 from offload.torch_internals import outside_of_modes
 

@@ -11,8 +11,8 @@ from offload.engine.checkpoint.saved_states import SavedStates
 from offload.engine.model_io.weight_source import Reading, StoreSource
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout.flat_layout import Segment, UnitLayout
+from offload.layout.modes import Mode
 from offload.states import State
-from offload.swapper.modes import Mode
 from offload.swapper.store import Store, StoreSpec
 
 

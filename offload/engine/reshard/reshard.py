@@ -35,13 +35,12 @@ from offload.engine.training.snapshot import Snapshot
 from offload.errors import IoError, StoreError
 from offload.layout.fingerprint import described_layouts, store_specs
 from offload.layout.flat_layout import UnitLayout, with_kept
+from offload.layout.modes import Mode
 from offload.layout.optimizers.state_pages import placed_for
 from offload.notices import shell_command
 from offload.sizes import format_size
-from offload.swapper.modes import Mode
 from offload.swapper.store import Store, StoreSpec, find_shortage, rank_folders
-from offload.swapper.store.format.commit_record import last_of_all
-from offload.swapper.store.format.manifest import compare
+from offload.swapper.store.format import compare, last_of_all
 from offload.swapper.store.inspection import Found, is_rank, look, store_id
 from offload.swapper.store.recovery import check_drives, check_one_run, check_startable
 

@@ -21,10 +21,9 @@ from offload.errors import StoreError
 from offload.fileio import inner_folder, sync_folder
 from offload.records import fields, read, rows, text
 from offload.swapper.store import rank_folders
-from offload.swapper.store.format.run_notes import RESHARDED
-from offload.swapper.store.inspection import store_id
-from offload.swapper.store.rank_folder import (
+from offload.swapper.store.folder import (
     REPLACED,
+    RESHARDED,
     STAGED,
     Lock,
     folders_aside,
@@ -33,6 +32,7 @@ from offload.swapper.store.rank_folder import (
     unlink,
     write_durably,
 )
+from offload.swapper.store.inspection import store_id
 
 
 class Switch(NamedTuple):

@@ -19,8 +19,8 @@ from offload.engine.callbacks import EngineCallbacks
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.errors import UsageError
 from offload.interrupts import uninterrupted
-from offload.swapper.access_order import PassKind
 from offload.swapper.pager import Pager
+from offload.swapper.policy import PassKind
 from offload.timeline import Phase, Timeline
 from offload.torch_internals import call_after_backward, inside_backward
 

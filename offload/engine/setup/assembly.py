@@ -46,14 +46,14 @@ from offload.engine.training.components import EngineComponents
 from offload.layout.flat_layout import Segment
 from offload.layout.frozen.expand import expander
 from offload.layout.memory_plan import limits, unit_sizes
+from offload.layout.modes import LAMB, TORCH
 from offload.layout.schedule import makes_early_updates
 from offload.layout.tiers import copied_memory
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, process_memory
-from offload.swapper.modes import LAMB, TORCH
 from offload.swapper.pager import Pager
 from offload.swapper.store import Store
-from offload.swapper.store.drive_spans import DriveSpans
+from offload.swapper.store.requests import DriveSpans
 from offload.timeline import Timeline
 
 

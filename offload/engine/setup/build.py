@@ -49,12 +49,12 @@ from offload.launch.environment import rank_number
 from offload.layout.fingerprint import describe
 from offload.notices import Headline
 from offload.sizes import format_size
-from offload.swapper.in_place.model_files import ModelFiles
 from offload.swapper.store import Rating, Store, StoreSpec, Written
-from offload.swapper.store.drive_spans import DriveSpans
-from offload.swapper.store.format.commit_record import last_of_all
+from offload.swapper.store.format import last_of_all
 from offload.swapper.store.inspection import look
+from offload.swapper.store.model_files import ModelFiles
 from offload.swapper.store.recovery import check_one_run
+from offload.swapper.store.requests import DriveSpans
 from offload.timeline import Timeline, open_timeline
 
 _T = TypeVar("_T")

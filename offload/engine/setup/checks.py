@@ -24,9 +24,9 @@ from offload.hardware.mounts import check_folders
 from offload.layout.collectives.secondary import check_node
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.frozen.opaque import is_of_bitsandbytes, is_packed, waits_for_quantization
+from offload.layout.modes import LAMB, MUON, Mode, dtype_name
 from offload.sizes import count_of
 from offload.swapper.memory.device import Device
-from offload.swapper.modes import LAMB, MUON, Mode, dtype_name
 from offload.torch_internals import inner_tensors
 
 

@@ -20,14 +20,14 @@ from offload.engine.optim.speculation.rules import RunFacts, run_may_speculate
 from offload.engine.setup.plan import Plan
 from offload.engine.setup.run_files import RunFiles
 from offload.layout.budgets.machine import STAGING_BUFFERS, WINDOWS
+from offload.layout.modes import LAMB
 from offload.layout.schedule import makes_early_updates
 from offload.states import State, Tier
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena
-from offload.swapper.modes import LAMB
 from offload.swapper.pager import Pager
 from offload.swapper.store import Written
-from offload.swapper.store.drive_spans import DriveSpans
+from offload.swapper.store.requests import DriveSpans
 from offload.swapper.store.spill_file import SpillFile
 from offload.timeline import OFF, Timeline
 

@@ -54,8 +54,7 @@ from offload.errors import ConfigError
 from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.notices import announce
 from offload.sizes import count_of, format_size
-from offload.swapper.memory.device import Device
-from offload.swapper.memory.device_choice import compute_device, open_device
+from offload.swapper.memory.device import Device, compute_device, open_device
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -32,6 +32,7 @@ from offload.layout.flat_layout import UnitLayout, layouts_of
 from offload.layout.frozen.choice import stored_weights
 from offload.layout.frozen.notices import frozen_notices
 from offload.layout.memory_plan import MemoryPlan, MemoryRequest, PlacedStates, place_states, plan_memory, wanted_slots
+from offload.layout.modes import Mode
 from offload.layout.opaque_state import StateField
 from offload.layout.optimizers.state_pages import laid_out_for
 from offload.layout.placement import Placement
@@ -41,11 +42,10 @@ from offload.layout.units import Units, tied_numel
 from offload.notices import Headline, Remark
 from offload.sizes import format_size
 from offload.states import State
-from offload.swapper.in_place.image import UnitImage
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.host_arena import process_memory
 from offload.swapper.memory.limits import free_host_memory
-from offload.swapper.modes import Mode
+from offload.swapper.store.model_files import UnitImage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

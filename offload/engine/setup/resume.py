@@ -33,8 +33,8 @@ from offload.swapper.store import (
     read_closed,
     run_status,
 )
-from offload.swapper.store.format.manifest import layout_difference
-from offload.swapper.store.format.run_notes import CLOSED
+from offload.swapper.store.folder import CLOSED
+from offload.swapper.store.format import layout_difference
 from offload.swapper.store.inspection import look
 
 _COLUMN = re.compile(r"(?:-pp\d+of(\d+))?(?:-tp\d+of(\d+))?")

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from offload.aio.shared_queue import SharedQueue
 from offload.engine.setup.plan import Plan
 from offload.engine.training.snapshot import scheduler_state
-from offload.swapper.in_place.model_files import ModelFiles
 from offload.swapper.store import Store, Written
-from offload.swapper.store.format.commit_record import was_committed
+from offload.swapper.store.format import was_committed
+from offload.swapper.store.model_files import ModelFiles
 
 
 @dataclass(frozen=True, kw_only=True)

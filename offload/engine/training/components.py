@@ -28,10 +28,10 @@ from offload.engine.sequence.forward import SequenceForward
 from offload.engine.sequence.group import SequenceParallel
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
-from offload.swapper.in_place.model_files import ModelFiles
 from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.pager import Pager
 from offload.swapper.store import Store, Written
+from offload.swapper.store.model_files import ModelFiles
 from offload.timeline import OFF, Timeline
 
 

@@ -30,8 +30,7 @@ from offload.errors import BudgetError
 from offload.interrupts import uninterrupted
 from offload.layout.budgets.device_need import ArenaHistory, DeviceNeed, next_growth
 from offload.sizes import format_size
-from offload.swapper.memory.device import Device
-from offload.swapper.memory.torch_allocator import empty_cache, shortages
+from offload.swapper.memory.device import Device, empty_cache, shortages
 from offload.swapper.pager import Pager
 from offload.torch_internals import inside_backward, tree_leaves
 

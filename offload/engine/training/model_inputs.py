@@ -11,8 +11,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from offload.errors import UsageError
+from offload.layout.modes import dtype_name
 from offload.notices import announce
-from offload.swapper.modes import dtype_name
 from offload.torch_internals import tree_map
 
 

@@ -12,7 +12,7 @@ import torch
 from offload.hardware.probe.pace import Pace, grown, in_turns
 from offload.hardware.probe.rates import DTYPES
 from offload.sizes import MIB
-from offload.swapper.memory.device_choice import open_device
+from offload.swapper.memory.device import open_device
 
 _COPIED = (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 """Bytes of a copy, in growing sizes."""

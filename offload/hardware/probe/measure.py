@@ -26,7 +26,7 @@ from offload.hardware.probe.host import Host
 from offload.hardware.probe.pace import Pace
 from offload.hardware.probe.rates import DTYPES, DriveRates, DtypeRates, Probed, Rates
 from offload.sizes import MIB, PAGE, align_up, format_size
-from offload.swapper.memory.device_choice import compute_device
+from offload.swapper.memory.device import compute_device
 
 SECONDS = 30.0
 """Approximate duration of the entire probe on a machine of any speed."""

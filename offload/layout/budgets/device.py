@@ -5,11 +5,11 @@ from __future__ import annotations
 from offload.layout.budgets.device_need import DeviceNeed, device_fixed, largest_moving, least_holds, moving
 from offload.layout.budgets.machine import Machine
 from offload.layout.collectives.secondary import check_room
+from offload.layout.modes import Mode
 from offload.layout.tiers import Partitions, PlacementRequest, TierMap, that_fit, to_add_up, with_tier
 from offload.sizes import MIB, PAGE, align_up
 from offload.states import State, Tier
 from offload.swapper.memory.device_arena import check_budget
-from offload.swapper.modes import Mode
 
 _DEVICE_UNITS = 3
 """Units of the largest size for which the device arena has room by default."""

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from offload.layout.budgets.device import beside_arenas, divide_device
 from offload.layout.budgets.machine import CHUNK, STAGING_BUFFERS, WINDOWS, Machine
+from offload.layout.modes import Mode
 from offload.layout.tiers import Partitions, PlacementRequest, TierMap, configured, demotions, tier_nbytes, with_tier
 from offload.layout.tile_sizes import pipeline, tile_growth
 from offload.sizes import MIB, PAGE, align_up
 from offload.states import State, Tier
 from offload.swapper.memory.host_arena import Classes
-from offload.swapper.modes import Mode
 
 HOST_SHARE = 0.8
 """Fraction of the free host memory that the default budget takes at most; where the device computes there, of what its

@@ -11,8 +11,8 @@ from torch import nn
 from offload.config import Config
 from offload.layout.config_request import rule_name
 from offload.layout.experts.stacks import cut_stacks, described, other_implementations
+from offload.layout.modes import ADAM
 from offload.layout.units import Stack, Units, find_units
-from offload.swapper.modes import ADAM
 
 
 @dataclass(frozen=True)

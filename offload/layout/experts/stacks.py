@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from torch import nn
 
+from offload.layout.modes import LAMB, TORCH
 from offload.layout.optimizers.matrices import MATRIX_RULES
 from offload.layout.units import Stack, is_compiled
 from offload.notices import Remark
 from offload.provenance import described as described_code
 from offload.provenance import is_of
 from offload.sizes import count_of
-from offload.swapper.modes import LAMB, TORCH
 
 LOOP = "eager"
 """The implementation of transformers that takes one expert after the other."""

@@ -16,8 +16,8 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.layout.flat_layout import Segment, UnitLayout, arrange
+from offload.layout.modes import MUON, NOT_OF_MATRICES, Mode
 from offload.states import State
-from offload.swapper.modes import MUON, NOT_OF_MATRICES, Mode
 
 MATRIX_RULES = tuple(NOT_OF_MATRICES)
 """Names of the rules that step matrices in their own way, and all other parameters by AdamW."""

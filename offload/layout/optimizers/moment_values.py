@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from offload.kernels.moments import decode_moments, encode_moments
+from offload.layout.modes import MOMENT_BLOCK, Mode
 from offload.states import State
-from offload.swapper.modes import MOMENT_BLOCK, Mode
 
 
 def scales_of(mode: Mode, scales: torch.Tensor, numel: int, offset: int = 0) -> torch.Tensor:

@@ -13,8 +13,8 @@ from torch import nn
 from offload import kernels
 from offload.errors import ConfigError
 from offload.layout.flat_layout import UnitLayout, with_kept
+from offload.layout.modes import ADAM, TORCH
 from offload.layout.opaque_state import StateField, describe_state
-from offload.swapper.modes import ADAM, TORCH
 
 WITHOUT_KERNEL = ("amsgrad", "maximize", "capturable", "differentiable", "initial_accumulator_value")
 """Options of torch's optimizers that the kernels do not implement."""

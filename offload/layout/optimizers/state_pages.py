@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offload.layout.flat_layout import UnitLayout, arrange
-from offload.swapper.modes import Mode
+from offload.layout.modes import Mode
 
 
 def laid_out_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> tuple[UnitLayout, ...]:

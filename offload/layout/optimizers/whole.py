@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from offload.layout.flat_layout import Segment, UnitLayout, home, segment_shards
-from offload.swapper.modes import TORCH, Mode
+from offload.layout.modes import TORCH, Mode
 
 
 class Whole(NamedTuple):

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from offload.planner.simulation.clock import Work
 from offload.states import Tier
 from offload.swapper.policy import Block
-from offload.swapper.residency import Residency
-from offload.swapper.unit_table import UnitSize
+from offload.swapper.table import Residency, UnitSize
 
 
 @dataclass

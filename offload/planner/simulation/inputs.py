@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from offload.layout.modes import Mode
 from offload.layout.placement import Placement
 from offload.layout.tiers import Partitions, tier_nbytes
 from offload.planner.simulation.simulate import Budgets
 from offload.planner.simulation.updater import UpdateCost
 from offload.sizes import align_up
 from offload.states import State, Tier
-from offload.swapper.modes import Mode
 
 
 def update_costs(parts: Partitions, placement: Placement, slots: int, mode: Mode) -> list[UpdateCost | None]:

@@ -15,12 +15,20 @@ from offload.planner.simulation.entry import Candidates, Entry
 from offload.planner.simulation.machine import Acting, Machine, until
 from offload.sizes import PAGE, align_up, format_size
 from offload.states import Tier
-from offload.swapper.access_order import AccessOrder
 from offload.swapper.memory.allocator import Allocator
-from offload.swapper.policy import Block, Floor, Limits, find_room, keeps, largest_beside, next_to_fetch, victims
+from offload.swapper.policy import (
+    AccessOrder,
+    Block,
+    Floor,
+    Limits,
+    find_room,
+    keeps,
+    largest_beside,
+    next_to_fetch,
+    victims,
+)
 from offload.swapper.prefetch import may_upload_elsewhere
-from offload.swapper.residency import ARROWS, Residency
-from offload.swapper.unit_table import UnitSize
+from offload.swapper.table import ARROWS, Residency, UnitSize
 
 
 class SimulatedPager:

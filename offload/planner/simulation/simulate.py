@@ -26,7 +26,7 @@ from offload.planner.simulation.pager import SimulatedPager
 from offload.planner.simulation.updater import SimulatedUpdater, UpdateCost
 from offload.swapper.memory.allocator import Allocator
 from offload.swapper.policy import Limits
-from offload.swapper.unit_table import UnitSize
+from offload.swapper.table import UnitSize
 
 
 class Expected(NamedTuple):

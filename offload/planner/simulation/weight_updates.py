@@ -8,7 +8,7 @@ from offload.planner.simulation.entry import Entry
 from offload.planner.simulation.machine import Acting, until
 from offload.planner.simulation.pager import SimulatedPager
 from offload.states import Tier
-from offload.swapper.residency import Residency
+from offload.swapper.table import Residency
 
 
 class SimulatedWeightUpdates:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from offload.errors import ConfigError
 from offload.layout.memory_plan import limits, unit_sizes
+from offload.layout.modes import LAMB
 from offload.layout.optimizers.matrices import product_flops
 from offload.layout.optimizers.whole import cuts
 from offload.planner.activations.load import Load
@@ -34,7 +35,6 @@ from offload.planner.step_time.passes import forward
 from offload.planner.step_time.step_order import step_of
 from offload.report import phases
 from offload.states import State, Tier
-from offload.swapper.modes import LAMB
 
 MOST_MICRO_BATCHES = 4096
 """Most micro-batches of a step that is predicted: the time of a prediction grows with them, to a minute here."""

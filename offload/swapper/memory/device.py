@@ -18,15 +18,115 @@ the same calls copy at once, and compute waits by blocking the thread that is ab
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
+import os
 import threading
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from offload.aio import aligned_empty, release_pages_at
-from offload.swapper.memory.host_side import HostBlock
+from offload.aio import aligned_empty, prefer_node, release_pages_at
+from offload.errors import ConfigError
+from offload.sizes import GIB, MIB, PAGE, align_up, count_of, format_size
+from offload.swapper.memory.limits import free_host_memory
+
+# -- host side -----------------------------------------------------------------------------------------
+#
+# The host's side of one kind of accelerator: pinned memory, and waits of a thread.
+#
+# `AcceleratorDevice` is the same code for every accelerator. It reaches through a `HostSide` what torch offers for some
+# of them only:
+#
+#     CUDA, ROCm    `cuda_host_side`: memory of our own is pinned piece by piece through the runtime
+#     all others    `TorchHostSide`: torch allocates pinned memory
+#
+# `device_choice.HOST_SIDES` has an entry for each type of device with a side of its own.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostBlock:
+    """Host memory of one allocation. It starts at a whole page, and its last page belongs to no other block."""
+
+    buffer: memoryview
+    """Its bytes, which live until the last view of them is gone."""
+    releases_pages: bool
+    """True for memory of `aligned_empty`, whose unused pages `release_pages` may give back to the system."""
+
+
+class HostSide(Protocol):
+    """The functions of the host that differ between kinds of accelerators. Any thread may call any of them."""
+
+    def allocate(self, nbytes: int) -> HostBlock:
+        """Allocates host memory near the device, which `pin` can pin in parts."""
+
+    def pin(self, memory: torch.Tensor) -> str | None:
+        """Pins the pages of `memory`, (nbytes,) uint8 of `allocate` from the start of a page.
+
+        Returns:
+            None if they are pinned now, else the reason of the refusal, in words.
+        """
+
+    def unpin(self, address: int) -> str | None:
+        """Undoes the call of `pin` for the memory that begins at `address`; returns a refusal as `pin` does."""
+
+    def wait(self, event: torch.Event) -> None:
+        """Blocks the calling thread until `event` is done, without keeping a core busy if the device can do that."""
+
+
+class TorchHostSide:
+    """The host's side of any accelerator, by the functions that torch offers for all of them.
+
+    Torch pins only memory that it allocates itself, so `allocate` returns such memory, pinned as a whole.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Takes the device; torch pins for the accelerator of the process, of which there is one kind."""
+        self._device = device
+        self._refusal = f"torch has not allocated this memory as pinned memory for {device.type}"
+
+    def allocate(self, nbytes: int) -> HostBlock:
+        """Returns memory that torch has pinned; ordinary memory if torch refuses or if too little memory is free."""
+        taken = bytes_taken_by_torch(nbytes + PAGE)
+        if taken > free_host_memory():
+            self._refusal = (
+                f"torch would take {format_size(taken)} for {format_size(nbytes)} of pinned memory, more than is free"
+            )
+            return HostBlock(buffer=aligned_empty(nbytes), releases_pages=True)
+        try:
+            whole = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=True, device="cpu")
+        except RuntimeError as error:
+            self._refusal = str(error).partition("\n")[0]
+            return HostBlock(buffer=aligned_empty(nbytes), releases_pages=True)
+        start = -whole.data_ptr() % PAGE
+        # The array keeps torch's memory alive, and the view keeps the array alive.
+        return HostBlock(buffer=whole[start : start + nbytes].numpy().data, releases_pages=False)
+
+    def pin(self, memory: torch.Tensor) -> str | None:
+        """Returns None for memory that torch has allocated as pinned, the reason for other memory."""
+        return None if memory.is_pinned() else self._refusal
+
+    def unpin(self, address: int) -> str | None:
+        """Does nothing: the memory is unpinned when torch frees it."""
+        return None
+
+    def wait(self, event: torch.Event) -> None:
+        """Waits as torch does for this accelerator."""
+        event.synchronize()
+
+
+def bytes_taken_by_torch(nbytes: int) -> int:
+    """Returns the bytes that torch's allocator of pinned memory takes for `nbytes`: the next power of two."""
+    return 1 << max(nbytes - 1, 0).bit_length()
+
+
+# -- device --------------------------------------------------------------------------------------------
 
 
 class Event(Protocol):
@@ -197,3 +297,488 @@ class Device:
             computes: True if the thread runs the model.
         """
         self._thread.copies_alone = not computes
+
+
+# -- torch allocator -----------------------------------------------------------------------------------
+#
+# torch's caching allocator of a device: shortages that it has met, and memory that it keeps for later tensors.
+
+
+class Shortages(NamedTuple):
+    """Counts of moments in which the device had no more memory, since the process began."""
+
+    retries: int
+    """Allocations for which torch gave up the memory that it kept, or tried to."""
+    errors: int
+    """Allocations that failed: torch raised its out-of-memory error."""
+
+
+def shortages(device: torch.device) -> Shortages:
+    """Returns the shortages of `device` so far; zeros for a device on which torch counts none."""
+    if device.type == "cpu":
+        return Shortages(0, 0)
+    # Not `memory_stats`, which renames hundreds of entries: this is called at every entry of an engine that has grown.
+    nested = getattr(torch.get_device_module(device), "memory_stats_as_nested_dict", None)
+    stats = memory_stats(device) if nested is None else nested(device)
+    return Shortages(int(stats.get("num_alloc_retries", 0)), int(stats.get("num_ooms", 0)))
+
+
+def memory_stats(device: torch.device) -> dict[str, Any]:
+    """Returns the allocator's figures by torch's names for them; empty for a device on which torch counts none."""
+    if device.type == "cpu":
+        return {}
+    # Not every device's module has the function: that of MPS has none.
+    found = getattr(torch.get_device_module(device), "memory_stats", None)
+    return {} if found is None else dict(found(device))
+
+
+def empty_cache(device: torch.device) -> None:
+    """Gives the memory of freed tensors of `device` that torch keeps back to the driver, for any allocation to use."""
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
+# -- accelerator ---------------------------------------------------------------------------------------
+#
+# Any accelerator of torch, by `torch.Stream`, `torch.Event` and `torch.accelerator`: CUDA, ROCm, XPU, NPU.
+#
+# No call here names a kind of accelerator. Memory is asked for at the device's module, `torch.get_device_module`, which
+# has the functions `mem_get_info`, `memory_reserved` and `memory_allocated` for each of them. What torch does not offer
+# for all accelerators is behind `HostSide`. CUDA has run this code; ROCm, XPU and NPU have not.
+
+
+logger = logging.getLogger("offload")
+
+PIN_CHUNK = GIB
+"""Bytes of host memory that one call pins at most: if a call is refused, the memory pinned before stays pinned."""
+PIN_LEAST = 16 * MIB
+"""Bytes of the smallest piece that is tried after larger ones were refused."""
+
+
+class _StreamEvent:
+    """Event recorded at the present end of a stream."""
+
+    __slots__ = ("_side", "event")
+
+    def __init__(self, stream: torch.Stream, side: HostSide) -> None:
+        self.event: torch.Event = stream.record_event()
+        self._side = side
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        self._side.wait(self.event)
+
+
+class AcceleratorDevice(Device):
+    """An accelerator. Copies between it and host memory that `register` pinned run at the speed of the bus.
+
+    Copies of other host memory are correct as well, but slower, and the thread that starts one may block.
+    """
+
+    def __init__(self, device: torch.device, side: HostSide) -> None:
+        """Creates the streams.
+
+        Args:
+            device: the accelerator, with its index.
+            side: pins host memory for this accelerator, and waits for its events.
+        """
+        super().__init__(device)
+        self.host_addressable = False
+        self._side = side
+        self._module = torch.get_device_module(device)
+        self._upload = torch.Stream(device)
+        self._download = torch.Stream(device)
+        self._update = torch.Stream(device)
+        self._pinned: dict[int, list[tuple[int, int]]] = {}
+        """The pinned pieces, (first, last) address, of each registered part, by the address of the part."""
+        self._borders: tuple[int, ...] = ()
+        """Addresses at which a pinned piece begins or ends, ascending."""
+
+    def room(self) -> DeviceRoom:
+        free, total = self._module.mem_get_info(self.torch)
+        reserved = self._module.memory_reserved(self.torch)
+        # Not every module has a function for the limit that a user has set; torch 2.6 has none.
+        limit = getattr(self._module, "get_per_process_memory_fraction", lambda _: 1.0)
+        free = min(free, int(limit(self.torch) * total) - reserved)
+        return DeviceRoom(max(free, 0), reserved - self._module.memory_allocated(self.torch))
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
+
+    def give_back(self, memory: torch.Tensor, regions: Sequence[tuple[int, int]]) -> None:
+        self.synchronize()
+        # Views stay views of the storage, as in FSDP, and show its next memory after `take_back`.
+        memory.untyped_storage().resize_(0)
+        empty_cache(self.torch)
+
+    def take_back(self, memory: torch.Tensor) -> None:
+        memory.untyped_storage().resize_(memory.numel())
+        # Compute in flight may still use what torch has reused here, and other streams do not wait for it.
+        self.synchronize()
+
+    # -- pinned host memory -------------------------------------------------------------------------
+
+    def allocate_host(self, nbytes: int) -> HostBlock:
+        return self._side.allocate(nbytes)
+
+    def register(self, parts: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """Pins the parts in their order; logs one warning if the device refuses some of the memory."""
+        refusal = None
+        try:
+            for part in parts:
+                refusal = self._pin(part)
+                # After a refusal of the least piece nothing more is asked for: the limit counts all pinned memory.
+                if refusal is not None:
+                    break
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                self.unregister(parts)
+            raise
+        self._find_borders()
+        granted = tuple(self._pinned_bytes(part) for part in parts)
+        pinned, wanted = sum(granted), sum(part.nbytes for part in parts)
+        if refusal is not None:
+            logger.warning(
+                "%s pins %s of %s of host memory and refuses the other %s: %s. Copies of what is not pinned go "
+                "through a buffer of the driver, typically at a third to a half of the bus speed. Such a copy blocks "
+                "the thread that starts it, so the copy does not overlap with compute. What is copied most was pinned "
+                "first. The system limits pinned memory: WSL to 0.5 to 1 GiB in all, a container to its memory limit. "
+                'Run on Linux itself, raise the limit of the container, or lower "host_memory" in the "offload" block.',
+                self.torch.type.upper(),
+                format_size(pinned),
+                format_size(wanted),
+                format_size(wanted - pinned),
+                refusal,
+            )
+        return granted
+
+    def _pinned_bytes(self, part: torch.Tensor) -> int:
+        """Returns the pinned bytes of a registered part."""
+        pieces = self._pinned.get(part.data_ptr(), ()) if part.nbytes else ()
+        return min(part.nbytes, sum(last - first for first, last in pieces))
+
+    def _pin(self, part: torch.Tensor) -> str | None:
+        """Pins one part in pieces, smaller ones after a refusal; returns the refusal of the smallest piece."""
+        if not part.nbytes:
+            return None
+        address = part.data_ptr()
+        assert address % PAGE == 0 and address not in self._pinned, "memory of whole pages is registered once"
+        pieces = self._pinned[address] = []
+        start, size = 0, PIN_CHUNK
+        while start < part.nbytes:
+            piece = part[start : start + size]
+            # Noted before the call: a Ctrl-C may come between any two lines, and a pinned piece must not be lost.
+            pieces.append((piece.data_ptr(), piece.data_ptr() + align_up(piece.nbytes)))
+            refusal = self._side.pin(piece)
+            if refusal is None:
+                start += piece.nbytes
+                continue
+            pieces.pop()
+            if piece.nbytes <= PIN_LEAST:
+                return refusal
+            # A system with a limit refuses a large piece as a whole, although a smaller one would fit.
+            size = max(align_up(piece.nbytes // 2), PIN_LEAST)
+        return None
+
+    def unregister(self, parts: Sequence[torch.Tensor]) -> None:
+        """Waits for copies in flight and unpins all pieces.
+
+        Raises:
+            RuntimeError: last of all, if the accelerator has failed or does not unpin a piece.
+        """
+        starts = [part.data_ptr() for part in parts if part.nbytes]
+        refusals = []
+        try:
+            # At the end of an engine a copy may still be in flight for which no thread waits.
+            self.synchronize()
+        finally:
+            for start in starts:
+                pieces = self._pinned.get(start, [])
+                while pieces:
+                    refusal = self._side.unpin(pieces.pop()[0])
+                    if refusal is not None:
+                        refusals.append(refusal)
+                self._pinned.pop(start, None)
+            self._find_borders()
+        if refusals:
+            raise RuntimeError(f"{self.torch.type} cannot unpin {len(refusals)} ranges of host memory: {refusals[0]}")
+
+    def _find_borders(self) -> None:
+        """Updates `_borders` after a change of the pinned pieces."""
+        self._borders = tuple(sorted({end for pieces in self._pinned.values() for piece in pieces for end in piece}))
+
+    # -- copies -------------------------------------------------------------------------------------
+
+    def upload(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
+        return self._copy(self._upload, destination, source, after, source)
+
+    def download(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
+        return self._copy(self._download, destination, source, after, destination)
+
+    def _copy(
+        self,
+        stream: torch.Stream,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        after: Sequence[Event],
+        host: torch.Tensor,
+    ) -> Event:
+        """Starts a copy on `stream` after `after`; `host` is the one of the two (nbytes,) tensors in host memory."""
+        address = host.data_ptr()
+        with self._submitting_to(stream):
+            for event in after:
+                self._order(stream, event)
+            # CUDA refuses a copy whose host memory spans two pinned pieces, or a pinned piece and unpinned memory.
+            for first, last in cut(address, address + host.nbytes, self._borders):
+                part = slice(first - address, last - address)
+                destination.view(torch.uint8)[part].copy_(source.view(torch.uint8)[part], non_blocking=True)
+        return _StreamEvent(stream, self._side)
+
+    # -- streams ------------------------------------------------------------------------------------
+
+    def record_event(self) -> Event:
+        return _StreamEvent(torch.accelerator.current_stream(self.torch), self._side)
+
+    def wait_event(self, event: Event) -> None:
+        self._order(torch.accelerator.current_stream(self.torch), event)
+
+    @staticmethod
+    def _order(stream: torch.Stream, event: Event) -> None:
+        """Makes `stream` wait for `event`: on the device for one of its events, else by blocking the calling thread."""
+        if isinstance(event, _StreamEvent):
+            # Ordered on the device: the host thread continues.
+            stream.wait_event(event.event)
+        else:
+            event.wait()
+
+    @contextlib.contextmanager
+    def _submitting_to(self, stream: torch.Stream) -> Iterator[None]:
+        """Makes `stream` the calling thread's current stream in the body. torch 2.6 has no such context."""
+        device, before = current_index(), torch.accelerator.current_stream(self.torch)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+            # A stream brings its device with it, and the thread's current device may be another one.
+            if device != self.torch.index:
+                set_index(device)
+
+    @contextlib.contextmanager
+    def uploading(self) -> Iterator[None]:
+        with self._submitting_to(self._upload):
+            yield
+
+    def uploaded(self) -> Event:
+        return _StreamEvent(self._upload, self._side)
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        with self._submitting_to(self._update):
+            yield
+
+    def updated(self) -> Event:
+        return _StreamEvent(self._update, self._side)
+
+    def capturing(self) -> bool:
+        # Not every module has the function: graphs are recorded by CUDA, ROCm, XPU and NPU alone.
+        asked = getattr(self._module, "is_current_stream_capturing", None)
+        return asked is not None and bool(asked())
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.torch)
+
+    def enter_thread(self, *, computes: bool = False) -> None:
+        # The current device is a setting of each thread. Without this call the thread would use device 0.
+        set_index(self.torch.index)
+
+
+def current_index() -> int:
+    """Returns the index of the calling thread's current accelerator."""
+    # torch 2.6 has the function under its earlier name alone.
+    get = getattr(torch.accelerator, "current_device_index", None) or torch.accelerator.current_device_idx
+    return int(get())
+
+
+def set_index(index: int) -> None:
+    """Makes the accelerator with this index the calling thread's current one."""
+    # As above.
+    change = getattr(torch.accelerator, "set_device_index", None) or torch.accelerator.set_device_idx
+    change(index)
+
+
+def cut(start: int, stop: int, borders: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns [start, stop) cut at all `borders`, ascending, that are inside."""
+    inside = borders[bisect_right(borders, start) : bisect_left(borders, stop)]
+    return list(pairwise((start, *inside, stop)))
+
+
+# -- cuda host side ------------------------------------------------------------------------------------
+#
+# The host's side of CUDA and ROCm: registered host memory, the NUMA node of the GPU, and waits that sleep.
+
+
+class CudaHostSide:
+    """Pins memory of ours through the CUDA runtime, as torch exposes it; ROCm has the same names there."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Takes the GPU; nothing is asked of the driver yet."""
+        self._device = device
+        self._of_thread = threading.local()
+
+    def allocate(self, nbytes: int) -> HostBlock:
+        """Returns memory that lies on the NUMA node of the GPU, as far as that node has free memory."""
+        block = HostBlock(buffer=aligned_empty(nbytes), releases_pages=True)
+        # A copy from memory of another NUMA node crosses the link between the sockets.
+        node = memory_node(torch.cuda.get_device_properties(self._device)) if nbytes else None
+        if node is not None:
+            # Before pinning: the first touch allocates the pages, and pinning is the first touch.
+            prefer_node(block.buffer, node)
+        return block
+
+    def pin(self, memory: torch.Tensor) -> str | None:
+        """Registers whole pages with CUDA."""
+        cudart: Any = torch.cuda.cudart()
+        return self._refusal(cudart.cudaHostRegister(memory.data_ptr(), align_up(memory.nbytes), 0))
+
+    def unpin(self, address: int) -> str | None:
+        """Ends a registration."""
+        cudart: Any = torch.cuda.cudart()
+        return self._refusal(cudart.cudaHostUnregister(address))
+
+    def wait(self, event: torch.Event) -> None:
+        """Sleeps until `event` is done: a thread that spins would take a core from the update kernels.
+
+        The host spins in a wait for a `torch.Event`, since torch has no flag for it there. So a stream that only this
+        thread uses waits for `event`, and the host waits for an event of CUDA's on that stream, whose waits sleep.
+        """
+        if event.query():
+            return
+        stream = self._stream()
+        stream.wait_event(event)
+        stream.record_event(torch.cuda.Event(blocking=True)).synchronize()
+
+    def _stream(self) -> torch.cuda.Stream:
+        """Returns the calling thread's stream for waits."""
+        stream: torch.cuda.Stream | None = getattr(self._of_thread, "stream", None)
+        if stream is None:
+            # torch has a pool of 32 streams for each priority and hands them out in turns, so a new stream of the
+            # default priority may be one that copies, behind whose copies a wait would queue. Hence the high priority.
+            stream = self._of_thread.stream = torch.cuda.Stream(self._device, priority=-1)
+        return stream
+
+    def _refusal(self, result: Any) -> str | None:
+        """Returns CUDA's message for the `result` of a call of its runtime; None if the call succeeded."""
+        if int(result) == 0:
+            return None
+        # CUDA also stores the error as its last one. Torch asks for the last error after its next kernel, which would
+        # then seem to have failed. Here the launch of a dummy kernel consumes that error.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self._device)
+        cudart: Any = torch.cuda.cudart()
+        return f"{cudart.cudaGetErrorString(result)} (CUDA error {int(result)})"
+
+
+def memory_node(gpu: Any, folder: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """Returns the NUMA node next to the GPU with torch's properties `gpu`.
+
+    None on a machine of one node, and if the system or an older torch does not report the node.
+    """
+    place = pci_address(gpu)
+    try:
+        node = -1 if place is None else int((folder / place / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def pci_address(gpu: Any) -> str | None:
+    """Returns the PCI address of the GPU with torch's properties `gpu`; None if torch is too old to report it."""
+    try:
+        return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    except AttributeError:
+        return None
+
+
+# -- device choice -------------------------------------------------------------------------------------
+#
+# The choice of the device that a process computes on, by name, and its device object.
+
+
+HOST_SIDES: dict[str, Callable[[torch.device], HostSide]] = {"cuda": CudaHostSide}
+"""Constructors of the host's side, by torch's name of the device type, for types that have a side of their own."""
+
+_ROCM = ("hip", "rocm")
+"""Names of AMD's GPUs that torch does not go by."""
+
+
+def accelerator_type() -> str | None:
+    """Returns the type of the accelerator that torch finds, such as "cuda" (ROCm too) or "xpu"; None without one."""
+    # Asked first: torch 2.6 raises if there is none.
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if found is None else found.type
+
+
+def compute_device(name: str, setting: str = '"device"') -> torch.device:
+    """Returns the device that this process computes on; if there are several, LOCAL_RANK selects the current one.
+
+    Args:
+        name: "auto", "cpu", or the type of an accelerator as torch names it: "cuda" (ROCm too), "xpu", "npu". "auto" is
+            the accelerator that torch finds, and the CPU without one.
+        setting: the user's name for the setting, for error messages.
+
+    Raises:
+        ConfigError: if the name is unknown, or if the device does not exist.
+    """
+    found = None if name == "cpu" else accelerator_type()
+    if name not in ("auto", "cpu", found):
+        if not _is_type(name) or name in _ROCM:
+            known = "" if found in (None, "cuda") else f", {found}"
+            raise ConfigError(f"there is no device {name!r}: {setting} may be auto, cpu, cuda{known}{_hint(name)}")
+        raise ConfigError(f'{setting} is {name}, but torch finds no {name.upper()} device; set it to "auto" or "cpu"')
+    if found is None:
+        return torch.device("cpu")
+    local, count = os.environ.get("LOCAL_RANK", "0"), torch.accelerator.device_count()
+    # torchrun shows all GPUs to each process, other launchers show one. A current device other than 0 is the user's.
+    if count > 1 and current_index() == 0:
+        if not local.isdecimal() or int(local) >= count:
+            raise ConfigError(
+                f"LOCAL_RANK is {local}, but torch finds {count_of(count, 'device')}; start one process for each"
+            )
+        set_index(int(local))
+    return torch.device(found, current_index())
+
+
+def _hint(name: str) -> str:
+    """Returns what somebody who has given such a name is looking for."""
+    if name in _ROCM:
+        return "; ROCm is cuda to torch"
+    kind, colon, index = name.partition(":")
+    # One process computes on one device, which it sees as the first.
+    return f"; CUDA_VISIBLE_DEVICES={index} chooses one of several" if colon and kind == "cuda" else ""
+
+
+def _is_type(name: str) -> bool:
+    """Returns True if `name` is a type of device that torch knows, present or not."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        return False
+    return device.type == name and name != "meta"
+
+
+@functools.cache
+def open_device(device: torch.device) -> Device:
+    """Returns the device object of a torch device, the same one for all engines of a process."""
+    if device.type == "cpu":
+        return Device(device)
+    if device.index is None:
+        return open_device(torch.device(device.type, current_index()))
+    return AcceleratorDevice(device, host_side_of(device))
+
+
+def host_side_of(device: torch.device) -> HostSide:
+    """Returns the host's side of an accelerator."""
+    return HOST_SIDES.get(device.type, TorchHostSide)(device)

@@ -44,9 +44,9 @@ files for other programs.
 """
 
 from offload.swapper.store.drives import Shortage, find_shortage
-from offload.swapper.store.format.manifest import StoreSpec
-from offload.swapper.store.rank_folder import close_in_children
-from offload.swapper.store.requests import Compared, bytes_of
+from offload.swapper.store.folder import close_in_children
+from offload.swapper.store.format import StoreSpec
+from offload.swapper.store.requests import Compared, DriveWrites, Rating, Written, bytes_of
 from offload.swapper.store.runs import (
     check_unused,
     find_removal,
@@ -58,7 +58,6 @@ from offload.swapper.store.runs import (
     run_status,
 )
 from offload.swapper.store.store import Store
-from offload.swapper.store.write_counts import DriveWrites, Rating, Written
 
 __all__ = [
     "Compared",

@@ -15,7 +15,7 @@ from offload.aio import Bandwidth, bandwidths
 from offload.aio.stripes import whole_weights
 from offload.errors import StoreError
 from offload.sizes import MIB, PAGE, format_size
-from offload.swapper.store.format.manifest import Manifest, StoreSpec
+from offload.swapper.store.format import Manifest, StoreSpec
 
 logger = logging.getLogger("offload")
 

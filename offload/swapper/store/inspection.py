@@ -18,14 +18,19 @@ from offload.errors import StoreError
 from offload.fileio import inner_opener, inner_status, open_inner
 from offload.records import fields, read
 from offload.sizes import PAGE
-from offload.swapper.store.format import checksums as sums
-from offload.swapper.store.format.blob import Blob
-from offload.swapper.store.format.checksums import Key, Slot
-from offload.swapper.store.format.commit_record import FORMAT_VERSION, Record, unpack_records
-from offload.swapper.store.format.manifest import Manifest, read_manifest
-from offload.swapper.store.format.run_notes import FINISHED, RESHARDED
-from offload.swapper.store.rank_folder import FILES, folders_aside, rank_number, read_whole
-from offload.swapper.store.write_counts import read_written
+from offload.swapper.store import format
+from offload.swapper.store.folder import FILES, FINISHED, RESHARDED, folders_aside, rank_number, read_whole
+from offload.swapper.store.format import (
+    FORMAT_VERSION,
+    Blob,
+    Key,
+    Manifest,
+    Record,
+    Slot,
+    read_manifest,
+    unpack_records,
+)
+from offload.swapper.store.requests import read_written
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +64,7 @@ class Commit(NamedTuple):
     @property
     def table(self) -> dict[Key, Slot]:
         """Returns the checksums of the slots that the commit names."""
-        return {} if self.blob is None else sums.unpack(self.blob.sums)
+        return {} if self.blob is None else format.unpack(self.blob.sums)
 
     @property
     def written(self) -> tuple[list[int], float | None]:

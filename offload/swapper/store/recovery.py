@@ -18,10 +18,8 @@ from offload.aio import DirectFile
 from offload.errors import StoreError
 from offload.notices import shell_command
 from offload.sizes import count_of
-from offload.swapper.store.format.blob import Blob
-from offload.swapper.store.format.commit_record import Record, Records, read_if_any, was_committed
-from offload.swapper.store.format.manifest import Manifest, read_manifest
-from offload.swapper.store.format.run_notes import RESHARDED, read_finished
+from offload.swapper.store.folder import RESHARDED, read_finished
+from offload.swapper.store.format import Blob, Manifest, Record, Records, read_if_any, read_manifest, was_committed
 from offload.swapper.store.inspection import blob_of, place_in
 from offload.swapper.store.verify import Damage
 

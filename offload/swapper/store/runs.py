@@ -12,23 +12,25 @@ from typing import Any, NamedTuple
 from offload.errors import StoreError
 from offload.fileio import inner_folder
 from offload.records import fields, read, whole
-from offload.swapper.store.format.commit_record import was_committed
-from offload.swapper.store.format.manifest import Manifest, read_manifest
-from offload.swapper.store.format.run_notes import CLOSED, FINISHED, RESHARDED, read_finished
-from offload.swapper.store.inspection import Found, allocated_nbytes, is_rank, look, store_id
-from offload.swapper.store.rank_folder import (
+from offload.swapper.store.folder import (
+    CLOSED,
     FILES,
+    FINISHED,
+    RESHARDED,
     Lock,
     check_owner,
     folders_aside,
     holder,
     in_use,
     rank_number,
+    read_finished,
     read_whole,
     remove_files,
     unlink,
     write_durably,
 )
+from offload.swapper.store.format import Manifest, read_manifest, was_committed
+from offload.swapper.store.inspection import Found, allocated_nbytes, is_rank, look, store_id
 
 NOTE = fields({}, {"steps": whole()})
 """What a note of a run's end must be; its other fields are shown, or compared with those of a start."""

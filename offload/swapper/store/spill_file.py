@@ -18,9 +18,8 @@ from offload.errors import IoError, StoreError
 from offload.sizes import align_up, format_size
 from offload.states import State
 from offload.swapper.store import Written, close_in_children
-from offload.swapper.store.drive_spans import NO_SPANS, DriveSpans
-from offload.swapper.store.format.page_sums import PageSums
-from offload.swapper.store.requests import CheckedRead
+from offload.swapper.store.format import PageSums
+from offload.swapper.store.requests import NO_SPANS, CheckedRead, DriveSpans
 from offload.timeline import Row, now
 
 

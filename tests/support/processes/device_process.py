@@ -50,7 +50,7 @@ def compute_on(chosen: str) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)  # placements are compared bit for bit
     if _chosen == "test":
-        from offload.swapper.memory import device_choice
+        from offload.swapper.memory import device as device_choice
         from tests.device.host_side import DeviceHostSide
 
         device.load()

@@ -31,8 +31,8 @@ from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.fileio.torch_file import Storage
 from offload.layout.fingerprint import describe
 from offload.layout.flat_layout import Segment, UnitLayout, arrange
+from offload.layout.modes import ADAM, LAMB, MOMENTS, Mode, make_mode
 from offload.states import State
-from offload.swapper.modes import ADAM, LAMB, MOMENTS, Mode, make_mode
 
 _PRECISION = "fp32"
 _OPEN = 64

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from offload.errors import StoreError
 from offload.layout.flat_layout import Segment, UnitLayout, arrange
-from offload.swapper.modes import Mode
+from offload.layout.modes import Mode
 
 
 @dataclass(frozen=True, kw_only=True)

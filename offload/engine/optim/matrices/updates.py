@@ -23,11 +23,11 @@ from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import TileContent, UnitSteps, partition_of, segments_in
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.master_weights import join, split
+from offload.layout.modes import MUON, Mode
 from offload.layout.optimizers.whole import Whole, cuts
 from offload.sizes import align_up
 from offload.states import State
 from offload.swapper.memory.device import Device
-from offload.swapper.modes import MUON, Mode
 
 _ALIGNMENT = 64
 """Alignment of matrices in the scratch memory, in bytes."""

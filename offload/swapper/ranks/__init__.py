@@ -1,1 +1,0 @@
-"""The pager of one of several ranks."""

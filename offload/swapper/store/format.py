@@ -1,0 +1,1244 @@
+"""Layout of a store's extents, and the manifest that records the layout.
+
+    states file, over all drives:  [ unit 0: weight A, weight B, frozen, exp_avg A, … ][ unit 1: … ] …
+
+A slot of a weight is its trainable bytes, A or B, followed by its frozen bytes, which both slots share.
+
+The layout is pure arithmetic. The manifest is JSON; each drive stores it, and each blob holds a copy.
+"""
+
+from __future__ import annotations
+
+import bisect
+import errno
+import itertools
+import json
+import struct
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from offload.aio import crc32c, crc32c_joined, crc32c_of_zeros
+from offload.aio.protocols import Future
+from offload.errors import IoError, StoreError
+from offload.notices import shell_command
+from offload.records import anything, fields, flag, maybe, read, rows, table, text, whole
+from offload.sizes import MIB, PAGE
+from offload.states import State
+from offload.swapper.store.folder import cut_short, read_whole, write_in_place
+
+if TYPE_CHECKING:
+    import torch
+
+
+# -- commit record -------------------------------------------------------------------------------------
+#
+# The commit record: 4096 bytes that name the slots of the last committed step. Two records alternate.
+#
+# A record is valid if its checksum is correct. Of two valid records, the one with the higher serial is the newest. An
+# incomplete record counts as never written.
+
+
+FORMAT_VERSION = 3
+"""Version of record, manifest and blob together: see docs/reference/store-format.md."""
+
+_MAGIC = b"OFFLDREC"
+_HEAD = struct.Struct("<8sIIQQQQII")  # magic, version, which blob, serial, step, ns since 1970, blob bytes, crc, units
+_CRC = struct.Struct("<I")
+MAX_UNITS = (PAGE - _HEAD.size - _CRC.size) * 8
+"""Number of units whose slots fit into the record's bitmap, one bit each."""
+
+
+class Record(NamedTuple):
+    """Contents of one commit record."""
+
+    serial: int
+    """Number of the commit, from 1. A step may be committed again, with a higher serial, after an edit of weights."""
+    step: int
+    slots: tuple[int, ...]
+    """The newest slot of each unit: 0 or 1."""
+    blob: int
+    """Index of the blob, and of the page of the commit file that holds the record: 0 or 1."""
+    blob_nbytes: int
+    blob_crc: int
+    time_ns: int = 0
+    """Time of the commit, in nanoseconds since 1970."""
+
+    def pack(self) -> bytes:
+        """Returns the record's page of the commit file, 4096 bytes."""
+        # One bit for each unit, the first unit in the lowest bit of the first byte.
+        bitmap = bytearray((len(self.slots) + 7) // 8)
+        for unit, slot in enumerate(self.slots):
+            bitmap[unit // 8] |= slot << (unit % 8)
+        head = _HEAD.pack(
+            _MAGIC,
+            FORMAT_VERSION,
+            self.blob,
+            self.serial,
+            self.step,
+            self.time_ns,
+            self.blob_nbytes,
+            self.blob_crc,
+            len(self.slots),
+        )
+        # The checksum covers the whole page, so a write that was cut short anywhere is noticed.
+        body = (head + bytes(bitmap)).ljust(PAGE - _CRC.size, b"\0")
+        return body + _CRC.pack(crc32c(body))
+
+    @classmethod
+    def unpack(cls, page: bytes, which: int) -> Record | None:
+        """Returns the record in page number `which`; None if the page is incomplete, empty or of another format."""
+        if len(page) != PAGE:
+            return None
+        body, crc = page[: -_CRC.size], _CRC.unpack(page[-_CRC.size :])[0]
+        magic, version, blob, serial, step, time_ns, nbytes, blob_crc, units = _HEAD.unpack_from(body)
+        # Any mismatch means no record: the caller falls back to the other page.
+        if magic != _MAGIC or version != FORMAT_VERSION or crc != crc32c(body) or units > MAX_UNITS:
+            return None
+        # A record of the other page has been copied here, or was made up.
+        if blob != which or not 0 < serial < 2**63 or step >= 2**63:
+            return None
+        bitmap = body[_HEAD.size :]
+        slots = tuple(bitmap[unit // 8] >> (unit % 8) & 1 for unit in range(units))
+        return cls(serial, step, slots, blob, nbytes, blob_crc, time_ns)
+
+
+def page_version(page: bytes) -> int | None:
+    """Returns the format version that a page claims for its record; None if the page contains no record's head."""
+    if len(page) < _HEAD.size or page[: len(_MAGIC)] != _MAGIC:
+        return None
+    return int(_HEAD.unpack_from(page)[1])
+
+
+class Records(NamedTuple):
+    """Contents of a commit file."""
+
+    valid: tuple[Record, ...]
+    """The valid records, newest first."""
+    invalid_pages: tuple[int, ...]
+    """Indices of pages that are neither empty nor valid: interrupted commits, or damage."""
+    other_format: int | None = None
+    """The format version that an invalid page claims, if it is not this version's; else None."""
+
+    def forget_later(self, path: Path, record: Record) -> None:
+        """Deletes durably all records of the commit file at `path` that are newer than `record`."""
+        for later in self.valid:
+            if later.serial > record.serial:
+                write_in_place(path, bytes(PAGE), later.blob * PAGE)
+        cut_short(path, 2 * PAGE)
+
+
+def last_of_all(newest: Iterable[int | None]) -> int | None:
+    """Returns the serial of the last commit that every rank with a commit holds; None if no rank has one.
+
+    Each rank commits on its own, and overwrites nothing of the commit before until the ranks meet in the next step.
+    A rank that was killed is therefore at most one commit behind the others, and the others still hold its commit.
+
+    Args:
+        newest: the serial of each rank's newest commit. None, for a rank without a commit, is ignored.
+    """
+    return min((serial for serial in newest if serial is not None), default=None)
+
+
+def read_records(path: Path) -> Records:
+    """Reads a commit file. A file that does not exist has no records.
+
+    Raises:
+        IoError: if the file exists and cannot be read.
+    """
+    return unpack_records(read_if_any(path))
+
+
+def unpack_records(data: bytes) -> Records:
+    """Returns the records in the bytes of a commit file; of a short file, complete pages count."""
+    pages = [data[start : start + PAGE] for start in (0, PAGE)]
+    found = [Record.unpack(page, which) for which, page in enumerate(pages)]
+    valid = sorted((record for record in found if record is not None), key=lambda record: -record.serial)
+    # An empty page was never written. Any other page without a valid record is an interrupted commit, or damage.
+    invalid_pages = tuple(which for which in (0, 1) if found[which] is None and any(pages[which]))
+    # A page of another format is invalid here, but must not pass as an interrupted commit.
+    said = (page_version(pages[which]) for which in invalid_pages)
+    other = next((version for version in said if version not in (None, FORMAT_VERSION)), None)
+    return Records(tuple(valid), invalid_pages, other)
+
+
+def was_committed(folder: Path) -> bool:
+    """Returns True if a rank's folder holds, or must have held, a commit; False if at most a start was interrupted.
+
+    The second commit begins with blob 1 and ends with page 1, and the first commit is complete by then. So if page 0 is
+    invalid, and blob 1 and page 1 are empty, the first commit was interrupted. A page of another format is a
+    commit as well.
+
+    Raises:
+        IoError: if a file exists and cannot be read. It may hold a commit.
+    """
+    found = read_records(folder / "commit")
+    if found.valid or 1 in found.invalid_pages or found.other_format is not None:
+        return True
+    return any(read_if_any(folder / "blob.1")[:8])
+
+
+def read_if_any(path: Path) -> bytes:
+    """Returns the bytes of a file, none if it does not exist. Raises `IoError` if the file cannot be read."""
+    try:
+        return read_whole(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return b""
+    except OSError as error:
+        # Not a missing file: a start would otherwise take a run for none and delete its commits, and a resume would
+        # take a commit for damaged.
+        wrong = IoError(str(path), 0, 0, error.errno or errno.EIO, "read")
+        wrong.strerror = error.strerror  # which may tell more than the system's words for the number
+        raise wrong from error
+
+
+# -- manifest ------------------------------------------------------------------------------------------
+
+
+class Extent(NamedTuple):
+    """A byte range of the states file; offset and length are multiples of 4096."""
+
+    offset: int
+    nbytes: int
+
+
+class Extents(NamedTuple):
+    """Location of a slot of a partition: at most two extents, in the order of the slot's bytes."""
+
+    extents: tuple[Extent, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of the slot."""
+        return sum(extent.nbytes for extent in self.extents)
+
+    def extents_of(self, start: int, nbytes: int) -> list[Extent]:
+        """Returns the byte ranges of the file that hold `nbytes` bytes of the slot, from byte `start` on."""
+        found: list[Extent] = []
+        for offset, length in self.extents:
+            first, last = max(start, 0), min(start + nbytes, length)
+            if first < last:
+                found.append(Extent(offset + first, last - first))
+            # From here on `start` is relative to the next extent.
+            start -= length
+        return found
+
+    def offset(self, start: int) -> int:
+        """Returns the offset in the file of byte `start` of the slot."""
+        return self.extents_of(start, 1)[0].offset
+
+
+def own_nbytes(slots: Sequence[Extents]) -> int:
+    """Returns the bytes at the start of each slot of a state that no other slot shares."""
+    return sum(extent.nbytes for extent in slots[0].extents if len(slots) == 1 or extent not in slots[1].extents)
+
+
+class StoreSpec(NamedTuple):
+    """Contents of a store, as planned. Two specs belong to one run if they are equal in all but `about`.
+
+    Attributes:
+        partitions: for each unit, the bytes of each state that is kept on disk, multiples of 4096.
+        slots: 2, or 1 without durability.
+        fingerprint: JSON that names model, layout, mode and world size.
+        about: JSON that is only displayed.
+        frozen: for each unit, the bytes at the end of its WEIGHT that no update writes, a multiple of 4096; empty for
+            none.
+    """
+
+    partitions: tuple[Mapping[State, int], ...]
+    slots: int
+    fingerprint: Mapping[str, Any]
+    about: Mapping[str, Any] = {}
+    frozen: tuple[int, ...] = ()
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """Returns for each unit the bytes at the end of WEIGHT that are stored once and named by both slots.
+
+        All are 0 in a store with one slot.
+        """
+        return self.frozen if self.frozen and self.slots == 2 else (0,) * len(self.partitions)
+
+    @property
+    def ranks(self) -> int:
+        """Returns the number of ranks of the run: the shards of each of its replicas."""
+        return int(self.fingerprint.get("world_size", 1)) * int(self.fingerprint.get("replicas", 1))
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of the states file."""
+        return sum(map(self.nbytes_of, State))
+
+    def nbytes_of(self, state: State) -> int:
+        """Returns the bytes of all slots of one state, of all units."""
+        rows = [row.get(state, 0) * self.slots for row in self.partitions]
+        return sum(rows) - (sum(self.shared) if state is State.WEIGHT else 0)
+
+    def places(self) -> list[dict[State, tuple[Extents, ...]]]:
+        """Returns for each unit and state the extents of its slots.
+
+        The slots of a state follow each other; the bytes that both share come after the last one.
+        """
+        end = 0
+        table: list[dict[State, tuple[Extents, ...]]] = []
+        for states, frozen in zip(self.partitions, self.shared, strict=True):
+            row: dict[State, tuple[Extents, ...]] = {}
+            for state, nbytes in states.items():
+                shared = frozen if state is State.WEIGHT else 0
+                own = nbytes - shared
+                # The frozen bytes follow the last slot; every slot names them as its second extent.
+                behind = Extent(end + self.slots * own, shared)
+                slots = [(Extent(end + slot * own, own), behind) for slot in range(self.slots)]
+                # Empty extents are left out: most states have no frozen bytes, and a frozen unit has no others.
+                row[state] = tuple(Extents(tuple(each for each in slot if each.nbytes)) for slot in slots)
+                end = behind.offset + behind.nbytes
+            table.append(row)
+        return table
+
+    def title(self, unit: int) -> str:
+        """Returns the name of a unit for messages."""
+        units = self.fingerprint.get("units", ())
+        return str(units[unit]["name"] or "the root") if unit < len(units) else f"unit {unit}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Contents of `manifest.json`; see docs/reference/store-format.md."""
+
+    id: str
+    """Random id of this store, the same on each of its drives."""
+    run: str
+    rank: int
+    created: str
+    drives: tuple[str, ...]
+    """Folders of the drives when the store was created."""
+    weights: tuple[int, ...]
+    """For each drive, the number of its stripes in each row."""
+    stripe_bytes: int
+    spec: StoreSpec
+    # Not compared: an older version of offload leaves the id out of its commits, beside files that have it.
+    run_id: str | None = field(default=None, compare=False)
+    """Random id of the run, the same in the stores of all its ranks; None if unknown, as in runs of older versions."""
+
+    def pack(self, drive: int = 0) -> bytes:
+        """Returns the bytes of the manifest on one drive."""
+        content = {
+            "format": FORMAT_VERSION,
+            "id": self.id,
+            **({} if self.run_id is None else {"run_id": self.run_id}),
+            "run": self.run,
+            "rank": self.rank,
+            "created": self.created,
+            "drives": self.drives,
+            "drive": drive,
+            "stripes": {"bytes": self.stripe_bytes, "weights": self.weights},
+            "slots": self.spec.slots,
+            "layout": self.spec.fingerprint,
+            "about": self.spec.about,
+            "extents": _plain_places(self.spec),
+        }
+        # A line for each key. With `indent` the encoder is Python code, which is slow where parameters are thousands.
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
+        return ("{\n" + ",\n".join(lines) + "\n}").encode()
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The bytes of the manifest on the first drive, of which each blob contains a copy."""
+        return self.pack()
+
+    @classmethod
+    def unpack(cls, data: bytes, where: str) -> Manifest:
+        """Returns the manifest in `data`.
+
+        Raises:
+            StoreError: with `where`, the location of the data, and the reason.
+        """
+        try:
+            content = read(data, fields({}))
+        except ValueError as error:
+            raise StoreError(f"cannot read {where}: {error}") from error
+        if content.get("format") != FORMAT_VERSION:
+            raise StoreError(
+                f"{where} has store format {content.get('format')}; this version of offload reads format "
+                f"{FORMAT_VERSION}: resume with the version that made the run "
+                f"({_made_by(content)}), or choose another run name"
+            )
+        try:
+            _MANIFEST(content, "")
+            if len(content["stripes"]["weights"]) != len(content["drives"]):
+                raise ValueError(f"expected a weight for each of {len(content['drives'])} drives")
+            # The file stores extents and no sizes: the size of a partition is the sum over its first slot.
+            partitions = tuple(
+                {State(name): sum(nbytes for _, nbytes in slots[0]) for name, slots in row.items()}
+                for row in content["extents"]
+            )
+            frozen = tuple(_in_all(row.get(State.WEIGHT.value, ())) for row in content["extents"])
+            spec = StoreSpec(partitions, content["slots"], content["layout"], content["about"], frozen)
+            stripes = content["stripes"]
+            found = cls(
+                id=content["id"],
+                run=content["run"],
+                rank=content["rank"],
+                created=content["created"],
+                drives=tuple(content["drives"]),
+                weights=tuple(stripes["weights"]),
+                stripe_bytes=stripes["bytes"],
+                spec=spec,
+                run_id=content.get("run_id"),
+            )
+            # The layout is recomputed from the sizes. Extents that differ were written in another format, or are
+            # damaged.
+            if _plain_places(spec) != content["extents"]:
+                raise ValueError("its extents are not where its format requires them")
+            return found
+        except ValueError as error:
+            raise StoreError(f"cannot read {where}: {error}") from error
+
+
+def _made_by(content: Mapping[str, Any]) -> str:
+    """Returns the version of offload that wrote a manifest of any format, or "unknown"."""
+    about = content.get("about")
+    return str(about.get("offload", "unknown")) if isinstance(about, dict) else "unknown"
+
+
+# Records of whatever origin: these are the kinds and ranges that the code elsewhere takes for granted.
+MOST_RANKS = 1 << 16
+_DIMENSION = whole(0, 1 << 48)
+_FIELDS = rows(rows(anything, 3, 3))
+"""Fields of a state as [name, kind, shape]; `described_layouts` reads them further."""
+_PARAMETER = fields(
+    {"name": text(), "shape": rows(_DIMENSION, 0, 64), "start": whole(), "trainable": flag},
+    {
+        "packed": _FIELDS,
+        "blocks": text(),
+        "numel": whole(),
+        "inner": _FIELDS,
+        "kind": text(),
+        "stack": text(),
+        "row": whole(),
+    },
+)
+_UNIT = fields(
+    {"name": text(), "numel": whole(), "trainable": whole(), "parameters": rows(_PARAMETER)},
+    {"matrices": maybe(whole())},
+)
+_UNIT_IN_WORDS = fields({"name": text(), "parameters": rows(_PARAMETER)})
+"""A unit of a checkpoint with parts, which its own manifest describes for people alone."""
+
+
+def check_layout(value: Any, name: str) -> None:
+    """Raises `ValueError` if `value` is no description of a model, made by `offload.layout.fingerprint.describe`."""
+    parts = isinstance(value, dict) and bool(value.get("parts"))
+    ranks = whole(1, MOST_RANKS)
+    place = fields({"size": ranks})
+    fields(
+        {},
+        {
+            "mode": text(),
+            "world_size": ranks,
+            "replicas": ranks,
+            "frozen": text(),
+            "units": rows(_UNIT_IN_WORDS if parts else _UNIT),
+            "parts": rows(text(), 0, MOST_RANKS),
+            "tensor_parallel": place,
+            "pipeline": place,
+        },
+    )(value, name)
+    if value.get("world_size", 1) * value.get("replicas", 1) > MOST_RANKS:
+        raise ValueError(f"expected at most {MOST_RANKS} ranks, got {value['world_size']} times {value['replicas']}")
+
+
+ABOUT = fields(
+    {},
+    {
+        "offload": text(),
+        "class": text(),
+        "config": maybe(fields({})),
+        "generation_config": maybe(fields({})),
+        "tied": table(text()),
+        "loader_ties": rows(text()),
+        "tied_buffers": table(text()),
+    },
+)
+"""Description of a model for people and exports, made by `offload.layout.fingerprint.about`."""
+_MANIFEST = fields(
+    {
+        "id": text("[0-9a-f]{1,64}", "the id of a store"),
+        "run": text(),
+        "rank": whole(0, MOST_RANKS),
+        "created": text(),
+        "drives": rows(text("[^\0]+", "the folder of a drive"), 1, 1024),
+        "stripes": fields({"bytes": whole(PAGE, 1 << 40), "weights": rows(whole(1, 1 << 20), 1, 1024)}),
+        "slots": whole(1, 2),
+        "layout": check_layout,
+        "about": ABOUT,
+        # The sum of a state's bytes, and of all of them, stays a number that files can have.
+        "extents": rows(table(rows(rows(rows(whole(0, 1 << 56), 2, 2), 0, 2), 1, 2)), 0, 1 << 16),
+    },
+    {"run_id": text("[^\0]*", "the id of a run"), "drive": whole(0, 1023)},
+)
+
+
+def _plain_places(spec: StoreSpec) -> list[dict[str, list[list[list[int]]]]]:
+    """Returns the extents as JSON stores them: for each unit, state to slots, each a list of extents."""
+    return [
+        {state.value: [[list(extent) for extent in place.extents] for place in slots] for state, slots in row.items()}
+        for row in spec.places()
+    ]
+
+
+def _in_all(slots: Sequence[Sequence[Sequence[int]]]) -> int:
+    """Returns the bytes of the extents that both slots of a manifest name."""
+    # With one slot nothing is shared, and the manifest does not tell which bytes are frozen.
+    return sum(extent[1] for extent in slots[0] if extent in slots[1]) if len(slots) == 2 else 0
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Returns the manifest in a file; raises `StoreError` if there is none that can be read."""
+    try:
+        data = read_whole(path)
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}") from error
+    return Manifest.unpack(data, str(path))
+
+
+def check_rank(found: Manifest, rank: int, folder: Path) -> None:
+    """Raises `StoreError` if the files in the folder of `rank` are those of another rank."""
+    if found.rank != rank:
+        raise StoreError(
+            f"{folder} has the swap files of rank {found.rank}, expected those of rank {rank}: folders of ranks have "
+            "been renamed or copied over each other; put the files of each rank back into the folder of its number"
+        )
+
+
+def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
+    """Raises `StoreError` with the first difference between two specs, and advice.
+
+    Args:
+        mine: the spec of this run.
+        found: the spec of the store in `folder`.
+        folder: the rank's folder, for the message.
+    """
+    for name in ("fingerprint", "slots", "partitions", "shared"):
+        # The found spec was read from JSON, so both are converted to JSON and back before they are compared.
+        expected, there = (json.loads(json.dumps(_plain(getattr(spec, name)))) for spec in (mine, found))
+        difference = _difference(expected, there, "layout" if name == "fingerprint" else name)
+        if difference is None:
+            continue
+        advice = f"choose another run name, or remove the run with `{shell_command('rm', folder.parent)}`"
+        # Differences that a setting of the user explains get advice of their own.
+        if name == "slots":
+            advice = 'resume with the durability that the run had, or leave "durability" out'
+            there, here = ("none" if spec.slots == 1 else "step, or every N" for spec in (found, mine))
+            difference = f'"durability" was {there} in the run and is {here} here'
+        if difference.startswith("layout/frozen "):
+            advice = f'resume with the "frozen" that the run had (or the option --load-in-4bit or -8bit), or {advice}'
+            difference = " and ".join(
+                f'"frozen" {verb} {spec.get("frozen", "not set")} {place}'
+                for spec, verb, place in ((there, "was", "in the run"), (expected, "is", "here"))
+            )
+        if difference.startswith("layout/mode is "):
+            advice = f"{_advice_of_modes(str(there['mode']), str(expected['mode']), folder)}, or {advice}"
+        if "world_size" in difference or "replicas" in difference:
+            advice = "resume with as many ranks as the run had, and with its mics_shard_size"
+            if not {"tensor_parallel", "pipeline"} & there.keys():  # no checkpoint has shards or stages
+                advice += "; to change them, call save_checkpoint in the run and load_checkpoint here"
+        raise StoreError(f"{folder} belongs to a run of another model, layout or setting: {difference}; {advice}")
+
+
+def layout_difference(mine: StoreSpec, found: StoreSpec) -> str | None:
+    """Returns the first difference between the model, the layout and the mode of two specs; None if there is none."""
+    expected, there = (json.loads(json.dumps(_plain(spec.fingerprint))) for spec in (mine, found))
+    return _difference(expected, there, "layout")
+
+
+def _advice_of_modes(there: str, here: str, folder: Path) -> str:
+    """Returns advice for a resume in another mode; see `Mode.name`."""
+    (dtype, optimizer, forms), (other_dtype, other_optimizer, other_forms) = _words(there), _words(here)
+    if (dtype, optimizer) == (other_dtype, other_optimizer) and forms != other_forms:
+        changed = [what for what in forms if forms[what] != other_forms[what]]
+        options = [word for what in changed for word in (f"--{what}", other_forms[what])]
+        keys = " and ".join(f'"{what}": "{forms[what]}"' for what in changed)
+        had = " ".join(f"--{what} {forms[what]}" for what in changed)
+        return (
+            f'resume with {keys} in the block "offload" (offload train: {had}), as the run had; or convert '
+            f"the run: `{shell_command('convert', folder.parent, *options)}`; or call "
+            "save_checkpoint in the run and load_checkpoint in a new one"
+        )
+    if dtype == other_dtype:
+        return "resume with the optimizer that the run had (change the config, or optimizer=)"
+    both = " and with the optimizer" if optimizer != other_optimizer else ""
+    converts = "" if both else "; or call save_checkpoint in the run and load_checkpoint in a new one, which converts"
+    return f"resume in the dtype{both} that the run had (leave --dtype out, or change the config){converts}"
+
+
+def _words(mode: str) -> tuple[str, str, dict[str, str]]:
+    """Returns dtype and optimizer of a mode's name, and the forms of master and moments; Adam and fp32 have no word."""
+    dtype, *others = mode.split(" ")
+    forms = {"moments": "fp32", "master": "fp32"}
+    optimizer = ""
+    for word in others:
+        form, _, what = word.rpartition("-")
+        if what in forms:
+            forms[what] = form
+        else:
+            optimizer = word
+    return dtype, optimizer, forms
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value with tuples as lists and states as strings, as JSON has them."""
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {key.value if isinstance(key, State) else key: each for key, each in value.items()}
+    return value
+
+
+def _difference(expected: Any, found: Any, where: str) -> str | None:
+    """Returns the first difference between two values of JSON at the path `where`; None if they are equal."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for key in sorted(expected.keys() ^ found.keys()):
+            return f"{where}/{key} exists in only one of the run and this configuration"
+        for key in expected:
+            if difference := _difference(expected[key], found[key], f"{where}/{key}"):
+                return difference
+        return None
+    if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+        for index, (one, other) in enumerate(zip(expected, found, strict=True)):
+            named = one.get("name") if isinstance(one, dict) else None
+            if difference := _difference(one, other, f"{where}/{named or index}"):
+                return difference
+        return None
+    return None if expected == found else f"{where} is {_short(found)} in the run and {_short(expected)} here"
+
+
+def _short(value: Any) -> str:
+    """Returns a value as JSON, shortened to fit a message."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:60]}… ({len(value)} entries)"
+
+
+# -- blob ----------------------------------------------------------------------------------------------
+#
+# The blob of a commit: a safetensors file with the engine's tensors and three tensors of the store.
+#
+# The store's tensors are read as bytes, so that the inspection of a run does not import torch; only `pack` and
+# `Blob.contents`, which returns the engine's tensors, import torch.
+
+
+SUMS, MANIFEST, WRITTEN = "store.sums", "store.manifest", "store.written"
+"""Names of the tensors that the store adds to the engine's: checksums, manifest and write counts."""
+_ROW_NBYTES = 5 * 8
+"""Bytes of a row of the table of checksums; see `checksums.pack`."""
+_LENGTH_NBYTES = 8
+"""Bytes of the header's length, with which a safetensors file begins."""
+
+
+_PLACE = fields({"dtype": text(), "data_offsets": rows(whole(), 2, 2)})
+
+
+class Blob:
+    """The bytes of a blob, whose checksum the caller has verified.
+
+    Raises:
+        ValueError: If the bytes are no blob, which a right checksum does not tell.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._start = _LENGTH_NBYTES + int.from_bytes(data[:_LENGTH_NBYTES], "little")
+        if self._start > len(data):
+            raise ValueError(f"the header ends at byte {self._start} of {len(data)}")
+        self._header = read(
+            data[_LENGTH_NBYTES : self._start], fields({SUMS: _PLACE, MANIFEST: _PLACE}, {WRITTEN: _PLACE})
+        )
+        for name in (SUMS, MANIFEST, *((WRITTEN,) if WRITTEN in self._header else ())):
+            start, end = self._header[name]["data_offsets"]
+            if not start <= end <= len(data) - self._start:
+                raise ValueError(f"{name} is at bytes {start} to {end} of {len(data) - self._start}")
+        if len(self.sums) % _ROW_NBYTES:
+            raise ValueError(f"the table of checksums has {len(self.sums)} bytes, expected rows of {_ROW_NBYTES}")
+
+    @property
+    def sums(self) -> bytes:
+        """Returns the packed checksums; see `checksums.unpack`."""
+        return self._bytes(SUMS)
+
+    @property
+    def manifest(self) -> bytes:
+        """Returns the packed manifest; see `Manifest.unpack`."""
+        return self._bytes(MANIFEST)
+
+    @property
+    def written(self) -> bytes | None:
+        """Returns the packed write counts, see `write_counts.read_written`; None if the commit has none."""
+        return self._bytes(WRITTEN) if WRITTEN in self._header else None
+
+    def contents(self) -> dict[str, torch.Tensor]:
+        """Returns the engine's tensors, without those of the store."""
+        try:
+            tensors = tensors_in(self._data)
+        except ValueError as error:
+            raise StoreError(f"the blob of a commit is damaged: {error}; go back to a checkpoint") from error
+        return {name: value for name, value in tensors.items() if name not in (SUMS, MANIFEST, WRITTEN)}
+
+    def _bytes(self, name: str) -> bytes:
+        """Returns the bytes of one tensor."""
+        start, end = self._header[name]["data_offsets"]
+        return self._data[self._start + start : self._start + end]
+
+
+def tensors_in(data: bytes) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a safetensors file's bytes; raises `ValueError` if they are none."""
+    import safetensors
+    import safetensors.torch
+
+    try:
+        return dict(safetensors.torch.load(data))
+    # The library checks sizes and places, and raises these for the rest: a dtype that torch has not, a shape of it.
+    except (safetensors.SafetensorError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"the bytes are no safetensors file: {type(error).__name__}: {error}") from error
+
+
+def pack_blob(contents: Mapping[str, torch.Tensor], table: torch.Tensor, manifest: bytes, written: bytes) -> bytes:
+    """Returns the bytes of a commit's blob.
+
+    Args:
+        contents: the engine's tensors.
+        table: the checksums, as `checksums.pack` returns them.
+        manifest: the manifest, as `Manifest.pack` returns it.
+        written: the write counts, as `Written.pack` returns them.
+    """
+    import safetensors.torch
+    import torch
+
+    def as_bytes(data: bytes) -> torch.Tensor:
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    packed: bytes = safetensors.torch.save(
+        {**contents, SUMS: table, MANIFEST: as_bytes(manifest), WRITTEN: as_bytes(written)}
+    )
+    return packed
+
+
+# -- checksums -----------------------------------------------------------------------------------------
+#
+# Checksums of slots: a CRC-32C for each checksum range, the bytes written by one request or by a few small ones.
+#
+# An update writes a partition tile by tile, so most ranges are tiles. A blob contains these checksums; a live run
+# compares its reads with finer ones (`page_sums`). An export reads everything in order, in chunks of another size: the
+# checksums of two neighbours can be joined to that of both, so bytes are compared as soon as they reach a border.
+
+
+STATES = tuple(state for state in State if state is not State.GRAD)
+"""States with checksums; a row of a packed table names a state by its index in this tuple."""
+
+
+_ROW = struct.Struct("<5q")
+ROW_NBYTES = _ROW.size
+"""Bytes of one row of a packed table."""
+
+
+class ChecksumRange(NamedTuple):
+    """Bytes of a slot, offset from the slot's start, and their CRC-32C."""
+
+    start: int
+    nbytes: int
+    crc: int
+
+
+Slot = tuple[ChecksumRange, ...]
+"""The checksum ranges of one state of one unit, in order and without gaps."""
+Key = tuple[int, State]
+"""A unit and a state."""
+
+
+def of_zeros(place: Extents) -> Slot:
+    """Returns the checksums of a slot that was reserved and never written: a range for each of its extents."""
+    starts = itertools.accumulate((extent.nbytes for extent in place.extents), initial=0)
+    return tuple(
+        ChecksumRange(start, extent.nbytes, crc32c_of_zeros(extent.nbytes))
+        for start, extent in zip(starts, place.extents, strict=False)
+    )
+
+
+def renewed(old: Slot, new: Iterable[ChecksumRange]) -> Slot:
+    """Returns the checksum ranges of a slot after `new` was written over `old`.
+
+    `new` begins at byte 0. Frozen weights behind `new` keep their checksums.
+    """
+    written = tuple(new)
+    end = written[-1].start + written[-1].nbytes
+    return (*written, *(checksum_range for checksum_range in old if checksum_range.start >= end))
+
+
+def joined(checksum_ranges: Iterable[ChecksumRange], least: int) -> list[ChecksumRange]:
+    """Returns the ranges with neighbours joined until each but the last has at least `least` bytes.
+
+    Args:
+        checksum_ranges: neighbours in order, without gaps.
+        least: number of bytes.
+    """
+    found: list[ChecksumRange] = []
+    for each in checksum_ranges:
+        if found and found[-1].nbytes < least:
+            one = found.pop()
+            each = ChecksumRange(one.start, one.nbytes + each.nbytes, crc32c_joined(one.crc, each.crc, each.nbytes))
+        found.append(each)
+    return found
+
+
+def sum_of(slot: Sequence[ChecksumRange], start: int, nbytes: int) -> int | None:
+    """Returns the CRC-32C of bytes of a slot; None if they do not begin and end at borders of ranges.
+
+    Args:
+        slot: the checksum ranges of the slot.
+        start: first byte, from the start of the slot.
+        nbytes: number of bytes.
+    """
+    first, last = _border(slot, start), _border(slot, start + nbytes)
+    if first is None or last is None:
+        return None
+    crc, at = 0, start
+    for checksum_range in slot[first:last]:
+        if checksum_range.start != at:
+            return None
+        crc, at = crc32c_joined(crc, checksum_range.crc, checksum_range.nbytes), at + checksum_range.nbytes
+    return crc
+
+
+def _border(slot: Sequence[ChecksumRange], at: int) -> int | None:
+    """Returns the number of ranges before byte `at`; None if `at` is inside a range or behind the last."""
+    before = bisect.bisect_left(slot, at, key=lambda checksum_range: checksum_range.start)
+    # The end of the last range is a border as well.
+    ends = before == len(slot) and before and slot[-1].start + slot[-1].nbytes == at
+    return before if ends or (before < len(slot) and slot[before].start == at) else None
+
+
+def pack_checksums(table: Mapping[Key, Slot]) -> torch.Tensor:
+    """Returns the table as (ranges, 5) int64: unit, index of the state in `STATES`, start, nbytes, crc."""
+    import torch
+
+    rows = [
+        (unit, STATES.index(state), *checksum_range) for (unit, state), slot in table.items() for checksum_range in slot
+    ]
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 5)
+
+
+def unpack(rows: bytes) -> dict[Key, Slot]:
+    """Returns the table that `pack` packed.
+
+    Raises:
+        StoreError: if a row is none of a table, or the ranges of a slot have gaps.
+    """
+    table: dict[Key, list[ChecksumRange]] = {}
+    for unit, state, start, nbytes, crc in _ROW.iter_unpack(rows):
+        key = (unit, STATES[state] if 0 <= state < len(STATES) else State.GRAD)
+        slot = table.setdefault(key, [])
+        end = slot[-1].start + slot[-1].nbytes if slot else 0
+        if unit < 0 or key[1] is State.GRAD or start != end or nbytes <= 0 or not 0 <= crc < 1 << 32:
+            raise StoreError(
+                f"the checksums of a commit are damaged: {nbytes} bytes from byte {start} on of state {state} of unit "
+                f"{unit}, expected the next ones of a slot from byte {end} on; go back to a checkpoint"
+            )
+        slot.append(ChecksumRange(start, nbytes, crc))
+    return {key: tuple(slot) for key, slot in table.items()}
+
+
+def check_whole(table: Mapping[Key, Slot], places: Sequence[Mapping[State, Sequence[Extents]]]) -> None:
+    """Raises `StoreError` if a table does not have the checksums of all bytes of each slot, and of no others.
+
+    Args:
+        table: made by `unpack`.
+        places: for each unit and state, the places of all slots.
+    """
+    for unit, row in enumerate(places):
+        for state, slots in row.items():
+            slot, nbytes = table.get((unit, state), ()), slots[0].nbytes
+            if sum(each.nbytes for each in slot) != nbytes:
+                raise StoreError(
+                    f"the checksums of a commit are damaged: those of {state.value} of unit {unit} do not cover its "
+                    f"{nbytes} bytes; go back to a checkpoint"
+                )
+
+
+_MOST_PASSAGES = 64
+"""Passages of a slot that may be open: as many as threads read it at a time, and those of readers that have stopped."""
+
+
+class _Passage(NamedTuple):
+    """Consecutive reads of a slot that are not compared yet."""
+
+    since: int
+    """First byte, a border."""
+    end: int
+    crc: int
+    """Joined checksum."""
+
+
+class Passages:
+    """Comparison of sequential reads with the checksums of ranges. Any thread may add a read.
+
+    A read that ends inside a range stays open, and the read of the bytes behind it is compared together with it. Of
+    many open ones the oldest is forgotten: its bytes are compared when they are read again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[Key, tuple[Slot, deque[_Passage]]] = {}
+        """Open reads of each slot, oldest first.
+
+        They are dropped when the slot gets another `Slot` value: the bytes have then been replaced.
+        """
+
+    def compare(self, key: Key, slot: Slot, start: int, nbytes: int, crc: int) -> tuple[bool, range]:
+        """Returns True if the bytes read are those written, and the range of bytes that is now verified.
+
+        The bytes are compared together with earlier bytes that could not be compared yet. If no comparison is possible
+        yet, the result is True with an empty range. The calls must come in the order of the bytes: a read inside a
+        range whose predecessor did not come first is never compared.
+
+        Args:
+            key: the unit and the state.
+            slot: the checksum ranges of the slot at the time of the request.
+            start: first byte read, from the start of the slot.
+            nbytes: number of bytes read.
+            crc: CRC-32C of the bytes read.
+        """
+        with self._lock:
+            # A read that begins and ends at borders is compared at once.
+            expected = sum_of(slot, start, nbytes)
+            if expected is not None:
+                return crc == expected, range(start, start + nbytes)
+            of, open_ = self._open.get(key, ((), deque[_Passage]()))
+            # Compared by identity: an update replaces the tuple, and open reads of the old bytes must not be joined
+            # with new ones.
+            if of is not slot:
+                open_ = deque(maxlen=_MOST_PASSAGES)
+                self._open[key] = slot, open_
+            # A read that continues a passage takes it over. Two readers of the same bytes have a passage each.
+            passage = next((each for each in reversed(open_) if each.end == start), None)
+            if passage is not None:
+                open_.remove(passage)
+            # A read that begins at a border, and ends inside a range, begins a passage.
+            elif _border(slot, start) is not None:
+                passage = _Passage(start, start, 0)
+            else:
+                return True, range(0)  # a read in the middle of a range: there is no checksum to compare with
+            end, crc = start + nbytes, crc32c_joined(passage.crc, crc, nbytes)
+            expected = sum_of(slot, passage.since, end - passage.since)
+            if expected is not None:
+                return crc == expected, range(passage.since, end)
+            open_.append(_Passage(passage.since, end, crc))
+            return True, range(0)
+
+
+# -- page sums -----------------------------------------------------------------------------------------
+#
+# Checksums of one slot's bytes in memory, page by page, so that every read of any bytes can be compared.
+#
+# The blob of a commit contains a few checksums of a slot, one for each range that an update has written. A read of
+# other bytes could not be compared with them. In memory a slot therefore has a CRC-32C for each page of 4096 bytes: the
+# native queue computes those of a request beside that of the whole, at no cost of its own.
+#
+#     pages     the usual case: a read of whole pages is compared by one comparison of memory
+#     parts     of a page that two writes share, a checksum for each; a read that cuts a part splits it first
+#     ranges    of a slot that an earlier process wrote, until their bytes are read whole for the first time
+
+
+_SUM_NBYTES = 4
+_BYTE_ORDER = sys.byteorder
+
+
+class _Part(NamedTuple):
+    """Bytes [start, stop) of a slot, all in one page, and their CRC-32C."""
+
+    start: int
+    stop: int
+    crc: int
+
+
+class PageSums:
+    """The checksums of all bytes of one slot. Whoever replaces the slot makes another object.
+
+    Any thread may call any method.
+    """
+
+    def __init__(self, nbytes: int, ranges: Iterable[ChecksumRange] = ()) -> None:
+        """Creates the checksums of zeros, but for `ranges`.
+
+        Args:
+            nbytes: number of bytes of the slot.
+            ranges: ranges of which only the checksum of the whole is known.
+        """
+        self.nbytes = nbytes
+        self._sums = bytearray(_packed(crc32c_of_zeros(PAGE)) * (nbytes // PAGE))
+        if nbytes % PAGE:
+            self._sums += _packed(crc32c_of_zeros(nbytes % PAGE))
+        self._parts: dict[int, list[_Part]] = {}
+        """The parts of pages that are not written as a whole, in order, by the number of the page."""
+        self._ranges = list(ranges)
+        self._lock = threading.Lock()
+
+    def renewed(self, writes: Sequence[tuple[int, int, bytes]]) -> PageSums:
+        """Returns the checksums after the slot was written from byte 0 on. Bytes behind the last write keep theirs.
+
+        Args:
+            writes: start, number of bytes and checksums of the pages of each write, in order, without gaps.
+        """
+        new = PageSums(0)
+        new.nbytes, end = self.nbytes, sum(writes[-1][:2])
+        with self._lock:
+            new._sums = bytearray(self._sums)
+            new._parts = {page: parts for page, parts in self._parts.items() if page * PAGE >= end}
+            new._ranges = [each for each in self._ranges if each.start >= end]
+        for start, nbytes, _ in writes:
+            # Of the bytes before, nothing is left in a page that several writes share.
+            for border in (start, start + nbytes):
+                if border % PAGE:
+                    new._parts[border // PAGE] = []
+        for write in writes:
+            new.record(*write)
+        return new
+
+    def record(self, start: int, nbytes: int, sums: bytes) -> None:
+        """Enters the checksums of bytes that were written, or proven right.
+
+        Args:
+            start: first byte.
+            nbytes: number of bytes.
+            sums: the checksum of the bytes in each page, as `Future.page_crcs` returns them.
+        """
+        stop, first = start + nbytes, start // PAGE
+        whole = self._whole_pages(start, stop)
+        with self._lock:
+            self._sums[_at(whole.start) : _at(whole.stop)] = sums[_at(whole.start - first) : _at(whole.stop - first)]
+            if self._parts:
+                for page in [page for page in self._parts if page in whole]:
+                    del self._parts[page]
+            for begin, end in self._cut_pages(start, stop):
+                page = begin // PAGE
+                self._put(page, _Part(begin, end, _unpacked(sums, page - first)))
+
+    def mark_proven(self, ranges: Iterable[ChecksumRange]) -> None:
+        """Removes ranges all of whose bytes were recorded from those that `unproven` returns."""
+        proven = set(ranges)
+        with self._lock:
+            self._ranges = [each for each in self._ranges if each not in proven]
+
+    def unproven(self, start: int, nbytes: int) -> list[ChecksumRange]:
+        """Returns the ranges with bytes in [start, start + nbytes) of whose pages no checksums are known yet."""
+        if not self._ranges:
+            return []
+        with self._lock:
+            return [each for each in self._ranges if each.start < start + nbytes and start < each.start + each.nbytes]
+
+    def pages_to_read(self, start: int, nbytes: int) -> list[range]:
+        """Returns the bytes of pages that a comparison of [start, start + nbytes) needs as a whole."""
+        with self._lock:
+            cut = [each for each in self._cut_pages(start, start + nbytes) if self._joined(*each) is None]
+        return [self._page(page) for page in sorted({begin // PAGE for begin, _ in cut})]
+
+    def first_damage(self, start: int, nbytes: int, sums: bytes, pages: Mapping[int, memoryview]) -> range | None:
+        """Compares bytes that were read, none of which is in an unproven range; returns the first damaged page.
+
+        Args:
+            start: first byte.
+            nbytes: number of bytes.
+            sums: the checksum of the bytes in each page.
+            pages: the bytes of `pages_to_read`, by the number of the page.
+        """
+        stop, first = start + nbytes, start // PAGE
+        whole = self._whole_pages(start, stop)
+        with self._lock:
+            cut = self._cut_pages(start, stop)
+            for begin, end in cut:
+                if begin == start and not self._fits(begin, end, _unpacked(sums, begin // PAGE - first), pages):
+                    return self._page(begin // PAGE)  # its other bytes may be those that are damaged
+            right = self._sums[_at(whole.start) : _at(whole.stop)]
+            found = sums[_at(whole.start - first) : _at(whole.stop - first)]
+            if right != found:
+                page = next(n for n in range(len(whole)) if right[_at(n) : _at(n + 1)] != found[_at(n) : _at(n + 1)])
+                return self._page(whole[page])
+            for begin, end in cut:
+                if begin != start and not self._fits(begin, end, _unpacked(sums, begin // PAGE - first), pages):
+                    return self._page(begin // PAGE)  # its other bytes may be those that are damaged
+        return None
+
+    # -- pages and parts; the caller of all that follows holds the lock where it reads or changes parts --------------
+
+    def _page(self, page: int) -> range:
+        return range(page * PAGE, min((page + 1) * PAGE, self.nbytes))
+
+    def _whole_pages(self, start: int, stop: int) -> range:
+        """Returns the pages all of whose bytes are in [start, stop)."""
+        last = -(-stop // PAGE) if stop == self.nbytes else stop // PAGE
+        return range(-(-start // PAGE), max(last, -(-start // PAGE)))
+
+    def _cut_pages(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Returns the bytes of [start, stop) in pages that it does not contain as a whole: none, one or two ranges."""
+        whole = self._whole_pages(start, stop)
+        if not whole and start < stop and start // PAGE == (stop - 1) // PAGE:
+            return [(start, stop)]
+        cut = [(start, whole.start * PAGE), (max(whole.stop * PAGE, start), stop)]
+        return [(begin, end) for begin, end in cut if begin < end]
+
+    def _parts_of(self, page: int) -> list[_Part]:
+        parts = self._parts.get(page)
+        if parts is not None:
+            return parts
+        of = self._page(page)
+        return [_Part(of.start, of.stop, _unpacked(self._sums, page))]
+
+    def _put(self, page: int, new: _Part) -> None:
+        """Enters a part. What is left of parts that it overwrites is known only if it is zeros."""
+        parts = [new]
+        for old in self._parts_of(page):
+            for begin, end in ((old.start, min(old.stop, new.start)), (max(old.start, new.stop), old.stop)):
+                if begin < end and (begin, end) == (old.start, old.stop):
+                    parts.append(old)
+                elif begin < end and old.crc == crc32c_of_zeros(old.stop - old.start):
+                    parts.append(_Part(begin, end, crc32c_of_zeros(end - begin)))
+        self._parts[page] = sorted(parts)
+        of = self._page(page)
+        # None: some bytes of the page are unknown, and a read of them fails.
+        crc = self._joined(of.start, of.stop)
+        self._sums[_at(page) : _at(page + 1)] = _packed(0 if crc is None else crc)
+
+    def _joined(self, start: int, stop: int) -> int | None:
+        """Returns the CRC-32C of bytes of one page; None if they do not begin and end where parts do."""
+        crc, at = 0, start
+        for part in self._parts_of(start // PAGE):
+            if part.start == at and part.stop <= stop:
+                crc, at = crc32c_joined(crc, part.crc, part.stop - part.start), part.stop
+        return crc if at == stop else None
+
+    def _fits(self, start: int, stop: int, crc: int, pages: Mapping[int, memoryview]) -> bool:
+        """Returns True if `crc` is that of bytes of one page, whose parts are split at both ends if necessary."""
+        expected = self._joined(start, stop)
+        page = start // PAGE
+        if expected is None and page in pages:
+            memory, split = pages[page], list[_Part]()
+            for part in self._parts_of(page):
+                cuts = {each for each in (start, stop) if part.start < each < part.stop}
+                borders = sorted({part.start, part.stop, *cuts})
+                if cuts:
+                    if crc32c(memory[part.start % PAGE : part.start % PAGE + part.stop - part.start]) != part.crc:
+                        return False
+                    for begin, end in itertools.pairwise(borders):
+                        some = memory[begin % PAGE : begin % PAGE + end - begin]
+                        split.append(_Part(begin, end, crc32c(some)))
+                else:
+                    split.append(part)
+            # The checksum of the page stays.
+            self._parts[page] = split
+            expected = self._joined(start, stop)
+        return expected == crc
+
+
+def _at(page: int) -> int:
+    return page * _SUM_NBYTES
+
+
+def _packed(crc: int) -> bytes:
+    return crc.to_bytes(_SUM_NBYTES, _BYTE_ORDER)
+
+
+def _unpacked(sums: bytes | bytearray, page: int) -> int:
+    return int.from_bytes(sums[_at(page) : _at(page + 1)], _BYTE_ORDER)
+
+
+# -- checksum table ------------------------------------------------------------------------------------
+#
+# The checksums of a store's newest slots: those that a commit contains, and those of pages for every read.
+#
+# Threads: the update worker alone replaces checksums, each by one assignment. Any thread takes those of a slot when it
+# submits a read, and compares the bytes with them, whatever is written meanwhile.
+
+
+_MIN_CHECKSUM_NBYTES = MIB // 4
+"""If a slot would have too many checksums, those of neighbours are joined until each covers this many bytes."""
+
+
+class ChecksumTable:
+    """The checksums of the newest slot of each unit and state."""
+
+    def __init__(self) -> None:
+        self._slots: dict[Key, Slot] = {}
+        self._pages: dict[Key, PageSums] = {}
+
+    def fill_zeros(self, places: Sequence[Mapping[State, Sequence[Extents]]]) -> None:
+        """Enters the checksums of slots that were never written.
+
+        Args:
+            places: For each unit and state, the places of all slots.
+        """
+        for unit, row in enumerate(places):
+            self._slots |= {(unit, state): of_zeros(slots[0]) for state, slots in row.items()}
+            self._pages |= {(unit, state): PageSums(slots[0].nbytes) for state, slots in row.items()}
+
+    def load(self, rows: bytes, places: Sequence[Mapping[State, Sequence[Extents]]]) -> None:
+        """Replaces the table by the packed table of a commit.
+
+        Args:
+            rows: The packed table.
+            places: For each unit and state, the places of all slots.
+
+        Raises:
+            StoreError: If the table has not the checksums of these slots.
+        """
+        found = unpack(rows)
+        check_whole(found, places)
+        self._slots = found
+        self._pages = {key: PageSums(sum(slot[-1][:2]), slot) for key, slot in self._slots.items()}
+
+    def pack(self) -> torch.Tensor:
+        """Returns the table as a blob stores it, int64 of shape (checksums, 5)."""
+        return pack_checksums(self._slots)
+
+    def growth_nbytes(self, places: Sequence[Mapping[State, Sequence[Extents]]]) -> int:
+        """Returns the bytes by which the packed table may grow.
+
+        A new store has one checksum for each state; later each tile of an update has one.
+
+        Args:
+            places: For each unit and state, the places of all slots.
+        """
+        sizes = [slots[0].nbytes for row in places for slots in row.values()]
+        most = sum(map(_max_checksums, sizes))
+        return ROW_NBYTES * max(0, most - sum(map(len, self._slots.values())))
+
+    def pages(self, key: Key) -> PageSums:
+        """Returns the checksums of the newest slot's pages. An update replaces the object."""
+        return self._pages[key]
+
+    def sum_of(self, key: Key, nbytes: int) -> int | None:
+        """Returns the CRC-32C of the first `nbytes` of the newest slot; None if no checksum ends there."""
+        return sum_of(self._slots[key], 0, nbytes)
+
+    def replace(self, key: Key, writes: Sequence[tuple[int, Future]], own_nbytes: int) -> None:
+        """Enters the checksums of the writes to a slot. Frozen weights behind the last write keep theirs.
+
+        Args:
+            key: The unit and the state.
+            writes: The start and the ended future of each write, in order, without gaps and from byte 0 on.
+            own_nbytes: The bytes at the start of the slot that updates write. No checksum covers some of these
+                and some behind them, since an update would replace it.
+        """
+        self._pages[key] = self._pages[key].renewed([(at, each.wait(), each.page_crcs()) for at, each in writes])
+        new = [ChecksumRange(start, future.wait(), future.crc32c()) for start, future in writes]
+        if len(new) > _max_checksums(new[-1].start + new[-1].nbytes):  # tiny tiles: sub_group_size
+            own = sum(each.start < own_nbytes for each in new)
+            new = [each for part in (new[:own], new[own:]) for each in joined(part, _MIN_CHECKSUM_NBYTES)]
+        self._slots[key] = renewed(self._slots[key], new)
+
+
+def _max_checksums(nbytes: int) -> int:
+    """Returns the most checksums that a slot of `nbytes` may have; the blobs reserve room for them."""
+    return 2 + nbytes // _MIN_CHECKSUM_NBYTES  # plus one for the remainder, one for frozen weights

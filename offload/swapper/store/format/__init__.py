@@ -1,1 +1,0 @@
-"""Bytes of the swap files: commit record, manifest, checksums, blob."""
