@@ -23,7 +23,7 @@ from bench.measure import apart, median_ratio, options, random_ids, report, resi
 from bench.throttle import throttled
 from offload.config.blocks.offload_block import OffloadBlock
 from offload.hardware.probe import DTYPES, probe
-from offload.layout.schedule import MICRO_BATCH_MAJOR
+from offload.layout.pass_order import MICRO_BATCH_MAJOR
 from offload.planner import memory
 from offload.planner import recommend as choice
 from offload.planner.activations.load import Load

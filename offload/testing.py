@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from offload.engine.gradients.accumulator import GradientAccumulator
     from offload.engine.optim.update_worker import UpdateWorker
     from offload.engine.training.device_growth import DeviceBudget
-    from offload.layout.budgets.device_need import DeviceNeed
     from offload.layout.flat_layout import UnitLayout
     from offload.layout.modes import Mode
+    from offload.layout.placement import DeviceNeed
     from offload.swapper.memory.device import Device
     from offload.swapper.memory.device_arena import DeviceArena
     from offload.swapper.memory.host_arena import HostArena
@@ -406,7 +406,7 @@ class Patcher(Protocol):
 POINTS: Mapping[str, Sequence[str]] = {
     # Sizes.
     "size.chunk": (
-        "offload.layout.budgets.host:CHUNK",
+        "offload.layout.placement:CHUNK",
         "offload.engine.gradients.values:CHUNK",
         "offload.engine.gradients.accumulator:CHUNK",
         "offload.engine.gradients.host_gradients:CHUNK",
@@ -415,13 +415,13 @@ POINTS: Mapping[str, Sequence[str]] = {
     ),
     "size.first_weights": ("offload.engine.params.initial_fill:CHUNK",),
     "size.parameter_access": ("offload.engine.param_access:CHUNK",),
-    "size.update_tile": ("offload.layout.tile_sizes:_TILE_NBYTES",),
+    "size.update_tile": ("offload.layout.placement:_TILE_NBYTES",),
     "size.tile_buffers": (
-        "offload.layout.tile_sizes:TILE_BUFFERS",
+        "offload.layout.placement:TILE_BUFFERS",
         "offload.planner.simulation.updater:TILE_BUFFERS",
     ),
-    "size.gradient_window": ("offload.layout.budgets.host:_WINDOW_NBYTES",),
-    "size.stream": ("offload.layout.budgets.host:_STREAM_NBYTES",),
+    "size.gradient_window": ("offload.layout.placement:_WINDOW_NBYTES",),
+    "size.stream": ("offload.layout.placement:_STREAM_NBYTES",),
     "size.small_gradient": ("offload.engine.gradients.small_gradients:SMALL",),
     "size.staged_gradient": ("offload.engine.gradients.small_gradients:THROUGH_STAGING",),
     "size.least_kept_input": ("offload.engine.activations.kept_input:LEAST_NBYTES",),
@@ -431,7 +431,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "size.block_chunk": ("offload.engine.model_io.block_chunks:VALUES",),
     "size.safetensors_piece": ("offload.engine.model_io.safetensors_folder:_PIECE_NBYTES",),
     "size.pending_metrics": ("offload.engine.metrics.reporter:_MOST_PENDING",),
-    "size.coded_replicas": ("offload.layout.config_request:MOST_CODED_REPLICAS",),
+    "size.coded_replicas": ("offload.layout.memory_plan:MOST_CODED_REPLICAS",),
     "size.access_order": ("offload.swapper.policy:_LONGEST",),
     "size.device_views": ("offload.swapper.memory.device_arena:_VIEWS",),
     "size.pin_chunk": ("offload.swapper.memory.device:PIN_CHUNK",),

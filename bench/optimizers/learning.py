@@ -22,7 +22,7 @@ from torch.nn import functional
 
 import offload
 from bench.measure import report
-from offload.layout.optimizers.matrices import matrices_of
+from offload.layout.optimizer_states import matrices_of
 from offload.presets import build
 
 ADAM_LR = 2e-3

@@ -21,7 +21,7 @@ from offload.engine.training.training_state import TrainingState
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.modes import Mode
-from offload.layout.optimizers.matrices import states_of
+from offload.layout.optimizer_states import states_of
 from offload.states import State
 
 _STEP = "step"

@@ -26,12 +26,10 @@ from offload.engine.param_values import check_room, check_values
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.training.components import EngineComponents
 from offload.errors import UsageError
-from offload.layout.budgets.machine import CHUNK
-from offload.layout.flat_layout import Segment, SegmentShard, segment_shards
-from offload.layout.master_weights import join, sources, weights_of
-from offload.layout.opaque_state import unpack
-from offload.layout.optimizers import moment_values
-from offload.layout.optimizers.matrices import states_of
+from offload.layout import optimizer_states
+from offload.layout.flat_layout import Segment, SegmentShard, segment_shards, unpack
+from offload.layout.optimizer_states import join, master_sources, states_of, weights_of
+from offload.layout.placement import CHUNK
 from offload.states import State
 
 # Weak, so that an engine that the user has dropped is not kept alive.
@@ -347,7 +345,7 @@ class ParamAccess:
         found: dict[State, torch.Tensor] = {}
         futures: list[Future] = []
         try:
-            for each in sources(mode.weights) if joined else moment_values.sources(mode, state):
+            for each in master_sources(mode.weights) if joined else optimizer_states.moment_sources(mode, state):
                 part, dtype = mode.part(each, start, start + len(values)), mode.states[each]
                 buffer = aligned_empty(len(part) * dtype.itemsize)
                 found[each] = torch.frombuffer(buffer, dtype=dtype)
@@ -356,7 +354,7 @@ class ParamAccess:
                 future.wait()
         finally:
             wait_for_all(futures)  # no buffer is freed under a read
-        values.copy_(join(found) if state is State.WEIGHT else moment_values.read(mode, found, state))
+        values.copy_(join(found) if state is State.WEIGHT else optimizer_states.read(mode, found, state))
 
     def _set_gradient(self, handle: ParamHandle, values: torch.Tensor) -> None:
         def mine() -> None:

@@ -17,9 +17,8 @@ from torch import nn
 
 from offload.errors import StoreError
 from offload.kernels.blocks import BLOCK_FORMATS
-from offload.layout.flat_layout import Segment, UnitLayout, with_kept
+from offload.layout.flat_layout import Segment, StateField, UnitLayout, is_kind, with_kept
 from offload.layout.modes import MODES, Mode
-from offload.layout.opaque_state import StateField, is_kind
 from offload.layout.tiers import partitions
 from offload.states import State
 from offload.swapper.store.format import StoreSpec

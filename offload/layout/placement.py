@@ -7,32 +7,559 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from offload.errors import BudgetError
-from offload.layout.budgets.device import device_spare, divide_device
-from offload.layout.budgets.device_need import DeviceNeed
-from offload.layout.budgets.host import default_budget, divide_host, host_needs, least_host, window_nbytes
-from offload.layout.budgets.machine import Machine
-from offload.layout.modes import ADAM, Mode
+from offload.kernels.lamb import BLOCK as LAMB_BLOCK
+from offload.layout.modes import ADAM, LAMB, Mode
 from offload.layout.tiers import (
     Partitions,
     PlacementRequest,
     TierMap,
+    check_room,
     configured,
     demotions,
     differences,
     gradients_on_device,
     inputs_nbytes,
+    that_fit,
+    tier_nbytes,
+    to_add_up,
     to_promote,
     with_tier,
 )
-from offload.layout.tile_sizes import tiles
 from offload.notices import Remark
-from offload.sizes import PAGE, align_up, format_size
+from offload.sizes import MIB, PAGE, align_up, format_size
 from offload.states import State, Tier
-from offload.swapper.memory.host_arena import Classes
+from offload.swapper.memory.device import DeviceRoom
+from offload.swapper.memory.device_arena import check_budget
+from offload.swapper.memory.host_arena import TILE_BUFFERS, Classes
 from offload.swapper.store import StoreSpec
+
+# -- device need ---------------------------------------------------------------------------------------
+#
+# Size of the device arena, its growth after the first step and its return to the first size, from sizes alone.
+#
+#     first step ─► grown ─► memory ran short, or the user asks ─► as at the start ─► calm steps ─► grown, if room is
+#     left
+#
+# A growth leaves free 1.5 times the memory that activations have ever needed. If activations then run short, they
+# needed more than the growth had left, so the next growth leaves at least 1.5 times as much as the one before. Hence a
+# run sees a handful of shortages at most, whatever its batches are.
+
+
+_MARGIN = 256 * MIB
+"""Bytes that stay free for allocations that libraries make later."""
+
+_TIMES = {2: "twice", 3: "three times", 4: "four times"}
+
+_CALM = 8
+"""Steps after which an arena that has given memory back may grow again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceNeed:
+    """Sizes, in bytes, that bound the device arena."""
+
+    least: int
+    """Bytes of the smallest arena that works.
+
+    It holds the states whose tier is DEVICE, buffers for the reduction of gradients, and the largest paged unit.
+    """
+    most: int
+    """Upper bound of the growth, once a step has shown how much memory activations leave free."""
+    unit: int
+    """Bytes of the largest unit that is paged in and out."""
+    weights: int
+    """Bytes with which no unit has to be evicted, within the config's limit. Memory beyond them goes to `totals`."""
+    totals: tuple[tuple[int, int], ...] = ()
+    """Units whose gradients may accumulate on the device, each with its bytes; those that gain most come first."""
+
+    def added(self, nbytes: int) -> tuple[tuple[int, int], ...]:
+        """Returns those of `totals`, taken greedily in order, for which an arena of `nbytes` has room."""
+        return that_fit(self.totals, nbytes - self.weights)
+
+
+def growth(nbytes: int, need: DeviceNeed, room: DeviceRoom) -> int:
+    """Returns the bytes by which the device arena grows after the first step; 0 if growth is not worth it.
+
+    Half as much memory as the activations of the first step took stays free, for longer sequences. If gradient totals
+    would use the memory, as much as the activations took stays free, because totals help less than weights. Growth by
+    less than the largest unit would not let one more unit stay.
+
+    Args:
+        nbytes: current bytes of the arena.
+        need: the bounds of the arena.
+        room: free memory of the device after the first step; `room.kept` counts the bytes that its activations took.
+    """
+    free = min(need.most - nbytes, room.free - room.kept // 2 - _MARGIN) // PAGE * PAGE
+    if nbytes + free > need.weights:
+        totals = need.added(min(nbytes + free, nbytes + room.free - room.kept - _MARGIN))
+        free = need.weights - nbytes + sum(each for _, each in totals)
+    return free if free >= max(need.unit, PAGE) else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArenaHistory:
+    """Facts about an arena and the steps so far, from which its next growth is decided."""
+
+    grown: int = 0
+    """Bytes of the arena that can be given back."""
+    beside: int = 0
+    """Bytes that the last growth left for all that is not in the arena."""
+    peak: int = 0
+    """Most bytes that activations had needed, as far as was known when the arena last grew or gave memory back."""
+    wait: int | None = 1
+    """Steps until the arena may grow; None if it does not grow any more."""
+
+    def after_step(self) -> ArenaHistory:
+        """Returns the history after one more step."""
+        return replace(self, wait=max(self.wait - 1, 0)) if self.wait else self
+
+    def after_growth(self, nbytes: int, room: DeviceRoom) -> ArenaHistory:
+        """Returns the history after a growth by `nbytes`, which may be 0, into `room`."""
+        beside = room.free + room.kept - nbytes if nbytes else 0
+        return replace(self, grown=nbytes, beside=beside, peak=max(self.peak, room.kept), wait=None)
+
+    def after_return(self, room: DeviceRoom, short: bool) -> ArenaHistory:
+        """Returns the history after the grown memory was given back.
+
+        Args:
+            room: free memory of the device just before.
+            short: True if the device ran out of memory; False if the user asked.
+        """
+        return ArenaHistory(peak=max(self.peak, room.kept, self.beside if short else 0), wait=_CALM)
+
+
+def next_growth(nbytes: int, need: DeviceNeed, room: DeviceRoom, history: ArenaHistory) -> int:
+    """Returns the bytes by which the device arena grows at the end of a step; 0 if it does not.
+
+    Args:
+        nbytes: current bytes of the arena.
+        need: the bounds of the arena.
+        room: free memory of the device.
+        history: the steps so far; its peak is left free as if activations took it in the last step.
+    """
+    if history.grown or history.wait != 0:
+        return 0
+    peak = max(history.peak, room.kept)
+    return growth(nbytes, need, DeviceRoom(room.free + room.kept - peak, peak))
+
+
+def device_fixed(parts: Partitions, tiers: TierMap) -> int:
+    """Returns the bytes that stay on the device: resident states and, with several ranks, buffers of collectives."""
+    return tier_nbytes(parts, tiers, Tier.DEVICE) + parts.collectives_nbytes
+
+
+def least_holds(parts: Partitions) -> str:
+    """Returns in words what the smallest device budget holds."""
+    if parts.whole_gradients:
+        return (
+            f"it must hold the states stored there, the largest unit and {format_size(parts.reduction_nbytes)} for the "
+            "gradients of all micro-batches, which ZeRO stages 0 and 1 add up on each rank: raise it, or set "
+            '"stage": 2, which reduces each micro-batch'
+        )
+    reduction = parts.reduction
+    if parts.secondary is not None:
+        return (
+            "it must hold the states stored there, the largest unit, "
+            f"{format_size(parts.secondary.nbytes)} for the secondary partition of all weights, and "
+            f"{format_size(parts.collectives_nbytes - parts.secondary.nbytes)} for what ranks send each "
+            'other: raise it, or leave "zero_hpz_partition_size" out'
+        )
+    if parts.gathers is not None or (reduction is not None and reduction.form is not None):
+        return (
+            "it must hold the states stored there, the largest unit and "
+            f"{format_size(parts.collectives_nbytes)} for gradients and codes that ranks send each other"
+        )
+    times = 2 if reduction is None else reduction.exchanges + reduction.buckets
+    less = "" if reduction is None or reduction.exchanges < 2 else ', fewer with "overlap_comm": false'
+    return (
+        "it must hold the states stored there, the largest unit and, with several ranks, "
+        f"{_TIMES[times]} its gradients{less}"
+    )
+
+
+def moving(parts: Partitions, tiers: TierMap) -> list[int]:
+    """Returns the bytes of each unit that is paged in and out of the device."""
+    return [
+        align_up(nbytes)
+        for unit, (nbytes, row_tiers) in enumerate(zip(parts.unit_nbytes, tiers, strict=True))
+        # With several ranks a resident weight is only a shard, and blocks are not values: such a unit is put together
+        # for every use, and evicted.
+        if not parts.stays(unit, row_tiers)
+    ]
+
+
+def largest_moving(parts: Partitions, tiers: TierMap) -> int:
+    """Returns the bytes of the largest unit that is paged; 0 if none is."""
+    return max(moving(parts, tiers), default=0)
+
+
+# -- machine -------------------------------------------------------------------------------------------
+#
+# What a placement asks of a machine, and sizes of host buffers that planner and engine share.
+
+
+STAGING_BUFFERS = 3
+"""Host buffers through which gradients leave the device."""
+WINDOWS = 3
+"""Host buffers of gradients that spill to disk: one is filled while the others are written."""
+CHUNK = 1 << 22
+"""Elements of a gradient that one call adds or whose squares it sums: one number for all callers, for equal bits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Memory and devices of the machine on which states are placed; sizes in bytes."""
+
+    free_host: int
+    free_device: int
+    """0 if the compute device is the host itself."""
+    host_addressable: bool
+    """True if the host can compute on the device's memory."""
+    drives: bool
+    """True if the run has a disk to which partitions may be moved."""
+    other_engines: int = 0
+    """Bytes of the host budget that other engines of this process take already."""
+    device_kernels: bool = False
+    """True if the device has its own kernels for AdamW and for sums of squares."""
+
+
+# -- device --------------------------------------------------------------------------------------------
+#
+# Size of the device arena at the start, from sizes alone.
+
+
+_DEVICE_UNITS = 3
+"""Units of the largest size for which the device arena has room by default."""
+_ARENA_SHARE = 0.25
+"""Fraction of what `beside_arenas` leaves that the default arena takes at most where the CPU computes."""
+LIBRARIES = 32 * MIB
+"""Bytes of libraries that are loaded in the first step, and of threads' stacks."""
+_GRADIENT_SHARE = 0.75
+"""Fraction of the free device memory for resident states, paged units and gradients: activations need the rest."""
+
+
+def beside_arenas(parts: Partitions, gradients: int = 2) -> int:
+    """Returns the bytes of host memory that a backward on the CPU takes beside both arenas and the activations.
+
+    torch allocates a copy of a unit's weights in the layout that its products use, and the gradients of a unit.
+
+    Args:
+        parts: this rank's partitions.
+        gradients: gradients of the largest unit at a time: two if its weights are tied.
+    """
+    return gradients * parts.largest_gradient + parts.largest_unit + LIBRARIES
+
+
+def divide_device(
+    parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine, tiers: TierMap
+) -> tuple[int, DeviceNeed]:
+    """Returns the initial bytes of the device arena, and the bounds of its size."""
+    fixed, largest = device_fixed(parts, tiers), largest_moving(parts, tiers)
+    # All paged units plus room for one more of any size, so that gaps between units force no eviction.
+    whole = max(_DEVICE_UNITS * largest, sum(moving(parts, tiers)) + largest)
+    live = whole if request.live is None else max(largest, align_up(request.live * mode.weight_dtype.itemsize))
+    weights = min(whole, live)
+    # Where whole gradients add up before they are reduced, a step has one partition of each: there is no other sum.
+    adds_up = request.accumulation > 1 and not machine.host_addressable and not parts.whole_gradients
+    totals = to_add_up(parts, tiers) if adds_up else ()
+    # Gradients on the device are an optimization that the least budget need not hold.
+    in_host = with_tier(tiers, ((unit, State.GRAD) for unit, row in enumerate(tiers) if State.GRAD in row), Tier.HOST)
+    least = device_fixed(parts, in_host) + largest
+    if request.device_memory is not None:
+        check_budget(
+            '"device_memory"',
+            request.device_memory,
+            least,
+            least_holds(parts),
+        )
+        room = max(0, request.device_memory // PAGE * PAGE - fixed)
+        if request.live is not None:
+            beside = sum(nbytes for _, nbytes in that_fit(totals, room - weights))
+            room = min(room, max(live, weights + beside))
+        most = room
+    else:
+        check_room(parts.secondary, least, machine.free_host if machine.host_addressable else machine.free_device)
+        # By default the arena begins small and grows once the first step has shown the memory of the activations.
+        room = most = min(_DEVICE_UNITS * largest, live)
+        if machine.host_addressable:  # the host budget, activations and gradients come out of the same memory
+            share = int(_ARENA_SHARE * max(machine.free_host - beside_arenas(parts), 0)) // PAGE * PAGE
+            room = most = max(largest, min(room, share))
+        else:
+            most = weights + sum(nbytes for _, nbytes in totals)
+    need = DeviceNeed(least=least, most=fixed + most, unit=largest, weights=fixed + weights, totals=totals)
+    return fixed + room, need
+
+
+def device_spare(parts: Partitions, request: PlacementRequest, machine: Machine, tiers: TierMap) -> int:
+    """Returns the bytes for gradients on the device: the rest of an explicit budget or of `_GRADIENT_SHARE`."""
+    fixed, largest = device_fixed(parts, tiers), largest_moving(parts, tiers)
+    if request.device_memory is not None:
+        return request.device_memory // PAGE * PAGE - fixed - largest
+    return int(_GRADIENT_SHARE * machine.free_device) - fixed - _DEVICE_UNITS * largest
+
+
+# -- tile sizes ----------------------------------------------------------------------------------------
+#
+# Sizes of the update pipeline's tiles: elements of each, their number, and the bytes of their class of host memory.
+#
+# Pure functions of sizes.
+
+
+_WHOLE_UNITS = 3
+"""Number of tiles if each holds an entire unit: one is read, one computed, one written."""
+_MATRICES = 4
+"""Number of tiles if each holds a matrix: matrices differ in size, so that one more evens them out."""
+_TILE_NBYTES = range(4 * MIB, 16 * MIB + 1)
+"""Smallest and largest bytes of the host buffer of one tile."""
+
+
+def pipeline(parts: Partitions, mode: Mode, request: PlacementRequest, tiers: TierMap) -> tuple[int, int]:
+    """Returns the bytes of the smallest and of the largest useful class of tiles; both 0 if nothing trains.
+
+    Args:
+        parts: this rank's partitions.
+        mode: the states and their dtypes.
+        request: the config's request, which may limit the elements of a tile.
+        tiers: the tiers of the partitions.
+    """
+    numel = max(parts.trainable_numel, default=0)
+    if not numel:
+        return 0, 0
+    step = tile_growth(parts, mode, tiers)
+    # An optimizer of torch needs all elements of a parameter at once: its tiles are entire units. One with a rule for
+    # matrices needs a matrix at once.
+    if mode.steps_whole:
+        most = _WHOLE_UNITS if mode.whole_units else _MATRICES
+        return _scratch_nbytes(parts, mode) + step, _scratch_nbytes(parts, mode) + most * step
+    element_bytes = _tile_element_bytes(parts, mode, tiers)
+    if request.tile is not None:
+        # A tile holds at least one step, however small the config's limit is.
+        numel = min(numel, max(request.tile, _tile_step(mode)))
+    small, large = (
+        align_up(TILE_BUFFERS * min(numel * element_bytes, nbytes), step) or step
+        for nbytes in (_TILE_NBYTES[0], _TILE_NBYTES[-1])
+    )
+    return small, large
+
+
+def tile_growth(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
+    """Returns the bytes by which the class of tiles grows: one more unit or matrix, or one more step of every tile."""
+    if not any(parts.trainable_numel):
+        return 0
+    if mode.whole_units:
+        return _whole_unit_nbytes(parts, tiers)
+    if mode.matrix_rule:
+        return _matrix_nbytes(parts, mode, tiers)
+    return TILE_BUFFERS * _tile_step_nbytes(parts, mode, tiers)
+
+
+def tiles(parts: Partitions, mode: Mode, tiers: TierMap, nbytes: int) -> tuple[int, int, int]:
+    """Returns the elements of a tile, the number of tiles and the scratch bytes, for a class of `nbytes`.
+
+    Args:
+        parts: this rank's partitions.
+        mode: the states and their dtypes.
+        tiers: the tiers of the partitions.
+        nbytes: bytes of the class; 0 if nothing trains.
+    """
+    if mode.whole_units:
+        scratch = _scratch_nbytes(parts, mode) if nbytes else 0
+        buffers = (nbytes - scratch) // max(_whole_unit_nbytes(parts, tiers), 1)
+        return max(parts.trainable_numel, default=0), buffers, scratch
+    if mode.matrix_rule:
+        scratch, tile = _scratch_nbytes(parts, mode) if nbytes else 0, _matrix_nbytes(parts, mode, tiers)
+        step = mode.tile_step
+        numel = tile // _tile_element_bytes(parts, mode, tiers) // step * step
+        return numel, (nbytes - scratch) // max(tile, 1), scratch
+    # Elements are rounded down to steps, so that every state of every tile begins at a page of its partition.
+    return nbytes // TILE_BUFFERS // _tile_step_nbytes(parts, mode, tiers) * _tile_step(mode), TILE_BUFFERS, 0
+
+
+def _whole_unit_nbytes(parts: Partitions, tiers: TierMap) -> int:
+    """Returns the bytes of the largest tile if each holds an entire unit."""
+    return max(
+        sum(
+            align_up(nbytes)
+            for state, nbytes in row.items()
+            # A gradient in HOST or on the device is read from its own memory, so a tile needs no room for it.
+            if state is not State.GRAD or row_tiers[State.GRAD] is Tier.DISK
+        )
+        for row, row_tiers, numel in zip(parts.nbytes, tiers, parts.trainable_numel, strict=True)
+        if numel
+    )
+
+
+def _matrix_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
+    """Returns the bytes of a tile that holds any matrix, or else elements that are in none, in tiles as of others."""
+    spilled = parts.gradient_dtype.itemsize if _spills(parts, tiers) else 0
+    of_matrices = [dtype.itemsize for state, dtype in mode.states.items() if state not in mode.partial]
+    matrix = sum(align_up(parts.whole.tile * itemsize) for itemsize in (*of_matrices, spilled))
+    element_bytes = _tile_element_bytes(parts, mode, tiers)
+    steps = max(_TILE_NBYTES[0] // element_bytes // mode.tile_step, 1)
+    numel = min(max(parts.trainable_numel, default=0), steps * mode.tile_step)
+    return align_up(max(matrix, numel * element_bytes))
+
+
+def _scratch_nbytes(parts: Partitions, mode: Mode) -> int:
+    """Returns the bytes beside the tiles of a step that needs whole parameters.
+
+    These are an fp32 gradient, an fp32 master if masters have no memory of their own as a whole, and what ranks
+    exchange: of an optimizer of torch a master and a gradient, else an update. Rules of matrices also compute in the
+    memory of gradient and master, and of a square, so they have it for any precision.
+    """
+    itemsize, whole = torch.float32.itemsize, parts.whole
+    copies = 2 if State.MASTER_LOW_BITS in mode.weights or mode.matrix_rule or not parts.alone else 1
+    squares = align_up(whole.square * itemsize) if mode.matrix_rule else 0
+    traded = align_up((1 if mode.matrix_rule else 2) * whole.traded * itemsize)
+    # A model may have no matrix, and an arena gives no empty memory.
+    return copies * align_up(whole.parameter * itemsize) + squares + traded or PAGE
+
+
+def _tile_step(mode: Mode) -> int:
+    """Returns the number of which a tile's elements are a multiple: LAMB sums squares block by block."""
+    return max(LAMB_BLOCK, mode.tile_step) if mode.optimizer == LAMB else mode.tile_step
+
+
+def _tile_step_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
+    """Returns the bytes of a tile of one step: its elements, and the page of the scales of its blocks."""
+    return _tile_step(mode) * _tile_element_bytes(parts, mode, tiers) + (PAGE if mode.in_blocks else 0)
+
+
+def _tile_element_bytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
+    """Returns the bytes of a tile for one element: its states without scales, and a gradient if any spills."""
+    return mode.element_bytes + (parts.gradient_dtype.itemsize if _spills(parts, tiers) else 0)
+
+
+def _spills(parts: Partitions, tiers: TierMap) -> bool:
+    """Returns True if any gradient waits on disk, and so passes through a tile."""
+    return any(
+        row[State.GRAD] > 0 and row_tiers[State.GRAD] is Tier.DISK
+        for row, row_tiers in zip(parts.nbytes, tiers, strict=True)
+        if State.GRAD in row
+    )
+
+
+# -- host ----------------------------------------------------------------------------------------------
+#
+# Host memory of a run: what each class of buffers needs, the default budget and its division, from sizes alone.
+
+
+HOST_SHARE = 0.8
+"""Fraction of the free host memory that the default budget takes at most; where the device computes there, of what its
+arena and `beside_arenas` leave."""
+_ACTIVATIONS = 512 * MIB
+"""Bytes that the default budget leaves to activations at least, where the device computes in host memory."""
+_STREAM_NBYTES = 16 * MIB
+"""Bytes of the least host buffer of weights. Larger units are read in chunks if two buffers of them do not fit."""
+_WINDOW_NBYTES = 32 * MIB
+"""Bytes of the largest host buffer of a gradient that spills."""
+
+
+class HostNeed(NamedTuple):
+    """Bytes of each class of host buffers for given tiers: the least that works, and the most that is useful."""
+
+    least: Classes
+    most: Classes
+
+
+def least_host(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine) -> Classes:
+    """Returns the smallest classes of host buffers that work: after any demotions, with large units read in chunks."""
+    configured_tiers = configured(parts, request, mode.weight_dtype.itemsize)
+    ways = demotions(configured_tiers) if machine.drives else iter((configured_tiers,))
+    return min((host_needs(parts, mode, request, machine, tiers).least for tiers in ways), key=sum)
+
+
+def default_budget(
+    parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine, configured_tiers: TierMap
+) -> int:
+    """Returns the bytes of host memory that a run takes at most if the config names no budget."""
+    most = int(HOST_SHARE * machine.free_host)
+    if not machine.host_addressable:
+        return most
+    # In a small container gradients and activations would have no room beside both arenas, and the kernel would end the
+    # run. Whether weights are tied is not known here.
+    arena, _ = divide_device(parts, mode, request, machine, configured_tiers)
+    rest = machine.free_host - arena - beside_arenas(parts)
+    rest = min(int(HOST_SHARE * rest), rest - _ACTIVATIONS)
+    return min(most, max(rest, _least_on_disk(parts, mode, request, machine, configured_tiers)))
+
+
+def _least_on_disk(
+    parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine, configured_tiers: TierMap
+) -> int:
+    """Returns the least bytes of host memory after all moves to DISK, if there is a drive to move to."""
+    ways = [configured_tiers]
+    if machine.drives:
+        host = [(unit, state) for unit, row in enumerate(configured_tiers) for state in row if row[state] is Tier.HOST]
+        states = [(unit, state) for unit, state in host if state is not State.GRAD]
+        ways = [with_tier(configured_tiers, moved, Tier.DISK) for moved in (host, states)]
+    return min(sum(host_needs(parts, mode, request, machine, tiers).least) for tiers in ways)
+
+
+def host_needs(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine, tiers: TierMap) -> HostNeed:
+    """Returns the bytes of each class of host buffers under `tiers`."""
+    small, large = pipeline(parts, mode, request, tiers)
+    largest = max((n for _, n in _disk_weights(parts, tiers)), default=0)
+    buffer = 0 if machine.host_addressable else min(CHUNK * 4, align_up(2 * parts.largest_gradient))
+    gradients = WINDOWS * align_up(window_nbytes(parts, tiers))
+    kept, staging = tier_nbytes(parts, tiers, Tier.HOST), STAGING_BUFFERS * buffer
+    # Two buffers of weights: one is uploaded while the next is read.
+    return HostNeed(
+        Classes(small, 2 * align_up(min(largest, _STREAM_NBYTES)), gradients, kept, staging),
+        Classes(large, 2 * align_up(largest), gradients, kept, staging),
+    )
+
+
+def divide_host(
+    parts: Partitions, request: PlacementRequest, mode: Mode, tiers: TierMap, need: HostNeed, budget: int
+) -> Classes:
+    """Returns the classes of host buffers within `budget`, which must hold at least `need.least`."""
+    least, most = need
+    # Spare memory goes first to weights, up to two buffers of the largest unit, then to tiles, then to the cache.
+    room = budget - sum(least)
+    weights = min(most.weights, (least.weights + room) // (2 * PAGE) * (2 * PAGE))
+    room -= weights - least.weights
+    step = tile_growth(parts, mode, tiers)
+    tiles = min(most.tiles, least.tiles + (room // step * step if step else 0))
+    room -= tiles - least.tiles
+    cache = _cacheable(parts, tiers, weights)
+    # Without an explicit budget, or with a limit in the config, the cache holds no more than the config asks for.
+    if request.host_memory is None or request.cached_weights is not None:
+        cache = min(cache, max((request.cached_weights or 0) * mode.weight_dtype.itemsize - weights, 0))
+    return least._replace(tiles=tiles, weights=weights, cache=min(cache, room) // PAGE * PAGE)
+
+
+def window_nbytes(parts: Partitions, tiers: TierMap) -> int:
+    """Returns the bytes of one window of spilling gradients; 0 if none spills."""
+    spilled = [
+        row[State.GRAD]
+        for row, row_tiers in zip(parts.nbytes, tiers, strict=True)
+        if row_tiers.get(State.GRAD) is Tier.DISK
+    ]
+    return min(max(spilled, default=0), max(_WINDOW_NBYTES, CHUNK * parts.gradient_dtype.itemsize))
+
+
+def _disk_weights(parts: Partitions, tiers: TierMap) -> list[tuple[int, int]]:
+    """Returns unit and bytes of each WEIGHT partition whose tier is DISK."""
+    return [
+        (unit, align_up(row[State.WEIGHT]))
+        for unit, (row, row_tiers) in enumerate(zip(parts.nbytes, tiers, strict=True))
+        if row_tiers[State.WEIGHT] is Tier.DISK
+    ]
+
+
+def _cacheable(parts: Partitions, tiers: TierMap, weights: int) -> int:
+    """Returns the bytes, beyond `weights` bytes of buffers, that a cache of all weights on DISK would fill."""
+    return max(sum(nbytes for _, nbytes in _disk_weights(parts, tiers)) - weights, 0)
+
+
+# -- placement -----------------------------------------------------------------------------------------
+
 
 _FEW = 1 << 16
 """Elements of a tile below which its own work is longer than that of its elements, as measured on two cores."""

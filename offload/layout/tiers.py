@@ -12,19 +12,236 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from offload.errors import BudgetError
-from offload.layout.collectives.gathers import CodedGathers
-from offload.layout.collectives.reduction import Reduction
-from offload.layout.collectives.secondary import Secondary
+from offload.config import Config
+from offload.errors import BudgetError, ConfigError
+from offload.kernels.blocks import BLOCK_FORMATS, BlockFormat
 from offload.layout.flat_layout import WORD, UnitLayout
 from offload.layout.modes import Mode
-from offload.layout.optimizers.whole import NO_WHOLE, Whole, whole_sizes
+from offload.layout.optimizer_states import NO_WHOLE, Whole, whole_sizes
 from offload.sizes import PAGE, align_up, count_of, format_size
 from offload.states import State, Tier
 from offload.swapper.memory.host_arena import Copied
+
+# -- reduction -----------------------------------------------------------------------------------------
+#
+# The way in which several ranks reduce their gradients, and the device memory that it takes.
+
+
+CODES = BLOCK_FORMATS["int8"]
+"""Format of the codes that ranks send. Every shard of a unit is a whole number of its blocks."""
+MOST_CODED_REPLICAS = 7
+"""Replicas up to which the codes of all sums, 130/128 bytes an element to each of r - 1 ranks, are fewer bytes than an
+all-reduce in fp32, which sends 8 (r - 1) / r of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reduction:
+    """The way in which several ranks reduce their gradients."""
+
+    dtype: torch.dtype
+    """Dtype of the gradients that ranks send each other, or from which they make codes."""
+    exchanges: int = 1
+    """Units whose reductions may be under way at a time."""
+    buckets: int = 1
+    """Buffers for gradients of `dtype` that wait to be sent; 0 if the sums of whole gradients themselves do."""
+    whole: bool = False
+    """True if each rank adds up the whole gradients of a step's micro-batches before they are reduced."""
+    replicas: int = 1
+    """Replicas of the model, which add up their sums in fp32 (`engine.distributed.replica_sums`)."""
+    form: BlockFormat | None = None
+    """Format of the codes that ranks of a replica send; None for values of `dtype`."""
+    coded_sums: bool = False
+    """True if replicas send codes of their sums."""
+    in_place: bool = False
+    """True if each rank is a replica by itself, whose gradients are summed over the replicas in their own memory."""
+
+    @property
+    def received(self) -> int:
+        """Buffers for the gradients that a rank receives. Replicas have added them up before the next exchange."""
+        if self.in_place:
+            return 0
+        return self.exchanges if self.replicas == 1 else 1
+
+    @property
+    def coded(self) -> int:
+        """Buffers for the codes that a rank sends."""
+        return 0 if self.form is None else self.exchanges
+
+    @property
+    def sums(self) -> int:
+        """Buffers for sums over replicas.
+
+        One that has become codes is free again. Sums in place need one for the zeros of a rank without a gradient.
+        """
+        if self.replicas == 1:
+            return 0
+        return 1 if self.coded_sums or self.in_place else self.exchanges
+
+    def sum_codes(self, shard_numels: Sequence[int]) -> list[int]:
+        """Returns the bytes of each buffer for the codes of all replicas' sums of a shard.
+
+        Args:
+            shard_numels: elements of each unit that this rank updates.
+        """
+        nbytes = self.replicas * CODES.stored_nbytes(max(shard_numels))
+        return [nbytes] * self.exchanges if self.coded_sums else []
+
+    def sent_nbytes(self, numel: int) -> int:
+        """Returns the bytes in which the gradients of `numel` elements are sent."""
+        return numel * self.dtype.itemsize if self.form is None else self.form.stored_nbytes(numel)
+
+    def buffer_nbytes(self, unit_numels: Sequence[int], shard_numels: Sequence[int]) -> int:
+        """Returns the bytes of all buffers, without sums of whole gradients.
+
+        Args:
+            unit_numels: elements of each unit that train, over all ranks.
+            shard_numels: those that this rank updates.
+        """
+        largest = max(unit_numels)
+        # What is received and what is coded has the bytes in which it is sent; a bucket has those of values.
+        through = (self.received + self.coded) * align_up(self.sent_nbytes(largest))
+        sums = self.sums * align_up(max(shard_numels) * torch.float32.itemsize)
+        sums += sum(map(align_up, self.sum_codes(shard_numels)))
+        return self.buckets * align_up(largest * self.dtype.itemsize) + through + sums
+
+
+# -- gathers -------------------------------------------------------------------------------------------
+#
+# Weights that ranks gather as codes, decided from the layouts alone.
+#
+#     a unit:  [ trainable region       | frozen region: values               | bytes of others, blocks of codes ]
+#                zero_quantized_weights   zero_quantized_nontrainable_weights
+#
+# Both regions are divided evenly among the ranks, wherever that cuts a parameter. A frozen region with a parameter that
+# is not stored as values is gathered as it is: its bytes are codes already.
+
+
+class CodedGathers(NamedTuple):
+    """The elements of each unit that ranks gather as codes."""
+
+    dtype: torch.dtype
+    """Dtype of the weights."""
+    elements: tuple[range, ...]
+    """For each unit whole regions; may be empty."""
+    largest: int
+    """Elements of the largest region."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the device memory for the codes of a gather."""
+        return align_up(CODES.stored_nbytes(self.largest))
+
+
+def coded_gathers(
+    config: Config, layouts: Sequence[UnitLayout], dtype: torch.dtype, shards: int
+) -> CodedGathers | None:
+    """Returns what the ranks of a replica gather as codes; None for nothing.
+
+    Args:
+        config: the config.
+        layouts: the layout of each unit.
+        dtype: dtype of the weights.
+        shards: number of ranks of a replica.
+    """
+    zero = config.zero_optimization
+    elements, largest = [], 0
+    for layout in layouts:
+        stop = layout.trainable_stop
+        trains = range(stop if zero.zero_quantized_weights else 0)
+        in_values = layout.values_stop == layout.numel
+        frozen = range(stop, layout.numel if zero.zero_quantized_nontrainable_weights and in_values else stop)
+        largest = max(largest, len(trains), len(frozen))
+        elements.append(range(0 if trains else frozen.start, frozen.stop if frozen else trains.stop))
+    return CodedGathers(dtype, tuple(elements), largest) if largest and shards > 1 else None
+
+
+# -- secondary -----------------------------------------------------------------------------------------
+#
+# The secondary partition of the weights, over the ranks of one node, decided from sizes alone: hpZ of ZeRO++.
+#
+# four ranks, "zero_hpz_partition_size": 2      node 0: ranks 0, 1      node 1: ranks 2, 3
+#
+# a unit       [      │      │      │      ]
+# primary      rank 0 │ rank 1 │ rank 2 │ rank 3      in its tier, with its states: what a step updates
+# secondary    rank 0, rank 2  │ rank 1, rank 3       a copy on the device: what the gathers of a node read
+
+
+class Secondary(NamedTuple):
+    """The secondary partition of a run."""
+
+    ranks: int
+    """Number of ranks of a node."""
+    shards: int
+    """Number of shards of the primary partition, a multiple of `ranks`."""
+    unit_nbytes: tuple[int, ...]
+    """Bytes of each unit's secondary partition on one rank."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the device memory for the secondary partitions of all units on one rank."""
+        return align_up(sum(self.unit_nbytes))
+
+    def range_of(self, mine: range, rank: int) -> range:
+        """Returns the range that a rank keeps of a region of a unit.
+
+        Args:
+            mine: the range of the region in the rank's primary partition.
+            rank: the rank.
+        """
+        start = mine.start - rank * len(mine)
+        nbytes = len(mine) * self.shards // self.ranks
+        first = start + rank % self.ranks * nbytes
+        return range(first, first + nbytes)
+
+
+def check_node(size: int, ranks: int) -> None:
+    """Raises `ConfigError` if `ranks` ranks cannot be divided into nodes of `size`, "zero_hpz_partition_size"."""
+    if ranks % size:
+        raise ConfigError(
+            f"zero_optimization.zero_hpz_partition_size is {size}, the number of ranks of a node, and "
+            f"{count_of(ranks, 'rank')} cannot be divided into such nodes: set it to a divisor of {ranks}, or leave it "
+            "out"
+        )
+
+
+def secondary_of(config: Config, layouts: Sequence[UnitLayout], itemsize: int, shards: int) -> Secondary | None:
+    """Returns the secondary partition; None where it would save nothing: without the key, or if one node has all ranks.
+
+    Args:
+        config: the config.
+        layouts: the layout of each unit.
+        itemsize: bytes of an element of the weights.
+        shards: number of ranks.
+    """
+    size = config.zero_optimization.zero_hpz_partition_size
+    if size == 1 or shards <= size:
+        return None
+    # Both regions of a unit are divided evenly among the ranks, so among those of a node too.
+    return Secondary(size, shards, tuple(layout.numel * itemsize // size for layout in layouts))
+
+
+def check_room(secondary: Secondary | None, least: int, free: int) -> None:
+    """Raises `BudgetError` if a device without a budget has no room for the secondary partition.
+
+    Args:
+        secondary: the secondary partition; None without one.
+        least: bytes of the smallest device arena that works, this partition included.
+        free: free bytes of the device.
+    """
+    if secondary is not None and least > free:
+        raise BudgetError(
+            f"zero_optimization.zero_hpz_partition_size is {secondary.ranks}, so each rank keeps 1/{secondary.ranks} "
+            f"of all weights on its device, {format_size(secondary.nbytes)}, and needs {format_size(least)} there in "
+            f"all; {format_size(free)} is free: set it to more ranks of a node, or leave it out"
+        )
+
+
+# -- tiers ---------------------------------------------------------------------------------------------
+
 
 TierMap = tuple[Mapping[State, Tier], ...]
 """For each unit the tier of each state that this rank holds; for GRAD, the tier in which it waits for its update."""

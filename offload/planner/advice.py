@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from offload.errors import BudgetError, ConfigError
-from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.planner.recommend import Planned, plan, with_host_budget
 from offload.sizes import format_size
 from offload.states import State

@@ -19,7 +19,7 @@ import torch
 from offload.aio import aligned_empty
 from offload.errors import ConfigError
 from offload.hardware.probe.measure import Tell
-from offload.layout.experts.division import Division
+from offload.layout.memory_plan import Division
 from offload.planner.activations.budgets import activations
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, Measured

@@ -12,23 +12,21 @@ from typing import Any, NamedTuple
 
 from offload.config import Config, load_config
 from offload.errors import ConfigError
-from offload.layout.budgets.host import least_host
-from offload.layout.budgets.machine import Machine
-from offload.layout.config_request import mode_of, placement_request, rule_name
-from offload.layout.flat_layout import UnitLayout
+from offload.layout.flat_layout import UnitLayout, laid_out_for
 from offload.layout.memory_plan import (
     MemoryRequest,
     PlacedStates,
     WantedSlots,
+    mode_of,
     place_states,
+    placement_request,
     plan_memory,
+    rule_name,
     wanted_slots,
 )
 from offload.layout.modes import ADAM, TORCH, Mode
-from offload.layout.optimizers.matrices import for_rule
-from offload.layout.optimizers.of_torch import with_states_of_torch
-from offload.layout.optimizers.state_pages import laid_out_for
-from offload.layout.placement import Placement
+from offload.layout.optimizer_states import for_rule, with_states_of_torch
+from offload.layout.placement import Machine, Placement, least_host
 from offload.layout.tiers import Partitions, tier_nbytes
 from offload.sizes import align_up
 from offload.states import State, Tier

@@ -12,9 +12,9 @@ from torch import nn
 from offload.config import Config, load_config, resolve_batch
 from offload.errors import ConfigError
 from offload.hardware.probe import Probed
-from offload.layout.experts.division import division_of
+from offload.layout.memory_plan import division_of
 from offload.layout.modes import DTYPES
-from offload.layout.schedule import MICRO_BATCH_MAJOR, makes_early_updates
+from offload.layout.pass_order import MICRO_BATCH_MAJOR, makes_early_updates
 from offload.planner import recommend as choice
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, probed

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
-from offload.layout.budgets.device_need import growth
 from offload.layout.flat_layout import UnitLayout
-from offload.layout.schedule import MICRO_BATCH_MAJOR, Choice
+from offload.layout.pass_order import MICRO_BATCH_MAJOR, Choice
+from offload.layout.placement import growth
 from offload.planner.activations import room as activation_room
 from offload.planner.activations.budgets import beside_weights, host_peak
 from offload.planner.activations.formulas import Need, need

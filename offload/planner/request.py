@@ -16,9 +16,9 @@ from offload.errors import ConfigError
 from offload.hardware.probe import kept
 from offload.hardware.probe.measure import Tell
 from offload.hardware.smart import rated_bytes_of
-from offload.layout.experts.division import Division, division_of
+from offload.layout.memory_plan import Division, division_of
 from offload.layout.modes import DTYPES, MASTERS, MOMENT_DTYPES
-from offload.layout.schedule import SCHEDULES, makes_early_updates
+from offload.layout.pass_order import SCHEDULES, makes_early_updates
 from offload.planner import recommend as choice
 from offload.planner.activations.load import Load
 from offload.planner.gpus import find_gpu

@@ -18,8 +18,8 @@ from offload.aio.protocols import Queue
 from offload.engine.model_io.weight_source import StoreSource
 from offload.errors import StoreError
 from offload.layout.fingerprint import described_layouts, described_mode, store_specs
+from offload.layout.flat_layout import placed_for
 from offload.layout.modes import Mode, make_mode, moments_name
-from offload.layout.optimizers.state_pages import placed_for
 from offload.runs.converted_states import Side, StateConverter
 from offload.states import State
 from offload.swapper.store import Store

@@ -16,10 +16,10 @@ from offload.aio.protocols import Future, Pending
 from offload.engine.checkpoint.saved_states import SavedMoments, SavedStates
 from offload.engine.model_io.weight_source import StoreSource
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
+from offload.layout import optimizer_states
 from offload.layout.flat_layout import Segment, UnitLayout, segment_shards
-from offload.layout.master_weights import join, split
 from offload.layout.modes import Mode
-from offload.layout.optimizers import moment_values
+from offload.layout.optimizer_states import join, split
 from offload.states import State
 from offload.swapper.store import Store
 
@@ -167,7 +167,7 @@ class StateConverter:
         scales = self._saved.scales(chunk.unit) if self._before.mode.in_blocks else None
         moments = SavedMoments(self._before.mode, saved, scales, run.segment.start + run.position)
         for state in chunk.sources:
-            moment_values.write(self._after.mode, states, state, run.at, moments.values(state))
+            optimizer_states.write(self._after.mode, states, state, run.at, moments.values(state))
 
     def _ended(self, chunk: _Chunk, writes: Sequence[Future]) -> None:
         self._progress(sum(self._nbytes(state, chunk.numel) for state in chunk.states))

@@ -23,8 +23,8 @@ from offload.fileio.safetensors_stream import Tensor
 from offload.fileio.torch_file_writer import TorchFileWriter
 from offload.layout.fingerprint import described_layouts, described_mode
 from offload.layout.flat_layout import Segment, UnitLayout
-from offload.layout.master_weights import join, sources
 from offload.layout.modes import ADAM, Mode
+from offload.layout.optimizer_states import join, master_sources
 from offload.notices import shell_command
 from offload.sizes import KIB
 from offload.states import State
@@ -57,7 +57,7 @@ class StatesPlan(NamedTuple):
     def parts(self) -> dict[str, tuple[State, ...]]:
         """Returns the states from which each kind of file is made, by its name."""
         moments = {state.value: (state,) for state in self.mode.moments}
-        return {MASTER: sources(self.mode.weights), **moments}
+        return {MASTER: master_sources(self.mode.weights), **moments}
 
     @property
     def nbytes(self) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from offload import testing
 from offload.errors import BudgetError
-from offload.layout.budgets.device_need import DeviceNeed, growth
+from offload.layout.placement import DeviceNeed, growth
 from offload.sizes import GIB, MIB, PAGE, format_size
 from offload.swapper.memory.device import DONE, AcceleratorDevice, CudaHostSide, DeviceRoom
 from offload.swapper.memory.device_arena import DeviceArena

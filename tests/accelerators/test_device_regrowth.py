@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import UsageError
-from offload.layout.budgets.device_need import ArenaHistory, DeviceNeed, growth, next_growth
+from offload.layout.placement import ArenaHistory, DeviceNeed, growth, next_growth
 from offload.sizes import GIB, MIB, PAGE
 from offload.swapper.memory.device import DeviceRoom
 from tests.accelerators.grown_device import CALM, JOB, grown, sizes, small

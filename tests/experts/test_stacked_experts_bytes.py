@@ -10,7 +10,7 @@ import torch
 import offload
 from offload import testing
 from offload.config import load_config
-from offload.layout.experts.division import Division, division_of
+from offload.layout.memory_plan import Division, division_of
 from offload.planner.activations.load import Load
 from offload.planner.hardware import described, parse_drive
 from offload.planner.memory import settings

@@ -11,7 +11,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 from offload import testing
 from offload.errors import StoreError
-from offload.layout.experts.stacks import find_stacks
+from offload.layout.experts import find_stacks
 from tests.experts.stacked_experts import DISK, SIXTEEN, adapted
 from tests.support import models
 from tests.support.modules.mixtures import mixtral, stacks_of

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import offload
-from offload.layout.frozen.choice import stored_as_blocks
+from offload.layout.frozen import stored_as_blocks
 from tests.support.frozen_blocks import through_blocks
 
 HOST, DEVICE = "96MiB", "160MiB"

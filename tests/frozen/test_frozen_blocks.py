@@ -14,7 +14,7 @@ from torch import nn
 
 import offload
 from offload import testing
-from offload.layout.frozen.choice import stored_as_blocks
+from offload.layout.frozen import stored_as_blocks
 from offload.states import State
 from tests.support import models
 from tests.support.frozen_blocks import deep, dequantized, through_blocks

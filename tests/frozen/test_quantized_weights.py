@@ -13,7 +13,7 @@ import torch
 import offload
 from offload.errors import ConfigError, UsageError
 from offload.layout.flat_layout import layouts_of
-from offload.layout.frozen.choice import stored_weights
+from offload.layout.frozen import stored_weights
 from offload.layout.units import find_units
 from tests.frozen.quantized_models import FOUR_BITS, WITH_BITSANDBYTES, InMemory, folder, job
 from tests.support import models

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from offload.kernels import _native, blocks
 from offload.kernels.blocks import BLOCK_FORMATS, NF4, BlockFormat
-from offload.layout.frozen.fill import BlockWriter
+from offload.layout.frozen import BlockWriter
 from tests.support.kernel_inputs import ISAS, default_settings, normal
 from tests.support.sampling import examples
 

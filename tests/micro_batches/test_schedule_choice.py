@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR, SCHEDULES, Choice, choose_schedule
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, SCHEDULES, Choice, choose_schedule
 
 GIB = 1 << 30
 PAYS: dict[str, Any] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.layout.units import tied_numel
 from tests.device.module import mem_get_info
 from tests.support import models

@@ -84,7 +84,7 @@ MUTANTS = (
     ),
     Mutant(
         "let weights go for totals of gradients",
-        "offload.layout.budgets.device_need",
+        "offload.layout.placement",
         "return that_fit(self.totals, nbytes - self.weights)",
         "return that_fit(self.totals, nbytes - self.least)",
         "tests/swapper/test_tiers.py",

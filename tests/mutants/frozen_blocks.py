@@ -14,7 +14,7 @@ MUTANTS = (
     ),
     Mutant(
         "drop the values that less than a block has left",
-        "offload.layout.frozen.fill",
+        "offload.layout.frozen",
         "            values = torch.cat((self._rest.to(values.dtype), values))\n",
         "            pass\n",
         "tests/kernels/test_kernels_blocks.py",
@@ -42,7 +42,7 @@ MUTANTS = (
     ),
     Mutant(
         "store the adapters of peft that do not train as blocks",
-        "offload.layout.frozen.choice",
+        "offload.layout.frozen",
         'for name in getattr(module, "adapter_layer_names", ()):',
         "for name in ():",
         "tests/frozen/test_frozen_blocks.py",

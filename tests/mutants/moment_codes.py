@@ -35,7 +35,7 @@ MUTANTS = (
     ),
     Mutant(
         "set a second moment as if it were a first one",
-        "offload.layout.optimizers.moment_values",
+        "offload.layout.optimizer_states",
         "encode_moments(values.float(), states[state][start:stop], scales, mode.moments.index(state))",
         "encode_moments(values.float(), states[state][start:stop], scales, 0)",
         "tests/optim/test_int8_moments.py::test_states_are_read_and_set_in_fp32",

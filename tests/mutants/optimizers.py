@@ -63,14 +63,14 @@ MUTANTS = (
     ),
     Mutant(
         "a tile ends within a matrix",
-        "offload.layout.optimizers.whole",
+        "offload.layout.optimizer_states",
         "    borders = [rest, *_borders(layout)] if alone else [rest, len(part)]",
         "    borders = [*range(rest, len(part), 2048), len(part)]",
         "tests/optim/test_matrix_tiles.py",
     ),
     Mutant(
         "Muon trains embeddings as matrices",
-        "offload.layout.optimizers.matrices",
+        "offload.layout.optimizer_states",
         " and id(parameter) not in ends",
         "",
         "tests/optim/test_muon.py",
@@ -91,7 +91,7 @@ MUTANTS = (
     ),
     Mutant(
         "an optimizer of torch that needs a closure is made",
-        "offload.layout.optimizers.of_torch",
+        "offload.layout.optimizer_states",
         "if short in _REFUSED:",
         "if False:",
         "tests/optim/test_named_torch_optimizers.py",

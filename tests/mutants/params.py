@@ -182,14 +182,14 @@ MUTANTS = (
     ),
     Mutant(
         "keep the bits beyond bf16 of a weight that was set",
-        "offload.layout.master_weights",
+        "offload.layout.optimizer_states",
         "states[State.MASTER_LOW_BITS].mul_(weight.view(torch.int16) == values.view(torch.int16))",
         "pass",
         "tests/params/test_param_edits.py",
     ),
     Mutant(
         "do not pack a state that an optimizer of torch has made anew",
-        "offload.layout.opaque_state",
+        "offload.layout.flat_layout",
         "elif value.data_ptr() != place.data_ptr() or value.stride() != place.stride():",
         "elif False:",
         "tests/optim/test_torch_optimizers.py",

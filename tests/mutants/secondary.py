@@ -30,7 +30,7 @@ MUTANTS = (
     ),
     Mutant(
         "keep the part of another rank of the node",
-        "offload.layout.collectives.secondary",
+        "offload.layout.tiers",
         "start + rank % self.ranks * nbytes",
         "start + rank // self.ranks * nbytes",
         _TESTS,

@@ -12,7 +12,7 @@ from torch import nn
 from offload import testing
 from offload.layout.flat_layout import UnitLayout, lay_out
 from offload.layout.modes import make_mode
-from offload.layout.optimizers.whole import cuts, whole_sizes
+from offload.layout.optimizer_states import cuts, whole_sizes
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import Shape, from_training
 from offload.planner.step_time import prediction

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from offload import testing
 from offload.cli.main import app
-from offload.layout.frozen.choice import stored_as_blocks
+from offload.layout.frozen import stored_as_blocks
 from offload.layout.tiers import Partitions
 from offload.planner.activations.load import Load
 from offload.planner.hardware import described

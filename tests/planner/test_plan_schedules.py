@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.errors import BudgetError
-from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.planner import memory
 from offload.planner import recommend as choice
 from offload.planner.activations.formulas import need

@@ -19,7 +19,7 @@ import offload
 from offload import testing
 from offload.layout.flat_layout import lay_out
 from offload.layout.modes import make_mode
-from offload.layout.optimizers.whole import divided
+from offload.layout.optimizer_states import divided
 from tests.support import rounding_bounds
 from tests.support.models import token_loss, tokens
 from tests.support.modules.matrix_models import MUON, SINKGD, words_loss

@@ -10,7 +10,7 @@ import pytest
 
 from offload import testing
 from offload.engine.distributed.communication import Communication, Sent
-from offload.layout import config_request
+from offload.layout import memory_plan
 from offload.sizes import align_up
 from tests.ranks.int8_collectives import BLOCK, BYTES, HOST, JOB, Seen, train_and_look
 from tests.ranks.test_ranks_overlap import least_budget
@@ -98,7 +98,7 @@ def test_many_replicas_add_their_sums_up_in_fp32(four: RankPool, tmp_path: Path)
         [each(r) for r in range(2, 12)] for each in (lambda r: (r - 1) * BYTES / BLOCK, lambda r: 8 - 8 / r)
     )
     fewer = [one < other for one, other in zip(coded, summed, strict=True)]
-    assert fewer == [r <= config_request.MOST_CODED_REPLICAS for r in range(2, 12)]
+    assert fewer == [r <= memory_plan.MOST_CODED_REPLICAS for r in range(2, 12)]
     for found in four.run(with_many_replicas, JOB._replace(shard_size=2, quantized="gradients"), tmp_path):
         units, shard = len(found.units), sum(trainable for trainable, _ in found.units) // 2
         assert found.sent.gradients == Sent(2 * units, codes(shard) + 4 * shard)

@@ -13,7 +13,7 @@ from offload.engine.distributed.mesh import Mesh
 from offload.engine.distributed.payload.weights import WeightGathers
 from offload.errors import RankError
 from offload.kernels.blocks import BLOCK_FORMATS, dequantize, quantize
-from offload.layout.collectives.gathers import CodedGathers
+from offload.layout.tiers import CodedGathers
 from tests.ranks.int8_collectives import BLOCK, BYTES, HOST, JOB, MEMORY, flat, through_codes, train_and_look
 from tests.ranks.streamed_device import Streamed
 from tests.support.oracle import DTYPES, assert_same_tensors, rounded

@@ -20,8 +20,8 @@ from offload.config import load_config
 from offload.engine.distributed.communication import Communication, Sent
 from offload.engine.distributed.payload.secondary import SecondaryShards
 from offload.errors import BudgetError, ConfigError
-from offload.layout.collectives.secondary import Secondary, check_room
 from offload.layout.flat_layout import layouts_of
+from offload.layout.tiers import Secondary, check_room
 from offload.layout.units import find_units
 from offload.planner.memory import Memory, Room, settle
 from offload.sizes import GIB, align_up

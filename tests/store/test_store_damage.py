@@ -219,7 +219,7 @@ def test_a_disk_that_others_fill_later(disk: Path, tmp_path: Path, monkeypatch: 
     """All room was reserved, that of the blobs too, which then hold many more checksums than at the start."""
     job = models.GPT2._replace(dtype="bf16", steps=4)
     expected = run(job, DISK, tmp_path / "whole").losses
-    from offload.layout import tile_sizes as tiles
+    from offload.layout import placement as tiles
     from offload.swapper.store import format
 
     monkeypatch.setattr(tiles, "_TILE_NBYTES", range(2048 * 12, 2048 * 12 + 1))

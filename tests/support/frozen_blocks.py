@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from offload.kernels.blocks import BLOCK_FORMATS, dequantize, quantize
-from offload.layout.frozen.choice import stored_as_blocks
+from offload.layout.frozen import stored_as_blocks
 from tests.support.model_folders import llama_config
 from tests.support.oracle import DTYPES, Job
 

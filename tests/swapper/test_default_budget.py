@@ -15,10 +15,7 @@ from torch import nn
 
 import offload
 from offload.errors import BudgetError
-from offload.layout.budgets.device import beside_arenas
-from offload.layout.budgets.host import HOST_SHARE
-from offload.layout.budgets.machine import Machine
-from offload.layout.placement import place
+from offload.layout.placement import HOST_SHARE, Machine, beside_arenas, place
 from offload.layout.tiers import PlacementRequest
 from offload.sizes import MIB
 from offload.states import Tier

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import BudgetError
-from offload.layout.budgets.machine import Machine
 from offload.layout.modes import MODES
-from offload.layout.placement import Placement, place
+from offload.layout.placement import Machine, Placement, place
 from offload.layout.tiers import Partitions, PlacementRequest, TierMap
 from offload.sizes import GIB, MIB
 from offload.states import State, Tier

@@ -13,7 +13,7 @@ from offload.engine.api.persistence_api import PersistenceApi
 from offload.engine.pipeline.stages import PipelineStages
 from offload.engine.training.step_settings import resized
 from offload.errors import UsageError
-from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR, Schedule
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, Schedule
 from offload.sizes import count_of
 
 

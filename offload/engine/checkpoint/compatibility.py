@@ -11,10 +11,9 @@ from offload.engine.checkpoint.load import FoundCheckpoint, LoadOptions
 from offload.engine.checkpoint.resharding import all_places, difference, parameter_shapes
 from offload.engine.params.local_shards import LocalShards
 from offload.errors import StoreError
-from offload.layout.flat_layout import Segment, UnitLayout
+from offload.layout.flat_layout import Segment, StateField, UnitLayout
 from offload.layout.modes import MOMENT_BLOCK, Mode
-from offload.layout.opaque_state import StateField
-from offload.layout.optimizers.matrices import states_of
+from offload.layout.optimizer_states import states_of
 from offload.sizes import count_of
 
 _ITERATION = "last_batch_iteration"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from offload.layout.master_weights import join, split
 from offload.layout.modes import Mode, moments_name
+from offload.layout.optimizer_states import join, split
 from offload.states import State
 
 

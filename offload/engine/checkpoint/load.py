@@ -36,8 +36,8 @@ from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.fileio.safetensors_stream import TensorLocation, read_header
 from offload.layout.fingerprint import described_layouts, described_mode
 from offload.layout.flat_layout import Segment, UnitLayout
-from offload.layout.master_weights import KEPT
 from offload.layout.modes import Mode
+from offload.layout.optimizer_states import KEPT
 from offload.records import fields, parse, read
 from offload.states import State
 from offload.swapper.store.format import tensors_in

@@ -20,8 +20,8 @@ from offload.engine.checkpoint.resharding import Run, overlaps, packed_runs, run
 from offload.engine.checkpoint.saved_states import FoundStates, SavedMoments
 from offload.engine.params.local_shards import FilledShards
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
+from offload.layout import optimizer_states
 from offload.layout.flat_layout import WORD
-from offload.layout.optimizers import moment_values
 from offload.states import State
 
 _BY_THEMSELVES = ((State.PACKED,), (State.SCALES,))
@@ -356,7 +356,7 @@ class CheckpointRestorer:
         for state in chunk.targets:
             if state is not State.SCALES:
                 # Rounded to nearest where the new form is not fp32.
-                moment_values.write(self._shards.mode, mine, state, start, moments.values(state))
+                optimizer_states.write(self._shards.mode, mine, state, start, moments.values(state))
 
     def _frozen_to_write(self) -> set[int]:
         """Returns the units whose frozen weights must be written: those that differ, or all without a durable store.

@@ -13,9 +13,9 @@ from offload.engine.checkpoint.files import depth_in, states_file, tensor_name
 from offload.engine.checkpoint.resharding import Run, shards_of_scales
 from offload.errors import IoError, StoreError
 from offload.fileio import inner_opener
+from offload.layout import optimizer_states
 from offload.layout.flat_layout import Segment, SegmentShard, UnitLayout, segment_shards
 from offload.layout.modes import MOMENT_BLOCK, Mode
-from offload.layout.optimizers import moment_values
 from offload.states import State
 
 if TYPE_CHECKING:
@@ -184,4 +184,4 @@ class SavedMoments(NamedTuple):
         if self.scales is not None:
             block = self.position // MOMENT_BLOCK
             found[State.SCALES] = self.scales[block * len(self.mode.moments) :]
-        return moment_values.read(self.mode, found, state, self.position % MOMENT_BLOCK)
+        return optimizer_states.read(self.mode, found, state, self.position % MOMENT_BLOCK)

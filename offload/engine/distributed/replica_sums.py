@@ -20,8 +20,8 @@ from offload.engine.distributed.payload.gradients import values_of
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.distributed.work import Work
 from offload.kernels.blocks import quantize
-from offload.layout.budgets.machine import CHUNK
-from offload.layout.collectives.reduction import CODES
+from offload.layout.placement import CHUNK
+from offload.layout.tiers import CODES
 
 
 class ReplicaSum(NamedTuple):

@@ -29,8 +29,8 @@ from offload.engine.gradients.places import GradientPlaces
 from offload.engine.gradients.values import SUMMED, flat, squares_of, total_of
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.interrupts import uninterrupted
-from offload.layout.budgets.machine import CHUNK
 from offload.layout.flat_layout import UnitLayout
+from offload.layout.placement import CHUNK
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.timeline import OFF, Phase, Row, Timeline
 

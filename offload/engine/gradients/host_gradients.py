@@ -11,8 +11,8 @@ import torch
 from offload.engine._native import DirectAdd
 from offload.engine.gradients.disk_spill import DiskSpill
 from offload.kernels.sums import Sum
-from offload.layout.budgets.machine import CHUNK
 from offload.layout.flat_layout import UnitLayout
+from offload.layout.placement import CHUNK
 from offload.swapper.memory.host_arena import HostArena
 
 

@@ -47,9 +47,9 @@ from offload.engine.gradients.values import flat
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.errors import RankError
 from offload.interrupts import uninterrupted
-from offload.layout.budgets.machine import CHUNK
-from offload.layout.collectives.reduction import Reduction
 from offload.layout.flat_layout import UnitLayout
+from offload.layout.placement import CHUNK
+from offload.layout.tiers import Reduction
 from offload.swapper.memory.device import DONE, Device
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena

@@ -8,8 +8,8 @@ import torch
 
 from offload import kernels
 from offload.kernels import cuda
-from offload.layout.budgets.machine import CHUNK
 from offload.layout.flat_layout import UnitLayout
+from offload.layout.placement import CHUNK
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of gradients that the kernels add; others are converted."""

@@ -37,7 +37,7 @@ from offload.engine.setup.gpu_allocator import let_segments_grow
 from offload.engine.setup.plan import Plan, decide
 from offload.errors import ConfigError, UsageError
 from offload.layout.modes import DTYPES
-from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.notices import Remark, announce
 from offload.sizes import count_of, format_size
 from offload.states import State, Tier

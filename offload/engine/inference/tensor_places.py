@@ -16,7 +16,7 @@ from offload.engine.params.deferred_parameter import is_deferred, origin_of
 from offload.engine.params.opaque.paged_tensor import PagedTensor
 from offload.fileio.stamp import Stamp
 from offload.layout.flat_layout import Segment, UnitLayout
-from offload.layout.frozen.opaque import OWN, inner_starts, inner_tensors_of, opaque_parameters
+from offload.layout.frozen import OWN, inner_starts, inner_tensors_of, opaque_parameters
 from offload.layout.modes import Mode, dtype_name
 from offload.swapper.store.model_files import FileRange, UnitImage, image_of
 

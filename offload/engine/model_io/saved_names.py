@@ -21,7 +21,7 @@ from offload.engine.params.saved_state import Part, saved_state
 from offload.engine.training.snapshot import all_persistent_buffers
 from offload.errors import ConfigError
 from offload.layout.fingerprint import about
-from offload.layout.frozen.opaque import opaque_parameters
+from offload.layout.frozen import opaque_parameters
 from offload.torch_internals import storage_key
 
 _SAVED = "saved"

@@ -20,7 +20,7 @@ from offload.engine.model_io.block_chunks import BlockChunk, BlockValues, block_
 from offload.engine.model_io.weight_plan import Place, Plan
 from offload.engine.model_io.weight_source import Reading, Source
 from offload.fileio.buffered_copy import WriteBehind, flow
-from offload.layout.master_weights import join, sources
+from offload.layout.optimizer_states import join, master_sources
 from offload.sizes import KIB, PAGE
 from offload.states import State
 
@@ -157,7 +157,7 @@ def chunks(plan: Plan) -> Iterator[Chunk]:
     """
     weight: tuple[State, ...] = (State.WEIGHT,)
     # In the model's own dtype the weights are written as they are; for any other dtype the masters are rounded once.
-    wanted = weight if plan.dtype is plan.mode.weight_dtype else sources(plan.mode.weights)
+    wanted = weight if plan.dtype is plan.mode.weight_dtype else master_sources(plan.mode.weights)
     for unit, layout in enumerate(plan.layouts):
         for rank in range(plan.world_size):
             position = 0

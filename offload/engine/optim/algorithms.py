@@ -14,8 +14,7 @@ from offload.engine.optim.matrices.steps import MuonStep, SinkGDStep, muon, sink
 from offload.engine.optim.torch_fallback import TorchStep, numbers_of
 from offload.errors import UsageError
 from offload.layout.modes import ADAM, LAMB, MUON, SINKGD, TORCH
-from offload.layout.optimizers.matrices import MARK
-from offload.layout.optimizers.of_torch import WITHOUT_KERNEL, kernel_rule
+from offload.layout.optimizer_states import MARK, WITHOUT_KERNEL, kernel_rule
 
 _FLAGS = ("decoupled", "nesterov", MARK)
 """Keys of groups that a kernel reads as True or False."""

@@ -14,11 +14,10 @@ from offload.engine.optim.matrices.groups import matrix_optimizer, no_rate
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.torch_fallback import find_kept
 from offload.errors import ConfigError
-from offload.layout.config_request import rule_name
+from offload.layout.flat_layout import StateField
+from offload.layout.memory_plan import rule_name
 from offload.layout.modes import ADAM, TORCH
-from offload.layout.opaque_state import StateField
-from offload.layout.optimizers.matrices import MARK, MATRIX_RULES
-from offload.layout.optimizers.of_torch import make
+from offload.layout.optimizer_states import MARK, MATRIX_RULES, make
 from offload.sizes import count_of
 
 

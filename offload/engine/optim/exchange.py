@@ -22,7 +22,7 @@ import torch
 from offload.engine.distributed.process_group import Ranks
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.modes import Mode
-from offload.layout.optimizers.whole import Divided, divided
+from offload.layout.optimizer_states import Divided, divided
 from offload.sizes import align_up
 
 

@@ -25,7 +25,7 @@ from offload.engine.optim.update_strategy import partition_of
 from offload.engine.optim.update_worker import UpdateWorker
 from offload.engine.params.local_shards import LocalShards
 from offload.fileio.buffered_copy import flow
-from offload.layout.budgets.machine import CHUNK
+from offload.layout.placement import CHUNK
 from offload.sizes import align_up
 from offload.states import State
 

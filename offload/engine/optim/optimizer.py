@@ -17,7 +17,7 @@ from offload.engine.optim.torch_fallback import numbers_of
 from offload.engine.params.paged_parameter import handle_of
 from offload.errors import UsageError
 from offload.layout.modes import ADAM, TORCH
-from offload.layout.optimizers.matrices import MARK, MATRIX_RULES
+from offload.layout.optimizer_states import MARK, MATRIX_RULES
 from offload.notices import announce
 from offload.schedules.base import set_values
 from offload.sizes import count_of

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.layout.opaque_state import StateField, describe_state
+from offload.layout.flat_layout import StateField, describe_state
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Attributes of an optimizer that a clone must not share: hooks are for the user's step, not for each parameter's."""

@@ -19,11 +19,9 @@ from offload.engine.optim.torch_fallback import TorchSegment, TorchStep, cause, 
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import TileContent, UnitSteps
 from offload.errors import UsageError
-from offload.layout.flat_layout import Segment, UnitLayout
-from offload.layout.master_weights import join, split
+from offload.layout.flat_layout import Segment, UnitLayout, pack, unpack
 from offload.layout.modes import Mode
-from offload.layout.opaque_state import pack, unpack
-from offload.layout.optimizers.whole import Whole
+from offload.layout.optimizer_states import Whole, join, split
 from offload.states import State
 
 

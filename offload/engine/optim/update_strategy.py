@@ -18,9 +18,9 @@ import torch
 from offload import kernels
 from offload.engine.callbacks import Edit
 from offload.engine.optim.unit_updates import UnitUpdate
-from offload.layout.master_weights import put_weight, split
+from offload.layout import optimizer_states
 from offload.layout.modes import Mode
-from offload.layout.optimizers import moment_values
+from offload.layout.optimizer_states import put_weight, split
 from offload.states import State
 
 
@@ -126,7 +126,7 @@ class EditSteps:
         """
         part = slice(start - tile.start, stop - tile.start)
         if state is not State.WEIGHT:
-            moment_values.write(self._mode, tile.states, state, part.start, values)
+            optimizer_states.write(self._mode, tile.states, state, part.start, values)
             return
         states = {state: tile.states[state][part] for state in self._mode.weights}
         # fp32 values set the master exactly. Values in the weight's dtype keep the master of elements that do not
@@ -151,7 +151,7 @@ def partition_of(mode: Mode, states: Mapping[State, torch.Tensor], gradient: tor
         states.get(State.MASTER_LOW_BITS),
         states.get(State.MASTER),
         # Those of a tile fill whole pages.
-        None if scales is None else moment_values.scales_of(mode, scales, len(gradient)),
+        None if scales is None else optimizer_states.scales_of(mode, scales, len(gradient)),
     )
 
 

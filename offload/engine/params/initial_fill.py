@@ -17,9 +17,9 @@ from offload.engine.params.local_shards import LocalShards, ResidentShard
 from offload.engine.params.opaque.paged_tensor import ParameterBytes
 from offload.engine.params.opaque.takeover import page_out, write_bytes
 from offload.layout.flat_layout import Segment, UnitLayout
-from offload.layout.frozen.fill import BlockWriter
-from offload.layout.master_weights import split
+from offload.layout.frozen import BlockWriter
 from offload.layout.modes import Mode
+from offload.layout.optimizer_states import split
 from offload.layout.placement import Placement
 from offload.layout.tiers import Partitions
 from offload.states import State, Tier

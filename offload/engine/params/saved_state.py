@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.layout.frozen.opaque import is_of_bitsandbytes
+from offload.layout.frozen import is_of_bitsandbytes
 from offload.torch_internals import TorchDispatchMode, inner_tensors, storage_key
 
 EXTRA_STATE = "_extra_state"

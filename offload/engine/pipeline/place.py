@@ -10,7 +10,7 @@ from offload.config import Config
 from offload.engine.distributed.tensor_parallel import PipelinePlace
 from offload.engine.pipeline.stages import PipelineStages
 from offload.errors import ConfigError
-from offload.layout.schedule import LAYER_MAJOR
+from offload.layout.pass_order import LAYER_MAJOR
 
 
 def pipeline_place(model: nn.Module) -> PipelinePlace:

@@ -34,9 +34,8 @@ from offload.engine.reshard.switch import Switch, carry_out, discard
 from offload.engine.training.snapshot import Snapshot
 from offload.errors import IoError, StoreError
 from offload.layout.fingerprint import described_layouts, store_specs
-from offload.layout.flat_layout import UnitLayout, with_kept
+from offload.layout.flat_layout import UnitLayout, placed_for, with_kept
 from offload.layout.modes import Mode
-from offload.layout.optimizers.state_pages import placed_for
 from offload.notices import shell_command
 from offload.sizes import format_size
 from offload.swapper.store import Store, StoreSpec, find_shortage, rank_folders

@@ -12,7 +12,7 @@ from torch import nn
 from offload.config import Config
 from offload.engine.sequence.group import SequenceParallel
 from offload.errors import ConfigError
-from offload.layout.schedule import LAYER_MAJOR
+from offload.layout.pass_order import LAYER_MAJOR
 from offload.provenance import change_of_call, described, foreign_hooks, forward_text, is_causal_lm_loss, is_of
 from offload.sizes import count_of
 

@@ -44,10 +44,10 @@ from offload.engine.setup.plan import Plan
 from offload.engine.setup.run_files import RunFiles
 from offload.engine.training.components import EngineComponents
 from offload.layout.flat_layout import Segment
-from offload.layout.frozen.expand import expander
+from offload.layout.frozen import expander
 from offload.layout.memory_plan import limits, unit_sizes
 from offload.layout.modes import LAMB, TORCH
-from offload.layout.schedule import makes_early_updates
+from offload.layout.pass_order import makes_early_updates
 from offload.layout.tiers import copied_memory
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, process_memory

@@ -21,10 +21,10 @@ from offload.engine.params.sharded.find import FoundShards, is_dtensor
 from offload.engine.setup.shared_memory import check_shared_memory
 from offload.errors import ConfigError, UsageError
 from offload.hardware.mounts import check_folders
-from offload.layout.collectives.secondary import check_node
 from offload.layout.flat_layout import Segment, UnitLayout
-from offload.layout.frozen.opaque import is_of_bitsandbytes, is_packed, waits_for_quantization
+from offload.layout.frozen import is_of_bitsandbytes, is_packed, waits_for_quantization
 from offload.layout.modes import LAMB, MUON, Mode, dtype_name
+from offload.layout.tiers import check_node
 from offload.sizes import count_of
 from offload.swapper.memory.device import Device
 from offload.torch_internals import inner_tensors

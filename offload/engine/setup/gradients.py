@@ -19,9 +19,9 @@ from offload.engine.metrics.compute_spans import ComputeSpans
 from offload.engine.optim.speculation.rules import RunFacts, run_may_speculate
 from offload.engine.setup.plan import Plan
 from offload.engine.setup.run_files import RunFiles
-from offload.layout.budgets.machine import STAGING_BUFFERS, WINDOWS
 from offload.layout.modes import LAMB
-from offload.layout.schedule import makes_early_updates
+from offload.layout.pass_order import makes_early_updates
+from offload.layout.placement import STAGING_BUFFERS, WINDOWS
 from offload.states import State, Tier
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena

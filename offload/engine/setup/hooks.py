@@ -27,7 +27,7 @@ from offload.engine.pipeline.place import stage_sites
 from offload.engine.schedule.layer_major import LayerMajor
 from offload.engine.setup.plan import Plan
 from offload.engine.setup.run_files import RunFiles
-from offload.layout.schedule import LAYER_MAJOR
+from offload.layout.pass_order import LAYER_MAJOR
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.host_arena import process_memory
 from offload.swapper.memory.limits import free_host_memory

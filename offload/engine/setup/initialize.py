@@ -51,7 +51,7 @@ from offload.engine.training.group_options import check_options
 from offload.engine.training.module_entries import ModuleEntries
 from offload.engine.training.snapshot import keep_generators
 from offload.errors import ConfigError
-from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.notices import announce
 from offload.sizes import count_of, format_size
 from offload.swapper.memory.device import Device, compute_device, open_device

@@ -24,19 +24,24 @@ from offload.engine.setup.resume import FoundRun, about_folders, find_run, no_ro
 from offload.engine.tiles.known_mlps import choose as choose_mlps
 from offload.engine.tiles.known_mlps import notices as tile_notices
 from offload.kernels import cuda
-from offload.layout.budgets.machine import Machine
-from offload.layout.config_request import buffer_dtype, mode_of
-from offload.layout.experts.division import divide, division_of
-from offload.layout.experts.stacks import rows_of
-from offload.layout.flat_layout import UnitLayout, layouts_of
-from offload.layout.frozen.choice import stored_weights
-from offload.layout.frozen.notices import frozen_notices
-from offload.layout.memory_plan import MemoryPlan, MemoryRequest, PlacedStates, place_states, plan_memory, wanted_slots
+from offload.layout.experts import rows_of
+from offload.layout.flat_layout import StateField, UnitLayout, laid_out_for, layouts_of
+from offload.layout.frozen import frozen_notices, stored_weights
+from offload.layout.memory_plan import (
+    MemoryPlan,
+    MemoryRequest,
+    PlacedStates,
+    buffer_dtype,
+    divide,
+    division_of,
+    mode_of,
+    place_states,
+    plan_memory,
+    wanted_slots,
+)
 from offload.layout.modes import Mode
-from offload.layout.opaque_state import StateField
-from offload.layout.optimizers.state_pages import laid_out_for
-from offload.layout.placement import Placement
-from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR, Choice, choose_schedule
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, Choice, choose_schedule
+from offload.layout.placement import Machine, Placement
 from offload.layout.tiers import Partitions
 from offload.layout.units import Units, tied_numel
 from offload.notices import Headline, Remark

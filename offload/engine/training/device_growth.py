@@ -28,7 +28,7 @@ from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.training.snapshot import GeneratorStates
 from offload.errors import BudgetError
 from offload.interrupts import uninterrupted
-from offload.layout.budgets.device_need import ArenaHistory, DeviceNeed, next_growth
+from offload.layout.placement import ArenaHistory, DeviceNeed, next_growth
 from offload.sizes import format_size
 from offload.swapper.memory.device import Device, empty_cache, shortages
 from offload.swapper.pager import Pager

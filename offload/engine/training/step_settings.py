@@ -16,7 +16,7 @@ from offload.engine.optim.optimizer import Optimizer
 from offload.engine.training.loss_scale import LossScaler
 from offload.engine.training.snapshot import DECOUPLED
 from offload.errors import UsageError
-from offload.layout.budgets.device_need import DeviceNeed
+from offload.layout.placement import DeviceNeed
 from offload.schedules.base import Schedule
 from offload.sizes import count_of
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.layout.budgets.device import LIBRARIES, beside_arenas
+from offload.layout.placement import LIBRARIES, beside_arenas
 from offload.planner.activations.formulas import head_copy, need
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware

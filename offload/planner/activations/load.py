@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from offload.layout.schedule import LAYER_MAJOR
+from offload.layout.pass_order import LAYER_MAJOR
 from offload.planner.model_shape import Shape
 
 

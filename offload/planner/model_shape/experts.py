@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.layout.experts.stacks import find_stacks
+from offload.layout.experts import find_stacks
 from offload.planner.model_shape.shape import Choice, Shape, Use
 
 _IMPLEMENTATION = "offload_plan"

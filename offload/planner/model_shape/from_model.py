@@ -16,12 +16,11 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.layout.experts.division import Division, divide
-from offload.layout.experts.stacks import rows_of
+from offload.layout.experts import rows_of
 from offload.layout.flat_layout import layouts_of
-from offload.layout.frozen.choice import stored_weights
-from offload.layout.frozen.opaque import opaque_parameters
-from offload.layout.optimizers.matrices import matrices_of
+from offload.layout.frozen import opaque_parameters, stored_weights
+from offload.layout.memory_plan import Division, divide
+from offload.layout.optimizer_states import matrices_of
 from offload.planner.model_shape.counter import Counter
 from offload.planner.model_shape.experts import without_choice
 from offload.planner.model_shape.from_preset import from_preset

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from offload.layout.budgets.host import HOST_SHARE
-from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
+from offload.layout.placement import HOST_SHARE
 from offload.planner.activations.formulas import is_tiled, recomputed, tile_tokens
 from offload.planner.advice import Advice, Ordered
 from offload.planner.rate import ORIGINS, sentences

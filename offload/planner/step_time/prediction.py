@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from offload.errors import ConfigError
 from offload.layout.memory_plan import limits, unit_sizes
 from offload.layout.modes import LAMB
-from offload.layout.optimizers.matrices import product_flops
-from offload.layout.optimizers.whole import cuts
+from offload.layout.optimizer_states import cuts, product_flops
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.layout.schedule import LAYER_MAJOR, Choice, choose_schedule
+from offload.layout.pass_order import LAYER_MAJOR, Choice, choose_schedule
 from offload.planner.activations.formulas import Need, need
 from offload.planner.activations.kept import Wish
 from offload.planner.activations.load import Load

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from offload.layout.schedule import LAYER_MAJOR
+from offload.layout.pass_order import LAYER_MAJOR
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory

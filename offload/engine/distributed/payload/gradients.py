@@ -16,7 +16,7 @@ import torch
 
 from offload.engine.distributed.work import Work
 from offload.kernels.blocks import dequantize, quantize
-from offload.layout.collectives.reduction import CODES, Reduction
+from offload.layout.tiers import CODES, Reduction
 
 
 class Exchange(NamedTuple):

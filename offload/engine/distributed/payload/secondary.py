@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from offload.engine.distributed.process_group import Ranks
-from offload.layout.collectives.secondary import Secondary
+from offload.layout.tiers import Secondary
 from offload.swapper.memory.device import Device, Event
 
 

@@ -20,8 +20,7 @@ import torch
 from offload.engine.distributed.payload.secondary import SecondaryShards
 from offload.engine.distributed.process_group import Ranks
 from offload.kernels.blocks import dequantize, quantize
-from offload.layout.collectives.gathers import CodedGathers
-from offload.layout.collectives.reduction import CODES
+from offload.layout.tiers import CODES, CodedGathers
 from offload.swapper.memory.device import DONE, Device, Event
 
 

@@ -13,7 +13,7 @@ from offload.engine.checkpoint.parts import check_parts
 from offload.engine.model_io.grid.layout import PartLayout
 from offload.engine.model_io.grid.source import Part, WholeSource
 from offload.errors import IoError
-from offload.layout.master_weights import KEPT
+from offload.layout.optimizer_states import KEPT
 from offload.states import State
 
 

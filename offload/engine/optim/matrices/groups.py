@@ -11,7 +11,7 @@ from offload.config import OptimizerBlock
 from offload.engine.optim.algorithms import RULES
 from offload.engine.optim.optimizer import Optimizer
 from offload.errors import ConfigError
-from offload.layout.optimizers.matrices import MARK, checked_mark, matrices_of
+from offload.layout.optimizer_states import MARK, checked_mark, matrices_of
 
 
 def no_rate() -> ConfigError:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from offload import kernels
-from offload.layout.optimizers.matrices import MARK
+from offload.layout.optimizer_states import MARK
 
 
 class MuonStep(NamedTuple):

@@ -22,9 +22,8 @@ from offload.engine.optim.matrices.steps import MatrixSegment, MatrixStep, MuonS
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import TileContent, UnitSteps, partition_of, segments_in
 from offload.layout.flat_layout import Segment, UnitLayout
-from offload.layout.master_weights import join, split
 from offload.layout.modes import MUON, Mode
-from offload.layout.optimizers.whole import Whole, cuts
+from offload.layout.optimizer_states import Whole, cuts, join, split
 from offload.sizes import align_up
 from offload.states import State
 from offload.swapper.memory.device import Device

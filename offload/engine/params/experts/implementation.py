@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from offload.layout.experts.stacks import LOOP
+from offload.layout.experts import LOOP
 
 
 def take_one_by_one(module: nn.Module) -> Callable[[], None]:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from offload.engine.params.paged_parameter import ParamHandle
-from offload.layout.experts.stacks import is_parameter_adapter
+from offload.layout.experts import is_parameter_adapter
 from offload.torch_internals import outside_of_compiled_code
 
 

@@ -11,14 +11,7 @@ from torch import nn
 
 from offload.engine.params.opaque.paged_tensor import PagedTensor, ParameterBytes, paged, paged_kind
 from offload.layout.flat_layout import Segment
-from offload.layout.frozen.opaque import (
-    OWN,
-    first_names,
-    holders,
-    inner_starts,
-    inner_tensors_of,
-    tensors_of,
-)
+from offload.layout.frozen import OWN, first_names, holders, inner_starts, inner_tensors_of, tensors_of
 from offload.torch_internals import inner_tensors
 
 _PACKS = "support_avx512bf16_for_cpu"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import nn
 
 from offload.layout.modes import LAMB, TORCH
-from offload.layout.optimizers.matrices import MATRIX_RULES
+from offload.layout.optimizer_states import MATRIX_RULES
 from offload.layout.units import Stack, is_compiled
 from offload.notices import Remark
 from offload.provenance import described as described_code

@@ -1,0 +1,411 @@
+"""The frozen weights that `"frozen"` of the config stores as blocks of codes.
+
+**The rule.** A parameter is stored as blocks if it is frozen and is
+
+* the weight of a linear layer (2 dimensions), or
+* a stack of matrices (3 dimensions, at least 2 x 64 x 64) of a module outside of torch, as experts are stacked,
+
+and if no module uses it as an embedding or as the output layer of a model, and it is not part of an adapter of peft.
+Norms, biases, embeddings, convolutions and all that trains stay in the dtype of the model, and what another library has
+quantized stays as that library has it (`opaque`).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.kernels.blocks import BLOCK_FORMATS, dequantize, quantize
+from offload.layout.flat_layout import OPAQUE_ALIGNMENT, Segment, StateField, Stored, UnitLayout
+from offload.notices import Remark
+from offload.provenance import is_class_of
+from offload.sizes import align_up, count_of, format_size
+from offload.torch_internals import inner_tensors
+
+# -- opaque --------------------------------------------------------------------------------------------
+#
+# Frozen parameters that are stored as the bytes they consist of: weights that another library has quantized.
+#
+# **The rule.** A parameter is opaque if it is frozen and
+#
+# * its class is one of bitsandbytes (`Params4bit`, `Int8Params`), or
+# * its class wraps other tensors, as the tensor subclasses of torchao do (`__tensor_flatten__`), or
+# * its dtype is none in which weights are trained, such as integers or float8, or
+# * it is beside one of such a dtype in a module, as the scales of GPTQ and AWQ are.
+#
+# Nobody but the library that made such a parameter knows what its bytes mean. It consists of *inner tensors*: codes,
+# scales and whatever else the library keeps of it. They are stored one after the other, each at a multiple of 64 bytes:
+#
+#     [ first inner tensor | second inner tensor | … ]
+
+
+_VALUES = frozenset((torch.bfloat16, torch.float16, torch.float32, torch.float64))
+"""Dtypes of ordinary weights."""
+
+OWN = "data"
+"""Name of the inner tensor that is the parameter itself, where its class wraps no others."""
+
+_INT8 = "Int8Params"
+"""Name of a class of bitsandbytes, which need not be installed."""
+_LEFT_OUT = frozenset(("idx", "subB", "geometry"))
+"""Attributes with tensors that are no part of a parameter.
+
+A Linear8bitLt leaves the outliers of its last input in the first two; a tensor whose bytes are in a file has the third.
+"""
+
+
+def opaque_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters that are stored as the bytes they consist of, by their first names."""
+    found: set[int] = set()
+    for module in model.modules():
+        own = [parameter for parameter in module.parameters(recurse=False) if not parameter.requires_grad]
+        theirs = {id(each) for each in own if is_of_bitsandbytes(each) or inner_tensors(each) is not None}
+        # Codes of a plain dtype mean nothing without the scales beside them, whose bits must stay too.
+        codes = any(each.dtype not in _VALUES for each in own if id(each) not in theirs)
+        found |= {id(each) for each in own} if codes else theirs
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in found}
+
+
+def is_of_bitsandbytes(parameter: nn.Parameter) -> bool:
+    """Returns True if bitsandbytes has quantized a parameter, or will."""
+    eight = any(kind.__name__ == _INT8 and is_class_of(kind, "bitsandbytes") for kind in type(parameter).__mro__)
+    # Codes of 4 bits may be in elements of a floating dtype; the state to read them with tells them apart.
+    return hasattr(parameter, "quant_state") or (eight and not getattr(parameter, "has_fp16_weights", False))
+
+
+def waits_for_quantization(parameter: nn.Parameter) -> bool:
+    """Returns True for a parameter of bitsandbytes that has its values still, since it was never moved to a device."""
+    if not is_of_bitsandbytes(parameter):
+        return False
+    if hasattr(parameter, "quant_state"):
+        return parameter.quant_state is None
+    return parameter.dtype is not torch.int8
+
+
+def is_packed(parameter: nn.Parameter) -> bool:
+    """Returns True for 4 bits that bitsandbytes has packed for the CPU, as it does in an evaluation there."""
+    return bool(getattr(getattr(parameter, "quant_state", None), "packing_format_for_cpu", False))
+
+
+def inner_tensors_of(parameter: nn.Parameter, owner: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the inner tensors of an opaque parameter, by names that tell where they are; some may be the same one.
+
+    Args:
+        parameter: the parameter.
+        owner: the module that owns it. The one of `Int8Params` keeps tensors of the parameter once it has run.
+    """
+    if inner_tensors(parameter) is not None:
+        return dict(_flattened(parameter, ""))
+    found: dict[str, torch.Tensor] = {OWN: parameter}
+    for prefix, holder in holders(parameter, owner):
+        found |= {f"{prefix}{name}": value for name, value in tensors_of(holder).items()}
+    return found
+
+
+def _flattened(tensor: torch.Tensor, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the inner tensors of a wrapper, those of wrappers in it included."""
+    found = inner_tensors(tensor)
+    if found is None:
+        yield prefix[:-1], tensor
+        return
+    for name, value in found[0].items():
+        if isinstance(value, torch.Tensor):
+            yield from _flattened(value, f"{prefix}{name}.")
+
+
+def holders(parameter: nn.Parameter, owner: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the objects that hold tensors of a parameter as attributes, each with the prefix of their names."""
+    yield "", parameter
+    state, prefix = getattr(parameter, "quant_state", None), "quant_state."
+    # Double quantization: the scales are quantized, and have a state of their own.
+    while state is not None:
+        yield prefix, state
+        state, prefix = getattr(state, "state2", None), f"{prefix}state2."
+    # The first forward of a Linear8bitLt moves them from the parameter to an attribute of the module.
+    if is_of_bitsandbytes(parameter) and hasattr(owner, "state"):
+        yield "", owner.state
+
+
+def tensors_of(holder: Any) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a parameter among the attributes of an object, by name."""
+    every = vars(holder).items()
+    return {name: value for name, value in every if isinstance(value, torch.Tensor) and name not in _LEFT_OUT}
+
+
+def first_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Returns for each inner tensor the first name under which the same memory, or source, stands in the same form."""
+    seen: dict[tuple[Any, ...], str] = {}
+    found: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        # A tensor whose bytes are in a file has a source. Tensors on meta, and empty ones, have neither.
+        source = getattr(tensor, "source", None)
+        if source is None and tensor.numel() and not tensor.is_meta:
+            source = tensor.data_ptr()
+        form = (tensor.dtype, tensor.shape, tensor.stride())
+        key = (id(tensor),) if source is None else (source, *form)
+        found[name] = seen.setdefault(key, name)
+    return found
+
+
+def fields_of(parameter: nn.Parameter, owner: nn.Module) -> tuple[StateField, ...]:
+    """Returns a description of the inner tensors of an opaque parameter, each once."""
+    tensors = inner_tensors_of(parameter, owner)
+    return tuple(
+        StateField(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for (name, tensor), first in zip(tensors.items(), first_names(tensors).values(), strict=True)
+        if name == first
+    )
+
+
+def inner_starts(inner: Sequence[StateField]) -> dict[str, int]:
+    """Returns the first byte of each inner tensor, counted in the parameter's bytes."""
+    starts: dict[str, int] = {}
+    end = 0
+    for each in inner:
+        starts[each.name] = end
+        end = align_up(end + each.nbytes, OPAQUE_ALIGNMENT)
+    return starts
+
+
+def inner_nbytes(inner: Sequence[StateField]) -> int:
+    """Returns the bytes of all inner tensors of a parameter, with the padding between and after them."""
+    return sum(align_up(each.nbytes, OPAQUE_ALIGNMENT) for each in inner)
+
+
+def stored_as_bytes(model: nn.Module, dtype: torch.dtype) -> dict[str, Stored]:
+    """Returns how each opaque parameter is stored, by its first name.
+
+    Args:
+        model: the model.
+        dtype: dtype of the weights. A unit is laid out in elements of this dtype.
+    """
+    found: dict[str, Stored] = {}
+    for name, parameter in opaque_parameters(model).items():
+        inner = fields_of(parameter, model.get_submodule(name.rpartition(".")[0]))
+        found[name] = Stored("", math.ceil(inner_nbytes(inner) / dtype.itemsize), inner, _kind(parameter))
+    return found
+
+
+def _kind(parameter: nn.Parameter) -> str:
+    """Returns a parameter's class, and its code book: the same bytes mean other values in another one."""
+    book = getattr(getattr(parameter, "quant_state", None), "quant_type", None)
+    return type(parameter).__name__ + (f" {book}" if isinstance(book, str) else "")
+
+
+# -- choice --------------------------------------------------------------------------------------------
+
+
+_LEAST = 64
+"""Rows and columns of a matrix in a stack. A stack of smaller ones is no stack of experts."""
+
+
+def stored_weights(
+    model: nn.Module, form: str | None, dtype: torch.dtype, rows: Mapping[str, int] = {}
+) -> dict[str, Stored]:
+    """Returns how each frozen parameter is stored that is not stored as values: as blocks, or as another's bytes.
+
+    The arguments are those of `stored_as_blocks`.
+    """
+    return stored_as_blocks(model, form, dtype, rows) | stored_as_bytes(model, dtype)
+
+
+def stored_as_blocks(
+    model: nn.Module, form: str | None, dtype: torch.dtype, rows: Mapping[str, int] = {}
+) -> dict[str, Stored]:
+    """Returns how each parameter that is stored as blocks is stored, by its first name.
+
+    Args:
+        model: the model, whose parameters give shapes and `requires_grad`.
+        form: name of the block format; None for no parameter.
+        dtype: dtype of the weights. A unit is laid out in elements of this dtype.
+        rows: number of experts of each stack that is cut, by the parameter's name; the result is then of one expert.
+    """
+    if form is None:
+        return {}
+    return {
+        name: Stored(form, blocks_numel(form, parameter.numel() // rows.get(name, 1), dtype))
+        for name, parameter in _chosen(model)
+        if parameter.numel()
+    }
+
+
+def blocks_numel(form: str, numel: int, dtype: torch.dtype) -> int:
+    """Returns the elements of `dtype` whose memory the blocks of `numel` values take."""
+    return math.ceil(BLOCK_FORMATS[form].stored_nbytes(numel) / dtype.itemsize)
+
+
+def _chosen(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields the parameters that the rule names, by their first names."""
+    modules = dict(model.named_modules())
+    kept = _kept(model, modules) | {id(parameter) for parameter in opaque_parameters(model).values()}
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad or id(parameter) in kept:
+            continue
+        # A tied parameter must be a matrix of every module that owns it.
+        if all(_is_matrix(parameter, *_owner(each, modules)) for each in owners[id(parameter)]):
+            yield name, parameter
+
+
+def _owner(name: str, modules: Mapping[str, nn.Module]) -> tuple[nn.Module | None, str]:
+    """Returns the module that owns a parameter, and the parameter's name in it; None for a second place of a module."""
+    path, _, own = name.rpartition(".")
+    return modules.get(path), own
+
+
+def _is_matrix(parameter: nn.Parameter, owner: nn.Module | None, own: str) -> bool:
+    """Returns True if `parameter` is a matrix, or a stack of matrices, by which its module multiplies."""
+    if owner is None:
+        return True  # the module's first place decides
+    shape = tuple(parameter.shape)
+    if len(shape) == 2:
+        # transformers' Conv1D, of GPT-2, is a linear layer with a transposed weight.
+        transposed = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", nn.Linear)
+        return own == "weight" and isinstance(owner, nn.Linear | transposed)
+    outside = not type(owner).__module__.startswith("torch.nn.modules.")
+    return outside and len(shape) == 3 and shape[0] > 1 and min(shape[1:]) >= _LEAST
+
+
+def _kept(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[int]:
+    """Returns the ids of parameters that are never stored as blocks: of output layers, and of adapters of peft."""
+    found: set[int] = set()
+    for module in modules.values():
+        get_output: Any = getattr(module, "get_output_embeddings", None)
+        output = get_output() if callable(get_output) else None
+        if isinstance(output, nn.Module):
+            found |= {id(parameter) for parameter in output.parameters()}
+        # A layer of peft names the containers of its adapters. A second adapter may be frozen while the first trains.
+        for name in getattr(module, "adapter_layer_names", ()):
+            container = getattr(module, name, None)
+            if isinstance(container, nn.Module):
+                found |= {id(parameter) for parameter in container.parameters()}
+    return found
+
+
+# -- expand --------------------------------------------------------------------------------------------
+#
+# The values of frozen weights that are stored as blocks, made on the device behind the unit's partitions.
+
+
+def expander(layouts: Sequence[UnitLayout], dtype: torch.dtype) -> Callable[[int, torch.Tensor], None]:
+    """Returns a function that makes the values of a unit's blocks, in the unit's own memory on the device.
+
+    The function takes the index of the unit, and its memory, (nbytes,) uint8, in which the partitions of all ranks are.
+    On an accelerator it submits its work to the current stream.
+
+    Args:
+        layouts: the layout of each unit.
+        dtype: dtype of the weights.
+    """
+    rows = [
+        [(segment, start) for segment, start in zip(layout.segments, layout.device_starts, strict=True) if segment.form]
+        for layout in layouts
+    ]
+
+    def expand(unit: int, memory: torch.Tensor) -> None:
+        flat = memory.view(dtype)
+        for segment, start in rows[unit]:
+            first = segment.start * dtype.itemsize
+            values_of(segment, memory[first:], flat[start : start + segment.value_numel])
+
+    return expand
+
+
+def values_of(segment: Segment, memory: torch.Tensor, values: torch.Tensor) -> None:
+    """Writes the values of a parameter into `values`.
+
+    Args:
+        segment: the parameter, which is stored as blocks.
+        memory: uint8 that begin with its blocks.
+        values: (value_numel,) in the dtype of the weights, on the same device.
+    """
+    form = BLOCK_FORMATS[segment.form]
+    dequantize(form, memory[: form.stored_nbytes(segment.value_numel)], values)
+
+
+# -- fill ----------------------------------------------------------------------------------------------
+#
+# Values of a frozen weight on their way in: they come in pieces of any length and leave as blocks.
+
+
+class BlockWriter:
+    """Writer of one parameter's blocks. Its values come in order; less than a block of them waits for the next."""
+
+    def __init__(self, form: str, memory: torch.Tensor) -> None:
+        """Begins at the parameter's first value.
+
+        Args:
+            form: name of the block format.
+            memory: uint8 that begin with the parameter's blocks; written, and owned by the caller.
+        """
+        self._form, self._memory = BLOCK_FORMATS[form], memory
+        self._at = 0
+        self._rest: torch.Tensor | None = None
+
+    def put(self, values: torch.Tensor) -> None:
+        """Writes the next values, (n,) of any floating dtype on the CPU."""
+        if values.dtype is torch.float64:
+            values = values.float()
+        if self._rest is not None:
+            values = torch.cat((self._rest.to(values.dtype), values))
+        whole = len(values) // self._form.values * self._form.values
+        self._write(values[:whole])
+        self._rest = values[whole:].clone() if whole < len(values) else None
+
+    def end(self) -> None:
+        """Writes the last block, which may have fewer values than the others."""
+        if self._rest is not None:
+            self._write(self._rest)
+            self._rest = None
+
+    def _write(self, values: torch.Tensor) -> None:
+        """Writes blocks of `values`, (n,)."""
+        if len(values):
+            stop = self._at + self._form.stored_nbytes(len(values))
+            quantize(self._form, values.contiguous(), self._memory[self._at : stop])
+            self._at = stop
+
+
+# -- notices -------------------------------------------------------------------------------------------
+#
+# Lines for the user on frozen weights that are not stored as values.
+
+
+def frozen_notices(form: str | None, layouts: Sequence[UnitLayout], itemsize: int) -> tuple[str, ...]:
+    """Returns a line on the frozen weights that are stored as blocks, or on why there are none.
+
+    Args:
+        form: the key "frozen" of the config.
+        layouts: the units.
+        itemsize: bytes of a weight.
+    """
+    as_bytes = _bytes_notices(layouts, itemsize)
+    if form is None:
+        return as_bytes
+    blocks = [segment for layout in layouts for segment in layout.segments if segment.form]
+    if not blocks:
+        no_effect = f'"frozen": "{form}" has no effect: the model has no frozen matrix of a linear layer'
+        return (*as_bytes, f"{no_effect} in values" if as_bytes else no_effect)
+    stored, values = (sum(numel) * itemsize for numel in zip(*((s.numel, s.value_numel) for s in blocks), strict=True))
+    matrices = count_of(len(blocks), "frozen matrix is", "frozen matrices are")
+    return (
+        *as_bytes,
+        Remark(f"{matrices} stored in {form}: {format_size(stored)} instead of {format_size(values)}"),
+    )
+
+
+def _bytes_notices(layouts: Sequence[UnitLayout], itemsize: int) -> tuple[str, ...]:
+    """Returns a line on the frozen weights that another library has quantized, if there are any."""
+    found = [segment for layout in layouts for segment in layout.segments if segment.inner]
+    if not found:
+        return ()
+    nbytes = sum(segment.numel for segment in found) * itemsize
+    weights = count_of(len(found), "quantized weight is", "quantized weights are")
+    return (Remark(f"{weights} stored as the model has {'it' if len(found) == 1 else 'them'}: {format_size(nbytes)}"),)

@@ -1,0 +1,563 @@
+"""Parameters that an optimizer steps as a whole: which of them several ranks divide, and the memory that a step needs.
+
+A rank steps the parameters of which it has all elements. One that is divided is stepped on one of its ranks, its
+`home`: the others send what they have of it there, and receive what the step makes of it.
+
+    Muon, SinkGD      matrices                there the update of the momentum (or the gradient), back the direction
+    torch.optim.X     every parameter         there master and gradient, back the master
+
+Pure functions of layouts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offload import kernels
+from offload.errors import ConfigError
+from offload.kernels.moments import decode_moments, encode_moments
+from offload.layout.flat_layout import (
+    Segment,
+    StateField,
+    UnitLayout,
+    arrange,
+    describe_state,
+    home,
+    segment_shards,
+    with_kept,
+)
+from offload.layout.modes import ADAM, MOMENT_BLOCK, MUON, NOT_OF_MATRICES, TORCH, Mode
+from offload.states import State
+
+# -- whole ---------------------------------------------------------------------------------------------
+
+
+class Whole(NamedTuple):
+    """Sizes of the parameters that an optimizer steps as a whole, in elements; 0 if it has none."""
+
+    parameter: int = 0
+    """The largest such parameter."""
+    square: int = 0
+    """The square of the smaller dimension of a matrix, at most."""
+    tile: int = 0
+    """The largest run of this rank's elements that a tile must contain, with the padding behind it."""
+    traded: int = 0
+    """Most elements of a unit that this rank sends to the homes of parameters, and receives as their home."""
+
+
+NO_WHOLE = Whole()
+
+
+class Part(NamedTuple):
+    """Elements [position, position + numel) of a parameter, which are on one rank."""
+
+    rank: int
+    position: int
+    numel: int
+
+
+class Divided(NamedTuple):
+    """A parameter that several ranks divide, and that is stepped as a whole."""
+
+    number: int
+    """Index of the parameter in its unit."""
+    home: int
+    """Rank on which it is stepped."""
+    parts: tuple[Part, ...]
+    """The part of each rank that has one, in order."""
+
+
+def divided(layout: UnitLayout, mode: Mode, world_size: int) -> tuple[Divided, ...]:
+    """Returns the parameters of a unit that are stepped as a whole and that several ranks divide, in order.
+
+    Args:
+        layout: the unit.
+        mode: the mode, whose optimizer decides.
+        world_size: number of ranks.
+    """
+    found = []
+    for index, segment in _stepped_whole(layout, mode):
+        parts = tuple(Part(s.rank, s.position, s.numel) for s in segment_shards(layout, world_size, segment))
+        if len(parts) > 1:
+            found.append(Divided(index, home(layout, world_size, segment), parts))
+    return tuple(found)
+
+
+def cuts(layout: UnitLayout, mode: Mode, part: range, alone: bool, tile_numel: int) -> tuple[range, ...]:
+    """Returns the elements of each tile of a unit's update, counted in the rank's partition, in order.
+
+    What is in no matrix is in tiles of any size. A tile contains a matrix, or several that are small. Of several ranks
+    each has all its parts of matrices in one tile, since they are exchanged at once.
+
+    Args:
+        layout: the unit.
+        mode: the mode; its optimizer has a rule for matrices.
+        part: elements of the unit that the rank updates.
+        alone: True if there is one rank.
+        tile_numel: largest number of elements of a tile that need not be larger.
+    """
+    rest = max(0, min(layout.rest_stop, part.stop) - part.start)
+    found = [range(start, min(start + tile_numel, rest)) for start in range(0, rest, tile_numel)]
+    borders = [rest, *_borders(layout)] if alone else [rest, len(part)]
+    start = rest
+    for border, following in zip(borders[1:], [*borders[2:], None], strict=True):
+        if following is None or following - start > tile_numel:
+            if start < border:
+                found.append(range(start, border))
+            start = border
+    return tuple(found)
+
+
+def whole_sizes(layouts: Sequence[UnitLayout], mode: Mode, rank: int, world_size: int) -> Whole:
+    """Returns the sizes of what an optimizer steps as a whole, for one rank."""
+    if not mode.steps_whole:
+        return NO_WHOLE
+    numels = [segment.numel for layout in layouts for _, segment in _stepped_whole(layout, mode)]
+    shapes = [segment.shape for layout in layouts for _, segment in _stepped_whole(layout, mode)]
+    return Whole(
+        parameter=max(numels, default=0),
+        square=max((min(shape) ** 2 for shape in shapes if len(shape) == 2), default=0),
+        tile=max((_longest(layout, mode, rank, world_size) for layout in layouts), default=0),
+        traded=max((_traded(divided(layout, mode, world_size), rank) for layout in layouts), default=0),
+    )
+
+
+def _stepped_whole(layout: UnitLayout, mode: Mode) -> Iterator[tuple[int, Segment]]:
+    """Yields index and segment of the parameters that the mode's optimizer steps as a whole."""
+    for index, segment in enumerate(layout.segments):
+        if segment.trainable and segment.numel and (mode.optimizer == TORCH or _in_matrices(layout, mode, segment)):
+            yield index, segment
+
+
+def _in_matrices(layout: UnitLayout, mode: Mode, segment: Segment) -> bool:
+    return mode.matrix_rule and layout.is_matrix(segment)
+
+
+def _borders(layout: UnitLayout) -> list[int]:
+    """Returns where the matrices of a unit begin behind the first one, and where they end with their padding."""
+    starts = sorted(segment.start for segment in layout.segments if layout.is_matrix(segment) and segment.numel)
+    return [*starts[1:], layout.trainable_stop]
+
+
+def _longest(layout: UnitLayout, mode: Mode, rank: int, world_size: int) -> int:
+    """Returns the elements of the longest run that a tile of a unit must contain."""
+    part = layout.trainable(rank, world_size)
+    if mode.whole_units:
+        return len(part)
+    rest = len(layout.rest(rank, world_size))
+    if world_size > 1:
+        return len(part) - rest
+    borders = [rest, *_borders(layout)]
+    return max(stop - start for start, stop in pairwise(borders))
+
+
+def _traded(found: Sequence[Divided], rank: int) -> int:
+    """Returns the elements of divided parameters that a rank sends to their homes, or receives as their home."""
+    return sum(part.numel for each in found for part in each.parts if (part.rank == rank) is not (each.home == rank))
+
+
+# -- master weights ------------------------------------------------------------------------------------
+#
+# Conversion between an fp32 master and its stored states: the weight alone, with its low bits, or with a full copy.
+
+
+KEPT = (State.WEIGHT, State.MASTER_LOW_BITS, State.MASTER)
+"""States that can hold a master; each mode uses some of them."""
+
+
+def split(values: torch.Tensor, states: Mapping[State, torch.Tensor], noise: kernels.Noise | None = None) -> None:
+    """Writes masters into the states that hold them.
+
+    Args:
+        values: (n,) of any floating dtype.
+        states: the states that a mode has, (n,) each.
+        noise: rounds masters of fewer bits than fp32 stochastically; None rounds them to nearest.
+    """
+    weight = states[State.WEIGHT]
+    if State.MASTER_LOW_BITS in states:
+        kernels.split_master(values.float(), weight, states[State.MASTER_LOW_BITS], noise)
+        return
+    if State.MASTER in states:
+        states[State.MASTER].copy_(values)
+    weight.copy_(values)
+
+
+def weights_of(masters: torch.Tensor, kept: Mapping[State, torch.dtype]) -> torch.Tensor:
+    """Returns the weights that `split` stores of `masters`.
+
+    Args:
+        masters: (n,) fp32 on the CPU.
+        kept: the states that hold a master, and their dtypes.
+    """
+    states = {state: torch.empty(len(masters), dtype=dtype, device="cpu") for state, dtype in kept.items()}
+    split(masters, states)
+    return states[State.WEIGHT]
+
+
+def master_sources(weights: Collection[State]) -> tuple[State, ...]:
+    """Returns the states, among those that hold a master, that `join` reads."""
+    return (State.MASTER,) if State.MASTER in weights else tuple(weights)
+
+
+def join(states: Mapping[State, torch.Tensor], room: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns the master that `split` wrote, (n,) fp32; without a copy if one of the states is the master itself.
+
+    Args:
+        states: the states that a mode has, (n,) each.
+        room: memory for the result, (n,) fp32, if weight and low bits must be joined; None allocates it.
+    """
+    if State.MASTER in states:
+        return states[State.MASTER]
+    weight = states[State.WEIGHT]
+    if State.MASTER_LOW_BITS not in states:
+        return weight.float()
+    master = torch.empty(len(weight), dtype=torch.float32, device="cpu") if room is None else room
+    kernels.join_master(weight, states[State.MASTER_LOW_BITS], master)
+    return master
+
+
+def put_weight(values: torch.Tensor, states: Mapping[State, torch.Tensor]) -> None:
+    """Writes `values`, (n,) in the weight's dtype. Elements whose bits do not change keep their master."""
+    # Bits are compared as int16, not as floats: NaN differs from NaN, and -0.0 equals 0.0, as floats.
+    weight = states[State.WEIGHT]
+    if State.MASTER_LOW_BITS in states:
+        states[State.MASTER_LOW_BITS].mul_(weight.view(torch.int16) == values.view(torch.int16))
+    elif State.MASTER in states:
+        master = states[State.MASTER]
+        torch.where(weight.view(torch.int16) == values.view(torch.int16), master, values.float(), out=master)
+    weight.copy_(values)
+
+
+# -- matrices ------------------------------------------------------------------------------------------
+#
+# Optimizers with a rule for matrices, Muon and SinkGD: the parameters that are matrices, and the states of each.
+#
+#     a matrix of Muon      momentum_buffer             4 bytes an element, in the place of exp_avg
+#     a matrix of SinkGD    nothing
+#     any other parameter   exp_avg, exp_avg_sq         8 bytes an element: AdamW
+#
+# Pure functions of the model and its layout. A run and the planner decide by them.
+
+
+MATRIX_RULES = tuple(NOT_OF_MATRICES)
+"""Names of the rules that step matrices in their own way, and all other parameters by AdamW."""
+MOMENTUM = "momentum_buffer"
+"""torch's name of the state of a matrix of Muon."""
+MARK = "use_muon"
+"""Attribute of a parameter, and key of a group, by which a user decides; DeepSpeed's name."""
+_ENDS = ("embed", "lm_head")
+"""Parts of names of embeddings and heads, as DeepSpeed excludes them; in lower case."""
+
+
+def matrices_of(model: nn.Module) -> frozenset[str]:
+    """Returns the names of the parameters that a rule for matrices steps.
+
+    A parameter is one of them if it has two dimensions, each above 1, and is no embedding and no head: no
+    `nn.Embedding` contains it, the model does not name it as its output embeddings, and neither "embed" nor "lm_head"
+    is in its name. The attribute `use_muon` of a parameter comes before this rule.
+
+    Raises:
+        ConfigError: a parameter is marked that has no two dimensions.
+    """
+    ends = _embeddings(model)
+    found = set()
+    for name, parameter in model.named_parameters():
+        mark = getattr(parameter, MARK, None)
+        if mark is None:
+            wanted = _is_inner(name, tuple(parameter.shape)) and id(parameter) not in ends
+        else:
+            wanted = checked_mark(mark, name, tuple(parameter.shape))
+        if wanted:
+            found.add(name)
+    return frozenset(found)
+
+
+def checked_mark(mark: Any, name: str, shape: Sequence[int]) -> bool:
+    """Returns a mark as a bool.
+
+    Args:
+        mark: the value of `use_muon` on a parameter, or in the parameter's group.
+        name: name of the parameter, for the error.
+        shape: shape of the parameter.
+
+    Raises:
+        ConfigError: the mark is true, and the parameter has no two dimensions.
+    """
+    if mark and len(shape) != 2:
+        raise ConfigError(
+            f"{name} is marked with {MARK}=True and has shape {list(shape)}, but only a parameter of two dimensions is "
+            "a matrix; set the mark to False, so that AdamW trains the parameter"
+        )
+    return bool(mark)
+
+
+def states_of(mode: Mode, layout: UnitLayout, segment: Segment) -> dict[str, State]:
+    """Returns the moments that a kernel of ours keeps of a parameter, by the names that torch gives them.
+
+    Args:
+        mode: the mode.
+        layout: the parameter's unit.
+        segment: the parameter.
+    """
+    if not (mode.matrix_rule and layout.is_matrix(segment)):
+        return {state.value: state for state in mode.moments if state is not State.PACKED}
+    of_matrices = [state for state in mode.moments if state not in mode.partial]
+    return dict(zip((MOMENTUM,), of_matrices, strict=False))
+
+
+def for_rule(
+    layouts: Sequence[UnitLayout], rule: str, matrices: Collection[str], world_size: int
+) -> tuple[UnitLayout, ...]:
+    """Returns the layouts as a rule needs them: with the matrices last, if it has a way of its own for them.
+
+    Args:
+        layouts: the layout of each unit.
+        rule: name of the optimizer's rule.
+        matrices: names of the parameters that are matrices.
+        world_size: number of ranks.
+    """
+    if rule not in MATRIX_RULES:
+        return tuple(layouts)
+    return tuple(arrange(layout.name, layout.segments, world_size, matrices) for layout in layouts)
+
+
+def product_flops(layouts: Sequence[UnitLayout], rule: str, iterations: int) -> float:
+    """Returns the floating-point operations of Muon's products in one step; 0 for other rules.
+
+    Args:
+        layouts: the layout of each unit, from `for_rule`.
+        rule: name of the optimizer's rule.
+        iterations: Newton-Schulz iterations.
+    """
+    if rule != MUON:
+        return 0.0
+    matrices = (segment for layout in layouts for segment in layout.segments if layout.is_matrix(segment))
+    return float(iterations) * sum(_flops(s.shape) for s in matrices)
+
+
+def _flops(shape: tuple[int, ...]) -> float:
+    """Returns the operations of an iteration on a matrix; a layer of which only the size is known is 12 squares."""
+    if len(shape) != 2:
+        # A decoder layer has four squares in attention, and an MLP of eight.
+        return 12 * 6 * float((shape[0] / 12) ** 1.5)
+    small, large = min(shape), max(shape)
+    return 4.0 * small * small * large + 2.0 * small**3
+
+
+def _is_inner(name: str, shape: tuple[int, ...]) -> bool:
+    """Returns True if a parameter is a matrix by shape and name."""
+    return len(shape) == 2 and min(shape) > 1 and not any(part in name.lower() for part in _ENDS)
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    """Returns the ids of the parameters of embeddings, and of the head that the model names."""
+    found = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for parameter in module.parameters()
+    }
+    # transformers' models name their head by this method; a tied one is the embedding's parameter anyhow.
+    head = getattr(model, "get_output_embeddings", None)
+    module = head() if callable(head) else None
+    if isinstance(module, nn.Module):
+        found |= {id(parameter) for parameter in module.parameters()}
+    return found
+
+
+# -- moment values -------------------------------------------------------------------------------------
+#
+# Values of moments in any form: fp32 and bf16 as they are, 8 bits by the codes and scales of their blocks.
+
+
+def scales_of(mode: Mode, scales: torch.Tensor, numel: int, offset: int = 0) -> torch.Tensor:
+    """Returns the scales of the blocks of `numel` elements as the kernels take them, (blocks, moments).
+
+    Args:
+        mode: a mode with moments in 8 bits.
+        scales: (n,) the scales from the first of these blocks on.
+        numel: number of elements.
+        offset: number of the first element in its block.
+    """
+    return scales[: len(mode.part(State.SCALES, 0, offset + numel))].view(-1, len(mode.moments))
+
+
+def moment_sources(mode: Mode, state: State) -> tuple[State, ...]:
+    """Returns the states that together give the values of one: those in 8 bits need their scales."""
+    return (state, State.SCALES) if mode.in_blocks and state in mode.moments else (state,)
+
+
+def read(mode: Mode, states: Mapping[State, torch.Tensor], state: State, offset: int = 0) -> torch.Tensor:
+    """Returns the values of a moment; those in fp32 or bf16 without a copy.
+
+    Args:
+        mode: dtypes of the states.
+        states: (n,) of the moment on the CPU, and of moments in 8 bits the scales from their first block on.
+        state: the moment.
+        offset: number of the first element in its block.
+    """
+    stored = states[state]
+    if not mode.in_blocks:
+        return stored
+    found = torch.empty(len(stored), dtype=torch.float32, device="cpu")
+    scales = scales_of(mode, states[State.SCALES], len(stored), offset)
+    decode_moments(stored, scales, mode.moments.index(state), found, offset)
+    return found
+
+
+def write(mode: Mode, states: Mapping[State, torch.Tensor], state: State, start: int, values: torch.Tensor) -> None:
+    """Replaces elements of a moment, rounded to nearest where it is not fp32.
+
+    The values end with a block, or with their parameter: what is behind them in the last block is padding.
+
+    Args:
+        mode: dtypes of the states.
+        states: the moment and the scales of its blocks on the CPU, each from the first element of a block on.
+        state: the moment.
+        start: first element that is replaced, the first one of a block.
+        values: (n,) of any floating dtype.
+    """
+    stop = start + len(values)
+    if not mode.in_blocks:
+        states[state][start:stop].copy_(values)
+        return
+    assert start % MOMENT_BLOCK == 0, "parameters, tiles and partitions begin at a border of blocks"
+    part = mode.part(State.SCALES, start, stop)
+    scales = states[State.SCALES][part.start : part.stop].view(-1, len(mode.moments))
+    encode_moments(values.float(), states[state][start:stop], scales, mode.moments.index(state))
+
+
+# -- of torch ------------------------------------------------------------------------------------------
+#
+# Optimizers of torch by name: their classes, which of them a kernel of ours computes, and the states of the others.
+
+
+WITHOUT_KERNEL = ("amsgrad", "maximize", "capturable", "differentiable", "initial_accumulator_value")
+"""Options of torch's optimizers that the kernels do not implement."""
+_REFUSED = {
+    "LBFGS": "it computes the loss again and again by a closure, and a step of an engine has the gradients alone",
+    "SparseAdam": "it takes sparse gradients, and those of an engine are dense",
+}
+"""Classes of torch that no engine can run, with the reason."""
+
+
+def kernel_rule(kind: type, groups: Iterable[Mapping[str, Any]]) -> str:
+    """Returns the name of the rule whose kernel computes what an optimizer does; TORCH if none does.
+
+    Args:
+        kind: the optimizer's class. A subclass may override `step`, so the exact class counts.
+        groups: the options of each group.
+    """
+    options = list(groups)
+    # If a single group sets such an option, torch's own code updates all groups.
+    if any(group.get(option) for group in options for option in WITHOUT_KERNEL):
+        return TORCH
+    if kind in (torch.optim.AdamW, torch.optim.Adam, kernels.CPUAdamW):
+        return ADAM
+    if kind is torch.optim.Adagrad:
+        return "adagrad"
+    if kind is torch.optim.SGD:
+        # One group with momentum gives all units a momentum buffer.
+        return "momentum" if any(group.get("momentum") for group in options) else "sgd"
+    return TORCH
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Returns a class of `torch.optim` by a name such as "torch.optim.NAdam".
+
+    Raises:
+        ConfigError: there is no such class, or an engine cannot run it.
+    """
+    known = {
+        found: each
+        for found, each in vars(torch.optim).items()
+        if isinstance(each, type) and issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer
+    }
+    short = name.rpartition(".")[2]
+    if name != f"torch.optim.{short}" or short not in known:
+        usable = ", ".join(sorted(known.keys() - _REFUSED.keys()))
+        raise ConfigError(f"optimizer.type {name} is no optimizer of torch {torch.__version__}, which has {usable}")
+    if short in _REFUSED:
+        raise ConfigError(f"optimizer.type {name} is not supported: {_REFUSED[short]}; use AdamW")
+    return known[short]
+
+
+def make(name: str, params: Sequence[Any], arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """Returns a new optimizer of torch.
+
+    Args:
+        name: name of the class, such as "torch.optim.NAdam".
+        params: parameters, or groups of them.
+        arguments: the other arguments of the class; lists become tuples.
+
+    Raises:
+        ConfigError: the class does not exist or does not take the arguments.
+    """
+    kind: Any = optimizer_class(name)
+    known = [each for each in inspect.signature(kind).parameters if each != "params"]
+    unknown = [key for key in arguments if key not in known]
+    if unknown:
+        raise ConfigError(f"optimizer.params contains {unknown[0]}, and {name} takes {', '.join(known)}")
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+    try:
+        made: torch.optim.Optimizer = kind(params, **given)
+    except Exception as error:  # the class checks its numbers, by errors of any type
+        raise ConfigError(f"optimizer.params do not make a {name}: {error}") from error
+    return made
+
+
+def with_states_of_torch(
+    layouts: Sequence[UnitLayout], name: str, arguments: Mapping[str, Any], world_size: int = 1
+) -> tuple[UnitLayout, ...]:
+    """Returns the layouts with the states that an optimizer of torch keeps of each trainable parameter.
+
+    For a plan, which has no optimizer: parameters are meta tensors, or real ones of a few elements if the code needs
+    values; the states of these are scaled up.
+
+    Args:
+        layouts: the layout of each unit.
+        name: name of the class.
+        arguments: the arguments of the class.
+        world_size: number of ranks.
+    """
+    known: dict[tuple[int, ...], tuple[StateField, ...]] = {}
+    found = []
+    for layout in layouts:
+        trainable = [segment for segment in layout.segments if segment.trainable]
+        for segment in trainable:
+            if segment.shape not in known:
+                known[segment.shape] = _states(name, arguments, segment.shape)
+        found.append(with_kept(layout, {segment.name: known[segment.shape] for segment in trainable}, world_size))
+    return tuple(found)
+
+
+def _states(name: str, arguments: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[StateField, ...]:
+    """Returns the states after two steps of a parameter of this shape."""
+    with contextlib.suppress(RuntimeError):
+        return describe_state(_stepped(name, arguments, shape, "meta"))
+    # Each dimension of a state is one of the parameter's, or 1: small ones that differ tell which.
+    small = tuple(5 + number for number in range(len(shape)))
+    sizes = dict(zip(small, shape, strict=True))
+    return tuple(
+        each._replace(shape=tuple(sizes.get(size, size) for size in each.shape))
+        for each in describe_state(_stepped(name, arguments, small, "cpu"))
+    )
+
+
+def _stepped(name: str, arguments: Mapping[str, Any], shape: tuple[int, ...], device: str) -> Mapping[str, Any]:
+    """Returns the states of a parameter of ones after two steps."""
+    parameter = nn.Parameter(torch.ones(shape, dtype=torch.float32, device=device))
+    optimizer: Any = make(name, [parameter], arguments)
+    for _ in range(2):
+        parameter.grad = torch.ones(shape, dtype=torch.float32, device=device)
+        with torch.device("cpu"):  # whatever the default device of the process
+            optimizer.step()
+    states: Mapping[str, Any] = optimizer.state[parameter]
+    return states

@@ -1,1 +1,0 @@
-"""Optimizers whose states differ from parameter to parameter: which states each parameter has."""
