@@ -29,7 +29,7 @@ from torch import nn
 
 import offload
 from bench.measure import median_ratio, options, random_ids, report, seconds, settings_for
-from offload.engine.distributed.communication import Communication
+from offload.distributed.process_group import Communication
 from offload.presets import build
 
 _ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}

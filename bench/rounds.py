@@ -33,7 +33,7 @@ import torch.distributed as dist
 import offload
 from bench.host_time import Blocks
 from bench.measure import random_ids, report, seconds, settings_for
-from offload.engine.gradients.reduce_scatter import ReduceScatterAccumulator
+from offload.distributed.reduce_scatter import ReduceScatterAccumulator
 from offload.presets import build
 from offload.swapper.pager import CommonUses
 

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     import torch
 
     from offload.aio.shared_queue import SharedQueue
+    from offload.distributed.process_group import Ranks
     from offload.engine.activations.kept_inputs import KeptInputs
-    from offload.engine.distributed.process_group import Ranks
     from offload.engine.engine import Engine
     from offload.engine.gradients.accumulator import GradientAccumulator
     from offload.engine.optim.update_worker import UpdateWorker
@@ -410,7 +410,7 @@ POINTS: Mapping[str, Sequence[str]] = {
         "offload.engine.gradients.values:CHUNK",
         "offload.engine.gradients.accumulator:CHUNK",
         "offload.engine.gradients.host_gradients:CHUNK",
-        "offload.engine.gradients.reduce_scatter:CHUNK",
+        "offload.distributed.reduce_scatter:CHUNK",
         "offload.engine.optim.lamb_norms:CHUNK",
     ),
     "size.first_weights": ("offload.engine.params.initial_fill:CHUNK",),
@@ -481,7 +481,7 @@ POINTS: Mapping[str, Sequence[str]] = {
         "offload.engine.model_io.output_folder:exchange",
     ),
     "folder.arrive": ("offload.engine.model_io.output_folder:_arrive",),
-    "folder.rename": ("offload.engine.reshard.switch:_rename",),
+    "folder.rename": ("offload.distributed.reshard:_rename",),
     "spill.write": ("offload.swapper.store.spill_file:SpillFile.write",),
     # Weights.
     "pager.acquire": ("offload.swapper.pager:Pager.acquire",),
@@ -520,12 +520,12 @@ POINTS: Mapping[str, Sequence[str]] = {
     "export.buffer": ("offload.engine.model_io.weight_stream:aligned_empty",),
     "generators.read": ("offload.engine.training.snapshot:GeneratorStates.of",),
     # Ranks.
-    "ranks.heartbeat_store": ("offload.engine.distributed.heartbeat:BoundedStore",),
-    "ranks.gone": ("offload.engine.distributed.heartbeat:Heartbeat.gone",),
-    "ranks.blame": ("offload.engine.distributed.process_group:Ranks._blame",),
-    "ranks.exchange": ("offload.engine.distributed.process_group:Ranks.exchange",),
-    "ranks.reduce": ("offload.engine.gradients.reduce_scatter:ReduceScatterAccumulator.put",),
-    "ranks.finish_reduce": ("offload.engine.gradients.reduce_scatter:ReduceScatterAccumulator._finish",),
+    "ranks.heartbeat_store": ("offload.distributed.process_group:BoundedStore",),
+    "ranks.gone": ("offload.distributed.process_group:Heartbeat.gone",),
+    "ranks.blame": ("offload.distributed.process_group:Ranks._blame",),
+    "ranks.exchange": ("offload.distributed.process_group:Ranks.exchange",),
+    "ranks.reduce": ("offload.distributed.reduce_scatter:ReduceScatterAccumulator.put",),
+    "ranks.finish_reduce": ("offload.distributed.reduce_scatter:ReduceScatterAccumulator._finish",),
     "pipeline.split_backward": ("offload.engine.pipeline.torch_stage:split",),
 }
 """Places in the package, as `module:attribute`, by the name that tests use. A name changes all its places."""

@@ -17,7 +17,7 @@ from types import FrameType
 
 from offload.deepspeed import install
 from offload.deepspeed.accelerate_checks import check_comments
-from offload.engine.distributed.rendezvous import join_launcher
+from offload.distributed.process_group import join_launcher
 from offload.interrupts import exit_on_next_signal
 
 _AT_ONCE = "stopped at once by a second Ctrl-C; steps that were committed are kept"

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ReduceOp as ReduceOp
 
-from offload.engine.distributed.rendezvous import device_backend, join_launcher, meet_others
+from offload.distributed.process_group import device_backend, join_launcher, meet_others
 from offload.launch.environment import rank_number
 from offload.swapper.memory.device import accelerator_type
 

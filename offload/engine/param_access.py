@@ -19,9 +19,8 @@ from torch import nn
 
 from offload.aio import aligned_empty
 from offload.aio.protocols import Future, wait_for_all
+from offload.distributed.agreement import AllOrNothing, Collective, all_or_nothing
 from offload.engine.callbacks import EngineCallbacks
-from offload.engine.distributed.all_or_nothing import AllOrNothing, all_or_nothing
-from offload.engine.distributed.rounds.intents import Collective
 from offload.engine.param_values import check_room, check_values
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.training.components import EngineComponents

@@ -17,7 +17,7 @@ from torch import nn
 
 from offload.config import Config, load_config
 from offload.config.script_values import refuse_sequences
-from offload.engine.distributed.rendezvous import join_launcher
+from offload.distributed.process_group import join_launcher
 from offload.engine.engine import Engine
 from offload.engine.setup.dtype_choice import settle
 from offload.engine.setup.gpu_allocator import let_segments_grow

@@ -14,8 +14,8 @@ import torch
 import offload
 from offload import testing
 from offload.aio import IoQueue, aligned_empty
+from offload.distributed import reshard
 from offload.engine.model_io.weight_source import StoreSource
-from offload.engine.reshard import reshard as resharding
 from offload.errors import IoError, OffloadError, StoreError
 from offload.layout.fingerprint import described_layouts
 from offload.layout.flat_layout import segment_shards
@@ -138,7 +138,7 @@ def test_reads_of_an_earlier_commit_take_the_copies(edited: Path, tmp_path: Path
 def killed_between(folder: Path) -> None:
     """Process 0 has switched its column, and process 1 is killed before it does."""
     if rank_and_size()[0] == 1:
-        resharding.carry_out = lambda *_: die()
+        reshard.carry_out = lambda *_: die()
     with contextlib.suppress(OffloadError):
         start(folder, resume="must")
     die()

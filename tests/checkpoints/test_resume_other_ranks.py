@@ -15,10 +15,9 @@ import torch
 import offload
 from offload import testing
 from offload.aio import Bandwidth, IoQueue, aligned_empty
+from offload.distributed import reshard
 from offload.engine.checkpoint.resharding import shards_of_scales
 from offload.engine.model_io.weight_source import StoreSource
-from offload.engine.reshard import reshard as resharding
-from offload.engine.reshard import switch
 from offload.errors import IoError, StoreError
 from offload.layout.fingerprint import described_layouts
 from offload.layout.flat_layout import Segment, SegmentShard, UnitLayout, segment_shards
@@ -235,16 +234,16 @@ def before(owner: Any, name: str, call: int = 1) -> Callable[[], None]:
 
 
 UNDECIDED: dict[str, Callable[[], None]] = {
-    "states are written": before(resharding.Store, "commit"),
-    "the new folder is complete": before(switch, "write_durably"),
+    "states are written": before(reshard.Store, "commit"),
+    "the new folder is complete": before(reshard, "write_durably"),
 }
 DECIDED: dict[str, Callable[[], None]] = {
-    "the note is there": before(switch, "_move", 1),
-    "no rank 0 is in its place": before(switch, "_move", 2),
-    "rank 1 is still there": before(switch, "_move", 3),
-    "all have their names": before(switch, "sync_folder", 1),
-    "the note is gone": before(switch, "sync_folder", 2),
-    "one old folder is deleted": before(switch, "remove_files", 2),
+    "the note is there": before(reshard, "_move", 1),
+    "no rank 0 is in its place": before(reshard, "_move", 2),
+    "rank 1 is still there": before(reshard, "_move", 3),
+    "all have their names": before(reshard, "sync_folder", 1),
+    "the note is gone": before(reshard, "sync_folder", 2),
+    "one old folder is deleted": before(reshard, "remove_files", 2),
 }
 
 
@@ -356,7 +355,7 @@ def test_a_full_drive_keeps_the_run(of_two: Path, tmp_path: Path, monkeypatch: p
         run = place / "swap" / "default"
         refused(place, r"beside the present ones, .* free; free some room, or resume with 2 ranks")
         # Others take the room between the check and the writes.
-        for module in (resharding, store):
+        for module in (reshard, store):
             monkeypatch.setattr(module, "find_shortage", lambda *_: None)
         monkeypatch.setattr(store, "find_drive_shortage", lambda *_: None)
         refused(place, "No space left on device")
@@ -367,7 +366,7 @@ def fails_on_one(folder: Path, name: str, fault: Callable[..., Any]) -> str:
     """Returns this rank's error of a start in which `fault` is in the place of a function on rank 1."""
     with pytest.MonkeyPatch.context() as patch:
         if rank_and_size()[0]:
-            patch.setattr(f"offload.engine.reshard.reshard.{name}", fault, raising=False)
+            patch.setattr(f"offload.distributed.reshard.{name}", fault, raising=False)
         try:
             resumed(PLAIN, folder)
         except (StoreError, IoError) as error:

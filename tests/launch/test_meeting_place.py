@@ -20,7 +20,7 @@ from tests.support.ranks.rank_pool import free_port
 
 _SCRIPT = r"""
 import json, os, pathlib, re, sys, torch, torch.distributed as dist
-from offload.engine.distributed.rendezvous import meet_others
+from offload.distributed.process_group import meet_others
 dist.init_process_group("gloo") if sys.argv[1] == "torch" else meet_others()
 total = torch.ones(1)
 dist.all_reduce(total)

@@ -9,21 +9,21 @@ _TESTS = "tests/ranks/test_ranks_secondary.py"
 MUTANTS = (
     Mutant(
         "gather the weights of the step before within a node",
-        "offload.engine.distributed.agreement",
+        "offload.distributed.agreement",
         "if kind in (Collective.STEP, Collective.EDIT,",
         "if kind in (Collective.EDIT,",
         _TESTS,
     ),
     Mutant(
         "gather weights within a node that an edit has changed",
-        "offload.engine.distributed.agreement",
+        "offload.distributed.agreement",
         "if kind in (Collective.STEP, Collective.EDIT,",
         "if kind in (Collective.STEP,",
         _TESTS,
     ),
     Mutant(
         "gather within a node what sleep has given back",
-        "offload.engine.distributed.agreement",
+        "offload.distributed.agreement",
         "Collective.LOAD, Collective.SLEEP):",
         "Collective.LOAD):",
         _TESTS,
@@ -37,14 +37,14 @@ MUTANTS = (
     ),
     Mutant(
         "gather over all ranks although the node has kept the unit",
-        "offload.engine.distributed.payload.secondary",
+        "offload.distributed.gathers",
         "        self._filled.add(unit)\n",
         "",
         _TESTS,
     ),
     Mutant(
         "keep a unit that has not arrived",
-        "offload.engine.distributed.payload.secondary",
+        "offload.distributed.gathers",
         "            self._device.wait_event(after)\n",
         "",
         _TESTS,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from offload.engine.distributed import process_group
+from offload.distributed import process_group
 from tests import device
 from tests.ranks import device_transport
 from tests.support.processes import device_process

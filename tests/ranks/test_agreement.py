@@ -10,9 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.engine.distributed.agreement import Agreement
-from offload.engine.distributed.payload.step_facts import bitmap, union
-from offload.engine.distributed.rounds.intents import Collective, NextCollective, RankIntent, next_collective
+from offload.distributed.agreement import (
+    Agreement,
+    Collective,
+    NextCollective,
+    RankIntent,
+    bitmap,
+    next_collective,
+    union,
+)
 from offload.errors import BudgetError, RankError
 from offload.swapper.pager import Having
 

@@ -244,13 +244,13 @@ def test_a_collective_under_way_does_not_keep_the_hooks_of_who_began_it(ranks: R
 
 def train_with_short_waits(job: Job, folder: Path) -> Result:
     """Waits are cut so finely that collectives end just as a slice of the wait does."""
-    from offload.engine.distributed import process_group as ranks
+    from offload.distributed import process_group
 
-    real, ranks._SLICE = ranks._SLICE, datetime.timedelta(milliseconds=1)
+    real, process_group._SLICE = process_group._SLICE, datetime.timedelta(milliseconds=1)
     try:
         return train(job, DISK, folder)
     finally:
-        ranks._SLICE = real
+        process_group._SLICE = real
 
 
 def test_a_wait_that_ends_at_its_interval_is_no_failure(ranks: RankPool, tmp_path: Path) -> None:

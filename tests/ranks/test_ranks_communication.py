@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload import testing
-from offload.engine.distributed.communication import Communication, Sent
+from offload.distributed.process_group import Communication, Sent
 from tests.support.oracle import Job, Result, assert_same, trained
 from tests.support.ranks.rank_jobs import JOBS
 from tests.support.ranks.rank_pool import RankPool, start

@@ -156,8 +156,7 @@ class Failed:
 
 def test_a_collective_that_has_failed_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was gathered ahead may have failed long before anybody waits for it."""
-    from offload.engine.distributed.process_group import Ranks
-    from offload.engine.distributed.work import Work
+    from offload.distributed.process_group import Ranks, Work
 
     ranks = object.__new__(Ranks)
     testing.replace(monkeypatch, "ranks.blame", lambda self, error: RankError(f"gone: {error}"))

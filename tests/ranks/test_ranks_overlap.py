@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from offload import testing
-from offload.engine.distributed.process_group import Ranks
-from offload.engine.distributed.work import Work
-from offload.engine.gradients.reduce_scatter import ReduceScatterAccumulator
+from offload.distributed.process_group import Ranks, Work
+from offload.distributed.reduce_scatter import ReduceScatterAccumulator
 from offload.errors import BudgetError, OffloadError, RankError
 from offload.layout.flat_layout import layouts_of
 from offload.layout.units import find_units

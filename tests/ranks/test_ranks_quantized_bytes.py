@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from offload import testing
-from offload.engine.distributed.communication import Communication, Sent
+from offload.distributed.process_group import Communication, Sent
 from offload.layout import memory_plan
 from offload.sizes import align_up
 from tests.ranks.int8_collectives import BLOCK, BYTES, HOST, JOB, Seen, train_and_look

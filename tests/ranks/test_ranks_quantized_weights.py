@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import offload
-from offload.engine.distributed.mesh import Mesh
-from offload.engine.distributed.payload.weights import WeightGathers
+from offload.distributed.gathers import WeightGathers
+from offload.distributed.process_group import Mesh
 from offload.errors import RankError
 from offload.kernels.blocks import BLOCK_FORMATS, dequantize, quantize
 from offload.layout.tiers import CodedGathers

@@ -17,9 +17,8 @@ from torch import nn
 import offload
 from offload import testing
 from offload.aio import IoQueue, crc32c
-from offload.engine.distributed.communication import Communication, Sent
-from offload.engine.distributed.mesh import Mesh
-from offload.engine.gradients.reduce_scatter import ReduceScatterAccumulator
+from offload.distributed.process_group import Communication, Mesh, Sent
+from offload.distributed.reduce_scatter import ReduceScatterAccumulator
 from offload.errors import ConfigError
 from offload.runs.inspection import inspect
 from offload.runs.verify import CheckpointReport, open_checking

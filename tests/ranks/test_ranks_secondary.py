@@ -17,8 +17,8 @@ from torch import nn
 import offload
 from offload import testing
 from offload.config import load_config
-from offload.engine.distributed.communication import Communication, Sent
-from offload.engine.distributed.payload.secondary import SecondaryShards
+from offload.distributed.gathers import SecondaryShards
+from offload.distributed.process_group import Communication, Sent
 from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import layouts_of
 from offload.layout.tiers import Secondary, check_room

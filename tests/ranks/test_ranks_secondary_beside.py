@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from offload.engine.distributed.communication import Communication
+from offload.distributed.process_group import Communication
 from tests.ranks.test_ranks_secondary import NODE, least
 from tests.support import models
 from tests.support.oracle import Job, Result, assert_same, train_step, weights_of

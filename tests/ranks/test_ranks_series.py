@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from offload import testing
-from offload.engine.distributed.communication import Communication
+from offload.distributed.process_group import Communication
 from tests.support import rounding_bounds
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, trained, weights_of
 from tests.support.ranks.rank_jobs import JOBS, rows_loss

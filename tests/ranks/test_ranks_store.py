@@ -12,9 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from offload import testing
-from offload.engine.distributed import rendezvous
-from offload.engine.distributed.bounded_store import BoundedStore
-from offload.engine.distributed.heartbeat import Heartbeat
+from offload.distributed import process_group
+from offload.distributed.process_group import BoundedStore, Heartbeat
 from offload.errors import ConfigError, RankError
 
 LONGEST = 0.3
@@ -124,10 +123,10 @@ def test_a_rank_that_is_cut_off_says_so_and_ends(ends: tuple[Any, Any, Cable], m
 def test_a_decision_of_rank_0_is_not_awaited_for_ever(ends: tuple[Any, Any, Cable]) -> None:
     _, client, cable = ends
     store = BoundedStore(client, LONGEST)
-    assert rendezvous._decided(store, "choose") is None
+    assert process_group._decided(store, "choose") is None
     cable.cut.set()
     with pytest.raises(RankError, match=f"rank 0 has ended before it could choose: {SILENT}"):
-        rendezvous._decided(store, "choose")
+        process_group._decided(store, "choose")
     store.close()
 
 
@@ -137,5 +136,5 @@ def test_a_port_that_is_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
             monkeypatch.setenv(name, value)
         with pytest.raises(ConfigError, match=f":{port}: .*another process has this port: set MASTER_PORT to a free"):
-            rendezvous.meet_others()
+            process_group.meet_others()
     assert not dist.is_initialized()

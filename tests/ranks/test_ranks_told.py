@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from offload import testing
-from offload.engine.distributed.heartbeat import Heartbeat
+from offload.distributed.process_group import Heartbeat
 from offload.errors import OffloadError, RankError
 from offload.notices import exception_line
 from tests.support.ranks.rank_jobs import JOBS

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import offload
-from offload.engine.distributed.communication import Sent
+from offload.distributed.process_group import Sent
 from offload.engine.sequence.attention import repeats_of
 from offload.errors import ConfigError, OffloadError
 from tests.support import models, rounding_bounds

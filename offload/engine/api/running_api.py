@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from offload.distributed.process_group import Communication
 from offload.engine.core import EngineCore
-from offload.engine.distributed.communication import Communication
 from offload.engine.memory.report import MemoryReport, memory_report
 from offload.engine.memory.sleep import FreedBytes
 from offload.swapper.prefetch import PrefetchStats

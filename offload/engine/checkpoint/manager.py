@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from offload.aio.protocols import Queue
+from offload.distributed.agreement import Collective
 from offload.engine.checkpoint.compatibility import check_fits, check_progress
 from offload.engine.checkpoint.conversion import in_words
 from offload.engine.checkpoint.files import LATEST, check_folder, find
@@ -29,7 +30,6 @@ from offload.engine.checkpoint.parts import CheckpointPlace
 from offload.engine.checkpoint.restore import CheckpointRestorer
 from offload.engine.checkpoint.save import own_or_shared, save
 from offload.engine.checkpoint.save_request import Moment, SaveRequest
-from offload.engine.distributed.rounds.intents import Collective
 from offload.engine.model_io.saved_names import about_saved
 from offload.engine.training.components import EngineComponents, together
 from offload.engine.training.snapshot import as_bytes, persistent_buffers, scheduler_state, write_buffers

@@ -23,7 +23,7 @@ from offload.errors import StoreError
 from offload.fileio import inner_folder
 
 if TYPE_CHECKING:  # these import torch, which looking at a checkpoint does not need
-    from offload.engine.distributed.mesh import Mesh
+    from offload.distributed.process_group import Mesh
     from offload.engine.distributed.tensor_parallel import TensorParallel
     from offload.layout.flat_layout import UnitLayout
 

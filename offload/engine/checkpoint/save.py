@@ -20,6 +20,8 @@ import safetensors.torch
 
 from offload.aio import DirectFile, IoQueue, aligned_empty, crc32c, crc32c_joined
 from offload.aio.protocols import Future, Queue
+from offload.distributed.agreement import AllOrNothing
+from offload.distributed.process_group import Mesh
 from offload.engine.checkpoint.directory import (
     begin_folder,
     drop_partial,
@@ -40,8 +42,6 @@ from offload.engine.checkpoint.files import (
 )
 from offload.engine.checkpoint.parts import CheckpointPlace, counted_units
 from offload.engine.checkpoint.save_request import Moment, SaveRequest
-from offload.engine.distributed.all_or_nothing import AllOrNothing
-from offload.engine.distributed.mesh import Mesh
 from offload.engine.params.local_shards import LocalShards
 from offload.errors import StoreError
 from offload.fileio import sync_folder

@@ -22,10 +22,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from offload.distributed.agreement import STEP_FACTS
+from offload.distributed.process_group import Communication, Ranks
 from offload.engine.callbacks import GradientStats
-from offload.engine.distributed.communication import Communication
-from offload.engine.distributed.payload.step_facts import STEP_FACTS
-from offload.engine.distributed.process_group import Ranks
 from offload.errors import ConfigError, RankError, UsageError
 from offload.layout.flat_layout import UnitLayout
 

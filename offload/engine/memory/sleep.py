@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 
 from offload.aio import resident_bytes
-from offload.engine.distributed.all_or_nothing import all_or_nothing
-from offload.engine.distributed.rounds.intents import Collective
+from offload.distributed.agreement import Collective, all_or_nothing
 from offload.engine.training.components import EngineComponents
 from offload.engine.training.device_growth import DeviceBudget
 from offload.errors import BudgetError, UsageError

@@ -19,7 +19,7 @@ from itertools import accumulate
 
 import torch
 
-from offload.engine.distributed.process_group import Ranks
+from offload.distributed.process_group import Ranks
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.modes import Mode
 from offload.layout.optimizer_states import Divided, divided

@@ -16,7 +16,7 @@ import torch
 
 from offload import kernels
 from offload.aio.protocols import Future
-from offload.engine.distributed.agreement import Agreement
+from offload.distributed.agreement import Agreement
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.optim.matrices.steps import MatrixSegment
 from offload.engine.optim.torch_fallback import TorchSegment

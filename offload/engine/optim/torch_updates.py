@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.distributed.process_group import Ranks
+from offload.distributed.process_group import Ranks
 from offload.engine.optim.exchange import Exchange, carve
 from offload.engine.optim.torch_fallback import TorchSegment, TorchStep, cause, likeness
 from offload.engine.optim.unit_updates import UnitUpdate

@@ -9,7 +9,7 @@ from torch import nn
 
 from offload.aio import aligned_empty
 from offload.aio.protocols import Future
-from offload.engine.distributed.process_group import Ranks
+from offload.distributed.process_group import Ranks
 from offload.engine.distributed.tensor_parallel import TensorParallel
 from offload.engine.params.building.first_values import FirstValues
 from offload.engine.params.deferred_parameter import forget, origin_of

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from offload.engine.distributed.communication import Communication, Kind
-from offload.engine.distributed.process_group import Ranks
+from offload.distributed.process_group import Communication, Kind, Ranks
 from offload.errors import ConfigError, UsageError
 from offload.sizes import count_of
 

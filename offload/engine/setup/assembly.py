@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from offload.distributed.agreement import Agreement
+from offload.distributed.gathers import SecondaryShards, WeightGathers
+from offload.distributed.process_group import Ranks
 from offload.engine.callbacks import EngineCallbacks
-from offload.engine.distributed.agreement import Agreement
-from offload.engine.distributed.payload.secondary import SecondaryShards
-from offload.engine.distributed.payload.weights import WeightGathers
-from offload.engine.distributed.process_group import Ranks
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.metrics.compute_spans import compute_spans
 from offload.engine.metrics.step_meter import StepMeter

@@ -19,18 +19,17 @@ from offload.aio import IoQueue
 from offload.aio.backend import DEFAULTS
 from offload.aio.shared_queue import SharedQueue
 from offload.config import Aio, Config
+from offload.distributed.agreement import AllOrNothing
+from offload.distributed.process_group import Ranks
+from offload.distributed.reshard import NewRanks, finish, reshard
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.core import EngineCore
-from offload.engine.distributed.all_or_nothing import AllOrNothing
-from offload.engine.distributed.process_group import Ranks
 from offload.engine.metrics.reporter import check_monitor, make_reporter
 from offload.engine.metrics.span_relay import Listener, Relay
 from offload.engine.metrics.step_meter import StepMeter
 from offload.engine.model_io.saved_names import about_saved
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.params.sharded.views import ShardedViews
-from offload.engine.reshard.reshard import NewRanks, reshard
-from offload.engine.reshard.switch import finish
 from offload.engine.sequence.forward import SequenceForward
 from offload.engine.setup.assembly import Recorders, assemble, shown_names
 from offload.engine.setup.plan import Plan, summary

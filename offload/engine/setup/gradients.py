@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Sequence
 
 from offload.aio.shared_queue import SharedQueue
+from offload.distributed.agreement import Agreement
+from offload.distributed.reduce_scatter import ReduceScatterAccumulator
 from offload.engine.callbacks import EngineCallbacks
-from offload.engine.distributed.agreement import Agreement
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.gradients.completion import UnitCompletion
 from offload.engine.gradients.device_to_host import DeviceToHost
 from offload.engine.gradients.disk_spill import DiskSpill, windows
 from offload.engine.gradients.places import GradientPlaces
-from offload.engine.gradients.reduce_scatter import ReduceScatterAccumulator
 from offload.engine.gradients.values import borders, parameter_starts
 from offload.engine.metrics.compute_spans import ComputeSpans
 from offload.engine.optim.speculation.rules import RunFacts, run_may_speculate

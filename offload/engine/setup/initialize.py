@@ -20,9 +20,8 @@ from offload import kernels
 from offload.aio.memory import release_heap
 from offload.checkpointing import with_configured
 from offload.config import Config, effective, load_config, resolve_batch
-from offload.engine.distributed.payload.secondary import form_node
-from offload.engine.distributed.process_group import Ranks, join_ranks
-from offload.engine.distributed.rendezvous import UNABLE, meet_others, stay_away
+from offload.distributed.gathers import form_node
+from offload.distributed.process_group import UNABLE, Ranks, join_ranks, meet_others, stay_away
 from offload.engine.distributed.tensor_parallel import TensorParallel, form_grid
 from offload.engine.dtype_mismatch import kept_in_fp32
 from offload.engine.engine import Engine

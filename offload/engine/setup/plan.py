@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from offload.config import Batch, Config
+from offload.distributed.process_group import Mesh, Ranks
 from offload.engine.activations.unit_checkpoints import blocks_of
-from offload.engine.distributed.mesh import Mesh
-from offload.engine.distributed.process_group import Ranks
 from offload.engine.distributed.tensor_parallel import TensorParallel
 from offload.engine.params.sharded.takeover import Site
 from offload.engine.sequence.group import SequenceParallel

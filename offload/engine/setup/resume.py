@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from offload.config import Config
-from offload.engine.distributed.process_group import Ranks
+from offload.distributed.process_group import Ranks
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.training.module_entries import ModuleEntries
 from offload.engine.training.snapshot import Snapshot, persistent_buffers

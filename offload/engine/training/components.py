@@ -7,13 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from offload.aio.shared_queue import SharedQueue
+from offload.distributed.agreement import Agreement, AllOrNothing, Collective, all_or_nothing, among_all
+from offload.distributed.process_group import Communication, Mesh, Ranks
 from offload.engine.activations.activations import Activations
-from offload.engine.distributed.agreement import Agreement
-from offload.engine.distributed.all_or_nothing import AllOrNothing, all_or_nothing, among_all
-from offload.engine.distributed.communication import Communication
-from offload.engine.distributed.mesh import Mesh
-from offload.engine.distributed.process_group import Ranks
-from offload.engine.distributed.rounds.intents import Collective
 from offload.engine.distributed.tensor_parallel import TensorParallel
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.metrics.step_meter import StepMeter

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from offload import kernels
-from offload.engine.distributed.process_group import Ranks
+from offload.distributed.process_group import Ranks
 from offload.engine.optim.exchange import Exchange, Trade, carve
 from offload.engine.optim.matrices.directions import Workspace, balance, in_bf16, orthogonalize
 from offload.engine.optim.matrices.steps import MatrixSegment, MatrixStep, MuonStep

@@ -35,25 +35,135 @@ from typing import NamedTuple
 
 import torch
 
+from offload.distributed.agreement import Agreement
+from offload.distributed.gathers import Exchange, ExchangeMemory, mean_of, values_of, zero_between
+from offload.distributed.process_group import Ranks, Work
 from offload.engine.callbacks import EngineCallbacks, GradientStats
-from offload.engine.distributed.agreement import Agreement
-from offload.engine.distributed.payload.gradients import Exchange, ExchangeMemory, mean_of, zero_between
-from offload.engine.distributed.process_group import Ranks
-from offload.engine.distributed.replica_sums import ReplicaSums
-from offload.engine.distributed.rounds.reduction_order import ReductionOrder
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.gradients.places import GradientPlaces
 from offload.engine.gradients.values import flat
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.errors import RankError
 from offload.interrupts import uninterrupted
+from offload.kernels.blocks import quantize
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
-from offload.layout.tiers import Reduction
+from offload.layout.tiers import CODES, Reduction
 from offload.swapper.memory.device import DONE, Device
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena
 from offload.timeline import OFF, Row, Timeline
+
+# -- replica sums --------------------------------------------------------------------------------------
+#
+# Sums of a shard's gradients over the replicas of the model.
+#
+#     ranks of a replica: exchange ─► each adds up its shard in fp32 ─► ranks with the same shard: all-reduce
+#
+# The first part, within a replica, is complete when the second begins. The second is under way beside the backward of
+# the next unit, if `overlap_comm` is on: it is the part that leaves a machine. With codes (`payload.gradients`) each
+# rank receives the codes of all sums of its shard instead, and adds their values up in the order of the replicas. A
+# rank that is a replica by itself has nothing to add up first: its fp32 gradients are all-reduced where they are.
+
+
+class ReplicaSum(NamedTuple):
+    """A sum that has begun."""
+
+    rows: torch.Tensor
+    """(1, numel) fp32, the sum over all ranks once `work` is done; or (replicas, bytes) of codes of their sums."""
+    work: Work
+
+
+class ReplicaSums:
+    """Memory of sums that are under way."""
+
+    def __init__(self, ranks: Ranks, memory: Sequence[torch.Tensor], codes: Sequence[torch.Tensor]) -> None:
+        """Takes over the memory.
+
+        Args:
+            ranks: all ranks.
+            memory: for each sum that may be under way, (numel of the largest shard of a unit,) fp32 on the device; with
+                codes or in place one for all.
+            codes: for each sum that may be under way the memory of the codes of all replicas; none without codes.
+        """
+        self._ranks = ranks
+        self._memory, self._codes = deque(memory), deque(codes)
+        """That of the oldest sum first."""
+
+    def begin_in_place(self, rows: torch.Tensor | None, numel: int) -> ReplicaSum:
+        """Starts the sum over the replicas of the gradients of ranks each of which is one, in their own memory.
+
+        Args:
+            rows: (1, numel), in fp32; None for a rank without a gradient, no earlier sum of which may be under way.
+            numel: elements of the unit.
+        """
+        if rows is None:
+            rows = self._memory[0][:numel].zero_().view(1, -1)
+        return ReplicaSum(rows, self._ranks.all_reduce(rows[0]))
+
+    def begin(self, received: torch.Tensor, numel: int) -> ReplicaSum:
+        """Adds up the rows of `received` in their order, and starts the sum over the replicas.
+
+        Every rank calls this, also where no rank of its replica has a gradient.
+
+        Args:
+            received: (ranks of this replica that have gradients, ...), values or codes; not read any more once compute
+                is ordered behind what the calling thread has started.
+            numel: elements of the shard.
+        """
+        total = self._memory[0][:numel]
+        self._memory.rotate(-1)
+        if not len(received):
+            total.zero_()
+        # In chunks, so that the values of codes need little memory.
+        for first in range(0, numel, CHUNK):
+            part = total[first : first + CHUNK]
+            for row in received[:1]:
+                part.copy_(values_of(row, first, first + len(part)))
+            for row in received[1:]:
+                part += values_of(row, first, first + len(part))
+        if not self._codes:
+            return ReplicaSum(total.view(1, -1), self._ranks.all_reduce(total))
+        mesh, width = self._ranks.mesh, CODES.stored_nbytes(numel)
+        everyone = self._codes[0][: mesh.replicas * width]
+        self._codes.rotate(-1)
+        own = everyone.view(mesh.replicas, width)[mesh.replica_of(self._ranks.rank)]
+        quantize(CODES, total, own)
+        return ReplicaSum(everyone.view(mesh.replicas, width), self._ranks.gather_sums(everyone, own))
+
+
+# -- reduction order -----------------------------------------------------------------------------------
+#
+# The order in which a backward reduces units, expected to be that of the one before.
+
+
+class ReductionOrder:
+    """The reductions of the backward that runs, and of the one before that reduced anything."""
+
+    def __init__(self, predicts: bool) -> None:
+        """Begins without a backward. `predicts` is False where none is expected to be as the one before."""
+        self._predicts = predicts
+        self._before: tuple[int, ...] = ()
+        self._now: list[int] = []
+
+    def expected(self, unit: int, in_turn: bool) -> tuple[int, ...]:
+        """Records a reduction, and returns all that are expected from it on; nothing but for a backward's first.
+
+        Args:
+            unit: the unit that is reduced.
+            in_turn: True if micro-batches take turns, of which each reduces other units.
+        """
+        self._now.append(unit)
+        first = self._predicts and not in_turn and len(self._now) == 1
+        return self._before if first and self._before[:1] == (unit,) else ()
+
+    def end_backward(self) -> None:
+        """Ends a backward. One that has reduced nothing, as where micro-batches add up, changes nothing."""
+        if self._now:
+            self._before, self._now = tuple(self._now), []
+
+
+# -- reduce scatter ------------------------------------------------------------------------------------
 
 
 class _Held(NamedTuple):

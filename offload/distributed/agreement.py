@@ -18,23 +18,187 @@ its shards and with zeros for gradients, and asks then. One series is under way 
 from __future__ import annotations
 
 import contextlib
+import enum
 import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from offload.distributed.gathers import WeightGathers
+from offload.distributed.process_group import Ranks
 from offload.engine.callbacks import Edit, EngineCallbacks, GradientStats
-from offload.engine.distributed.payload.step_facts import add_up_step, pack_step
-from offload.engine.distributed.payload.weights import WeightGathers
-from offload.engine.distributed.rounds.intents import Collective, RankIntent, describe, next_collective
-from offload.errors import BudgetError, RankError
+from offload.errors import BudgetError, RankError, StoreError, UsageError
 from offload.states import State
 from offload.swapper.memory.device import Event
 from offload.swapper.pager import Agreed, Having, checksum
 from offload.timeline import OFF, Row, Timeline
+
+# -- step facts ----------------------------------------------------------------------------------------
+#
+# What each rank tells the others of a step: four numbers, and which gradients it has.
+
+
+STEP_FACTS = struct.Struct("<dqqq")
+"""Sum of squares, micro-batches, steps, and checksum of the optimizer's settings."""
+_SAME_BATCHES = "all ranks must train on equally many micro-batches (drop_last, or a sampler that pads)"
+# Name, column of `STEP_FACTS` and advice for each number that all ranks must share at a step.
+_MUST_AGREE = (
+    ("micro-batches since the last boundary", 1, _SAME_BATCHES),
+    ("steps so far", 2, _SAME_BATCHES),
+    (
+        "learning rates or other settings of the optimizer (checksums)",
+        3,
+        "all ranks must use the same settings: take a schedule's metric from engine.mean()",
+    ),
+)
+
+
+def pack_step(mine: GradientStats, micro_batches: int, global_steps: int, settings: int) -> bytes:
+    """Returns the message of one rank."""
+    flags = b"".join(bitmap(segments) for segments in mine.present)
+    return STEP_FACTS.pack(mine.sum_squares, micro_batches, global_steps, settings) + flags
+
+
+def add_up_step(rows: Sequence[bytes], shards: int) -> GradientStats:
+    """Returns the statistics of all ranks.
+
+    Args:
+        rows: the message of each rank, in rank order.
+        shards: number of ranks of a replica, which come first.
+
+    Raises:
+        UsageError: if ranks differ in a number that all must share.
+    """
+    facts = [STEP_FACTS.unpack_from(row) for row in rows]
+    for what, column, advice in _MUST_AGREE:
+        numbers = [row[column] for row in facts]
+        if len(set(numbers)) > 1:
+            raise UsageError(f"the ranks differ in their {what}: {', '.join(map(str, numbers))}; {advice}")
+    # In rank order on every rank, so that all take the same decision; over one replica, since all have the same.
+    present = union([row[STEP_FACTS.size :] for row in rows])
+    return GradientStats(sum_squares=sum(row[0] for row in facts[:shards]), present=present)
+
+
+def bitmap(segments: set[int]) -> bytes:
+    """Returns a set of segments as a length in bytes (u32, little-endian), followed by one bit for each segment."""
+    number = sum(1 << segment for segment in segments)
+    length = (number.bit_length() + 7) // 8
+    return struct.pack("<I", length) + number.to_bytes(length, "little")
+
+
+def union(rows: Sequence[bytes]) -> list[set[int]]:
+    """Returns, for each unit, the union of the segments in all rows."""
+    return [set().union(*sets) for sets in zip(*(list(_segments(row)) for row in rows), strict=True)]
+
+
+def _segments(row: bytes) -> Sequence[set[int]]:
+    """Returns, for each unit, the segments of a row of bitmaps."""
+    found, position = [], 0
+    while position < len(row):
+        (length,) = struct.unpack_from("<I", row, position)
+        position += 4
+        number = int.from_bytes(row[position : position + length], "little")
+        found.append({bit for bit in range(number.bit_length()) if number >> bit & 1})
+        position += length
+    return found
+
+
+# -- intents -------------------------------------------------------------------------------------------
+#
+# The announcements of ranks, and the pure decision on the next collective from all of them.
+
+
+class Collective(enum.IntEnum):
+    """An operation that a rank may announce."""
+
+    USE = 0
+    """Use of a unit's weights: in a forward, in a backward, or by a read."""
+    REDUCE = 1
+    STEP = 2
+    """Decision on a step."""
+    EDIT = 3
+    END = 4
+    MEAN = 5
+    """Exchange of a number, whose mean every rank receives."""
+    FORGET = 6
+    """Drop of gradients that were reduced."""
+    SAVE = 7
+    """Save of a checkpoint."""
+    LOAD = 8
+    """Load of a checkpoint."""
+    LOOK = 9
+    """Read of a parameter's state, or replacement of its gradient."""
+    SLEEP = 10
+    """Return of the memory to others, between steps."""
+
+
+class RankIntent(NamedTuple):
+    """The announcement of one rank."""
+
+    kind: Collective
+    unit: int = -1
+    ready: bool = False
+    """True if the rank has the weights (USE), has new values (EDIT), or deletes its store (END)."""
+    holds: int = -1
+    """The unit of which the rank has gradients that are not reduced, or -1."""
+    ahead: int = -1
+    """For USE: the unit that the rank could gather next, or -1."""
+    has_all: bool = False
+    """For USE: True if the rank has the weights of all units."""
+    series: int = 0
+    """Checksum of what the rank could do from here on without a round each; 0 for nothing."""
+
+    def same(self, other: RankIntent) -> bool:
+        """Returns True if both ranks announce the same operation on the same unit."""
+        return (self.kind, self.unit) == (other.kind, other.unit)
+
+
+class NextCollective(NamedTuple):
+    """The next collective of all ranks. If `next` is None, ranks whose use is ready continue; others announce again."""
+
+    next: RankIntent | None
+
+
+def next_collective(intents: Sequence[RankIntent]) -> NextCollective | None:
+    """Returns the next collective for the announcements of all ranks, in rank order; None if there can be none.
+
+    A rank whose announcement was not chosen announces again, unless it announced a USE and all uses are ready. Which
+    gradients are reduced together, and so the order of their sum, depends on the reductions alone, not on gathers.
+    """
+    if all(intent.same(intents[0]) for intent in intents):
+        return NextCollective(intents[0])
+    uses = [intent for intent in intents if intent.kind is Collective.USE]
+    # Gathers come first, so that a rank that still gathers can reach its reduction and join the others'.
+    if uses:
+        return NextCollective(next((intent for intent in uses if not intent.ready), None))
+    reduces = [intent for intent in intents if intent.kind is Collective.REDUCE]
+    return NextCollective(reduces[0]) if reduces else None
+
+
+_DOES = {
+    Collective.USE: "uses the weights of {}",
+    Collective.REDUCE: "reduces the gradients of {}",
+    Collective.STEP: "is at step()",
+    Collective.EDIT: "changes the weights of {}",
+    Collective.END: "closes its engine",
+    Collective.MEAN: "takes the mean of a number (engine.mean)",
+    Collective.FORGET: "drops its gradients (zero_grad)",
+    Collective.SAVE: "saves a checkpoint or a model",
+    Collective.LOAD: "loads a checkpoint",
+    Collective.LOOK: "accesses a state of a parameter",
+    Collective.SLEEP: "gives its memory back (engine.sleep)",
+}
+
+
+def describe(intent: RankIntent, names: Sequence[str]) -> str:
+    """Returns an announcement as text for messages."""
+    return _DOES[intent.kind].format(names[intent.unit] if intent.unit >= 0 else "")
+
+
+# -- agreement -----------------------------------------------------------------------------------------
 
 
 class Agreement:
@@ -378,3 +542,94 @@ class Agreement:
 def _common(units: Sequence[int]) -> int:
     """Returns the unit that all agree on, or -1."""
     return units[0] if len(set(units)) == 1 else -1
+
+
+# -- all or nothing ------------------------------------------------------------------------------------
+#
+# Work that all ranks do at the same place of the program, and that succeeds on all of them or on none.
+
+
+class AllOrNothing:
+    """One rank's side of the common work. A process that trains alone is the only rank."""
+
+    def __init__(self, rank: int, size: int, share: Callable[[Any], list[Any]], what: str) -> None:
+        """Describes the work.
+
+        Args:
+            rank: this rank.
+            size: number of ranks.
+            share: sends a JSON value to all ranks, and returns every rank's.
+            what: the work in words, for messages.
+        """
+        self.rank, self.size = rank, size
+        self._share, self._what = share, what
+
+    def settle(self, action: Callable[[], Any]) -> list[Any]:
+        """Runs `action` on every rank, and returns the results of all ranks; several ranks exchange them as JSON.
+
+        If `action` raises an `Exception` on one rank, this method raises on all ranks.
+
+        Raises:
+            Exception: the error of `action`, on a rank where it failed.
+            StoreError: on ranks where it succeeded; names the first rank that failed.
+        """
+        if self.size == 1:
+            return [action()]
+        value, failure = None, None
+        try:
+            value = action()
+        except Exception as error:
+            failure = error
+        message = None if failure is None else f"{type(failure).__name__}: {failure}"
+        rows = self._share([message, value])
+        if failure is not None:
+            raise failure
+        for rank, (message, _) in enumerate(rows):
+            if message is not None:
+                raise StoreError(f"rank {rank} could not {self._what}, so no rank did: {message}")
+        return [value for _, value in rows]
+
+    def by_first(self, action: Callable[[], Any]) -> Any:
+        """Runs `action` on rank 0 only, and returns its result on every rank."""
+        return self.settle(lambda: action() if self.rank == 0 else None)[0]
+
+    def same(self, facts: dict[str, Any]) -> None:
+        """Raises `RankError` on all ranks if the `facts` of any rank differ from those of rank 0."""
+        everyone = self.settle(lambda: facts)
+        for rank, others in enumerate(everyone):
+            for name, value in everyone[0].items():
+                if others[name] != value:
+                    raise RankError(
+                        f"the ranks were asked to {self._what} with different values of {name}: rank 0 with "
+                        f"{value!r}, rank {rank} with {others[name]!r}; give every rank the same value"
+                    )
+
+
+@contextlib.contextmanager
+def all_or_nothing(rounds: Agreement | None, kind: Collective, what: str) -> Iterator[AllOrNothing]:
+    """Waits until every rank is about to do this work, and yields this rank's side of the work.
+
+    Args:
+        rounds: this rank's agreement with the others; None for a process that trains alone.
+        kind: the collective to announce.
+        what: the work in words, for messages.
+
+    Yields:
+        The object through which the ranks settle each action. Any exception that leaves the body must come from this
+        object, so that all ranks raise.
+    """
+    if rounds is None:
+        yield AllOrNothing(0, 1, lambda value: [value], what)
+        return
+    with rounds.meeting(kind) as share:
+        yield AllOrNothing(rounds.rank, rounds.size, lambda value: share(value, what), what)
+
+
+def among_all(everyone: Ranks, what: str) -> AllOrNothing:
+    """Returns this process's side of work of a whole grid of processes, of which each column has met.
+
+    Args:
+        everyone: all processes.
+        what: the work in words, for messages.
+    """
+    return AllOrNothing(everyone.rank, everyone.size, lambda value: everyone.share(value, what), what)

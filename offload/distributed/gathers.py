@@ -1,0 +1,302 @@
+"""Gathers of weights as codes of 8 bits (qwZ of ZeRO++, arXiv 2306.10209).
+
+    this rank's shard ─► codes ─► all-gather ─► codes of all ranks ─► values of all shards, this rank's among them
+
+Each rank computes with the values of the codes, also of its own shard, so all have the same weights, bit for bit. The
+shard itself stays exact in its tier: updates, commits and checkpoints know nothing of codes.
+
+A unit that is on the device may be gathered again for a rank that lacks it. Its shard there has the values of codes,
+whose codes give the same values again (`tests/ranks/test_ranks_quantized_weights.py` tries all), so nothing changes
+under compute that reads them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from offload.distributed.process_group import Ranks, Work
+from offload.kernels.blocks import dequantize, quantize
+from offload.layout.tiers import CODES, CodedGathers, Reduction, Secondary
+from offload.swapper.memory.device import DONE, Device, Event
+
+# -- secondary -----------------------------------------------------------------------------------------
+#
+# Gathers of weights within a node, from a secondary partition (hpZ of ZeRO++, arXiv 2306.10209).
+#
+#     first gather of a unit since weights changed     over all ranks, then each rank keeps its part of the node's copy
+#     every other gather                               over the ranks of the node, from what they have kept
+#
+# A secondary partition has the bits of a gather, so a run has those of one without it. It holds from the gather that
+# fills it to the next call that may change weights. Every rank takes part in all gathers and in all such calls, in one
+# order (`Agreement`), so all know without a message which of the two a gather is.
+
+
+class SecondaryShards:
+    """The secondary partitions of one rank. One thread at a time may call, that of all collectives."""
+
+    def __init__(self, secondary: Secondary, rank: int, node: Ranks, device: Device, memory: torch.Tensor) -> None:
+        """Stores the memory, which contains nothing yet.
+
+        Args:
+            secondary: sizes.
+            rank: this rank, among all.
+            node: the ranks of its node.
+            device: the device.
+            memory: (secondary.nbytes,) uint8 on the device.
+        """
+        self._secondary, self._rank, self._node, self._device = secondary, rank, node, device
+        ends = list(itertools.accumulate(secondary.unit_nbytes))
+        self._units = [memory[end - nbytes : end] for end, nbytes in zip(ends, secondary.unit_nbytes, strict=True)]
+        self._filled: set[int] = set()
+        """Units whose secondary partition has the weights of now."""
+
+    def gather(
+        self,
+        unit: int,
+        whole: torch.Tensor,
+        shard_ranges: Sequence[range],
+        uploaded: Event,
+        over_all: Callable[[], Event],
+    ) -> Event:
+        """Fills `whole` with a unit, from the node if its ranks have kept it; for the arguments see `Ranks.gather`.
+
+        Args:
+            unit: index of the unit.
+            whole: (nbytes,) uint8 on the device.
+            shard_ranges: this rank's byte ranges.
+            uploaded: event after which these are filled.
+            over_all: gathers the unit over all ranks in place of this, and returns the event.
+        """
+        kept = [self._secondary.range_of(mine, self._rank) for mine in shard_ranges]
+        stops = list(itertools.accumulate(map(len, kept)))
+        pairs = [
+            (whole[part.start : part.stop], self._units[unit][stop - len(part) : stop])
+            for part, stop in zip(kept, stops, strict=True)
+        ]
+        if unit in self._filled:
+            # This rank's shard is there already. The gather writes over it, with the same bytes or, where all compute
+            # with values of codes, with those.
+            return self._node.gather(whole, kept, self._copy(uploaded, pairs))
+        filled = self._copy(over_all(), [(target, source) for source, target in pairs])
+        self._filled.add(unit)
+        return filled
+
+    def forget(self) -> None:
+        """Makes the next gather of each unit one over all ranks, since weights may change now."""
+        self._filled.clear()
+
+    def _copy(self, after: Event, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+        """Copies the second tensor of each pair into the first, after an event, and returns the event of the copies."""
+        # On the upload stream, which orders them behind the gather before and ahead of the one after. On a CPU the
+        # calling thread waits for the event and copies.
+        with self._device.uploading():
+            self._device.wait_event(after)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            return self._device.uploaded()
+
+
+def form_node(ranks: Ranks | None, secondary: Secondary | None) -> Ranks | None:
+    """Divides all ranks into nodes, and returns this rank's; None without a secondary partition. Collective."""
+    if ranks is None or secondary is None:
+        return None
+    nodes = [list(range(first, first + secondary.ranks)) for first in range(0, ranks.size, secondary.ranks)]
+    return ranks.divided(nodes, -1)
+
+
+# -- weights -------------------------------------------------------------------------------------------
+
+
+class WeightGathers:
+    """The gathers of one engine, of codes or of values. One thread at a time may call, that of all collectives."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        device: Device,
+        coded: CodedGathers | None,
+        codes: torch.Tensor | None,
+        secondary: SecondaryShards | None = None,
+    ) -> None:
+        """Takes the memory.
+
+        Args:
+            ranks: all ranks.
+            device: the device.
+            coded: what is gathered as codes; None for nothing.
+            codes: (coded.nbytes,) uint8 on the device, for one gather after the other.
+            secondary: the secondary partition, for gathers within a node; None without one.
+        """
+        self.ranks, self._device, self._coded, self._codes = ranks, device, coded, codes
+        self._secondary = secondary
+
+    def gather(self, unit: int, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
+        """Fills `whole` with the partition of every rank of this replica; see `Ranks.gather`."""
+        if self._secondary is None:
+            return self._gather(unit, whole, shard_ranges, uploaded)
+        over_all = functools.partial(self._gather, unit, whole, shard_ranges, uploaded)
+        return self._secondary.gather(unit, whole, shard_ranges, uploaded, over_all)
+
+    def forget(self) -> None:
+        """Drops what gathers have kept of weights, which may change now. Called on every rank between two gathers."""
+        if self._secondary is not None:
+            self._secondary.forget()
+
+    def _gather(self, unit: int, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
+        """Gathers the unit over all ranks."""
+        coded = self._in_codes(unit, shard_ranges)
+        if not coded:
+            return self.ranks.gather(whole, shard_ranges, uploaded)
+        if not self.ranks.on_gpu:
+            uploaded.wait()
+        exact = self.ranks.gather(whole, [each for each in shard_ranges if each not in coded], uploaded)
+        # On an accelerator the upload stream orders the codes of one gather behind those of the one before.
+        with self._device.uploading():
+            for mine in coded:
+                self._gather_codes(whole, mine)
+            if self.ranks.on_gpu:
+                return self._device.uploaded()
+        exact.wait()
+        return DONE
+
+    def _in_codes(self, unit: int, shard_ranges: Sequence[range]) -> list[range]:
+        """Returns those of this rank's byte ranges that are gathered as codes."""
+        if self._coded is None:
+            return []
+        elements, itemsize = self._coded.elements[unit], self._coded.dtype.itemsize
+        return [each for each in shard_ranges if each.start // itemsize in elements]
+
+    def _gather_codes(self, whole: torch.Tensor, mine: range) -> None:
+        """Gathers one of this rank's byte ranges and the other ranks' ranges around it.
+
+        On a CPU the calling thread waits for the other ranks, which are in the same gather.
+        """
+        assert self._coded is not None and self._codes is not None, "memory was planned for codes"
+        shards, shard, dtype = self.ranks.mesh.shards, self.ranks.shard, self._coded.dtype
+        first = mine.start - shard * len(mine)
+        nbytes = CODES.stored_nbytes(len(mine) // dtype.itemsize)
+        codes = self._codes[: shards * nbytes]
+        own = codes[shard * nbytes : (shard + 1) * nbytes]
+        quantize(CODES, whole[mine.start : mine.stop].view(dtype), own)
+        self.ranks.gather_parts(codes, own).order_compute()
+        dequantize(CODES, codes, whole[first : first + shards * len(mine)].view(dtype))
+
+
+# -- gradients -----------------------------------------------------------------------------------------
+#
+# Gradients on their way between ranks, as values or as codes of 8 bits (qgZ of ZeRO++, arXiv 2306.10209).
+#
+#     values of a unit ─► codes ─► exchange ─► codes from each rank ─► values in fp32, added in rank order
+#
+# A gradient becomes codes once, on the rank that has computed it, and the sum is not rounded again. A block of 128
+# values with inf or NaN arrives as NaN, so an overflow on one rank is seen by the rank that adds up.
+
+
+class Exchange(NamedTuple):
+    """A reduction that has begun, and whose values are not added up."""
+
+    unit: int
+    received: torch.Tensor
+    """(contributing ranks, or 1 for a sum over replicas; numel of this rank's partition, or the bytes of its codes)."""
+    sent: torch.Tensor | None
+    """Memory that holds what this rank has sent; None if it is no contributor, or the memory is free already."""
+    work: Work
+
+
+class ExchangeMemory:
+    """Memory of exchanges that are under way: what is sent of a unit, and what is received."""
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        largest: int,
+        rounded: Sequence[torch.Tensor],
+        keep: Callable[[int], torch.Tensor],
+    ) -> None:
+        """Takes the memory, a tensor for each exchange that may be under way.
+
+        Args:
+            reduction: what is sent, and how many exchanges may be under way.
+            largest: elements of the gradients of the largest unit, over all ranks.
+            rounded: memory into which values are rounded before they are sent; none if they are sent as they are.
+            keep: allocates bytes of device memory.
+        """
+        self.form, nbytes = reduction.form, reduction.sent_nbytes(largest)
+        dtype = reduction.dtype if self.form is None else torch.uint8
+        # Gradients of any dtype become codes.
+        self._sent = deque([keep(nbytes) for _ in range(reduction.coded)] or rounded)
+        self._received = deque(keep(nbytes).view(dtype) for _ in range(reduction.received))
+        """That of the oldest exchange first, as in `_sent`."""
+
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the rows that are sent for `values`, (shards, numel). Compute orders the memory's next use."""
+        if not self._sent:
+            return values
+        # Ordered behind the exchange that sent from this memory before, as all additions are.
+        memory = self._sent[0]
+        self._sent.rotate(-1)
+        if self.form is None:
+            return memory[: values.numel()].view_as(values).copy_(values)
+        # A shard is a whole number of blocks, so the codes of all rows are those of each.
+        rows = memory[: self.form.stored_nbytes(values.numel())]
+        quantize(self.form, values.view(-1), rows)
+        return rows.view(len(values), -1)
+
+    def receive(self, senders: int, numel: int) -> torch.Tensor:
+        """Returns memory for the rows of `numel` elements that come from the ranks, (senders, ...)."""
+        memory = self._received[0]
+        self._received.rotate(-1)
+        width = numel if self.form is None else self.form.stored_nbytes(numel)
+        return memory[: senders * width].view(senders, width)
+
+
+def values_of(row: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+    """Returns elements [first, stop) of a row that came from a rank: a view, or of codes (uint8) new values in fp32."""
+    if row.dtype is not torch.uint8:
+        return row[first:stop]
+    start = first // CODES.values * CODES.values
+    numel = -(-(stop - start) // CODES.values) * CODES.values
+    values = torch.empty(numel, dtype=torch.float32, device=row.device)
+    at = start // CODES.values * CODES.nbytes
+    dequantize(CODES, row[at : at + CODES.stored_nbytes(numel)], values)
+    return values[first - start : stop - start]
+
+
+def mean_of(received: torch.Tensor, first: int, stop: int, ranks: int, in_place: bool) -> torch.Tensor:
+    """Returns the mean over `ranks` of elements [first, stop) of what some of them sent, in fp32.
+
+    The rows are added up in the order of the ranks, so that every run of the same ranks gives the same bits.
+
+    Args:
+        received: (contributing ranks, ...), values or codes.
+        first: first element.
+        stop: end of the elements.
+        ranks: number of all ranks.
+        in_place: True if the mean may take the place of the first row's values, where these are fp32: new memory costs
+            more than the arithmetic on it. Otherwise it is new memory.
+    """
+    # Each operation is a pass over memory, so nothing is copied before it is added or divided.
+    row, *others = [values_of(row, first, stop) for row in received]
+    out = row if in_place and row.dtype is torch.float32 else None
+    if not others:
+        return torch.div(row.to(torch.float32), ranks, out=out)
+    total = torch.add(row.to(torch.float32), others[0], out=out)
+    for other in others[1:]:
+        total += other
+    total /= ranks
+    return total
+
+
+def zero_between(memory: torch.Tensor, ranges: Iterable[tuple[int, int]]) -> None:
+    """Zeroes the elements of `memory` that are in none of `ranges`, which have a first element and an end."""
+    stop = 0
+    for start, end in sorted(ranges):
+        memory[stop:start].zero_()
+        stop = end
+    memory[stop:].zero_()

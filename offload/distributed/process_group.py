@@ -1,0 +1,1185 @@
+"""Process groups of one run: the messages between ranks, and the detection of lost ranks.
+
+    control    a few numbers of every rank to every rank, on the host, through gloo
+    replica    weights and gradients of one replica (`mesh`), between the devices' memories, through gloo on CPUs, NCCL
+               on GPUs, and torch's default backend of any other accelerator
+    across     sums of gradients of all replicas, in the same way, between the ranks that hold the same shard
+
+One thread at a time may call: the thread that runs the model, or its backward, and the update worker while that thread
+waits for it in `step()` (`optim.exchange`). Every wait is a series of waits of one
+second, so that Ctrl-C can end it (but not inside of a backward that torch runs on a thread of its own, as on a GPU:
+there the main thread waits in C++). Each rank also counts up every second in torch's own key-value store (`heartbeat`),
+by which the remaining ranks can tell which rank has ended when a connection breaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import enum
+import functools
+import itertools
+import json
+import logging
+import math
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from offload.errors import ConfigError, RankError
+from offload.interrupts import interruptible, uninterrupted
+from offload.launch.environment import rank_number, ranks_environment
+from offload.sizes import count_of
+from offload.swapper.memory.device import Device, Event, accelerator_type
+from offload.torch_internals import without_saved_tensor_hooks
+
+# -- communication -------------------------------------------------------------------------------------
+#
+# Counts of what one rank sends to the others: collectives and bytes, by kind.
+#
+# Bytes are the payload that this rank has for others, once for each rank that receives it. A ring or a tree of the
+# backend may pass other ranks' bytes on, and adds headers: neither is counted, so the numbers are the same with any
+# backend. With n ranks, a unit of W bytes of weights and G bytes of gradients:
+#
+#     gather of weights          W / n to each of n - 1 ranks:  W (n - 1) / n
+#     reduction of gradients     G / n to each of n - 1 ranks:  G (n - 1) / n; 0 bytes from a rank without gradients
+#
+# With r replicas of s shards (`mesh`), s takes the place of n, and an all-reduce over the replicas follows a reduction:
+#
+#     sum of S bytes             S / r to each of r - 1 ranks, twice:  2 S (r - 1) / r
+#
+# With a secondary partition over nodes of s ranks, W (s - 1) / s is what a gather within a node sends.
+#
+# Where codes are sent (`payload`), W and G are their bytes, 130 for 128 elements, and the codes of a sum of S elements
+# go to each of r - 1 ranks once.
+#
+# This is what ZeRO's paper counts as the volume of an all-gather and of a reduce-scatter (arXiv 1910.02054, section 7).
+# A collective in which a rank sends nothing counts, since the rank takes part and waits.
+
+
+class Kind(enum.Enum):
+    """A purpose of collectives. Values are fields of `Communication`."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    AGREEMENT = "agreement"
+    PARAMETERS = "parameters"
+    SEQUENCE = "sequence"
+    MESSAGES = "messages"
+
+    @property
+    def purpose(self) -> str:
+        """What such a collective is for, in messages on waits and lost ranks."""
+        return {"gradients": "reduce gradients", "sequence": "exchange parts of sequences"}.get(self.value, self.value)
+
+
+class Sent(NamedTuple):
+    """Collectives of one kind, and the bytes that this rank sent in them."""
+
+    collectives: int = 0
+    nbytes: int = 0
+
+
+class Communication(NamedTuple):
+    """What this rank has sent to others since its engine was created, by kind. All is 0 with one rank."""
+
+    weights: Sent = Sent()
+    """Gathers of weights for forwards, backwards and reads; one for each of a unit's trainable and frozen part. Those
+    within a node are counted apart."""
+    node_weights: Sent = Sent()
+    """Gathers of weights within a node, from a secondary partition (`zero_hpz_partition_size`)."""
+    gradients: Sent = Sent()
+    """Reductions of gradients, one for each unit whose gradients are complete or must make room; with several replicas
+    two, or one if a replica has one shard."""
+    agreement: Sent = Sent()
+    """Rounds in which all ranks announce what each does next."""
+    parameters: Sent = Sent()
+    """Parts of parameters that an optimizer steps as a whole: Muon, SinkGD, optimizers of torch."""
+    sequence: Sent = Sent()
+    """Parts of sequences and of heads that ranks of sequence parallelism exchange round attention, and of a loss."""
+    messages: Sent = Sent()
+    """All others: decisions on a step, norms of LAMB, edits and reads of states, checkpoints, the start."""
+
+    @property
+    def total(self) -> Sent:
+        """All kinds together."""
+        return Sent(sum(each.collectives for each in self), sum(each.nbytes for each in self))
+
+    def since(self, before: Communication) -> Communication:
+        """Returns what was sent after `before` was taken."""
+        return Communication(
+            *(
+                Sent(now.collectives - then.collectives, now.nbytes - then.nbytes)
+                for now, then in zip(self, before, strict=True)
+            )
+        )
+
+    def plus(self, other: Communication) -> Communication:
+        """Returns what was sent here and there."""
+        return Communication(
+            *(
+                Sent(one.collectives + two.collectives, one.nbytes + two.nbytes)
+                for one, two in zip(self, other, strict=True)
+            )
+        )
+
+    def with_one(self, kind: Kind, nbytes: int) -> Communication:
+        """Returns the counts after one more collective, in which this rank sends `nbytes` bytes."""
+        sent: Sent = getattr(self, kind.value)
+        return self._replace(**{kind.value: Sent(sent.collectives + 1, sent.nbytes + nbytes)})
+
+
+# -- mesh ----------------------------------------------------------------------------------------------
+#
+# Arrangement of ranks as replicas of the model, each of which is divided into shards.
+#
+#     four ranks, "mics_shard_size": 2          shard 0     shard 1
+#
+#                                   replica 0    rank 0      rank 1     gathers, reduce-scatters
+#                                   replica 1    rank 2      rank 3     gathers, reduce-scatters
+#                                                  │           │
+#                                              all-reduce  all-reduce
+#
+# This is torch's `init_device_mesh(type, (replicas, shards), mesh_dim_names=("replicate", "shard"))`: the ranks of a
+# replica follow each other, as torchrun numbers those of a machine. A shard has the number of the rank that holds it in
+# replica 0. What needs one copy of the states, such as a checkpoint, is done there.
+
+
+class Mesh(NamedTuple):
+    """Numbers of replicas, and of the shards of each."""
+
+    replicas: int = 1
+    shards: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.replicas * self.shards
+
+    def shard_of(self, rank: int) -> int:
+        """Returns the shard that `rank` holds."""
+        return rank % self.shards
+
+    def replica_of(self, rank: int) -> int:
+        """Returns the replica to which `rank` belongs."""
+        return rank // self.shards
+
+    def replica(self, rank: int) -> range:
+        """Returns the ranks of the replica to which `rank` belongs, in the order of their shards."""
+        first = rank - self.shard_of(rank)
+        return range(first, first + self.shards)
+
+    def shards_among(self, ranks: Iterable[int], rank: int) -> list[int]:
+        """Returns the shards of those of `ranks` that are in the replica of `rank`."""
+        own = self.replica(rank)
+        return [self.shard_of(each) for each in ranks if each in own]
+
+    @property
+    def replica_groups(self) -> list[list[int]]:
+        """The ranks of each replica."""
+        return [list(self.replica(first)) for first in range(0, self.ranks, self.shards)]
+
+    @property
+    def shard_groups(self) -> list[list[int]]:
+        """The ranks that hold each shard."""
+        return [list(range(shard, self.ranks, self.shards)) for shard in range(self.shards)]
+
+    def __str__(self) -> str:
+        ranks = count_of(self.ranks, "rank")
+        if self.replicas == 1:
+            return ranks
+        return f"{ranks} ({self.replicas} replicas of {count_of(self.shards, 'shard')})"
+
+
+def mesh_of(shard_size: int, ranks: int, which: str = "") -> Mesh:
+    """Returns the arrangement of `ranks` ranks.
+
+    Args:
+        shard_size: the config's "mics_shard_size"; 0 or less for one replica.
+        ranks: number of ranks.
+        which: words for which ranks they are, behind their number in the error; empty for all.
+
+    Raises:
+        ConfigError: if the ranks cannot be divided into replicas of this size.
+    """
+    if shard_size <= 0:
+        return Mesh(shards=ranks)
+    if ranks % shard_size:
+        raise ConfigError(
+            f"zero_optimization.mics_shard_size is {shard_size}, the number of ranks that hold one replica of the "
+            f"model, and {count_of(ranks, 'rank')}{which} cannot be divided into such replicas: set it to a divisor "
+            f"of {ranks}, or to -1 for one replica"
+        )
+    return Mesh(ranks // shard_size, shard_size)
+
+
+def check_same(shards: Sequence[int]) -> None:
+    """Raises `ConfigError` if ranks would create different groups, and so wait for each other.
+
+    Args:
+        shards: the number of shards of a replica, by the config of each rank.
+    """
+    for rank, others in enumerate(shards):
+        if others != shards[0]:
+            raise ConfigError(
+                f"the mics_shard_size of rank {rank} and of rank 0 differ: {others}, not {shards[0]}; "
+                "give every rank the same model and config"
+            )
+
+
+# -- groups --------------------------------------------------------------------------------------------
+#
+# The process groups of ranks: for messages between hosts, and for weights and gradients between devices.
+#
+# Groups are made for *divisions* of all processes: one of all, or the columns of tensor parallelism.
+
+
+class DeviceGroups(NamedTuple):
+    """One rank's groups, None where they would have this rank alone. They are those of a two-dimensional mesh."""
+
+    replica: Any
+    """The ranks of this rank's replica."""
+    across: Any
+    """The ranks that hold the same shard."""
+
+    @property
+    def all(self) -> list[Any]:
+        """Both groups, as far as there are any."""
+        return [group for group in self if group is not None]
+
+
+LONG = datetime.timedelta(days=7)
+"""Timeout of groups of gloo. A rank may evaluate alone for hours; the heartbeat shows whether it lives."""
+
+
+def make_control(divisions: Sequence[Sequence[int]]) -> Any:
+    """Creates a group for messages in each of `divisions`, and returns this process's. All processes call this."""
+    return _own([list(members) for members in divisions], "gloo", LONG)
+
+
+def make_groups(
+    mesh: Mesh, divisions: Sequence[Sequence[int]], backend: str, timeout: datetime.timedelta | None
+) -> DeviceGroups:
+    """Creates the groups of all divisions, and returns this rank's. All processes call this at the same time.
+
+    Args:
+        mesh: the arrangement of the ranks of each division.
+        divisions: for each, its ranks by their number in torch's default group; the same list on every process.
+        backend: name of the backend.
+        timeout: that of a collective; None for the backend's default.
+    """
+
+    def own(groups: list[list[int]]) -> Any:
+        return _own([[members[rank] for rank in group] for members in divisions for group in groups], backend, timeout)
+
+    return DeviceGroups(
+        None if mesh.shards == 1 else own(mesh.replica_groups), None if mesh.replicas == 1 else own(mesh.shard_groups)
+    )
+
+
+def _own(groups: list[list[int]], backend: str, timeout: datetime.timedelta | None) -> Any:
+    """Creates `groups`, and returns the one of this process."""
+    # Not by `init_device_mesh`: where a dimension has all ranks, it takes torch's default group, in which the user's
+    # own messages are, and older versions of torch take no timeout there.
+    return dist.new_subgroups_by_enumeration(groups, timeout=timeout, backend=backend)[0]
+
+
+def gather_into(everyone: torch.Tensor, mine: torch.Tensor, group: Any) -> Any:
+    """Starts an all-gather of `mine` into `everyone`."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
+    return gather(everyone, mine, group=group, async_op=True)
+
+
+# -- bounded store -------------------------------------------------------------------------------------
+#
+# torch's key-value store with an end to every call.
+#
+# torch's own calls have none: behind a cable that was cut, one that waits for an answer returns when TCP gives up,
+# after some 15 minutes, and no Ctrl-C is obeyed until then. torch makes one call at a time, so all later ones wait
+# behind it.
+#
+#     any thread    get, set ─► calls ─► waits `LONGEST` seconds at most
+#     own thread                calls ─► torch's store, one call after the other
+#
+# The thread exists from the beginning: Python starts none while it ends, which is when a rank publishes why.
+
+
+LONGEST = 150.0
+"""Seconds for one call of the store.
+
+More than the silence after which a rank is taken for lost (`heartbeat.SILENT`): the ranks that still reach the store
+name the one behind a cut cable before it ends by itself, after which a launcher may end them.
+"""
+
+_MOST_CALLS = 8
+"""Calls that may wait for the thread. Each thread waits for its call, so there are as many as threads that call."""
+
+
+class _Call:
+    """A call of the store, and its outcome once `ended` is free."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        self.act = act
+        self.result: Any = None
+        self.error: BaseException | None = None
+        # A lock, not an event: an event is written in Python, and a Ctrl-C would find it between two of its lines.
+        self.ended = threading.Lock()
+        self.ended.acquire()
+
+
+class BoundedStore:
+    """A key-value store of torch's whose calls end: after one that did not, this object refuses all others.
+
+    Any thread may call it. Errors are `RuntimeError`, as torch's own are where no process serves the store.
+    """
+
+    def __init__(self, store: Any, longest: float = LONGEST) -> None:
+        """Starts the thread.
+
+        Args:
+            store: torch's store.
+            longest: seconds for a call.
+        """
+        self._store, self._longest = store, longest
+        self._calls: queue.Queue[_Call | None] = queue.Queue(_MOST_CALLS)
+        self.refusal: str | None = None
+        """Words for why no call is made any more; None while calls are made."""
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="offload-store", daemon=True)
+        self._thread.start()
+
+    def get(self, key: str) -> str | None:
+        """Returns the value of `key`, or None if there is none.
+
+        Raises:
+            RuntimeError: the store cannot be reached, or has not answered in time.
+        """
+
+        def read() -> str | None:
+            return str(self._store.get(key).decode()) if self._store.check([key]) else None
+
+        found: str | None = self._within(read)
+        return found
+
+    def set(self, key: str, value: str) -> None:
+        """Sets the value of `key`. Raises as `get` does."""
+        self._within(lambda: self._store.set(key, value))
+
+    def close(self) -> None:
+        """Ends the thread; does not wait for a call that has not ended in time. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._calls.put(None)
+        if self.refusal is None:
+            self.refusal = "the connection to torch's key-value store was closed"
+            self._thread.join(self._longest)
+
+    @uninterrupted
+    def _within(self, act: Callable[[], Any]) -> Any:
+        """Returns the result of `act`, called on the thread of this object, or raises what it has raised."""
+        if self.refusal is not None:
+            raise RuntimeError(self.refusal)
+        call = _Call(act)
+        self._calls.put(call)
+        if not self._ends(call):
+            self.refusal = f"torch's key-value store has not answered for {self._longest:g} s"
+            raise RuntimeError(self.refusal)
+        if call.error is not None:
+            raise call.error
+        return call.result
+
+    @interruptible
+    def _ends(self, call: _Call) -> bool:
+        """Waits for the end of a call; returns False if there is none in time."""
+        return call.ended.acquire(timeout=self._longest)
+
+    def _serve(self) -> None:
+        """Runs on the thread until `close`."""
+        while (call := self._calls.get()) is not None:
+            try:
+                call.result = call.act()
+            except BaseException as error:  # raised by the thread that waits
+                call.error = error
+            call.ended.release()
+            del call  # a value, or the frames of an error, would live until the next call
+
+
+# -- rendezvous ----------------------------------------------------------------------------------------
+#
+# Rendezvous of a launcher's ranks before they have an engine, and the notice of a rank that will create none.
+
+
+NOTICE = 60.0
+"""Seconds between two warnings about a wait for other ranks."""
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_LONGEST_START = datetime.timedelta(minutes=30)
+"""Time in which all ranks must have begun; torch's own."""
+
+
+_engines = itertools.count()
+"""Numbers of the users of the store. They are the same on every rank because all ranks take them in the same order."""
+
+logger = logging.getLogger("offload")
+
+UNABLE = "it could not start: "
+"""Prefix of the reason that a rank publishes if it has failed to make its engine."""
+
+
+def ranks_store() -> Any:
+    """Returns torch's key-value store, with a prefix of its own for each call, the same one on every rank."""
+    store = dist.distributed_c10d._get_default_store()
+    return dist.distributed_c10d.PrefixStore(f"offload/{next(_engines)}", store)
+
+
+def stay_away(reason: str) -> None:
+    """Tells ranks that wait for this one that it will create no engine, if the key-value store can be reached."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        with contextlib.suppress(RuntimeError):
+            ranks_store().set(f"end/{dist.get_rank()}", reason)
+
+
+def join_launcher() -> None:
+    """Sets the variables of torchrun's if srun or mpirun has started this process as one of several.
+
+    Raises:
+        ConfigError: if MPI's ranks are on several machines and nothing says where rank 0 is, or a variable is not what
+            srun and mpirun set.
+    """
+    os.environ.update(ranks_environment(os.environ))
+
+
+def meet_others() -> None:
+    """Creates torch's default process group if a launcher has started several ranks and there is none yet.
+
+    Raises:
+        ConfigError: if the group cannot be created, as where the port of rank 0 is in use.
+    """
+    if not dist.is_available() or dist.is_initialized():
+        return
+    join_launcher()
+    if rank_number(os.environ, "WORLD_SIZE", 1) == 1:
+        return
+    try:
+        # Both backends, since tensors on either device are exchanged.
+        found = accelerator_type()
+        dist.init_process_group(
+            "gloo" if found is None else f"cpu:gloo,{found}:{device_backend(found)}",
+            **(_place_after_restart() or _place_on_one_machine()),
+        )
+    except (RuntimeError, ValueError) as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        cure = "start them with torchrun, srun or mpirun, or unset WORLD_SIZE"
+        if "EADDRINUSE" in str(error):
+            cure = "another process has this port: set MASTER_PORT to a free one, the same for all ranks"
+        raise ConfigError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the ranks cannot meet at {place}: {error}; {cure}"
+        ) from error
+
+
+def _place_after_restart() -> dict[str, Any]:
+    """Returns store, rank and size of ranks that torchrun has started again on one machine; else nothing.
+
+    torchrun keeps its store when it starts ranks again, with the addresses of those that were killed. A rank that reads
+    one before it is overwritten waits for a process that is gone. On several machines torchrun counts restarts
+    differently, so that the count is no prefix there: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start a store.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0" or os.environ["WORLD_SIZE"] != os.environ.get("LOCAL_WORLD_SIZE"):
+        return {}
+    store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    own = dist.distributed_c10d.PrefixStore(f"restart/{restarts}", store)
+    return {"store": own, "rank": rank, "world_size": size}
+
+
+def _place_on_one_machine() -> dict[str, Any]:
+    """Returns store, rank and size of ranks that meet at an address which no other machine reaches; else nothing.
+
+    The store of torch's own rendezvous listens on all interfaces, whatever MASTER_ADDR is.
+    """
+    address, port = os.environ.get("MASTER_ADDR", ""), rank_number(os.environ, "MASTER_PORT", 0)
+    rank, size = rank_number(os.environ, "RANK", 0), rank_number(os.environ, "WORLD_SIZE", 1)
+    # torchrun serves a store, and says so.
+    if not address.startswith("127.") or not 0 < port < 2**16 or os.environ.get(_AGENT_STORE) == "True":
+        return {}
+    served: dict[str, Any] = {}
+    if rank == 0:
+        try:
+            served = {"master_listen_fd": socket.create_server((address, port), backlog=2048).detach()}
+        except OSError:
+            # This process may serve a store there already, which torch shares; else torch says that the port is taken.
+            return {}
+    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, size, rank == 0, _LONGEST_START, wait_for_workers=False, **served
+    )
+    return {"store": store, "rank": rank, "world_size": size}
+
+
+def device_backend(device_type: str) -> str:
+    """Returns the backend of torch.distributed for tensors on this type of device."""
+    return "nccl" if device_type == "cuda" else str(dist.get_default_backend_for_device(device_type))
+
+
+def as_the_first(decide: Callable[[], Any], to: str) -> Any:
+    """Returns on every rank the result of `decide` on rank 0, sent as JSON. A process that trains alone calls `decide`.
+
+    All ranks call this, for decisions that ranks on machines of different kinds would make differently.
+
+    Args:
+        decide: called on rank 0 only.
+        to: the purpose in words, for messages.
+
+    Raises:
+        RankError: if rank 0 has ended before its decision.
+    """
+    meet_others()
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return decide()
+    # Called on all ranks, so that the next prefix is the same on all of them.
+    with contextlib.closing(BoundedStore(ranks_store())) as store:
+        if dist.get_rank() == 0:
+            try:
+                store.set("decided", json.dumps(decide()))
+            except Exception as error:
+                # Otherwise the other ranks would wait for a decision that never comes.
+                store.set("end/0", f"{type(error).__name__}: {error}")
+                raise
+        began = noticed = time.monotonic()
+        # Polled: a wait on the key would block in C++ with torch's timeout, and would not notice the end of rank 0.
+        while (decided := _decided(store, to)) is None:
+            now = time.monotonic()
+            if now - noticed > NOTICE:
+                noticed = now
+                logger.warning("rank %d has waited %.0f s for rank 0 to %s", dist.get_rank(), now - began, to)
+            time.sleep(0.01 if now - began < 1 else 0.2)
+        return json.loads(decided)
+
+
+def _decided(store: BoundedStore, to: str) -> str | None:
+    """Returns the decision of rank 0, None before; raises `RankError` if rank 0 has ended instead, or is cut off."""
+    try:
+        decided = store.get("decided")
+        ended = store.get("end/0") if decided is None else None
+    except RuntimeError as error:  # the store's process is gone: rank 0, unless a launcher owns it
+        ended = str(error)
+    else:
+        if ended is None:
+            return decided
+    raise RankError(f"rank 0 has ended before it could {to}: {ended}")
+
+
+# -- heartbeat -----------------------------------------------------------------------------------------
+#
+# Heartbeat of each rank: a count in torch's key-value store, which shows the others that the rank lives.
+#
+# Ranks are those of torch's default process group here.
+
+
+_DIFFERENT = "have reached different calls"
+"""Words of `Agreement`'s error of ranks none of which can go on."""
+PULSE = 1.0
+"""Seconds between two counts."""
+SILENT = 120.0
+"""Seconds without a count, after which a rank is taken for lost."""
+
+
+class Heartbeat:
+    """A thread that counts up in the store, and the reader of the other ranks' counts."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        """Publishes this rank's machine and process, and starts the thread.
+
+        Args:
+            store: torch's key-value store, with a key prefix of this engine's own.
+            rank: this rank.
+            size: number of ranks.
+        """
+        self._store, self.rank = BoundedStore(store), rank
+        self.others = [other for other in range(size) if other != rank]
+        """All other ranks."""
+        self.places: list[tuple[str, int]] = []
+        """Machine and process of each rank, once all have met."""
+        self._seen = {other: ("", time.monotonic()) for other in range(size)}
+        self._closing = threading.Event()
+        self._store.set(f"place/{rank}", f"{machine_name()}\n{os.getpid()}")
+        self._thread = threading.Thread(target=self._run, name="offload-pulse", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        """Counts up every `PULSE` seconds until `close`. Runs on the heartbeat's thread."""
+        for count in itertools.count():
+            try:
+                self._store.set(f"pulse/{self.rank}", str(count))
+            except RuntimeError:
+                pass  # the process that serves the store may be gone; the ranks notice that by broken connections
+            if self._closing.wait(PULSE):
+                return
+
+    def meet(self) -> None:
+        """Waits until every rank has published its machine and process.
+
+        Creating a process group waits in C++ for all ranks, and would wait for ever for one that has ended.
+
+        Raises:
+            RankError: if a rank has ended before it arrived.
+        """
+        waiting = self.others
+        began = noticed = time.monotonic()
+        while waiting := [rank for rank in waiting if self.location(rank) is None]:
+            if self.cut_off is not None:
+                raise RankError(f"{self.cut_off}, so rank {self.rank} cannot meet the other ranks")
+            for rank in waiting:
+                ended = self.ended(rank)
+                if ended is not None:
+                    raise RankError(f"rank {rank} has ended before it created its engine: {ended}")
+            now = time.monotonic()
+            if now - noticed > NOTICE:
+                noticed = now
+                late = f"rank{'s' * (len(waiting) > 1)} {', '.join(map(str, waiting))}"
+                logger.warning("rank %d has waited %.0f s for %s to initialize", self.rank, now - began, late)
+            time.sleep(0.01 if now - began < 1 else 0.2)
+        places = [self.location(rank) for rank in range(len(self._seen))]
+        self.places = [(place[0], int(place[1])) for place in places if place is not None]
+
+    @property
+    def here(self) -> int:
+        """Number of ranks on this machine."""
+        return sum(machine == machine_name() for machine, _ in self.places)
+
+    @property
+    def next(self) -> int:
+        """The rank behind this one; the last is followed by the first."""
+        return (self.rank + 1) % len(self.places)
+
+    def gone(self, silence: float, ranks: Sequence[int]) -> list[str]:
+        """Returns a description of each of `ranks` that is lost, or silent for longer than `silence` seconds."""
+        found: list[str] = []
+        for rank in ranks:
+            machine, process = self.places[rank]
+            where = f"rank {rank} (process {process} on {machine.partition('/')[0]})"
+            ended = self.ended(rank)
+            if self.cut_off is not None:  # of no rank is anything known then
+                return [f"{self.cut_off}: this machine, or the one that serves the store, is cut off"]
+            if ended is not None:
+                found.append(f"{where} has ended: {ended}")
+            elif machine == machine_name() and not is_alive(process):
+                found.append(f"{where} was killed or has crashed")
+            elif self.silent(rank) > silence:
+                found.append(f"{where} has sent no heartbeat for {self.silent(rank):.0f} s")
+        return found
+
+    @property
+    def cut_off(self) -> str | None:
+        """Words for a store that has not answered in time; None while it answers, or says that it is gone."""
+        return self._store.refusal
+
+    def location(self, rank: int) -> list[str] | None:
+        """Returns the machine and the process of `rank`, or None while the rank has not published them."""
+        message = self._get(f"place/{rank}")
+        return None if message is None else message.split("\n")
+
+    def silent(self, rank: int) -> float:
+        """Returns the seconds since this method first saw the newest count of `rank` that it has read.
+
+        A count that changed since the last call is 0 seconds old, however long ago that call was.
+        """
+        count = self._get(f"pulse/{rank}")
+        before, since = self._seen[rank]
+        if count is not None and count != before:
+            self._seen[rank] = count, time.monotonic()
+            return 0.0
+        return time.monotonic() - since
+
+    def ended(self, rank: int) -> str | None:
+        """Returns the reason that `rank` gave for its end, or None while it has not ended."""
+        return self._get(f"end/{rank}")
+
+    def explain(self, error: str) -> None:
+        """Publishes the exception because of which this rank is about to end, for the other ranks' messages."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"error/{self.rank}", error)
+
+    def tell(self, ranks: Sequence[int], calls: Sequence[str]) -> str:
+        """Returns what each of `ranks` is about to do, with the exception that it has published, if any.
+
+        Args:
+            ranks: some or all ranks.
+            calls: words for what each of them does.
+        """
+        told = [(rank, call, self._get(f"error/{rank}")) for rank, call in zip(ranks, calls, strict=True)]
+        # A rank may have the error of these very calls already, which would stand in itself.
+        return "; ".join(
+            f"rank {rank} {call}{'' if error is None or _DIFFERENT in error else f', after {error}'}"
+            for rank, call, error in told
+        )
+
+    def _get(self, key: str) -> str | None:
+        """Returns a value of the store, or None if there is none or the store cannot be reached."""
+        with contextlib.suppress(RuntimeError):  # the process that serves the store may be the lost one
+            return self._store.get(key)
+        return None
+
+    def close(self, reason: str) -> None:
+        """Publishes the reason for this rank's end, and joins the thread. Idempotent."""
+        if not self._closing.is_set():
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"end/{self.rank}", reason)
+            self._closing.set()
+        self._thread.join()
+        self._store.close()
+
+
+def machine_name() -> str:
+    """Returns the name of this host with its process namespace: containers of one host number processes separately."""
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
+
+
+def is_alive(process: int) -> bool:
+    """Returns True if a process of this machine exists and is no zombie."""
+    try:
+        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+# -- work ----------------------------------------------------------------------------------------------
+#
+# Collectives under way, as events.
+
+
+@uninterrupted  # a Ctrl-C between the hooks' going and coming would lose them
+def begin(start: Callable[[], Any]) -> Any:
+    """Returns the work of a collective that `start` begins.
+
+    gloo keeps the state of the thread that begins it with the work, and so its saved-tensor hooks. A gather may begin
+    within the checkpointing of one unit and be waited for at another one: its work would hold the graph until then.
+    """
+    with without_saved_tensor_hooks():
+        return start()
+
+
+class Waits(Protocol):
+    """The ranks of a collective, which wait for it and look for lost ranks meanwhile."""
+
+    on_gpu: bool
+
+    def wait(self, work: Any, to: str) -> None:
+        """Waits for `work`; raises `RankError` if a rank is lost."""
+        ...
+
+
+class Work:
+    """A collective under way, as an `Event`."""
+
+    def __init__(self, ranks: Waits, work: Any, to: str) -> None:
+        self.work, self._ranks, self._to = work, ranks, to
+
+    def done(self) -> bool:
+        """Returns True if the collective has completed, with success or failure."""
+        return self.work is None or bool(self.work.is_completed())
+
+    def wait(self) -> None:
+        """Waits for the collective, and raises `RankError` if a rank is lost."""
+        if self.work is not None:
+            self._ranks.wait(self.work, self._to)  # also after completion, which may be a failure
+
+    def order_compute(self) -> None:
+        """Makes compute that the calling thread starts from now on wait for the collective.
+
+        On a CPU the thread itself waits, and `RankError` is raised if a rank is lost. On a GPU the thread continues: a
+        lost rank is noticed by the next message between hosts, which aborts the collective.
+        """
+        if self._ranks.on_gpu and self.work is not None:
+            self.work.wait()  # NCCL: the current stream waits, the host does not
+        else:
+            self.wait()
+
+
+class AllDone:
+    """Several events as one."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+
+    def done(self) -> bool:
+        """Returns True if all events are done."""
+        return all(event.done() for event in self._events)
+
+    def wait(self) -> None:
+        """Waits for each event."""
+        for event in self._events:
+            event.wait()
+
+
+# -- process group -------------------------------------------------------------------------------------
+
+
+_SLICE = datetime.timedelta(seconds=1)
+"""Length of one wait, after which lost ranks are looked for."""
+_BLAME = 5.0
+"""Seconds without a pulse after which a rank is blamed for a broken connection."""
+_GRACE = datetime.timedelta(seconds=2)
+"""Time that a collective still has to complete once the neighbour is found lost."""
+
+
+class Ranks:
+    """This process and others that train together, at least two in all. The module says which thread may call."""
+
+    def __init__(self, device: Device, shard_size: int) -> None:
+        """Waits for all processes, and creates the process groups. Every process calls this.
+
+        Args:
+            device: the compute device.
+            shard_size: the config's "mics_shard_size".
+
+        Raises:
+            ConfigError: if `shard_size` does not fit the number of ranks, or ranks have different ones.
+        """
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.members = tuple(range(self.size))
+        """The ranks in torch's default process group, by their rank here; see `divided`."""
+        self._device, self._shard_size = device, shard_size
+        self._divisions: list[Ranks] = []
+        """Groups that `divided` has made of these ranks."""
+        self._lost: RankError | None = None
+        self.sent = Communication()
+        """All collectives so far, each counted when it begins."""
+        self.on_gpu = device.torch.type != "cpu"
+        # The heartbeat comes before any collective, so that the others notice if this rank ends during one.
+        self._pulse = Heartbeat(ranks_store(), self.rank, self.size)
+        try:
+            self.mesh = mesh_of(shard_size, self.size)
+            self._pulse.meet()
+            # Only after `meet`: new_group blocks in C++ until every rank has called it.
+            self._control = make_control([self.members])
+            check_same([row[0] for row in self._collect([self.mesh.shards], "start", Kind.MESSAGES)])
+            self._groups = self._device_groups([self.members])
+        except BaseException as error:
+            self._pulse.close(f"{type(error).__name__}: {error}")  # the others must not wait for this rank
+            raise
+        self.here = self._pulse.here
+        """Number of processes on this machine, of all that train."""
+
+    @property
+    def shard(self) -> int:
+        """The shard of each unit that this rank holds."""
+        return self.mesh.shard_of(self.rank)
+
+    def _device_groups(self, divisions: Sequence[Sequence[int]]) -> DeviceGroups:
+        """Creates the groups for weights and gradients within `divisions`, and returns this rank's. Collective."""
+        # Separate groups for control and data: gloo ends the process if messages of different lengths meet.
+        backend, timeout = (device_backend(self._device.torch.type), None) if self.on_gpu else ("gloo", LONG)
+        return make_groups(self.mesh, divisions, backend, timeout)
+
+    def divided(self, divisions: Sequence[Sequence[int]], shard_size: int | None = None) -> Ranks | None:
+        """Returns this process's group of ranks. Collective.
+
+        The group has a mesh of its own, and watches all processes as these ranks do.
+
+        Args:
+            divisions: all processes, in groups of one size, the same list on every process.
+            shard_size: ranks of a replica in the mesh; None for "mics_shard_size", -1 for all.
+
+        Returns:
+            The group; None if each process is alone in its own.
+
+        Raises:
+            ConfigError: on every process, if "mics_shard_size" does not fit the size of the groups.
+        """
+        size = self._shard_size if shard_size is None else shard_size
+        mesh = mesh_of(size, len(divisions[0]), " with the same part of each divided parameter")
+        if mesh.ranks == 1:
+            return None
+        group = copy.copy(self)
+        group.members = next(tuple(members) for members in divisions if self.rank in members)
+        group.rank, group.size, group.mesh = group.members.index(self.rank), mesh.ranks, mesh
+        group._control, group._groups = make_control(divisions), group._device_groups(divisions)
+        group.sent, group._divisions = Communication(), []
+        self._divisions.append(group)
+        return group
+
+    # -- control messages ---------------------------------------------------------------------------
+
+    def collect(self, numbers: Sequence[int], to: str) -> list[list[int]]:
+        """Returns every rank's `numbers`, of the same length, in rank order; `to` is the purpose, for messages.
+
+        For announcements alone, which are counted as such.
+        """
+        return self._collect(numbers, to, Kind.AGREEMENT)
+
+    def _collect(self, numbers: Sequence[int], to: str, kind: Kind) -> list[list[int]]:
+        """Exchanges the numbers, see `collect`."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # independent of torch's default device
+        everyone = torch.empty(self.size, len(numbers), dtype=torch.int64, device="cpu")
+        nbytes = mine.nbytes * (self.size - 1)
+        self._begin(lambda: gather_into(everyone.view(-1), mine, self._control), to, kind, nbytes).wait()
+        rows: list[list[int]] = everyone.tolist()
+        return rows
+
+    def collect_bytes(self, content: bytes, to: str) -> list[bytes]:
+        """Returns every rank's `content`, of any length, in rank order."""
+        lengths = [row[0] for row in self._collect([len(content)], to, Kind.MESSAGES)]
+        longest = max(lengths)
+        everyone = torch.empty(self.size * longest, dtype=torch.uint8, device="cpu")
+        if longest:
+            mine = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8)
+            nbytes = longest * (self.size - 1)
+            self._begin(lambda: gather_into(everyone, mine, self._control), to, Kind.MESSAGES, nbytes).wait()
+        rows = everyone.view(self.size, -1)
+        return [bytes(row[:length].numpy()) for row, length in zip(rows, lengths, strict=True)]
+
+    def share(self, value: Any, to: str = "start") -> list[Any]:
+        """Returns every rank's `value`, which must be expressible in JSON."""
+        return [json.loads(content) for content in self.collect_bytes(json.dumps(value).encode(), to)]
+
+    def broadcast(self, values: torch.Tensor, source: int) -> None:
+        """Overwrites `values`, on the CPU, with those of rank `source`."""
+        if not values.numel():
+            return
+        content = values.view(-1).view(torch.uint8)
+        start = functools.partial(dist.broadcast, content, self.members[source], self._control, async_op=True)
+        nbytes = content.nbytes * (self.size - 1) if source == self.rank else 0
+        self._begin(start, "share weights", Kind.MESSAGES, nbytes).wait()
+
+    def swap(
+        self, received: torch.Tensor, got: Sequence[int], sent: torch.Tensor, gives: Sequence[int], to: str
+    ) -> None:
+        """Sends each rank of this replica some elements, and receives some from each.
+
+        The tensors are on the CPU, of one dtype.
+
+        Args:
+            received: (n,), filled with what each shard's rank gives to this one, in the order of shards.
+            got: number of elements from each of them.
+            sent: (m,), what this rank gives, in the same order.
+            gives: number of elements for each of them.
+            to: the purpose, for messages.
+        """
+        size, out, into = sent.element_size(), received.view(torch.uint8), sent.view(torch.uint8)
+        # All ranks take part in one exchange; those of other replicas give and receive nothing.
+        before = [0] * self.mesh.replica(self.rank).start
+        behind = [0] * (self.size - len(before) - len(got))
+        outs, ins = ([*before, *(count * size for count in counts), *behind] for counts in (got, gives))
+        start = functools.partial(dist.all_to_all_single, out, into, outs, ins, group=self._control, async_op=True)
+        self._begin(start, to, Kind.PARAMETERS, sum(ins) - ins[self.rank]).wait()
+
+    # -- weights and gradients ----------------------------------------------------------------------
+
+    def gather(self, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
+        """Fills `whole` with the partition of every rank of this replica.
+
+        Args:
+            whole: (nbytes,) uint8 on the device; the caller keeps it allocated until the returned event is done.
+            shard_ranges: this rank's byte ranges; those of all shards are equally long and adjacent, in their order.
+            uploaded: event after which this rank's ranges are filled, by copies on the upload stream.
+
+        Returns:
+            An event that is done when all of `whole` is filled.
+        """
+        if self.mesh.shards == 1:  # this rank's partition is all of the unit
+            return uploaded
+        if not self.on_gpu:
+            uploaded.wait()
+            return AllDone([self._gather(whole, byte_range) for byte_range in shard_ranges])
+        with self._device.uploading():  # on the upload stream, so the compute stream does not wait
+            for byte_range in shard_ranges:
+                self._gather(whole, byte_range).work.wait()
+        return self._device.uploaded()
+
+    def _gather(self, whole: torch.Tensor, mine: range) -> Work:
+        """Starts the gather of one of this rank's byte ranges and the other ranks' ranges around it."""
+        start = mine.start - self.shard * len(mine)
+        return self.gather_parts(whole[start : start + self.mesh.shards * len(mine)], whole[mine.start : mine.stop])
+
+    def gather_parts(self, everyone: torch.Tensor, mine: torch.Tensor) -> Work:
+        """Starts the gather of each shard's part into `everyone`, in their order; `mine` may be a view of it."""
+        start = functools.partial(gather_into, everyone, mine, self._groups.replica)
+        return self._begin(start, "gather weights", Kind.WEIGHTS, everyone.nbytes - mine.nbytes)
+
+    def exchange(
+        self, received: torch.Tensor, sent: torch.Tensor | None, senders: Sequence[int], kind: Kind = Kind.GRADIENTS
+    ) -> Work:
+        """Starts an exchange in this replica: row s of `sent` goes to shard s, and a row comes from each of `senders`.
+
+        Several may be under way: gloo matches them by a number of their own, and NCCL carries them out on one stream,
+        both in the order in which they began, which is the same on every rank.
+
+        Args:
+            received: (len(senders), numel) on the device, filled by the exchange.
+            sent: (shards, numel) on the device, of the same dtype, filled by compute that the calling thread has
+                started; None on a rank that is no sender.
+            senders: the shards whose ranks contribute, in order; the same list on every rank of the replica.
+            kind: what is sent.
+
+        Returns:
+            The exchange. Neither tensor may change before compute is ordered behind it (`Work.order_compute`).
+        """
+        if not senders or self.mesh.shards == 1:  # nothing comes from another rank
+            if sent is not None:
+                received.copy_(sent)
+            return Work(self, None, kind.purpose)
+        part, sends, shards = received[0].nbytes, sent is not None, self.mesh.shards
+        out = received.view(-1).view(torch.uint8)
+        into = out[:0] if sent is None else sent.view(-1).view(torch.uint8)
+        return self._begin(
+            lambda: dist.all_to_all_single(
+                out,
+                into,
+                [part if shard in senders else 0 for shard in range(shards)],
+                [part if sends else 0] * shards,
+                group=self._groups.replica,
+                async_op=True,
+            ),
+            kind.purpose,
+            kind,
+            part * (shards - 1) if sends else 0,
+        )
+
+    def all_reduce(self, values: torch.Tensor) -> Work:
+        """Starts the sum of `values` over the ranks that hold the same shard.
+
+        All of them receive the same bits, as the backend adds each element up on one rank and sends the sum to the
+        others, on which the replicas of DistributedDataParallel rely too.
+
+        Args:
+            values: (n,) on the device, replaced by the sum; filled by compute that the calling thread has started.
+        """
+        start = functools.partial(dist.all_reduce, values, group=self._groups.across, async_op=True)
+        # Once to add up and once to send the sums: each rank gives the others all but its own part.
+        nbytes = 2 * values.nbytes * (self.mesh.replicas - 1) // self.mesh.replicas
+        return self._begin(start, "reduce gradients", Kind.GRADIENTS, nbytes)
+
+    def gather_sums(self, everyone: torch.Tensor, mine: torch.Tensor) -> Work:
+        """Starts the gather of each replica's sum of this shard into `everyone`, in their order, as `gather_parts`."""
+        start = functools.partial(gather_into, everyone, mine, self._groups.across)
+        return self._begin(start, "reduce gradients", Kind.GRADIENTS, everyone.nbytes - mine.nbytes)
+
+    # -- waits and lost ranks -----------------------------------------------------------------------
+
+    def _begin(self, start: Callable[[], Any], to: str, kind: Kind, nbytes: int) -> Work:
+        """Starts a collective in which this rank sends `nbytes`; raises `RankError` if a rank is lost."""
+        if self._lost is not None:
+            raise self._lost
+        self.sent = self.sent.with_one(kind, nbytes)
+        try:
+            return Work(self, begin(start), to)
+        except RuntimeError as error:
+            raise self._blame(error) from error
+
+    @interruptible
+    def wait(self, work: Any, to: str) -> None:
+        """Waits for `work`, and looks for lost ranks each second; raises `RankError` if a rank is lost."""
+        began = noticed = time.monotonic()
+        while not self._ends(work, _SLICE):
+            if self._lost is not None:
+                raise self._lost
+            # Each rank watches its neighbour only, so that the news of a lost rank travels from rank to rank. A rank
+            # that ends right after a collective has already contributed to it, hence the grace period.
+            if self._pulse.gone(SILENT, [self._pulse.next]) and not self._ends(work, _GRACE):
+                raise self._blame(None)
+            now = time.monotonic()
+            if now - noticed > NOTICE:
+                noticed = now
+                logger.warning("rank %d has waited %.0f s for other ranks, to %s", self._pulse.rank, now - began, to)
+
+    def _ends(self, work: Any, within: datetime.timedelta) -> bool:
+        """Returns True if `work` has succeeded within that time; raises `RankError` if it has failed."""
+        try:
+            work.wait(within)
+            return True
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+        try:
+            work.wait()  # completed just after the timeout, with success or failure
+        except RuntimeError as error:
+            raise self._blame(error) from error
+        return True
+
+    def _blame(self, error: Exception | None) -> RankError:
+        """Records and logs a loss of ranks, and returns its error. Waits some seconds to learn which are lost."""
+        # Several collectives may be under way, and fail one after the other: the loss is found, and logged, once.
+        if self._lost is not None:
+            return self._lost
+        deadline = time.monotonic() + 2 * _BLAME
+        others = self._pulse.others
+        # A connection breaks before its rank has been silent for `_BLAME` seconds, so wait for the silence.
+        while not (gone := self._pulse.gone(_BLAME, others)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        who = "; ".join(gone) or f"an unknown rank does not answer ({error})"
+        # A rank that could not start would fail in the same way again; one that was killed may run the next time.
+        unable = any((self._pulse.ended(rank) or "").startswith(UNABLE) for rank in others)
+        self._lost = RankError(
+            f"{who}. Rank {self._pulse.rank} cannot continue alone; every rank keeps its last committed step: "
+            f'{"fix that first, then " if unable else ""}start all of them again, with "resume": "auto"'
+        )
+        if self.on_gpu:  # an NCCL kernel would wait for the lost rank for ever, and block all later copies
+            abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+            if abort is not None:
+                for group in self._groups.all:
+                    abort(group)
+        logger.error("%s", self._lost)  # a launcher may end this process before the error is raised
+        return self._lost
+
+    @property
+    def lost(self) -> bool:
+        """True if this rank can no longer reach the others."""
+        return self._lost is not None
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """What the ranks have published about themselves."""
+        return self._pulse
+
+    def fail(self, reason: str) -> RankError:
+        """Returns the error of this rank, which has left a collective; publishes its end, so that others end too."""
+        self.look()
+        if self._lost is not None:
+            return self._lost
+        self.close(reason)
+        self._lost = RankError(
+            f"rank {self._pulse.rank} has stopped, and the others with it: {reason}, after an earlier error; every "
+            f'rank keeps its last committed step: start all of them again, with "resume": "auto"'
+        )
+        return self._lost
+
+    def look(self) -> None:
+        """Records and logs the loss of a rank whose end is known without a wait. Raises nothing."""
+        if self._lost is None and self._pulse.gone(math.inf, self._pulse.others):
+            self._blame(None)
+
+    def close(self, reason: str) -> None:
+        """Publishes the end of this rank with its reason; destroys the groups, unless a rank was lost. Idempotent."""
+        for division in self._divisions:
+            division.close(reason)
+        self._pulse.close(reason)
+        if self._lost is None:
+            self._lost = RankError(f"rank {self._pulse.rank} has ended: {reason}")
+            for group in (self._control, *self._groups.all):
+                with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # the user may have destroyed them
+                    dist.destroy_process_group(group)
+            # The threads of a group of gloo end with its last reference, and wake a hundred times a second until then.
+            self._control, self._groups = None, DeviceGroups(None, None)
+
+
+def join_ranks(device: Device, shard_size: int) -> Ranks | None:
+    """Returns the ranks of this run, those of torch's default process group; None for a process that trains alone.
+
+    For the arguments and errors see `Ranks`.
+    """
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if not several:
+        mesh_of(shard_size, 1)
+        return None
+    return Ranks(device, shard_size)

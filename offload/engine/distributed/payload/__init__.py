@@ -1,1 +1,0 @@
-"""What collectives of weights and gradients carry: values, or codes of them."""

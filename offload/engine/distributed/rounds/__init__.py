@@ -1,1 +1,0 @@
-"""What ranks announce to each other, and what is decided from it."""
