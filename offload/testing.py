@@ -477,7 +477,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "file.write_new": ("offload.fileio:write_new",),
     "file.write_all": ("offload.fileio.safetensors_stream:write_all",),
     "folder.exchange": (
-        "offload.engine.checkpoint.directory:exchange",
+        "offload.checkpoint.directory:exchange",
         "offload.engine.model_io.output_folder:exchange",
     ),
     "folder.arrive": ("offload.engine.model_io.output_folder:_arrive",),
@@ -515,7 +515,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "update.build": ("offload.engine.optim.unit_updates:UpdateBuilder.updates",),
     "update.early": ("offload.engine.setup.gradients:makes_early_updates",),
     "update.finish": ("offload.engine.optim.update_worker:UpdateWorker.finish",),
-    "checkpoint.write_states": ("offload.engine.checkpoint.save:_write_states",),
+    "checkpoint.write_states": ("offload.checkpoint.save:_write_states",),
     "checkpoint.buffer": ("offload.fileio.buffered_copy:aligned_empty",),
     "export.buffer": ("offload.engine.model_io.weight_stream:aligned_empty",),
     "generators.read": ("offload.engine.training.snapshot:GeneratorStates.of",),

@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.aio.protocols import Future, Queue
+from offload.checkpoint.load import EVERYTHING, SavedStates
+from offload.checkpoint.resharding import places
+from offload.checkpoint.restore import CheckpointRestorer
 from offload.distributed.agreement import AllOrNothing
 from offload.distributed.process_group import Mesh
-from offload.engine.checkpoint.load import EVERYTHING
-from offload.engine.checkpoint.resharding import places
-from offload.engine.checkpoint.restore import CheckpointRestorer
-from offload.engine.checkpoint.saved_states import SavedStates
 from offload.engine.model_io.weight_source import Reading, StoreSource, known_run_id, lock_and_look, ranks_of
 from offload.engine.training.snapshot import Snapshot
 from offload.errors import IoError, StoreError

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from offload.checkpoint.manager import Checkpoints
 from offload.engine.callbacks import Edit, EngineCallbacks, Turn
-from offload.engine.checkpoint.manager import Checkpoints
 from offload.engine.dtype_mismatch import fp32_needed
 from offload.engine.gradients.zero_grad import ZeroGrad
 from offload.engine.memory.report import base_bytes

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.trainer_utils import get_last_checkpoint
 
-from offload.engine.checkpoint.files import LATEST
+from offload.checkpoint.files import LATEST
 from offload.engine.engine import Engine
 from offload.engine.training.snapshot import GeneratorStates
 from offload.errors import StoreError

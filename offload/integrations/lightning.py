@@ -25,6 +25,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from offload.checkpoint.files import LATEST, find
 from offload.config import load_config
 from offload.config.script_values import (
     ScriptValue,
@@ -36,7 +37,6 @@ from offload.config.script_values import (
     value_of,
     without,
 )
-from offload.engine.checkpoint.files import LATEST, find
 from offload.engine.engine import Engine
 from offload.engine.model_io.load_pretrained import init
 from offload.engine.setup.initialize import initialize

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from offload.aio.protocols import Future, Pending
-from offload.engine.checkpoint.saved_states import SavedMoments, SavedStates
+from offload.checkpoint.load import SavedMoments, SavedStates
 from offload.engine.model_io.weight_source import StoreSource
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout import optimizer_states

@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from offload.engine.checkpoint.foreign.contents import MASTER
-from offload.engine.checkpoint.foreign.distributed import METADATA
+from offload.checkpoint.dcp import METADATA
+from offload.checkpoint.foreign_contents import MASTER
 from offload.engine.model_io.output_folder import arriving, check_room
 from offload.engine.training.snapshot import DECOUPLED
 from offload.errors import StoreError

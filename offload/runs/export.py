@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offload.aio.protocols import Queue
-from offload.engine.checkpoint.files import read_manifest
+from offload.checkpoint.files import read_manifest
 from offload.engine.model_io.checkpoint_source import CheckpointSource
 from offload.engine.model_io.grid.of_checkpoint import whole_of_checkpoint
 from offload.engine.model_io.grid.source import WholeSource

@@ -18,15 +18,8 @@ import torch
 
 from offload.aio import DirectFile, crc32c, crc32c_joined
 from offload.aio.protocols import Future, Pending, Queue
-from offload.engine.checkpoint.directory import (
-    begin_folder,
-    drop_partial,
-    end_folder,
-    make_folder,
-    only_save,
-    write_new,
-)
-from offload.engine.checkpoint.files import (
+from offload.checkpoint.directory import begin_folder, drop_partial, end_folder, make_folder, only_save, write_new
+from offload.checkpoint.files import (
     MANIFEST,
     Saved,
     check_tag,
@@ -37,9 +30,9 @@ from offload.engine.checkpoint.files import (
     tensor_name,
     tensors_of,
 )
-from offload.engine.checkpoint.foreign.checkpoint import ForeignCheckpoint, is_foreign, look_foreign
-from offload.engine.checkpoint.load import EVERYTHING
-from offload.engine.checkpoint.resharding import Run, Source
+from offload.checkpoint.foreign import ForeignCheckpoint, is_foreign, look_foreign
+from offload.checkpoint.load import EVERYTHING
+from offload.checkpoint.resharding import Run, Source
 from offload.engine.model_io.output_folder import check_room
 from offload.errors import StoreError
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers

@@ -13,9 +13,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from offload.engine.checkpoint.directory import leftovers as leftovers_of_saves
-from offload.engine.checkpoint.directory import saver
-from offload.engine.checkpoint.files import (
+from offload.checkpoint.directory import leftovers as leftovers_of_saves
+from offload.checkpoint.directory import saver
+from offload.checkpoint.files import (
     LATEST,
     MANIFEST,
     is_checkpoint,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from offload.engine.checkpoint.directory import holds_run
-from offload.engine.checkpoint.files import LATEST, find, is_checkpoint
+from offload.checkpoint.directory import holds_run
+from offload.checkpoint.files import LATEST, find, is_checkpoint
 from offload.errors import StoreError
 from offload.notices import shell_command
 from offload.swapper.store import rank_folders
@@ -30,7 +30,7 @@ def find_own(path: Path, tag: str | None = None) -> Path | None:
     ours = bool(rank_folders(path)) if folder is None else is_checkpoint(folder)
     if not ours:
         # Here, since it imports torch, which commands on folders of ours do without.
-        from offload.engine.checkpoint.foreign.checkpoint import is_foreign
+        from offload.checkpoint.foreign import is_foreign
 
         other = folder or path
         if is_foreign(other):

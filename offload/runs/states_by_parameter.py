@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from offload.aio import aligned_empty
-from offload.engine.checkpoint.foreign.contents import MASTER
+from offload.checkpoint.foreign_contents import MASTER
 from offload.engine.model_io.weight_source import Reading, Source
 from offload.engine.training.snapshot import Snapshot
 from offload.errors import StoreError

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from offload.engine.checkpoint.foreign.universal import OPTIMIZER_STATE, PARAMETERS
+from offload.checkpoint.deepspeed import OPTIMIZER_STATE, PARAMETERS
 from offload.engine.model_io.output_folder import arriving, check_room
 from offload.errors import StoreError
 from offload.fileio import inner_name

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from offload.aio import StripedFile
 from offload.aio.protocols import Queue
-from offload.engine.checkpoint.files import is_checkpoint, progress_file, read_manifest, wrong_files
+from offload.checkpoint.files import is_checkpoint, progress_file, read_manifest, wrong_files
 from offload.engine.model_io.weight_source import lock_and_look, ranks_of
 from offload.errors import IoError, StoreError
 from offload.runs.own_checkpoint import find_own
@@ -190,7 +190,7 @@ class CheckpointChecking:
     def run(self, queue: Queue, progress: Callable[[int], None] = lambda _: None) -> CheckpointReport:
         """Reads and compares everything. Failures to load a rank are damage in the report and raise nothing."""
         # Imported late: the module imports torch, which the verification of a run does not need.
-        from offload.engine.checkpoint.load import compare_bytes, look
+        from offload.checkpoint.load import compare_bytes, look
 
         path, manifest, nbytes = self._path, self._manifest, 0
         wrong = [Wrong(str(path / name), reason) for name, reason in wrong_files(path, manifest).items()]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.engine.checkpoint.conversion import in_words
+from offload.checkpoint.load import in_words
 from offload.engine.training.step_settings import Differences
 from offload.layout.modes import Mode, make_mode
 from tests.deepspeed.test_schedules import CYCLE, LR, MOMENTUM

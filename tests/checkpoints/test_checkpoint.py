@@ -14,7 +14,7 @@ from torch import nn
 
 import offload
 from offload import kernels, testing
-from offload.engine.checkpoint.files import checkpoints
+from offload.checkpoint.files import checkpoints
 from offload.errors import StoreError
 from tests.support import models, rounding_bounds
 from tests.support.oracle import PLACEMENTS, Job, assert_same_tensors, config, run, start, train_step, weights_of

@@ -11,7 +11,7 @@ import pytest
 
 from offload import testing
 from offload.aio import IoQueue
-from offload.engine.checkpoint import save as checkpoint_save
+from offload.checkpoint import save
 from offload.errors import EngineFailed, IoError, StoreError
 from offload.states import State
 from tests.support import models
@@ -209,7 +209,7 @@ def test_a_disk_without_room_keeps_what_was_there(known: bool, tmp_path: Path, m
         free = shutil.disk_usage(mount).free
         train_step(engine, job, 1)
         if not known:
-            monkeypatch.setattr(checkpoint_save, "find_shortage", lambda *_: None)
+            monkeypatch.setattr(save, "find_shortage", lambda *_: None)
         with pytest.raises((StoreError, IoError), match=r"needs .* MiB.*has .* free" if known else "No space left"):
             engine.save_checkpoint(mount / "saved")
         assert {path.name for path in (mount / "saved").iterdir()} == {"global_step1", "latest"}

@@ -17,10 +17,9 @@ import pytest
 
 import offload
 from offload import testing
-from offload.engine.checkpoint import directory as checkpoint_folder
-from offload.engine.checkpoint import save as checkpoint_save
-from offload.engine.checkpoint.directory import begin_folder, end_folder, only_save, prune, saver, write_new
-from offload.engine.checkpoint.files import Manifest, checkpoints, read_manifest
+from offload.checkpoint import directory, save
+from offload.checkpoint.directory import begin_folder, end_folder, only_save, prune, saver, write_new
+from offload.checkpoint.files import Manifest, checkpoints, read_manifest
 from offload.errors import StoreError, UsageError
 from offload.swapper.store import folder as rank_folder
 from tests.checkpoints.checkpoint_runs import CPU, DISK, engine, everything, folder, inspect, names, saved_checkpoint
@@ -179,7 +178,7 @@ def test_latest_that_is_a_folder_is_refused(engine: offload.Engine, folder: Path
 _HOLDS = """
 import sys
 from pathlib import Path
-from offload.engine.checkpoint.directory import only_save
+from offload.checkpoint.directory import only_save
 with only_save(Path(sys.argv[1]), "theirs"):
     print("held", flush=True)
     sys.stdin.read()
@@ -199,7 +198,7 @@ def test_another_process_that_saves_is_named(engine: offload.Engine, folder: Pat
         assert f"process {other.pid}" in str(saver(folder))
         assert "of a save that is under way" in inspect("inspect", folder).output
         other.kill()
-    assert saver(folder) is None and (folder / checkpoint_folder.LOCK).exists()
+    assert saver(folder) is None and (folder / directory.LOCK).exists()
     engine.save_checkpoint(folder, tag="mine")
     assert names(folder) == {"mine", "latest"}
 
@@ -208,7 +207,7 @@ def test_two_engines_of_one_process(engine: offload.Engine, tmp_path: Path, monk
     """The second is refused, and the first ends as if nobody had come."""
     second = start(models.GPT2, CPU, tmp_path)
     written, go_on = threading.Event(), threading.Event()
-    real = checkpoint_save._write_states
+    real = save._write_states
 
     def write(*arguments: Any) -> Any:
         result = real(*arguments)
@@ -290,7 +289,7 @@ def test_what_has_gone_by_itself_is_no_error(
             subprocess.run(["rm", "-r", folder / "one" if moment == "rename" else folder / ".one.removed"], check=True)
         return real(path, *rest, **named)
 
-    monkeypatch.setattr(checkpoint_folder.os, moment, faster)
+    monkeypatch.setattr(directory.os, moment, faster)
     engine.save_checkpoint(folder, tag="two", keep_last=1)
     assert came and names(folder) == {"two", "latest"} and not caplog.records
 
@@ -306,7 +305,7 @@ def test_a_prune_that_fails_is_a_warning(
             raise OSError(30, "Read-only file system")
         real(source, target)
 
-    monkeypatch.setattr(checkpoint_folder.os, "rename", refuses)
+    monkeypatch.setattr(directory.os, "rename", refuses)
     assert engine.save_checkpoint(folder, tag="two", keep_last=1)
     assert (folder / "latest").read_text() == "two" and names(folder) == {"one", "two", "latest"}
     assert "the checkpoint one is kept: cannot remove" in caplog.text

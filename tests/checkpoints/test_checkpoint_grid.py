@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import offload
-from offload.engine.checkpoint.directory import remove
+from offload.checkpoint.directory import remove
 from offload.errors import StoreError
 from tests.support.oracle import Job, Result, assert_same_tensors, config
 from tests.support.ranks import pipelines

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import offload
-from offload.engine.checkpoint import directory as checkpoint_folder
-from offload.engine.checkpoint import save as checkpoint_save
+from offload.checkpoint import directory, save
 from tests.support import models
 from tests.support.drives.fault_injection import die
 from tests.support.oracle import config, dies, processes, start, train_step
@@ -53,30 +52,30 @@ def after(module: Any, name: str) -> Callable[[], None]:
 
 
 def without_exchange() -> None:
-    checkpoint_folder.exchange = lambda *_: False
+    directory.exchange = lambda *_: False
 
 
 def between_renames() -> None:
     without_exchange()
-    before(checkpoint_folder.os, "rename", 2)()
+    before(directory.os, "rename", 2)()
 
 
 def after_renames() -> None:
     without_exchange()
-    before(checkpoint_folder, "sync_folder", 2)()
+    before(directory, "sync_folder", 2)()
 
 
 MOMENTS: dict[str, Callable[[], None]] = {
-    "the folder was made": after(checkpoint_save, "begin_folder"),
-    "states are written": before(checkpoint_save, "crc32c_joined", 9),
-    "states are there": after(checkpoint_save, "_write_states"),
-    "the manifest is missing": before(checkpoint_save, "end_folder"),
-    "nothing has its name": before(checkpoint_folder, "sync_folder"),
-    "it has its name": before(checkpoint_folder, "sync_folder", 2),
-    "latest follows": before(checkpoint_folder.os, "replace"),
-    "all but the old one": before(checkpoint_folder, "delete"),
-    "the old one goes": before(checkpoint_folder.os, "unlink", 3),  # the first is of `.latest.<tag>`
-    "the old one is empty": before(checkpoint_folder.os, "rmdir"),
+    "the folder was made": after(save, "begin_folder"),
+    "states are written": before(save, "crc32c_joined", 9),
+    "states are there": after(save, "_write_states"),
+    "the manifest is missing": before(save, "end_folder"),
+    "nothing has its name": before(directory, "sync_folder"),
+    "it has its name": before(directory, "sync_folder", 2),
+    "latest follows": before(directory.os, "replace"),
+    "all but the old one": before(directory, "delete"),
+    "the old one goes": before(directory.os, "unlink", 3),  # the first is of `.latest.<tag>`
+    "the old one is empty": before(directory.os, "rmdir"),
     "between two renames": between_renames,
     "after two renames": after_renames,
 }

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload import testing
-from offload.engine.checkpoint import restore as checkpoint_fill
+from offload.checkpoint import restore
 from offload.fileio import buffered_copy as flow
 from tests.checkpoints.checkpoint_runs import DISK
 from tests.support import models
@@ -57,7 +57,7 @@ def test_a_load_with_frozen_weights_takes_one_set_of_buffers(
         return memory
 
     testing.replace(monkeypatch, "checkpoint.buffer", counted)
-    monkeypatch.setattr(checkpoint_fill, "aligned_empty", counted, raising=False)
+    monkeypatch.setattr(restore, "aligned_empty", counted, raising=False)
     wrote: list[str] = []
     real_put = type(testing.inspect(engine).store).write
 

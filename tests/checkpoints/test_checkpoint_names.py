@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from offload import testing
-from offload.engine.checkpoint.files import checkpoints
+from offload.checkpoint.files import checkpoints
 from offload.errors import StoreError, UsageError
 from tests.support import models
 from tests.support.oracle import start, train_step

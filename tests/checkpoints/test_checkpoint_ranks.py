@@ -11,8 +11,7 @@ import torch
 
 import offload
 from offload import testing
-from offload.engine.checkpoint import load as checkpoint_load
-from offload.engine.checkpoint import save as checkpoint_save
+from offload.checkpoint import load, save
 from offload.errors import IoError, RankError, StoreError, UsageError
 from offload.states import State
 from tests.support import rounding_bounds
@@ -79,10 +78,9 @@ def values(folder: Path) -> dict[tuple[str, State], torch.Tensor]:
     """Every state of every parameter in the latest checkpoint, put together from all ranks' files."""
     import safetensors.torch
 
-    found = checkpoint_load.look(folder / (folder / "latest").read_text(), 0, 0, {})
+    found = load.look(folder / (folder / "latest").read_text(), 0, 0, {})
     files = [
-        safetensors.torch.load_file(found.folder / checkpoint_load.states_file(rank))
-        for rank in range(found.manifest.world_size)
+        safetensors.torch.load_file(found.folder / load.states_file(rank)) for rank in range(found.manifest.world_size)
     ]
     joined: dict[tuple[str, State], torch.Tensor] = {}
     for unit, layout in enumerate(found.layouts):
@@ -130,21 +128,21 @@ def fails_on_one(folder: Path) -> str:
     engine = start(job, DISK, folder / "run")
     train(engine, job, range(1))
     engine.save_checkpoint(folder / "saved")
-    real = checkpoint_save._write_states
+    real = save._write_states
 
     def write(*arguments: Any) -> Any:
         if rank_and_size()[0] == 1:
             raise IoError("a file", 0, 10, 5, "write")
         return real(*arguments)
 
-    checkpoint_save._write_states = write  # type: ignore[assignment]
+    save._write_states = write  # type: ignore[assignment]
     message = ""
     try:
         engine.save_checkpoint(folder / "saved", tag="two")
     except (StoreError, IoError) as error:
         message = f"{type(error).__name__}: {error}"
     finally:
-        checkpoint_save._write_states = real
+        save._write_states = real
     engine.mean(0.0)  # rank 0 has removed what was begun
     names = sorted(path.name for path in (folder / "saved").iterdir())
     assert names == ["global_step1", "latest"], names

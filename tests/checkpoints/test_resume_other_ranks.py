@@ -15,8 +15,8 @@ import torch
 import offload
 from offload import testing
 from offload.aio import Bandwidth, IoQueue, aligned_empty
+from offload.checkpoint.resharding import shards_of_scales
 from offload.distributed import reshard
-from offload.engine.checkpoint.resharding import shards_of_scales
 from offload.engine.model_io.weight_source import StoreSource
 from offload.errors import IoError, StoreError
 from offload.layout.fingerprint import described_layouts

@@ -14,8 +14,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import offload
+from offload.checkpoint.files import read_manifest
 from offload.cli.main import app
-from offload.engine.checkpoint.files import read_manifest
 from offload.fileio.safetensors_stream import read_header
 from tests.support import models
 from tests.support.exported_runs import FROZEN, LLAMA, tensors

@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 
 import offload
 from offload import testing
+from offload.checkpoint.deepspeed import OFFLOADED
 from offload.cli.main import app
 from offload.deepspeed.utils import zero_to_fp32
-from offload.engine.checkpoint.foreign.zero import OFFLOADED
 from offload.errors import StoreError
 from tests import ROOT
 from tests.support import rounding_bounds

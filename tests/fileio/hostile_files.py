@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.checkpoint as dcp
 
-from offload.engine.checkpoint.foreign.checkpoint import is_foreign, look_foreign
+from offload.checkpoint.foreign import is_foreign, look_foreign
 from offload.engine.model_io.safetensors_folder import stored_tensors
 from offload.errors import UsageError
 from offload.fileio.torch_file import StoredTensor, read_pickle, read_torch_file

@@ -21,14 +21,14 @@ MUTANTS = (
     ),
     Mutant(
         "convert blocks of a checkpoint as numbers",
-        "offload.engine.checkpoint.restore",
+        "offload.checkpoint.restore",
         "if run.start >= codes:",
         "if run.start < 0:",
         "tests/frozen/test_frozen_blocks_files.py",
     ),
     Mutant(
         "join values and blocks of a checkpoint to one run",
-        "offload.engine.checkpoint.resharding",
+        "offload.checkpoint.resharding",
         "(layout.trainable_stop, layout.values_stop))",
         "(layout.trainable_stop,))",
         "tests/frozen/test_frozen_blocks_files.py",

@@ -42,21 +42,21 @@ MUTANTS = (
     ),
     Mutant(
         "load scales from the places of the elements",
-        "offload.engine.checkpoint.restore",
+        "offload.checkpoint.restore",
         "return overlaps(self._scale_runs[chunk.unit], chunk.first, last)",
         "return overlaps(self._runs[chunk.unit], chunk.first, last)",
         "tests/optim/test_int8_moments.py::test_a_checkpoint_loads_on_another_number_of_ranks",
     ),
     Mutant(
         "take the first block of a parameter for the one in which a chunk begins",
-        "offload.engine.checkpoint.saved_states",
+        "offload.checkpoint.load",
         "block = self.position // MOMENT_BLOCK",
         "block = self.position // MOMENT_BLOCK // 2 * 2",
         "tests/optim/test_int8_moments.py::test_units_of_several_chunks_are_loaded",
     ),
     Mutant(
         "decode a chunk that begins within a block as if it began with the block",
-        "offload.engine.checkpoint.saved_states",
+        "offload.checkpoint.load",
         "self.position % MOMENT_BLOCK)",
         "0)",
         "tests/optim/test_int8_moments.py::test_units_of_several_chunks_are_loaded",
@@ -77,7 +77,7 @@ MUTANTS = (
     ),
     Mutant(
         "cut a checkpoint's chunks within a page of the low bits",
-        "offload.engine.checkpoint.restore",
+        "offload.checkpoint.restore",
         "if State.SCALES in targets else self._shards.mode.page_step",
         "if State.SCALES in targets else 2048",
         "tests/optim/test_bf24_masters.py::test_units_of_several_chunks_are_loaded_and_converted",

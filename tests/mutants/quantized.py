@@ -14,7 +14,7 @@ MUTANTS = (
     ),
     Mutant(
         "read codes by the code book of another checkpoint",
-        "offload.engine.checkpoint.compatibility",
+        "offload.checkpoint.manager",
         "return segment.form, segment.inner, segment.kind",
         "return segment.form, segment.inner",
         "tests/frozen/test_quantized_files.py",

@@ -467,8 +467,8 @@ def _resident() -> int:
 def _engine_reads(command: list[str]) -> None:
     """Reads what an engine reads before it changes: the last commit of a run, or a checkpoint."""
     from offload.aio import IoQueue
-    from offload.engine.checkpoint.files import find
-    from offload.engine.checkpoint.load import look
+    from offload.checkpoint.files import find
+    from offload.checkpoint.load import look
     from offload.engine.training.snapshot import Snapshot
     from offload.fileio.plain_json import from_plain
     from offload.swapper.store import Store, run_status

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from offload.checkpoint.load import LoadOptions
+from offload.checkpoint.save import SaveRequest
 from offload.engine.api.deepspeed_api import DeepSpeedApi
-from offload.engine.checkpoint.load import LoadOptions
-from offload.engine.checkpoint.save_request import SaveRequest
 from offload.engine.core import EngineCore
 from offload.engine.keywords import refuse
 from offload.engine.model_io.save_pretrained import SaveOptions

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from offload.aio import crc32c_joined
 from offload.aio.protocols import Queue
-from offload.engine.checkpoint.files import states_file, tensor_name
-from offload.engine.checkpoint.load import look
-from offload.engine.checkpoint.saved_states import open_states
+from offload.checkpoint.files import states_file, tensor_name
+from offload.checkpoint.load import look, open_states
 from offload.engine.model_io.weight_source import Reading
 from offload.errors import IoError
 from offload.states import State

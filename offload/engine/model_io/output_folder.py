@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from offload.engine.checkpoint.directory import LOCK, exchange, make_folder, naming_errors, only_save
+from offload.checkpoint.directory import LOCK, exchange, make_folder, naming_errors, only_save
 from offload.engine.model_io.safetensors_folder import CONFIG, GENERATION, INDEX, SINGLE
 from offload.errors import IoError, StoreError
 from offload.fileio import inner_folder, keep_mode_and_owner, sync_folder

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from offload.aio.protocols import Future, Pending, wait_for_all
+from offload.checkpoint.directory import naming_errors
+from offload.checkpoint.files import check_folder
+from offload.checkpoint.save import own_or_shared
 from offload.distributed.agreement import AllOrNothing, Collective
-from offload.engine.checkpoint.directory import naming_errors
-from offload.engine.checkpoint.files import check_folder
-from offload.engine.checkpoint.save import own_or_shared
 from offload.engine.model_io.grid.of_engine import whole_of_engine
 from offload.engine.model_io.output_folder import arriving, check_not_a_file, check_room
 from offload.engine.model_io.safetensors_folder import SINGLE

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from offload.aio.protocols import Queue
-from offload.engine.checkpoint.files import refuse_rank
+from offload.checkpoint.files import refuse_rank
 from offload.errors import IoError, StoreError
 from offload.states import State
 from offload.swapper.store import Compared, bytes_of, rank_folders

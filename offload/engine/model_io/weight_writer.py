@@ -19,7 +19,7 @@ import torch
 
 from offload.aio import DirectFile
 from offload.aio.protocols import Pending, Queue
-from offload.engine.checkpoint.directory import write_new
+from offload.checkpoint.directory import write_new
 from offload.engine.model_io.safetensors_folder import CONFIG, GENERATION, INDEX
 from offload.engine.model_io.weight_plan import Plan
 from offload.engine.model_io.weight_source import Source

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from offload import precision
+from offload.checkpoint.files import find, read_manifest
 from offload.config import Config, load_config, read_json
 from offload.distributed.process_group import as_the_first
-from offload.engine.checkpoint.files import find, read_manifest
 from offload.precision import Choice
 from offload.swapper.memory.device import compute_device
 from offload.swapper.store import rank_folders, run_status

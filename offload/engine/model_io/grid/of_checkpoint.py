@@ -7,9 +7,9 @@ import errno
 from pathlib import Path
 
 from offload.aio.protocols import Queue
-from offload.engine.checkpoint.files import read_manifest, states_file
-from offload.engine.checkpoint.load import FoundCheckpoint, compare_bytes, look
-from offload.engine.checkpoint.parts import check_parts
+from offload.checkpoint.directory import check_parts
+from offload.checkpoint.files import read_manifest, states_file
+from offload.checkpoint.load import FoundCheckpoint, compare_bytes, look
 from offload.engine.model_io.grid.layout import PartLayout
 from offload.engine.model_io.grid.source import Part, WholeSource
 from offload.errors import IoError

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from offload.aio.protocols import Pending
+from offload.checkpoint.directory import CheckpointPlace
+from offload.checkpoint.load import SavedStates
 from offload.distributed.process_group import Ranks
-from offload.engine.checkpoint.parts import CheckpointPlace
-from offload.engine.checkpoint.saved_states import SavedStates
 from offload.engine.distributed.tensor_parallel import TensorParallel
 from offload.engine.model_io.grid.layout import PartLayout
 from offload.engine.model_io.grid.source import Part, WholeSource

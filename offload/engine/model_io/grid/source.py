@@ -9,8 +9,8 @@ import torch
 
 from offload.aio import aligned_empty
 from offload.aio.protocols import Pending
-from offload.engine.checkpoint.resharding import Run, Source
-from offload.engine.checkpoint.saved_states import StateReader
+from offload.checkpoint.load import StateReader
+from offload.checkpoint.resharding import Run, Source
 from offload.engine.model_io.grid.layout import PartLayout, WholeParameter, whole_model
 from offload.engine.model_io.grid.strips import strips
 from offload.errors import StoreError

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.engine.checkpoint.foreign.contents import (
+from offload.checkpoint.foreign_contents import (
     FLOATS,
     SavedContents,
     SavedCounters,

@@ -6,7 +6,7 @@
     <dir>/<tag>/progress.rank<r>.safetensors everything else of rank r: counters, generators, schedule, buffers
 
 A folder is a checkpoint if its manifest says so, never because of names alone: other programs write a file named
-`manifest.json` too, and so do the swap files of a run. `offload.engine.checkpoint.directory` creates and deletes these
+`manifest.json` too, and so do the swap files of a run. `offload.checkpoint.directory` creates and deletes these
 folders. Looking at a checkpoint does not import torch.
 """
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from offload.layout.flat_layout import UnitLayout
     from offload.layout.modes import Mode
 
+
 FORMAT = 1
 FORMAT_OF_PARTS = 2
 """Format of a manifest whose checkpoint has parts; earlier versions do not know them."""
@@ -44,7 +45,7 @@ MANIFEST, LATEST = "manifest.json", "latest"
 LATEST_UNIVERSAL = "latest_universal"
 """What DeepSpeed names `latest` for universal checkpoints."""
 PART = re.compile(r"pp[0-9]{1,6}of[0-9]{1,6}(-tp[0-9]{1,6}of[0-9]{1,6})?|tp[0-9]{1,6}of[0-9]{1,6}")
-"""Name of the folder of a part; see `offload.engine.checkpoint.parts`."""
+"""Name of the folder of a part; see `offload.checkpoint.directory`."""
 _FILE = re.compile(rf"(states|progress)\.rank[0-9]{{1,9}}\.safetensors|({PART.pattern})/manifest\.json")
 _KIND = "offload checkpoint"
 _KIND_IN = re.compile(rb'"kind":\s*"offload checkpoint"')

@@ -6,33 +6,100 @@ engine makes its own weights of them. Tensors stay in the program's files until 
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from offload.aio import DirectFile
 from offload.aio.protocols import Future, Pending, Queue
-from offload.engine.checkpoint.files import Manifest
-from offload.engine.checkpoint.foreign.contents import Fragment, SavedContents, SavedParameter
-from offload.engine.checkpoint.foreign.distributed import DCP, is_dcp, read_dcp
-from offload.engine.checkpoint.foreign.progress import client_state, snapshot
-from offload.engine.checkpoint.foreign.universal import is_universal, read_universal
-from offload.engine.checkpoint.foreign.zero import is_zero, read_zero
-from offload.engine.checkpoint.load import CLIENT_STATE, FoundCheckpoint, LoadOptions, with_first_names
-from offload.engine.checkpoint.resharding import Run, places
-from offload.engine.training.snapshot import as_bytes
-from offload.errors import IoError, StoreError
+from offload.checkpoint.dcp import DCP, is_dcp, read_dcp
+from offload.checkpoint.deepspeed import is_universal, is_zero, read_universal, read_zero
+from offload.checkpoint.files import Manifest
+from offload.checkpoint.foreign_contents import Fragment, SavedContents, SavedParameter
+from offload.checkpoint.load import CLIENT_STATE, FoundCheckpoint, LoadOptions, with_first_names
+from offload.checkpoint.resharding import Run, places
+from offload.engine.training.snapshot import Snapshot, as_bytes
+from offload.errors import IoError, StoreError, UsageError
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
+from offload.fileio.plain_json import to_plain
 from offload.fileio.torch_file import Storage
 from offload.layout.fingerprint import describe
 from offload.layout.flat_layout import Segment, UnitLayout, arrange
 from offload.layout.modes import ADAM, LAMB, MOMENTS, Mode, make_mode
 from offload.states import State
+
+# -- progress ------------------------------------------------------------------------------------------
+#
+# Counters, schedule, loss scale and the user's own state of another program, as an engine's snapshot.
+
+
+def snapshot(contents: SavedContents) -> Snapshot:
+    """Returns the counters, the schedule, the groups' numbers, the loss scale and the buffers.
+
+    Other programs save neither random generators nor the position in the data, nor which class the schedule has: the
+    snapshot has no generators, and its settings say no schedule and no optimizer.
+    """
+    groups = [_numbers(group) for group in contents.groups]
+    facts = {
+        **dataclasses.asdict(contents.counters),
+        "parameter_steps": [[parameter.steps] for parameter in contents.parameters.values()],
+        "scheduler": _plain(contents.scheduler),
+        "loss_scale": contents.loss_scale,
+        "client_state": {},
+        "registered": [],
+        "data": None,
+        "groups": groups,
+        "configured": [
+            {**values, "lr": float(group.get("initial_lr", values["lr"]))}
+            for values, group in zip(groups, contents.groups, strict=True)
+        ],
+        "settings": {},
+        **({"members": list(map(list, contents.members))} if len(contents.members) > 1 else {}),
+    }
+    buffers = {name: tensor.read() for name, tensor in contents.buffers.items()}
+    return Snapshot(facts, {}, buffers)
+
+
+def client_state(contents: SavedContents) -> tuple[dict[str, Any], list[str]]:
+    """Returns what the user has added to a checkpoint, as JSON, and the names of what JSON cannot hold."""
+    plain = {str(key): _plain(value) for key, value in contents.theirs.items()}
+    lost = [str(key) for key, value in contents.theirs.items() if value is not None and plain[str(key)] is None]
+    return {key: value for key, value in plain.items() if key not in lost}, lost
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the numbers of an optimizer's group, with lists for tuples."""
+    found: dict[str, Any] = {}
+    for key, value in group.items():
+        if isinstance(value, list | tuple) and key != "params" and all(_is_number(each) for each in value):
+            found[key] = [float(each) for each in value]
+        elif _is_number(value):
+            found[key] = float(value)
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    """Returns whether a value is a finite number, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value as JSON; None if it contains objects that JSON cannot represent."""
+    try:
+        return to_plain(value, "a value", "")
+    except UsageError:
+        return None
+
+
+# -- checkpoint ----------------------------------------------------------------------------------------
+
 
 _PRECISION = "fp32"
 _OPEN = 64

@@ -14,10 +14,8 @@ from typing import NamedTuple
 import torch
 
 from offload.aio.protocols import Future, Pending, Queue
-from offload.engine.checkpoint.conversion import convert, copy_bits
-from offload.engine.checkpoint.load import LoadOptions
-from offload.engine.checkpoint.resharding import Run, overlaps, packed_runs, runs, scale_runs
-from offload.engine.checkpoint.saved_states import FoundStates, SavedMoments
+from offload.checkpoint.load import FoundStates, LoadOptions, SavedMoments, convert, copy_bits
+from offload.checkpoint.resharding import Run, overlaps, packed_runs, runs, scale_runs
 from offload.engine.params.local_shards import FilledShards
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout import optimizer_states

@@ -11,45 +11,127 @@ its tier in memory.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import safetensors.torch
+import torch
 
 from offload.aio import DirectFile, IoQueue, aligned_empty, crc32c, crc32c_joined
 from offload.aio.protocols import Future, Queue
-from offload.distributed.agreement import AllOrNothing
-from offload.distributed.process_group import Mesh
-from offload.engine.checkpoint.directory import (
+from offload.checkpoint.directory import (
+    CheckpointPlace,
     begin_folder,
+    counted_units,
     drop_partial,
     end_folder,
+    holds_run,
     make_folder,
     only_save,
     prune,
     write_new,
 )
-from offload.engine.checkpoint.files import (
+from offload.checkpoint.files import (
     MANIFEST,
     Manifest,
     Saved,
+    check_folder,
+    check_tag,
     progress_file,
     states_file,
     tensor_name,
     tensors_of,
 )
-from offload.engine.checkpoint.parts import CheckpointPlace, counted_units
-from offload.engine.checkpoint.save_request import Moment, SaveRequest
+from offload.distributed.agreement import AllOrNothing
+from offload.distributed.process_group import Mesh
 from offload.engine.params.local_shards import LocalShards
-from offload.errors import StoreError
+from offload.errors import StoreError, UsageError
 from offload.fileio import sync_folder
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.fileio.safetensors_stream import Tensor, Writer
 from offload.sizes import MIB, format_size
 from offload.states import State
 from offload.swapper.store import find_shortage
+from offload.swapper.store.inspection import is_rank
+
+# -- save request --------------------------------------------------------------------------------------
+#
+# What is saved, and where: the arguments of a save, checked, and the state of a rank beside its partitions.
+
+
+class SaveRequest(NamedTuple):
+    """Content and destination of a save."""
+
+    folder: Path
+    tag: str
+    latest: bool
+    """True to write the tag into `latest`."""
+    frozen: bool
+    """True to save frozen weights."""
+    keep_last: int | None
+    """Number of checkpoints to keep in the folder; None for all."""
+
+    @property
+    def checkpoint(self) -> Path:
+        """Folder of the checkpoint."""
+        return self.folder / self.tag
+
+    @classmethod
+    def checked(cls, folder: Any, tag: Any, latest: bool, frozen: bool, keep_last: Any) -> SaveRequest:
+        """Returns the request for a user's arguments.
+
+        Args:
+            folder: Folder of checkpoints.
+            tag: Name of the checkpoint in the folder.
+            latest: True to write the tag into `latest`.
+            frozen: True to save frozen weights.
+            keep_last: Number of checkpoints to keep; None for all.
+
+        Raises:
+            UsageError: If an argument is not valid.
+        """
+        if keep_last is not None:
+            keep_last = _count(keep_last)
+        path = check_folder(folder, "save_dir")
+        if holds_run(path) or is_rank(path):
+            raise UsageError(
+                f"save_dir is {path}, which holds the swap files of a run: give a folder of checkpoints beside it, "
+                f"such as {path.absolute().parent / 'checkpoints'}"
+            )
+        return cls(path, check_tag(tag), bool(latest), bool(frozen), keep_last)
+
+
+def _count(keep_last: Any) -> int:
+    """Returns `keep_last` as an integer of at least 1; raises `UsageError`."""
+    try:
+        # `operator.index` accepts integers of numpy, which are valid, and True, which is a mistake.
+        if not isinstance(keep_last, bool):
+            keep_last = operator.index(keep_last)
+            if keep_last >= 1:
+                return int(keep_last)
+    except TypeError:
+        pass
+    raise UsageError(
+        f"keep_last must be a whole number of at least 1, got {keep_last!r}: the new checkpoint is always kept; give "
+        "None to keep all"
+    )
+
+
+class Moment(NamedTuple):
+    """State of a rank at the time of the save, beside its partitions."""
+
+    step: int
+    contents: Mapping[str, torch.Tensor]
+    """This rank's progress and client state."""
+    layout: Mapping[str, Any]
+    about: Mapping[str, Any]
+
+
+# -- save ----------------------------------------------------------------------------------------------
+
 
 _SLACK = 4 * MIB
 """Bytes reserved for the manifest, headers and folders."""

@@ -1,1 +1,0 @@
-"""Folders to resume from, on any number of ranks."""
