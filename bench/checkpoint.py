@@ -28,7 +28,7 @@ import offload
 from bench.measure import apart, random_ids, report, resident, seconds, settings_for
 from offload.aio import DirectFile, IoQueue, aligned_empty
 from offload.aio.measure import move
-from offload.engine.model_io.weight_source import StoreSource
+from offload.model_io.source import StoreSource
 from offload.presets import PRESETS, require_transformers
 from offload.runs.export import export, make_plan
 from offload.sizes import GIB, MIB

@@ -80,9 +80,9 @@ _MODULE_OF = {
     "estimate_zero3_model_states_mem_needs_all_live": "offload.planner.deepspeed_estimates",
     "gathered": "offload.engine.params.gathered",
     "inference": "offload.engine.inference.inference",
-    "init": "offload.engine.model_io.load_pretrained",
+    "init": "offload.model_io.load",
     "initialize": "offload.engine.setup.initialize",
-    "load_pretrained": "offload.engine.model_io.load_pretrained",
+    "load_pretrained": "offload.model_io.load",
     "register_external_parameter": "offload.engine.tensor_api",
     "safe_get_full_fp32_param": "offload.engine.tensor_api",
     "safe_get_full_grad": "offload.engine.tensor_api",
@@ -134,7 +134,6 @@ if TYPE_CHECKING:
     from offload.engine.engine import Engine
     from offload.engine.inference.engine import InferenceEngine
     from offload.engine.inference.inference import inference
-    from offload.engine.model_io.load_pretrained import init, load_pretrained
     from offload.engine.params.gathered import gathered
     from offload.engine.pipeline.stages import PipelineStages
     from offload.engine.setup.dtype_choice import auto_dtype
@@ -168,6 +167,7 @@ if TYPE_CHECKING:
         StoreError,
         UsageError,
     )
+    from offload.model_io.load import init, load_pretrained
     from offload.planner.deepspeed_estimates import (
         estimate_zero2_model_states_mem_needs_all_cold,
         estimate_zero2_model_states_mem_needs_all_live,

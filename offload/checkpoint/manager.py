@@ -30,7 +30,6 @@ from offload.checkpoint.resharding import all_places, difference, parameter_shap
 from offload.checkpoint.restore import CheckpointRestorer
 from offload.checkpoint.save import Moment, SaveRequest, own_or_shared, save
 from offload.distributed.agreement import Collective
-from offload.engine.model_io.saved_names import about_saved
 from offload.engine.params.local_shards import LocalShards
 from offload.engine.training.components import EngineComponents, together
 from offload.engine.training.snapshot import as_bytes, persistent_buffers, scheduler_state, write_buffers
@@ -41,6 +40,7 @@ from offload.layout.fingerprint import about, describe
 from offload.layout.flat_layout import Segment, StateField, UnitLayout
 from offload.layout.modes import MOMENT_BLOCK, Mode
 from offload.layout.optimizer_states import states_of
+from offload.model_io.saved_names import about_saved
 from offload.sizes import count_of
 
 # -- compatibility -------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from offload.checkpoint.resharding import places
 from offload.checkpoint.restore import CheckpointRestorer
 from offload.distributed.agreement import AllOrNothing
 from offload.distributed.process_group import Mesh
-from offload.engine.model_io.weight_source import Reading, StoreSource, known_run_id, lock_and_look, ranks_of
 from offload.engine.training.snapshot import Snapshot
 from offload.errors import IoError, StoreError
 from offload.fileio import inner_folder, sync_folder
@@ -38,6 +37,7 @@ from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout.fingerprint import described_layouts, store_specs
 from offload.layout.flat_layout import Segment, UnitLayout, placed_for, with_kept
 from offload.layout.modes import Mode
+from offload.model_io.source import Reading, StoreSource, known_run_id, lock_and_look, ranks_of
 from offload.notices import shell_command
 from offload.records import fields, read, rows, text
 from offload.sizes import format_size

@@ -23,7 +23,6 @@ from offload.engine.dtype_mismatch import fp32_needed
 from offload.engine.gradients.zero_grad import ZeroGrad
 from offload.engine.memory.report import base_bytes
 from offload.engine.memory.sleep import FreedBytes, Sleep
-from offload.engine.model_io.save_pretrained import PretrainedWriter
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.unit_updates import UnitUpdate, cut
 from offload.engine.optimizer_state_dict import OptimizerStates
@@ -42,6 +41,7 @@ from offload.engine.training.training_state import TrainingState
 from offload.errors import OffloadError, UsageError
 from offload.interrupts import defer_signals, interruptible, uninterrupted
 from offload.layout.flat_layout import UnitLayout
+from offload.model_io.save import PretrainedWriter
 from offload.notices import announce
 from offload.sizes import format_size
 from offload.timeline import Row

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.model_io.load_pretrained import init, load_pretrained
 from offload.errors import ConfigError, OffloadError
 from offload.losses.choice import would_be_chunked
+from offload.model_io.load import init, load_pretrained
 from offload.planner.model_shape import config_of, model_of
 from offload.presets import (
     LLAMA,

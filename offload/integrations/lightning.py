@@ -38,10 +38,10 @@ from offload.config.script_values import (
     without,
 )
 from offload.engine.engine import Engine
-from offload.engine.model_io.load_pretrained import init
 from offload.engine.setup.initialize import initialize
 from offload.engine.training.snapshot import GeneratorStates
 from offload.errors import ConfigError, StoreError, UsageError
+from offload.model_io.load import init
 
 _PRECISION = {"32-true": None, "bf16-mixed": "torch_autocast", "bf16-true": "bf16", "16-true": "fp16"}
 """For each `precision` of Lightning's Trainer the block of the config that it enables."""

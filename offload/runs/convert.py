@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.aio.protocols import Queue
-from offload.engine.model_io.weight_source import StoreSource
 from offload.errors import StoreError
 from offload.layout.fingerprint import described_layouts, described_mode, store_specs
 from offload.layout.flat_layout import placed_for
 from offload.layout.modes import Mode, make_mode, moments_name
+from offload.model_io.source import StoreSource
 from offload.runs.converted_states import Side, StateConverter
 from offload.states import State
 from offload.swapper.store import Store

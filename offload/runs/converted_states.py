@@ -14,12 +14,12 @@ import torch
 
 from offload.aio.protocols import Future, Pending
 from offload.checkpoint.load import SavedMoments, SavedStates
-from offload.engine.model_io.weight_source import StoreSource
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout import optimizer_states
 from offload.layout.flat_layout import Segment, UnitLayout, segment_shards
 from offload.layout.modes import Mode
 from offload.layout.optimizer_states import join, split
+from offload.model_io.source import StoreSource
 from offload.states import State
 from offload.swapper.store import Store
 

@@ -32,11 +32,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from offload.checkpoint.dcp import METADATA
 from offload.checkpoint.foreign_contents import MASTER
-from offload.engine.model_io.output_folder import arriving, check_room
 from offload.engine.training.snapshot import DECOUPLED
 from offload.errors import StoreError
 from offload.fileio.plain_json import from_plain
 from offload.fileio.safetensors_stream import Tensor
+from offload.model_io.save import arriving, check_room
 from offload.runs.export import Exported, check_target
 from offload.runs.states_by_parameter import StatesPlan, TrainedSource, write_states
 from offload.sizes import count_of

@@ -13,17 +13,24 @@ from typing import NamedTuple
 
 from offload.aio.protocols import Queue
 from offload.checkpoint.files import read_manifest
-from offload.engine.model_io.checkpoint_source import CheckpointSource
-from offload.engine.model_io.grid.of_checkpoint import whole_of_checkpoint
-from offload.engine.model_io.grid.source import WholeSource
-from offload.engine.model_io.output_folder import arriving, check_room, copy_tokenizer, tokenizer_files
-from offload.engine.model_io.saved_names import described_names
-from offload.engine.model_io.weight_plan import Plan, make_plan, shard_size
-from offload.engine.model_io.weight_source import Source, StoreSource
-from offload.engine.model_io.weight_stream import read_nbytes, stream
-from offload.engine.model_io.weight_writer import Files, notices
 from offload.errors import StoreError
 from offload.layout.modes import dtype_name
+from offload.model_io.grid import WholeSource, whole_of_checkpoint
+from offload.model_io.save import (
+    Files,
+    Plan,
+    arriving,
+    check_room,
+    copy_tokenizer,
+    make_plan,
+    notices,
+    read_nbytes,
+    shard_size,
+    stream,
+    tokenizer_files,
+)
+from offload.model_io.saved_names import described_names
+from offload.model_io.source import CheckpointSource, Source, StoreSource
 from offload.runs.own_checkpoint import find_own
 from offload.swapper.store import note_saved as write_note
 

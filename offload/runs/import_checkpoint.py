@@ -33,10 +33,10 @@ from offload.checkpoint.files import (
 from offload.checkpoint.foreign import ForeignCheckpoint, is_foreign, look_foreign
 from offload.checkpoint.load import EVERYTHING
 from offload.checkpoint.resharding import Run, Source
-from offload.engine.model_io.output_folder import check_room
 from offload.errors import StoreError
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.fileio.safetensors_stream import Tensor, Writer
+from offload.model_io.save import check_room
 from offload.states import State
 
 _SLACK = 1 << 20

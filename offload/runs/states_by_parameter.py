@@ -15,7 +15,6 @@ import torch
 
 from offload.aio import aligned_empty
 from offload.checkpoint.foreign_contents import MASTER
-from offload.engine.model_io.weight_source import Reading, Source
 from offload.engine.training.snapshot import Snapshot
 from offload.errors import StoreError
 from offload.fileio.buffered_copy import flow
@@ -25,6 +24,7 @@ from offload.layout.fingerprint import described_layouts, described_mode
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.modes import ADAM, Mode
 from offload.layout.optimizer_states import join, master_sources
+from offload.model_io.source import Reading, Source
 from offload.notices import shell_command
 from offload.sizes import KIB
 from offload.states import State

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 from offload.aio import StripedFile
 from offload.aio.protocols import Queue
 from offload.checkpoint.files import is_checkpoint, progress_file, read_manifest, wrong_files
-from offload.engine.model_io.weight_source import lock_and_look, ranks_of
 from offload.errors import IoError, StoreError
+from offload.model_io.source import lock_and_look, ranks_of
 from offload.runs.own_checkpoint import find_own
 from offload.sizes import count_of, format_size
 from offload.swapper.store.folder import RunNotes

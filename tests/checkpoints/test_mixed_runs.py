@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from offload.aio import IoQueue
 from offload.cli.main import app
-from offload.engine.model_io.weight_source import StoreSource
 from offload.errors import StoreError
+from offload.model_io.source import StoreSource
 from offload.runs.inspection import inspect
 from offload.swapper.store.inspection import look
 from offload.swapper.store.store import Store

@@ -15,11 +15,11 @@ import offload
 from offload import testing
 from offload.aio import IoQueue, aligned_empty
 from offload.distributed import reshard
-from offload.engine.model_io.weight_source import StoreSource
 from offload.errors import IoError, OffloadError, StoreError
 from offload.layout.fingerprint import described_layouts
 from offload.layout.flat_layout import segment_shards
 from offload.layout.modes import MODES
+from offload.model_io.source import StoreSource
 from offload.swapper.store import rank_folders
 from offload.swapper.store.inspection import look
 from offload.swapper.store.store import Store

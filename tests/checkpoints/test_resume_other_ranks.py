@@ -17,11 +17,11 @@ from offload import testing
 from offload.aio import Bandwidth, IoQueue, aligned_empty
 from offload.checkpoint.resharding import shards_of_scales
 from offload.distributed import reshard
-from offload.engine.model_io.weight_source import StoreSource
 from offload.errors import IoError, StoreError
 from offload.layout.fingerprint import described_layouts
 from offload.layout.flat_layout import Segment, SegmentShard, UnitLayout, segment_shards
 from offload.layout.modes import MODES, Mode
+from offload.model_io.source import StoreSource
 from offload.runs.inspection import inspect
 from offload.runs.verify import RunChecking
 from offload.states import State

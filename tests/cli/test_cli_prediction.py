@@ -13,11 +13,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 from offload.cli.main import app
-from offload.engine.model_io.load_pretrained import init
 from offload.finetune import model as language_model
 from offload.finetune.lora import adapt, parse_lora
 from offload.hardware import probe
 from offload.hardware.probe.disturb import Others
+from offload.model_io.load import init
 from offload.planner import hardware
 from offload.planner.model_shape import from_name, from_training
 from offload.presets import build

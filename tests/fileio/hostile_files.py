@@ -24,11 +24,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from offload.checkpoint.foreign import is_foreign, look_foreign
-from offload.engine.model_io.safetensors_folder import stored_tensors
 from offload.errors import UsageError
 from offload.fileio.torch_file import StoredTensor, read_pickle, read_torch_file
 from offload.launch.environment import parse_environment_file
 from offload.launch.hosts import expand_counts, expand_nodelist, parse_hostfile, select
+from offload.model_io.folder import stored_tensors
 
 _SPARSE = 10 * 2**40
 _DEEP = "[" * 100_000

@@ -15,9 +15,9 @@ import transformers
 from torch import nn
 
 import offload
-from offload.engine.model_io.from_pretrained import _LEFT_OUT_IF_NONE
 from offload.engine.params.deferred_parameter import DeferredParameter, origin_of
 from offload.errors import ConfigError
+from offload.model_io.load import _LEFT_OUT_IF_NONE
 from tests.support import models
 from tests.support.oracle import assert_same_tensors, config
 

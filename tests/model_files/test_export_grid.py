@@ -17,8 +17,8 @@ import offload
 from offload import testing
 from offload.cli.main import app
 from offload.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from offload.engine.model_io.grid.strips import strips
 from offload.errors import UsageError
+from offload.model_io.grid import strips
 from tests.support.oracle import Job, assert_same_tensors
 from tests.support.ranks import pipelines
 from tests.support.ranks import tensor_parallel as tp

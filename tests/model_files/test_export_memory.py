@@ -11,7 +11,7 @@ from torch import nn
 import offload
 from offload import kernels, testing
 from offload.aio import IoQueue
-from offload.engine.model_io.weight_source import StoreSource
+from offload.model_io.source import StoreSource
 from offload.runs.export import export, make_plan, read_nbytes
 from tests.support import models
 from tests.support.exported_runs import DISK, ended, exported, tensors

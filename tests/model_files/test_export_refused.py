@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from offload.aio import IoQueue
 from offload.cli.main import app
-from offload.engine.model_io.weight_source import StoreSource
+from offload.model_io.source import StoreSource
 from offload.runs.export import export, make_plan
 from tests.support import models
 from tests.support.exported_runs import ended, exported, run, trained

@@ -17,14 +17,13 @@ from hypothesis import strategies as st
 
 from offload import testing
 from offload.aio import IoQueue
-from offload.engine.model_io import weight_stream
-from offload.engine.model_io.weight_plan import Cut, Place, Plan, make_plan
-from offload.engine.model_io.weight_source import StoreSource
-from offload.engine.model_io.weight_stream import Chunk, arranged
 from offload.errors import IoError
 from offload.fileio.safetensors_stream import Tensor
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.modes import MODES
+from offload.model_io import save
+from offload.model_io.save import Chunk, Cut, Place, Plan, arranged, make_plan
+from offload.model_io.source import StoreSource
 from offload.runs.export import export
 from offload.sizes import PAGE
 from offload.states import State
@@ -123,7 +122,7 @@ def test_memory_is_that_of_the_buffers_for_any_model(
 ) -> None:
     monkeypatch.undo()
     now, most = [0], [0]
-    real = weight_stream.aligned_empty
+    real = save.aligned_empty
 
     def counted(nbytes: int) -> memoryview:
         memory = real(nbytes)
@@ -135,8 +134,8 @@ def test_memory_is_that_of_the_buffers_for_any_model(
     testing.replace(monkeypatch, "export.buffer", counted)
     with IoQueue() as queue:
         written(run, tmp_path / "out", "fp32", queue)
-    numel, gaps = weight_stream._CHUNK_NUMEL, weight_stream._GAPS
-    assert most[0] == weight_stream._READS * 4 * numel + weight_stream._WRITES * (4 * numel + gaps)
+    numel, gaps = save._CHUNK_NUMEL, save._GAPS
+    assert most[0] == save._READS * 4 * numel + save._WRITES * (4 * numel + gaps)
     assert most[0] < 100 << 20 and now[0] == 0
 
 
@@ -201,7 +200,7 @@ def test_each_byte_of_a_chunk_goes_to_its_place_in_each_file(
     start = data.draw(st.integers(0, layout.numel - 1))
     numel = data.draw(st.integers(1, layout.numel - start))
     pieces, runs = arranged(plan, places, Chunk(0, 0, start, start, numel, (State.WEIGHT,)))
-    room = numel * 4 + weight_stream._GAPS
+    room = numel * 4 + save._GAPS
     buffer: list[int | None] = [None] * (room // 4)
     for piece in pieces:
         for index in range(piece.stop - piece.start):
@@ -221,7 +220,7 @@ def test_each_byte_of_a_chunk_goes_to_its_place_in_each_file(
     assert found == expected
     firsts = [run for run in runs if any(run.at <= piece.at < run.at + run.nbytes for piece in pieces)]
     assert bool(firsts) == bool(pieces) and all(run.at + run.nbytes <= room for run in runs)
-    if len(runs) <= weight_stream._GAPS // PAGE and not written_twice:
+    if len(runs) <= save._GAPS // PAGE and not written_twice:
         assert all((run.at - run.place.offset) % PAGE == 0 for run in runs), "O_DIRECT can write them"
 
 

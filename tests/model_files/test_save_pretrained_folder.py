@@ -16,9 +16,9 @@ import transformers
 import offload
 from offload import testing
 from offload.aio import IoQueue
-from offload.engine.model_io import output_folder as model_folder
 from offload.engine.params.local_shards import LocalShards
 from offload.errors import IoError, OffloadError, StoreError
+from offload.model_io import save
 from tests.model_files.test_save_pretrained import JOB, NAMES, a_tokenizer, engine, listed, untied
 from tests.support.exported_runs import tensors as all_tensors
 from tests.support.oracle import assert_same_tensors, start, train_step
@@ -209,7 +209,7 @@ def test_one_save_at_a_time_into_a_folder(
         real(*names)
         save_too()
 
-    real = model_folder._arrive
+    real = save._arrive
     testing.replace(monkeypatch, "folder.arrive", between)
     for _ in range(2):  # where nothing is, and where a model is replaced
         engine.save_pretrained(out)

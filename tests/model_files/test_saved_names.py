@@ -13,8 +13,8 @@ import transformers
 from torch import nn
 
 import offload
-from offload.engine.model_io import weight_stream
 from offload.errors import ConfigError
+from offload.model_io import save
 from tests.support import models
 from tests.support.exported_runs import DISK, exported, run, tensors
 from tests.support.oracle import Job, assert_same_tensors, start, train_step
@@ -122,9 +122,7 @@ def test_files_have_what_the_class_saves(model: str, monkeypatch: pytest.MonkeyP
     engine = trained(STREAMED[model], tmp_path / "swap")
     engine.module.save_pretrained(tmp_path / "theirs")
     expected = tensors(tmp_path / "theirs")
-    monkeypatch.setattr(
-        weight_stream, "_CHUNK_NUMEL", 4096
-    )  # some parts are in several chunks, some chunks in several parts
+    monkeypatch.setattr(save, "_CHUNK_NUMEL", 4096)  # some parts are in several chunks, some chunks in several parts
     monkeypatch.setattr(nn.Module, "state_dict", forbidden_of(engine.module))
     engine.save_pretrained(tmp_path / "ours", max_shard_size="20KB")
     found: dict[str, torch.Tensor] = {}

@@ -7,14 +7,14 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "save an adapter without the other names of shared buffers",
-        "offload.engine.model_io.save_pretrained",
+        "offload.model_io.save",
         "**all_persistent_buffers(module)}",
         "**persistent_buffers(module)}",
         "tests/trainers/test_trainer_peft_methods.py",
     ),
     Mutant(
         "leave the copy of a prompt encoder in the model",
-        "offload.engine.model_io.save_pretrained",
+        "offload.model_io.save",
         "        for name, encoder in own.items():",
         "        for name, encoder in dict[str, nn.Module]().items():",
         "tests/trainers/test_trainer_peft_methods.py",
@@ -28,7 +28,7 @@ MUTANTS = (
     ),
     Mutant(
         "read each strip of a shard from its begin",
-        "offload.engine.model_io.grid.source",
+        "offload.model_io.grid",
         "piece.segment.start + strip.start,",
         "piece.segment.start,",
         "tests/model_files/test_export_grid.py",
@@ -170,7 +170,7 @@ MUTANTS = (
     ),
     Mutant(
         "write a chunk of an export one element too far",
-        "offload.engine.model_io.weight_stream",
+        "offload.model_io.save",
         "offset + (begin - cut.start) * itemsize))",
         "offset + (begin - cut.start + 1) * itemsize))",
         "tests/model_files/test_export_stream.py",
@@ -184,14 +184,14 @@ MUTANTS = (
     ),
     Mutant(
         "files that others may have changed are read all the same",
-        "offload.engine.model_io.safetensors_folder",
+        "offload.model_io.folder",
         "if Stamp.of(os.fstat(file.fileno())) != self.stamp:",
         "if False:",
         "tests/model_files/test_pretrained_refused.py::test_files_that_change_before_initialize_are_an_error",
     ),
     Mutant(
         "config and index of an earlier save stay while files are moved in",
-        "offload.engine.model_io.output_folder",
+        "offload.model_io.save",
         "            path.unlink()\n        sync_folder(out)",
         "            pass\n        sync_folder(out)",
         "tests/model_files/test_save_pretrained_folder.py::test_a_kill_between_two_moves_leaves_nothing_that_loads_as_a_mixture",
@@ -275,7 +275,7 @@ MUTANTS = (
     ),
     Mutant(
         "read folders of two runs together",
-        "offload.engine.model_io.weight_source",
+        "offload.model_io.source",
         "    check_one_run([(each.folder, each.run_id) for each in ranks])\n",
         "",
         "tests/checkpoints/test_mixed_runs.py",
@@ -296,7 +296,7 @@ MUTANTS = (
     ),
     Mutant(
         "leave a shared layer to a loader that does not tie it",
-        "offload.engine.model_io.weight_plan",
+        "offload.model_io.save",
         'set(about.get("loader_ties", tied))',
         "set(tied)",
         "tests/model_files/test_shared_layers.py",

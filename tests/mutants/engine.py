@@ -189,7 +189,7 @@ MUTANTS = (
     ),
     Mutant(
         "take the rows of a conversion in the order of the files",
-        "offload.engine.model_io.name_mapping",
+        "offload.model_io.load",
         "                found[name] = once.reshape(-1)",
         "                found[name] = once.reshape(-1).sort().values",
         "tests/inference/test_inference.py",

@@ -35,7 +35,7 @@ MUTANTS = (
     ),
     Mutant(
         "read blocks of the second shard of an export over those of the first",
-        "offload.engine.model_io.block_chunks",
+        "offload.model_io.save",
         "        at += shard.numel * itemsize\n",
         "",
         "tests/frozen/test_frozen_blocks_processes.py",

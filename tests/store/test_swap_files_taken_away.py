@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from offload.aio import IoQueue
-from offload.engine.model_io.weight_source import StoreSource
 from offload.errors import StoreError
+from offload.model_io.source import StoreSource
 from offload.runs.verify import RunChecking
 from offload.swapper.store import Store, StoreSpec, remove_run
 from offload.swapper.store import drives as drives_module

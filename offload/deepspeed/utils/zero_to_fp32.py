@@ -19,11 +19,10 @@ import torch
 from torch import nn
 
 from offload.aio import IoQueue
-from offload.engine.model_io.weight_plan import Plan, make_plan, shard_size
-from offload.engine.model_io.weight_source import Source
-from offload.engine.model_io.weight_stream import stream
 from offload.errors import OffloadError, StoreError
 from offload.fileio.safetensors_stream import Tensor, shard
+from offload.model_io.save import Plan, make_plan, shard_size, stream
+from offload.model_io.source import Source
 from offload.runs.export import export, open_source
 from offload.runs.own_checkpoint import find_own
 

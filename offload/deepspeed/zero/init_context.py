@@ -16,9 +16,9 @@ from offload.deepspeed.comm import get_world_group, init_distributed
 from offload.deepspeed.content import content_of
 from offload.deepspeed.parameters import mark
 from offload.engine.keywords import refuse
-from offload.engine.model_io.load_pretrained import init
 from offload.errors import ConfigError, UsageError
 from offload.layout.modes import DTYPES
+from offload.model_io.load import init
 
 _DEVICES = (None, "none", "cpu", "nvme", "cuda")
 _UNSUPPORTED = {

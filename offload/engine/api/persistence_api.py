@@ -14,9 +14,9 @@ from offload.checkpoint.save import SaveRequest
 from offload.engine.api.deepspeed_api import DeepSpeedApi
 from offload.engine.core import EngineCore
 from offload.engine.keywords import refuse
-from offload.engine.model_io.save_pretrained import SaveOptions
 from offload.engine.training.snapshot import persistent_buffers
 from offload.errors import UsageError
+from offload.model_io.save import SaveOptions
 from offload.notices import Headline, announce
 
 logger = logging.getLogger("offload")

@@ -26,8 +26,6 @@ from offload.engine.core import EngineCore
 from offload.engine.inference.engine import InferenceEngine
 from offload.engine.inference.pass_meter import PassMeter
 from offload.engine.inference.tensor_places import TensorPlaces
-from offload.engine.model_io.load_pretrained import load_pretrained
-from offload.engine.model_io.safetensors_folder import CONFIG, Stored, stored_tensors
 from offload.engine.optim import build_optimizer as optimizer_choice
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.params.deferred_parameter import origin_of
@@ -38,6 +36,8 @@ from offload.engine.setup.plan import Plan, decide
 from offload.errors import ConfigError, UsageError
 from offload.layout.modes import DTYPES
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
+from offload.model_io.folder import CONFIG, Stored, stored_tensors
+from offload.model_io.load import load_pretrained
 from offload.notices import Remark, announce
 from offload.sizes import count_of, format_size
 from offload.states import State, Tier

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.model_io.name_mapping import Converted
-from offload.engine.model_io.quantized.of_bitsandbytes import FileBytes
-from offload.engine.model_io.safetensors_folder import Run, Stored
 from offload.engine.params.deferred_parameter import is_deferred, origin_of
 from offload.engine.params.opaque.paged_tensor import PagedTensor
 from offload.fileio.stamp import Stamp
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.frozen import OWN, inner_starts, inner_tensors_of, opaque_parameters
 from offload.layout.modes import Mode, dtype_name
+from offload.model_io.folder import FileBytes, Run, Stored
+from offload.model_io.load import Converted
 from offload.swapper.store.model_files import FileRange, UnitImage, image_of
 
 _MOST_RUNS = 64

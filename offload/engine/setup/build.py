@@ -27,7 +27,6 @@ from offload.engine.core import EngineCore
 from offload.engine.metrics.reporter import check_monitor, make_reporter
 from offload.engine.metrics.span_relay import Listener, Relay
 from offload.engine.metrics.step_meter import StepMeter
-from offload.engine.model_io.saved_names import about_saved
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.params.sharded.views import ShardedViews
 from offload.engine.sequence.forward import SequenceForward
@@ -46,6 +45,7 @@ from offload.fileio.stamp import Stamp
 from offload.hardware.probe import kept_window
 from offload.launch.environment import rank_number
 from offload.layout.fingerprint import describe
+from offload.model_io.saved_names import about_saved
 from offload.notices import Headline
 from offload.sizes import format_size
 from offload.swapper.store import Rating, Store, StoreSpec, Written

@@ -26,7 +26,6 @@ from offload.engine.distributed.tensor_parallel import TensorParallel, form_grid
 from offload.engine.dtype_mismatch import kept_in_fp32
 from offload.engine.engine import Engine
 from offload.engine.keywords import refuse
-from offload.engine.model_io.saved_names import saved_names
 from offload.engine.optim import build_optimizer as optimizer_choice
 from offload.engine.optim.optimizer import Optimizer, refuse_others
 from offload.engine.params.opaque.buffers import with_adopted_buffers
@@ -51,6 +50,7 @@ from offload.engine.training.module_entries import ModuleEntries
 from offload.engine.training.snapshot import keep_generators
 from offload.errors import ConfigError
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
+from offload.model_io.saved_names import saved_names
 from offload.notices import announce
 from offload.sizes import count_of, format_size
 from offload.swapper.memory.device import Device, compute_device, open_device

@@ -1,1 +1,0 @@
-"""Models from folders and into folders."""

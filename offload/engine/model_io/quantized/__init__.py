@@ -1,1 +1,0 @@
-"""Folders whose weights another library has quantized."""

@@ -1,0 +1,527 @@
+"""The weights of a whole model as a `Source`, read from the parts of a checkpoint or of an engine's processes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offload.aio import aligned_empty
+from offload.aio.protocols import Pending, Queue
+from offload.checkpoint.directory import CheckpointPlace, check_parts
+from offload.checkpoint.files import read_manifest, states_file
+from offload.checkpoint.load import FoundCheckpoint, SavedStates, StateReader, compare_bytes, look
+from offload.checkpoint.resharding import Run
+from offload.checkpoint.resharding import Source as PartSource
+from offload.distributed.process_group import Ranks
+from offload.engine.distributed.tensor_parallel import TensorParallel
+from offload.engine.training.components import EngineComponents
+from offload.engine.training.snapshot import persistent_buffers
+from offload.errors import IoError, StoreError
+from offload.layout.fingerprint import about, describe, described_layouts, described_mode
+from offload.layout.flat_layout import Segment, UnitLayout, arrange
+from offload.layout.modes import Mode
+from offload.layout.optimizer_states import KEPT
+from offload.model_io.source import Source
+from offload.states import State
+
+# -- layout --------------------------------------------------------------------------------------------
+#
+# The layout of a whole model, from the layouts of its parts. Pure.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartLayout:
+    """What one part has: the layers of some stages, and one shard of each parameter that is divided."""
+
+    layouts: tuple[UnitLayout, ...]
+    mode: Mode
+    about: Mapping[str, Any]
+    """Made by `CheckpointPlace.described`."""
+    position: int
+    """Position in the pipeline; 0 without one."""
+    coordinate: int
+    """Which shards; 0 without tensor parallelism."""
+    in_pipeline: bool
+
+    @classmethod
+    def of(
+        cls, description: Mapping[str, Any], about: Mapping[str, Any], layouts: tuple[UnitLayout, ...], mode: Mode
+    ) -> PartLayout:
+        """Returns the part that is described.
+
+        Args:
+            description: Made by `CheckpointPlace.described`.
+            about: Made there too.
+            layouts: The units that it describes.
+            mode: Its mode.
+        """
+        return cls(
+            layouts=layouts,
+            mode=mode,
+            about=about,
+            position=description.get("pipeline", {}).get("position", 0),
+            coordinate=description.get("tensor_parallel", {}).get("coordinate", 0),
+            in_pipeline="pipeline" in description,
+        )
+
+
+class PieceOf(NamedTuple):
+    """Where a part has its piece of a parameter."""
+
+    part: int
+    unit: int
+    segment: Segment
+
+
+class WholeParameter(NamedTuple):
+    """A parameter of the whole model."""
+
+    segment: Segment
+    dim: int | None
+    """The dimension along which the pieces are cut; None for one piece that is all."""
+    pieces: tuple[PieceOf, ...]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Elements of a row of each piece; see `strips`."""
+        shapes = [piece.segment.shape[self.dim or 0 :] for piece in self.pieces]
+        return tuple(math.prod(shape) for shape in shapes)
+
+
+class WholeModel(NamedTuple):
+    """A whole model, put together of parts."""
+
+    layouts: tuple[UnitLayout, ...]
+    parameters: tuple[tuple[WholeParameter, ...], ...]
+    """Those of each unit, in the order of its segments."""
+    about: Mapping[str, Any]
+    names: Mapping[tuple[int, str], str]
+    """The whole model's name of each parameter and buffer, by position and own name; without those left out."""
+
+
+def whole_model(parts: Sequence[PartLayout], buffers: Sequence[Sequence[str]]) -> WholeModel:
+    """Puts parts together.
+
+    Names of a pipeline begin with the number of the stage. They are left without it if no two are the same then.
+
+    Args:
+        parts: All parts.
+        buffers: For each part the names of its buffers.
+
+    Raises:
+        StoreError: If it is not known how parameters are divided, or parts are stored as blocks.
+    """
+    first = [number for number, part in enumerate(parts) if part.coordinate == 0]
+    names = _names([(parts[number], buffers[number]) for number in first])
+    layouts, parameters = [], []
+    for number in sorted(first, key=lambda each: parts[each].position):
+        part = parts[number]
+        row = [each for each, other in enumerate(parts) if other.position == part.position]
+        row.sort(key=lambda each: parts[each].coordinate)
+        for layout in part.layouts:
+            found = [
+                _parameter(names[part.position, segment.name], segment, row, parts)
+                for segment in layout.segments
+                if (part.position, segment.name) in names
+            ]
+            if not found:
+                continue
+            whole = arrange(layout.name, [each.segment for each in found], 1)
+            by_name = {each.segment.name: each for each in found}
+            layouts.append(whole)
+            parameters.append(tuple(by_name[each.name]._replace(segment=each) for each in whole.segments))
+    return WholeModel(tuple(layouts), tuple(parameters), _about([parts[number] for number in first], names), names)
+
+
+def _names(parts: Sequence[tuple[PartLayout, Sequence[str]]]) -> dict[tuple[int, str], str]:
+    """Returns the whole model's names; see `WholeModel.names`."""
+    own = [
+        (part.position, name, name in part.about["elsewhere"])
+        for part, buffers in parts
+        for name in [*(each.name for layout in part.layouts for each in layout.segments), *buffers]
+    ]
+    if not any(part.in_pipeline for part, _ in parts):
+        return {(position, name): name for position, name, _ in own}
+    short = [(position, name, tied, name.partition(".")[2]) for position, name, tied in own]
+    others = {each for *_, tied, each in short if not tied}
+    counted = [each for *_, tied, each in short if not (tied and each in others)]
+    # A copy of a tied layer has the name of the first; all other names must tell layers apart.
+    if len(set(counted)) == len(counted):
+        return {(p, name): each for p, name, tied, each in short if not (tied and each in others)}
+    return {(position, name): name for position, name, _ in own}
+
+
+def _parameter(name: str, segment: Segment, row: Sequence[int], parts: Sequence[PartLayout]) -> WholeParameter:
+    """Returns a parameter of the whole model.
+
+    Args:
+        name: Its name there.
+        segment: Its segment in the first part of the row.
+        row: The parts that have the same layers, by their coordinates.
+        parts: All parts.
+    """
+    about = parts[row[0]].about
+    if segment.form or segment.inner:
+        raise StoreError(
+            f"{segment.name} is stored as {segment.form or segment.kind}, and parts of such weights are not put "
+            "together: save engine.module.state_dict() of each process"
+        )
+    divided = segment.parameter in about["divided"]
+    dim = about["divided"].get(segment.parameter)
+    if divided and dim is None:
+        raise StoreError(
+            f"{segment.name} is a shard of Megatron's, which does not say how the whole is divided: load the "
+            "checkpoint into a run of the same size, and save engine.module.state_dict() for Megatron's own tools"
+        )
+    pieces = tuple(_piece(number, segment.name, parts[number]) for number in (row if divided else row[:1]))
+    shape = list(segment.shape)
+    if dim is not None:
+        shape[dim] = sum(piece.segment.shape[dim] for piece in pieces)
+    stack = segment.stack and name.rpartition("[")[0]
+    whole = Segment(name, tuple(shape), 0, math.prod(shape), segment.trainable, stack=stack, row=segment.row)
+    return WholeParameter(whole, dim, pieces)
+
+
+def _piece(number: int, name: str, part: PartLayout) -> PieceOf:
+    """Returns where a part has a parameter."""
+    return next(
+        PieceOf(number, unit, segment)
+        for unit, layout in enumerate(part.layouts)
+        for segment in layout.segments
+        if segment.name == name
+    )
+
+
+def _about(first: Sequence[PartLayout], names: Mapping[tuple[int, str], str]) -> dict[str, Any]:
+    """Returns what is said about the whole model, whose tied names are those of all stages."""
+    tied: dict[str, str] = {}
+    loader_ties: list[str] = []
+    for part in first:
+        for alias, name in part.about["tied"].items():
+            if (whole := names.get((part.position, name))) is not None:
+                # Under the stage's number if the other names are.
+                wholly = alias if whole == name else alias.partition(".")[2]
+                tied[wholly] = whole
+                if alias in part.about.get("loader_ties", ()):
+                    loader_ties.append(wholly)
+    changed = {"tied": tied, "loader_ties": loader_ties}
+    left_out = ("divided", "elsewhere", *changed)
+    return {**{key: value for key, value in first[0].about.items() if key not in left_out}, **changed}
+
+
+# -- strips --------------------------------------------------------------------------------------------
+#
+# Pure arithmetic of a tensor that is cut along one dimension: which elements of the pieces are those of the whole.
+#
+# whole (4, 6), cut along 1       a row of the whole has a part of each piece's row; neighbouring rows are read at once
+# a a a a | b b
+# a a a a | b b                   elements 8 to 20: the end of row 1, row 2, the begin of row 3
+# a a a a | b b
+# a a a a | b b
+
+
+class Strip(NamedTuple):
+    """Elements [start, stop) of one piece, which are the same columns of `rows` rows of the whole."""
+
+    piece: int
+    start: int
+    stop: int
+    at: int
+    """Element of the range of the whole at which the first of them is."""
+    rows: int
+
+
+def strips(widths: Sequence[int], start: int, stop: int) -> Iterator[Strip]:
+    """Yields the strips that make up elements [start, stop) of the whole.
+
+    Args:
+        widths: For each piece the elements between two elements of it that are one row apart: the product of its sizes
+            from the dimension of the cut on. Their sum is a row of the whole.
+        start: First element.
+        stop: End of the elements.
+    """
+    borders, at = [0, *itertools.accumulate(widths)], start
+    row = borders[-1]
+    while at < stop:
+        number, within = divmod(at, row)
+        whole_rows = 0 if within else (stop - at) // row
+        # Rows that are there as a whole are one read of each piece; at the ends a read for each part of a row.
+        columns = range(row) if whole_rows else range(within, min(row, within + stop - at))
+        rows = whole_rows or 1
+        for piece, (left, right) in enumerate(itertools.pairwise(borders)):
+            first, last = max(left, columns.start), min(right, columns.stop)
+            if first < last:
+                width = right - left
+                begin = number * width + first - left
+                end = begin + (rows - 1) * width + last - first
+                yield Strip(piece, begin, end, at - start + first - columns.start, rows)
+        at += rows * len(columns)
+
+
+# -- source --------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """One part of a model, open for reads."""
+
+    layout: PartLayout
+    states: StateReader
+    buffers: Mapping[str, torch.Tensor]
+    frozen: bool
+
+
+class WholeSource:
+    """The parts of a model as one; implements `offload.model_io.source.Source`."""
+
+    def __init__(self, parts: Sequence[Part], step: int, close: Callable[[], None] = lambda: None) -> None:
+        """Puts the parts together.
+
+        Args:
+            parts: All parts.
+            step: Number of the step.
+            close: Closes their files.
+
+        Raises:
+            StoreError: If the parts cannot be put together.
+        """
+        self._parts, self._close = parts, close
+        whole = whole_model([part.layout for part in parts], [list(part.buffers) for part in parts])
+        modes = {part.layout.mode.name: part.layout.mode for part in parts}
+        if len(modes) > 1:
+            raise StoreError(f"the parts are in different modes, {', '.join(modes)}: give parts of one run")
+        (self._mode,) = modes.values()
+        self._parameters = whole.parameters
+        # One rank and no padding between states of ranks: `read` finds bytes by their elements alone.
+        self.description: Mapping[str, Any] = describe(whole.layouts, self._mode, 1)
+        self.about, self.step = whole.about, step
+        self.client_state: Mapping[str, Any] = {}
+        """Each part has its own, of which none is that of the whole."""
+        self.frozen = all(part.frozen for part in parts)
+        self.buffers: Mapping[str, torch.Tensor] = {
+            whole.names[part.layout.position, name]: value
+            for part in parts
+            if part.layout.coordinate == 0
+            for name, value in part.buffers.items()
+        }
+
+    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> _Joined:
+        """Begins to read bytes of a whole unit; see `Source.read`. Its only rank is 0."""
+        assert rank == 0
+        size = self._mode.states[state].itemsize
+        joined, first, last = _Joined(len(buffer)), start // size, (start + len(buffer)) // size
+        # Padding between parameters is not read: nobody looks at those bytes of the buffer.
+        for parameter in self._parameters[unit]:
+            segment = parameter.segment
+            begin, end = max(first, segment.start), min(last, segment.stop)
+            if begin < end:
+                out = buffer[(begin - first) * size : (end - first) * size]
+                self._begin(parameter, state, range(begin - segment.start, end - segment.start), out, joined)
+        return joined
+
+    def _begin(
+        self, parameter: WholeParameter, state: State, elements: range, out: memoryview, joined: _Joined
+    ) -> None:
+        """Begins to read elements of a parameter from its pieces.
+
+        Args:
+            parameter: The parameter.
+            state: The state.
+            elements: Its elements.
+            out: Receives their bytes.
+            joined: Receives the reads.
+        """
+        size, widths = self._mode.states[state].itemsize, parameter.widths
+        for strip in strips(widths, elements.start, elements.stop):
+            piece = parameter.pieces[strip.piece]
+            nbytes = (strip.stop - strip.start) * size
+            if strip.rows == 1:
+                memory = out[strip.at * size : strip.at * size + nbytes]
+            else:
+                # One long read in place of one for each row, whose parts are put where they belong afterwards.
+                memory = aligned_empty(nbytes)
+                row = sum(widths) * size
+                joined.copies.append(_Copy(memory, out[strip.at * size :], strip.rows, row))
+            source = PartSource(piece.unit, piece.segment.start + strip.start, piece.segment.trainable)
+            run = Run(0, strip.stop - strip.start, source)
+            joined.reads += self._parts[piece.part].states.read(run, state, memory, 0)
+
+    def close(self) -> None:
+        """Closes the files; idempotent."""
+        self._close()
+
+
+class _Copy(NamedTuple):
+    """Rows that were read one behind the other, and where they go, `step` bytes apart."""
+
+    memory: memoryview
+    out: memoryview
+    rows: int
+    step: int
+
+    def run(self) -> None:
+        """Copies them."""
+        width = len(self.memory) // self.rows
+        whole = torch.frombuffer(self.out, dtype=torch.uint8)
+        rows = torch.frombuffer(self.memory, dtype=torch.uint8).view(self.rows, width)
+        whole.as_strided((self.rows, width), (self.step, 1)).copy_(rows)
+
+
+class _Joined:
+    """Reads of several parts, as one."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self.reads: list[Pending] = []
+        self.copies: list[_Copy] = []
+
+    def done(self) -> bool:
+        """Returns True if all reads have ended."""
+        return all(read.done() for read in self.reads)
+
+    def wait(self) -> int:
+        """Waits for all reads, in their order, and returns the number of bytes."""
+        # In the order of their begin: with an engine each wait is a collective.
+        for read in self.reads:
+            read.wait()
+        for copy in self.copies:
+            copy.run()
+        return self._nbytes
+
+
+# -- of checkpoint -------------------------------------------------------------------------------------
+#
+# A checkpoint that a grid of processes has saved, as the weights of a whole model.
+
+
+def whole_of_checkpoint(checkpoint: Path, queue: Queue) -> WholeSource:
+    """Opens all parts of a checkpoint, after their weights have been compared with the checksums.
+
+    They are read twice: pieces of a parameter are not read in the order in which the checksums are.
+
+    Args:
+        checkpoint: Folder of the checkpoint.
+        queue: Queue for the reads; owned by the caller.
+
+    Raises:
+        StoreError: If something is missing.
+        IoError: If weights are damaged.
+    """
+    manifest = read_manifest(checkpoint)
+    check_parts(checkpoint, manifest)
+    # Rank 0 of no engine: the progress of rank 0 has the buffers, which all ranks of a part have.
+    found = [look(checkpoint / part, 0, 0, {}) for part in manifest.parts]
+    for each in found:
+        _compare(each, queue)
+    # Files that are open already are closed if a later part cannot be opened, or the parts do not fit.
+    with contextlib.ExitStack() as opened:
+        parts = []
+        for each in found:
+            states = opened.enter_context(contextlib.closing(each.open(queue)))
+            layout = PartLayout.of(each.manifest.layout, each.manifest.about, each.layouts, each.mode)
+            parts.append(Part(layout, states, each.progress.buffers, each.manifest.frozen))
+        return WholeSource(parts, manifest.step, opened.pop_all().close)
+
+
+def _compare(found: FoundCheckpoint, queue: Queue) -> None:
+    """Raises `IoError` if weights of a part are damaged."""
+    # Moments are not read, so damage of them does not keep anyone from the weights.
+    work = [
+        (rank, name)
+        for rank, tensors in enumerate(found.places)
+        for name in tensors
+        if State(name.partition(".")[2]) in KEPT
+    ]
+
+    def damaged(path: Path, name: str) -> None:
+        tensor = next(each[name] for rank, each in enumerate(found.places) if states_file(rank) == path.name)
+        raise IoError(str(path), tensor.offset, tensor.tensor.nbytes, errno.EBADMSG, f"use {name},")
+
+    compare_bytes(found, work, queue, damaged)
+
+
+# -- of engine -----------------------------------------------------------------------------------------
+#
+# The weights of a grid of processes, between steps, as those of a whole model. All of them read the same bytes.
+
+
+class _Partitions:
+    """The partitions of one part, each of which its own process reads and sends; implements `PartitionReader`."""
+
+    def __init__(self, own: Source, processes: Sequence[int]) -> None:
+        self._own, self._processes = own, processes
+
+    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Pending:
+        """Begins to fill `buffer` from byte `start` of a rank's partition on. Collective."""
+        return self._own.read(self._processes[rank], unit, state, start, buffer)
+
+    def close(self) -> None:
+        """Does nothing: no file is open."""
+
+
+def whole_of_engine(module: nn.Module, components: EngineComponents, grid: TensorParallel, own: Source) -> WholeSource:
+    """Returns the weights of all processes as one model. Collective of all of them.
+
+    Args:
+        module: The model of this process.
+        components: The components of its engine.
+        grid: Its place.
+        own: Reads the partition of a process, by its rank among all, and sends it to all others.
+
+    Raises:
+        StoreError: On all processes, if the parts cannot be put together.
+    """
+    rows = grid.everyone.share(_described(module, components, grid), "describe the model")
+    parts = []
+    # In one order on all processes, since buffers are sent in between.
+    for name in grid.parts:
+        processes = [number for number, row in enumerate(rows) if row["part"] == name]
+        first = rows[processes[0]]
+        description, said = first["layout"], first["about"]
+        layouts, mode = described_layouts(description, part=True), described_mode(description)
+        layout = PartLayout.of(description, said, layouts, mode)
+        # Processes of a column are in the order of their ranks; those of other replicas follow, and read nothing.
+        shards = int(description["world_size"])
+        states = SavedStates(layouts, mode, shards, _Partitions(own, processes[:shards]))
+        parts.append(Part(layout, states, _buffers(module, grid.everyone, processes[0], first["buffers"]), True))
+    return WholeSource(parts, own.step)
+
+
+def _described(module: nn.Module, components: EngineComponents, grid: TensorParallel) -> dict[str, Any]:
+    """Returns what the others need to know of this process; of a column one process describes it."""
+    place = CheckpointPlace(rank=components.rank, mesh=components.mesh, grid=grid)
+    # The description names each parameter, and would be sent once for each rank.
+    if components.rank:
+        return {"part": grid.part}
+    layout, said = place.described(
+        describe(components.layouts, components.shards.mode, components.mesh.shards), about(module)
+    )
+    buffers = {
+        name: [str(value.dtype).removeprefix("torch."), list(value.shape)]
+        for name, value in persistent_buffers(module).items()
+    }
+    return {"part": grid.part, "layout": layout, "about": said, "buffers": buffers}
+
+
+def _buffers(
+    module: nn.Module, everyone: Ranks, source: int, described: Mapping[str, Sequence[Any]]
+) -> dict[str, torch.Tensor]:
+    """Returns the buffers of process `source`, on each process. Collective."""
+    own = persistent_buffers(module) if everyone.rank == source else {}
+    found = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+        for name, (dtype, shape) in described.items()
+    }
+    for name, value in found.items():
+        if name in own:
+            value.copy_(own[name].detach())
+        everyone.broadcast(value, source)
+    return found

@@ -1,0 +1,1327 @@
+"""`engine.save_pretrained` and `save_16bit_model`: save the weights, between steps, for other libraries to load.
+
+All ranks iterate over all partitions in the same order. The rank that owns a partition reads it and broadcasts it, and
+rank 0 writes. A peft adapter is small: every rank gathers the whole adapter, and rank 0 calls peft to write it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import json
+import logging
+import math
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from offload.aio import DirectFile, aligned_empty
+from offload.aio.protocols import Future, Pending, Queue, wait_for_all
+from offload.checkpoint.directory import LOCK, exchange, make_folder, naming_errors, only_save, write_new
+from offload.checkpoint.files import check_folder
+from offload.checkpoint.save import own_or_shared
+from offload.distributed.agreement import AllOrNothing, Collective
+from offload.engine.params.saved_state import Part
+from offload.engine.training.components import EngineComponents, together
+from offload.engine.training.snapshot import all_persistent_buffers, persistent_buffers
+from offload.errors import BudgetError, ConfigError, IoError, StoreError, UsageError
+from offload.fileio import inner_folder, keep_mode_and_owner, sync_folder
+from offload.fileio.buffered_copy import WriteBehind, flow
+from offload.fileio.safetensors_stream import Tensor, Writer, shard
+from offload.fileio.safetensors_stream import plan as plan_file
+from offload.kernels.blocks import BLOCK_FORMATS, dequantize
+from offload.layout.fingerprint import about, describe, described_layouts, described_mode
+from offload.layout.flat_layout import Segment, SegmentShard, UnitLayout, segment_shards
+from offload.layout.modes import DTYPES, Mode, dtype_name
+from offload.layout.optimizer_states import join, master_sources
+from offload.model_io.folder import CONFIG, GENERATION, INDEX, SINGLE
+from offload.model_io.grid import whole_of_engine
+from offload.model_io.saved_names import SavedNames, saved_names
+from offload.model_io.source import Reading, Source
+from offload.sizes import KIB, PAGE, count_of, format_size, parse_size
+from offload.states import State
+
+# -- output folder -------------------------------------------------------------------------------------
+#
+# Placement of a model's files in their folder: all of them, or none.
+#
+#     <folder>.partial             files being written, if the folder does not exist or contains only files that a save
+#                                  writes; takes the folder's name, or is exchanged with the folder in one step
+#     <folder>/.offload.partial    files being written, if foreign files in the folder must stay; the new files are
+#                                  moved in one by one
+#     .<folder>.lock               locked during a save; names the saving process. It is `.offload.lock` in the folder
+#                                  if nothing can be made beside the folder
+#
+# Files are moved in one by one in the second case, and if the system cannot exchange folders. Config and index are then
+# deleted first and moved in last, so that a kill between two moves leaves a folder that nobody takes for a model, never
+# a mixture that loads.
+
+
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_UNIVERSAL = re.compile(r"(fp32|exp_avg|exp_avg_sq|step|optimizer_state|\w+_model_states)\.pt|latest_universal")
+"""Files of a universal checkpoint of DeepSpeed."""
+_HEADS = (CONFIG, INDEX, SINGLE, "adapter_config.json")
+"""Files by which loaders find the weights; without them the folder is no model."""
+TOKENIZER = (
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt "
+    "tokenizer.model spiece.model sentencepiece.bpe.model chat_template.jinja chat_template.json"
+).split()
+"""Files of a tokenizer, as transformers names them."""
+_ADAPTER = ("adapter_model.safetensors", "adapter_config.json", "README.md")
+
+
+@contextlib.contextmanager
+def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> Iterator[Path]:
+    """Yields a staging folder whose files replace those in `out` if the context ends without an error.
+
+    One writer at a time. After an error in the context `out` is unchanged. An error while the new files are put in
+    place raises too, and leaves those that are in place.
+
+    Args:
+        out: The output folder.
+        notice: Called with a message about leftovers of a killed save, which are removed.
+        whole: True if the files are a complete model: weights of an earlier model are removed. Otherwise every file in
+            `out` stays, unless a new file has its name.
+
+    Raises:
+        StoreError: If another process writes to `out`, or the staging folder contains foreign files.
+        IoError: If something cannot be written.
+    """
+    make_folder(out.parent)
+    with only_save(out, out.name, _lock_of(out)):
+        # The staging folder is beside `out` if `out` can be replaced as a whole, which is atomic; else inside of `out`.
+        beside = not _is_in_use(out) and (_is_free(out) or (whole and _is_ours(out)))
+        partial = out.with_name(f"{out.name}.partial") if beside else out / ".offload.partial"
+        with naming_errors(partial, "make"):
+            # A killed save may have left the folder; `_clear` removes its files or refuses them.
+            partial.mkdir(exist_ok=True)
+            # Where others may write too, its name may be that of a folder of theirs, or of a link.
+            with inner_folder(partial, 1, ours=True):
+                pass
+        _clear(partial, notice)
+        try:
+            yield partial
+            with naming_errors(partial, "write"):
+                if beside:
+                    _keep_others(partial, out)
+                    if out.exists():
+                        keep_mode_and_owner(out.stat(), partial)
+                sync_folder(partial)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        with naming_errors(out, "rename"):  # from here on the new files stay, whatever happens
+            _arrive(partial, out) if beside else _move_in(partial, out, whole)
+
+
+def _lock_of(out: Path) -> Path:
+    """Returns the path of the lock file. The result must not depend on anything that a save changes."""
+    # Two saves at a time must use the same lock, also if one of them creates or replaces `out` meanwhile.
+    inside = out.is_dir() and not os.access(out.parent, os.W_OK)
+    return out / LOCK if inside else out.with_name(f".{out.name}.lock")
+
+
+def check_room(folder: Path, nbytes: int, out: Path) -> None:
+    """Raises `StoreError` if the drive has no room for `nbytes` more.
+
+    Args:
+        folder: Any folder on the drive.
+        nbytes: Bytes that will be written.
+        out: Output folder, for the message.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise StoreError(
+            f"{out} needs {format_size(nbytes)}, but its drive has {format_size(free)} free; free some room, or "
+            "choose another folder"
+        )
+
+
+def check_not_a_file(out: Path) -> None:
+    """Raises `StoreError` if `out` exists and is no folder."""
+    if os.path.lexists(out) and not out.is_dir():
+        raise StoreError(f"{out} is not a folder; give a folder, or a name that does not exist")
+
+
+def _is_in_use(out: Path) -> bool:
+    """Returns whether the working directory of this process is in `out`: an exchange would delete that directory."""
+    return Path.cwd().is_relative_to(out.resolve())
+
+
+def _is_free(out: Path) -> bool:
+    """Returns whether `out` does not exist, or is empty and can be replaced."""
+    return not out.exists() or (not out.is_mount() and not out.is_symlink() and not any(out.iterdir()))
+
+
+def _is_ours(out: Path) -> bool:
+    """Returns whether a folder contains only files that a save writes."""
+    known = (CONFIG, GENERATION, *TOKENIZER)
+    return (
+        not out.is_mount()
+        and not out.is_symlink()
+        and all(
+            (path.name in known or _WEIGHTS.fullmatch(path.name)) and path.is_file() and not path.is_symlink()
+            for path in out.iterdir()
+        )
+    )
+
+
+def _clear(partial: Path, notice: Callable[[str], None]) -> None:
+    """Removes leftovers of a killed save; raises `StoreError` if `partial` contains a foreign file."""
+    left = [path for path in partial.rglob("*") if path.is_file()]
+    known = (CONFIG, GENERATION, *TOKENIZER, *_ADAPTER)
+    ours = (_WEIGHTS, _UNIVERSAL)
+    foreign = [p.name for p in left if not (p.name in known or any(each.fullmatch(p.name) for each in ours))]
+    if foreign:
+        raise StoreError(
+            f"{partial} contains {foreign[0]}, which was not left by a save; move that file away, or choose another "
+            "name"
+        )
+    if left:
+        # `st_blocks` counts units of 512 bytes, whatever the file system's block size is.
+        nbytes = sum(path.stat().st_blocks * 512 for path in left)
+        notice(f"removed {partial}, {format_size(nbytes)} of an interrupted save or export")
+    for path in left:
+        path.unlink()
+    for path in sorted((path for path in partial.rglob("*") if path.is_dir()), reverse=True):
+        path.rmdir()
+
+
+def _keep_others(partial: Path, out: Path) -> None:
+    """Copies to `partial` the files of `out` that this save does not write, such as a tokenizer's."""
+    for path in out.iterdir() if out.exists() else ():
+        if not _WEIGHTS.fullmatch(path.name) and not (partial / path.name).exists():
+            shutil.copy2(path, partial / path.name)
+
+
+def _arrive(partial: Path, out: Path) -> None:
+    """Gives the staging folder its final name and deletes the folder that had the name.
+
+    If the system cannot exchange folders, the files are moved in one by one.
+    """
+    if not out.exists() or not any(out.iterdir()):
+        os.rename(partial, out)
+        sync_folder(out.parent)
+        return
+    # After the exchange `partial` is the old folder.
+    if exchange(partial, out):
+        sync_folder(out.parent)
+        shutil.rmtree(partial, ignore_errors=True)
+    else:
+        _move_in(partial, out, whole=True)
+
+
+def _move_in(partial: Path, out: Path, whole: bool) -> None:
+    """Moves files into `out` one by one; if they are a `whole` model, weights of an earlier model are deleted."""
+    new = sorted(path.relative_to(partial) for path in partial.rglob("*") if path.is_file())
+    heads = [path for path in new if path.name in _HEADS]
+    gone = [path for path in out.iterdir() if whole and _WEIGHTS.fullmatch(path.name)]
+    gone += [out / path for path in heads if (out / path).exists() and out / path not in gone]
+    # A single file that replaces a single file needs no deletion first: `os.replace` below is atomic.
+    if len(new) > 1 or gone != [out / new[0]]:
+        for path in sorted(gone, key=lambda path: (path.name not in _HEADS, path.name)):
+            path.unlink()
+        sync_folder(out)
+    # The config comes last of all: loaders look for it first.
+    for name in [*(path for path in new if path not in heads), *sorted(heads, key=lambda path: path.name == CONFIG)]:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(partial / name, out / name)
+    sync_folder(out)
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def copy_tokenizer(folder: Path, out: Path) -> None:
+    """Copies the files of a tokenizer; `out` must not contain them. Raises `IoError`."""
+    for name in tokenizer_files(folder):
+        try:
+            shutil.copyfile(folder / name, out / name)
+        except OSError as error:
+            raise IoError(str(out / name), 0, 0, error.errno or errno.EIO, "write") from error
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """Returns the names of a tokenizer's files; raises `StoreError` if the folder contains none."""
+    found = [name for name in TOKENIZER if (folder / name).is_file()]
+    if not found:
+        raise StoreError(f"{folder} contains no file of a tokenizer, such as {TOKENIZER[0]}")
+    return found
+
+
+# -- weight plan ---------------------------------------------------------------------------------------
+#
+# Decisions of an export, made before any file is created: names, dtypes, files and the place of each tensor.
+
+
+class Place(NamedTuple):
+    """First byte of a tensor: name of the file, and byte offset in the file."""
+
+    file: str
+    offset: int
+
+
+class Cut(NamedTuple):
+    """Elements [start, stop) of a parameter, which are one tensor of the files."""
+
+    start: int
+    stop: int
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Names, dtypes and files of an export, decided before any file is created."""
+
+    layouts: tuple[UnitLayout, ...]
+    mode: Mode
+    world_size: int
+    frozen: bool
+    """True if frozen weights are written."""
+    dtype: torch.dtype
+    cuts: Mapping[str, tuple[Cut, ...]]
+    """For each segment, what is written of its parameter: all of it, under its name and tied ones that no loader ties.
+
+    A model's class may give it other names, or cut it.
+    """
+    buffers: Mapping[str, tuple[str, ...]]
+    """The same for each persistent buffer."""
+    shards: Mapping[str, Mapping[str, Tensor]]
+    """Tensors of each file."""
+    config: Mapping[str, Any] | None
+    """Config of transformers; None if the model has none, or only weights are written."""
+    generation: Mapping[str, Any] | None
+    metadata: Mapping[str, str]
+    left_out: tuple[str, ...]
+    """Entries of the model's `state_dict` that no file contains."""
+    unconverted: bool
+    """True if weights have the form that transformers has in memory, where it would compute another for files."""
+
+    def places(self) -> dict[str, Place]:
+        """Returns the place of each tensor in the files, by name."""
+        return {
+            name: Place(file, location.offset)
+            for file, tensors in self.shards.items()
+            for name, location in plan_file(tensors, self.metadata)[1].items()
+        }
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensors in self.shards.values() for tensor in tensors.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all safetensors files, headers included."""
+        heads = sum(len(plan_file(tensors, self.metadata)[0]) for tensors in self.shards.values())
+        return heads + self.weights_nbytes
+
+
+def shard_size(text: str | int) -> int:
+    """Returns the limit of a file's size in bytes; raises `ConfigError`."""
+    nbytes = parse_size(text)
+    # A limit of 0 would put each tensor into a file of its own, which nobody means.
+    if not nbytes:
+        raise ConfigError(f"no weights fit in files of max_shard_size {text!r}; give a size such as 5GB")
+    return nbytes
+
+
+def make_plan(
+    source: Source,
+    dtype: str | torch.dtype | None,
+    shard_nbytes: int,
+    frozen: bool = True,
+    name: str | None = None,
+    saved: SavedNames | None = None,
+) -> Plan:
+    """Decides names, dtypes and files.
+
+    Args:
+        source: The weights.
+        dtype: Dtype of the written weights; None for that of the model.
+        shard_nbytes: Limit of a file's size in bytes.
+        frozen: False to write only trainable weights and buffers.
+        name: Name of the only file to write; None to write all files of a model's folder.
+        saved: What the model's class makes of its weights in files; None for each under its own name.
+
+    Raises:
+        ConfigError: If weights cannot be saved in `dtype`.
+    """
+    layouts = described_layouts(source.description)
+    mode = described_mode(source.description)
+    wanted = check_dtype(dtype) or mode.weight_dtype
+    frozen = frozen and source.frozen
+    tied: Mapping[str, str] = source.about.get("tied", {})
+    tied_buffers: Mapping[str, str] = source.about.get("tied_buffers", {})
+    config = source.about.get("config")
+    left_out = _left_to_the_loader(source.about, name)
+    cuts: dict[str, tuple[Cut, ...]] = {}
+    parts = _by_source(saved)
+    tensors: dict[str, Tensor] = {}
+    rows = Counter(segment.stack for layout in layouts for segment in layout.segments)
+    for layout in layouts:
+        for segment in layout.segments:
+            if not (segment.trainable or frozen):
+                continue
+            if segment.inner:
+                raise ConfigError(
+                    f"{segment.name} is quantized by another library, whose bytes are stored as they are, so weights "
+                    "cannot be written as values: save the adapters by engine.save_pretrained of a model of peft, or "
+                    "what trains by exclude_frozen_parameters=True"
+                )
+            # Experts that are units of their own are one tensor in the files, as they are one parameter in the model.
+            shape = (rows[segment.stack], *segment.shape) if segment.stack else segment.shape
+            if parts is None:
+                names = [segment.parameter, *(alias for alias, name in tied.items() if name == segment.name)]
+                own = [each for each in names if each not in left_out] or [max(names)]
+                written = {each: Part(segment.parameter, 0, shape) for each in own}
+            else:
+                written = parts.get(segment.parameter, {})
+            if not written:
+                continue
+            cuts[segment.name] = tuple(
+                Cut(part.start, part.start + math.prod(part.shape), each) for each, part in written.items()
+            )
+            if segment.form and any(cut.stop - cut.start != math.prod(shape) for cut in cuts[segment.name]):
+                raise ConfigError(
+                    f"{segment.parameter} is stored in {segment.form}, and the model's class saves parts of it, which "
+                    'is not supported: train with "frozen" left out of the config'
+                )
+            tensors |= {each: Tensor(wanted, part.shape) for each, part in written.items()}
+    buffers: dict[str, tuple[str, ...]] = {}
+    for first, value in source.buffers.items():
+        if parts is not None:
+            buffers[first] = tuple(parts.get(first, {}))
+            tensors |= dict.fromkeys(buffers[first], Tensor(value.dtype, tuple(value.shape)))
+            continue
+        others = (alias for alias, name in tied_buffers.items() if name == first and alias not in left_out)
+        buffers[first] = (first, *others)
+        tensors |= dict.fromkeys(buffers[first], Tensor(value.dtype, tuple(value.shape)))
+    values = {} if saved is None else saved.values
+    tensors |= {each: Tensor(value.dtype, tuple(value.shape)) for each, value in values.items()}
+    metadata = {"format": "pt"} | ({**tied, **tied_buffers} if config is None and left_out else {})
+    if saved is not None:
+        metadata = {"format": "pt", **saved.ties}
+    if name is not None:
+        files, config = {name: tensors}, None
+    else:
+        cut = shard(tensors, shard_nbytes) or [{}]
+        files = {_file_name(index, len(cut)): each for index, each in enumerate(cut)}
+    return Plan(
+        layouts=layouts,
+        mode=mode,
+        world_size=int(source.description["world_size"]),
+        frozen=frozen,
+        dtype=wanted,
+        cuts=cuts,
+        buffers={**buffers, **{each: (each,) for each in values}},
+        shards=files,
+        config=None if config is None else _config(config, source.about["class"], wanted),
+        generation=None if config is None else source.about.get("generation_config"),
+        metadata=metadata,
+        left_out=() if saved is None else saved.left_out,
+        unconverted=saved is not None and saved.unconverted,
+    )
+
+
+def _by_source(saved: SavedNames | None) -> dict[str, dict[str, Part]] | None:
+    """Returns the parts of each parameter and buffer, by their names in the files; None if no class decides on them."""
+    if saved is None:
+        return None
+    found: dict[str, dict[str, Part]] = {}
+    for name, part in saved.parts.items():
+        found.setdefault(part.source, {})[name] = part
+    return found
+
+
+def _left_to_the_loader(about: Mapping[str, Any], name: str | None) -> set[str]:
+    """Returns the further names of tied tensors that are not written, since a loader ties them.
+
+    Args:
+        about: What is known of the model.
+        name: Name of the only file to write; None for a model's folder.
+    """
+    tied = about.get("tied", {})
+    config = about.get("config")
+    if config is not None:
+        # transformers ties what its classes name, if the config says so. A layer that a user has put into a model twice
+        # is written under each name.
+        return set(about.get("loader_ties", tied)) if config.get("tie_word_embeddings", True) else set()
+    # Without a config, the files of a folder are for `safetensors.torch.load_model`, which ties by the metadata, and a
+    # single file is for `load_state_dict`, which expects all names.
+    return {*tied, *about.get("tied_buffers", {})} if name is None else set()
+
+
+def check_dtype(wanted: str | torch.dtype | None) -> torch.dtype | None:
+    """Returns the dtype that a user asks for, None for None; raises `ConfigError` if weights cannot be saved in it."""
+    if wanted is None:
+        return None
+    found = DTYPES.get(wanted) if isinstance(wanted, str) else wanted
+    if found is None or found not in DTYPES.values():
+        raise ConfigError(f"expected a dtype of saved weights from {', '.join(DTYPES)}, got {wanted!r}")
+    return found
+
+
+def _file_name(index: int, count: int) -> str:
+    """Returns the name that transformers expects for file `index` of `count` files of weights."""
+    return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _config(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the config as `save_pretrained` writes it. transformers 5 uses another key for the dtype."""
+    made_by = str(config.get("transformers_version", "")).partition(".")[0]
+    key = "dtype" if "dtype" in config or (made_by.isdigit() and int(made_by) >= 5) else "torch_dtype"
+    return {**config, "architectures": [architecture], key: str(dtype).removeprefix("torch.")}
+
+
+# -- block chunks --------------------------------------------------------------------------------------
+#
+# Chunks of frozen weights that are stored as blocks, for an export: the files receive their values.
+#
+# A chunk is whole blocks of one parameter, on one rank or on several. Chunks are yielded in the order of the
+# partitions, with the padding between the parameters, because a source compares bytes with their checksums in this
+# order.
+
+
+VALUES = 1 << 20
+"""Values of a chunk: a multiple of the values of two blocks of any format, whose bytes are whole elements."""
+
+
+class BlockChunk(NamedTuple):
+    """Blocks of one parameter that are read together."""
+
+    unit: int
+    segment: Segment
+    first: int
+    """First value, counted in the parameter."""
+    stop: int
+    """End of the values."""
+    shards: tuple[SegmentShard, ...]
+    """Elements of the partitions that contain the blocks, and the padding behind the last block of the parameter."""
+
+    @property
+    def numel(self) -> int:
+        """Elements that are read."""
+        return sum(shard.numel for shard in self.shards)
+
+
+def block_chunks(plan: Plan) -> Iterator[BlockChunk]:
+    """Yields the chunks of all parameters that are stored as blocks, unit by unit; none if they are left out."""
+    itemsize = plan.mode.weight_dtype.itemsize
+    for unit, layout in enumerate(plan.layouts) if plan.frozen else ():
+        blocks = [segment for segment in layout.segments if segment.form]
+        for segment, stop in zip(blocks, [*(each.start for each in blocks[1:]), layout.numel], strict=False):
+            form = BLOCK_FORMATS[segment.form]
+            if segment.name not in plan.cuts:  # the model's class leaves it out
+                continue
+            for first in range(0, segment.value_numel, VALUES):
+                last = min(first + VALUES, segment.value_numel)
+                start = form.stored_nbytes(first) // itemsize
+                end = form.stored_nbytes(last) // itemsize if last < segment.value_numel else stop - segment.start
+                shards = segment_shards(layout, plan.world_size, segment, start, end)
+                yield BlockChunk(unit, segment, first, last, tuple(shards))
+
+
+def reads(plan: Plan, chunk: BlockChunk, buffer: memoryview) -> Iterator[tuple[SegmentShard, memoryview]]:
+    """Yields each shard of a chunk with the part of `buffer` that receives its bytes."""
+    itemsize, at = plan.mode.weight_dtype.itemsize, 0
+    for shard in chunk.shards:
+        yield shard, buffer[at : at + shard.numel * itemsize]
+        at += shard.numel * itemsize
+
+
+class BlockValues:
+    """Converter of chunks to values in the dtype of a plan; owns the memory of one chunk of values."""
+
+    def __init__(self, plan: Plan, places: Mapping[str, Place]) -> None:
+        """Allocates memory for a chunk.
+
+        Args:
+            plan: The plan.
+            places: `plan.places()`.
+        """
+        self._plan, self._places = plan, places
+        self._values = torch.frombuffer(aligned_empty(VALUES * 4), dtype=plan.mode.weight_dtype)
+
+    def convert(self, chunk: BlockChunk, buffer: memoryview, room: memoryview) -> tuple[list[Place], memoryview]:
+        """Writes the values of a chunk into `room`.
+
+        Args:
+            chunk: The chunk.
+            buffer: Its bytes.
+            room: Receives the values, from a byte on that differs from their offset in the first file by whole pages.
+
+        Returns:
+            The places in the files, and the part of `room` that goes to each of them.
+        """
+        plan, form, numel = self._plan, BLOCK_FORMATS[chunk.segment.form], chunk.stop - chunk.first
+        skipped = (chunk.segment.first + chunk.first) * plan.dtype.itemsize
+        places = [
+            Place(file, offset + skipped)
+            for file, offset in (self._places[cut.name] for cut in plan.cuts[chunk.segment.name])
+        ]
+        at = places[0].offset % PAGE
+        blocks = torch.frombuffer(buffer, dtype=torch.uint8, count=form.stored_nbytes(numel))
+        dequantize(form, blocks, self._values[:numel])
+        nbytes = numel * plan.dtype.itemsize
+        torch.frombuffer(room, dtype=plan.dtype, count=numel, offset=at).copy_(self._values[:numel])
+        return places, room[at : at + nbytes]
+
+    def infinite(self, chunk: BlockChunk) -> int:
+        """Returns the number of values of the last chunk that are finite, and infinite in fp16 if that is written."""
+        if self._plan.dtype is not torch.float16:
+            return 0
+        values = self._values[: chunk.stop - chunk.first]
+        return int((values.half().isinf() & ~values.isinf()).sum())
+
+
+def block_nbytes(plan: Plan) -> int:
+    """Returns the bytes of all chunks."""
+    return sum(chunk.numel for chunk in block_chunks(plan)) * plan.mode.weights[State.WEIGHT].itemsize
+
+
+# -- weight stream -------------------------------------------------------------------------------------
+#
+# Stream of weights from a source into files, through a few buffers.
+#
+#     read ahead ──► a chunk ──► joined and cast on the kernels' threads ──► bytes in the order of a file ──► write
+#     behind
+#
+# Reads of later chunks and writes of earlier ones are in flight while a chunk is converted, so the drive does not wait
+# for the processor. The bytes of a chunk are converted to where O_DIRECT can write them: to an address that differs
+# from their offset in the file by whole pages. The memory in use does not depend on the size of a unit or a parameter.
+
+
+_CHUNK_NUMEL = 1 << 20
+"""Elements read at a time: 2 MiB in 16 bits, 4 MiB in fp32, of which the master of a bf16 weight takes as much."""
+_READS, _WRITES = 12, 12
+"""Chunks that are read ahead, and that are written behind: at most 4 MiB each."""
+_GAPS = 64 * KIB
+"""Bytes of a buffer that may stay unused in order to begin a run where O_DIRECT can write it."""
+
+
+class Sink(Protocol):
+    """Protocol of a receiver of bytes of files."""
+
+    def put(self, file: str, offset: int, data: memoryview) -> Sequence[Pending]:
+        """Begins to write bytes of a file.
+
+        Args:
+            file: Name of the file.
+            offset: First byte in the file.
+            data: In use until the returned writes have ended.
+
+        Returns:
+            The writes to wait for.
+        """
+        ...
+
+
+class Chunk(NamedTuple):
+    """Elements of a partition that are read and written together."""
+
+    rank: int
+    unit: int
+    start: int
+    """First element, in the unit's layout."""
+    position: int
+    """First element, in the partition."""
+    numel: int
+    states: tuple[State, ...]
+    """States that are read: the weight alone, or those that hold the master weight."""
+
+
+class Piece(NamedTuple):
+    """Elements [start, stop) of a chunk that belong to one parameter, and the byte of the buffer that they go to."""
+
+    start: int
+    stop: int
+    at: int
+
+
+class Run(NamedTuple):
+    """Bytes of a buffer that are consecutive in a file too."""
+
+    place: Place
+    at: int
+    nbytes: int
+
+
+def stream(source: Source, plan: Plan, sink: Sink, progress: Callable[[int], None] = lambda _: None) -> int:
+    """Reads all weights, converts them to the dtype of the plan, and passes the bytes of each file to `sink`.
+
+    Every read and write has ended when this returns or raises.
+
+    Args:
+        source: The weights.
+        plan: Made by `make_plan` for this source.
+        sink: Receives the bytes, on the calling thread.
+        progress: Called with the number of bytes after each read.
+
+    Returns:
+        The number of finite values that became infinite in the dtype of the plan.
+
+    Raises:
+        IoError: If bytes cannot be read or written, or are damaged.
+    """
+    beyond, places = 0, plan.places()
+    # At most 4 bytes are read for an element.
+    buffers = [aligned_empty(_CHUNK_NUMEL * 4) for _ in range(_READS)]
+    rooms = [aligned_empty(_CHUNK_NUMEL * plan.dtype.itemsize + _GAPS) for _ in range(_WRITES)]
+
+    def begin(chunk: Chunk, buffer: memoryview) -> Iterator[Reading]:
+        for state, memory in _regions(plan, chunk, buffer).items():
+            start = chunk.position * plan.mode.weights[state].itemsize
+            yield source.read(chunk.rank, chunk.unit, state, start, memory)
+
+    with WriteBehind(rooms) as behind:
+
+        def end(chunk: Chunk, buffer: memoryview) -> tuple[()]:
+            nonlocal beyond
+            regions = _regions(plan, chunk, buffer)
+            for memory in regions.values():
+                progress(len(memory))
+            room, writes = behind.take()
+            pieces, runs = arranged(plan, places, chunk)
+            beyond += _convert(plan, regions, pieces, room)
+            for run in runs:
+                writes += sink.put(*run.place, room[run.at : run.at + run.nbytes])
+            return ()
+
+        def begin_blocks(chunk: BlockChunk, buffer: memoryview) -> Iterator[Reading]:
+            for shard, memory in reads(plan, chunk, buffer):
+                start = shard.start * plan.mode.weight_dtype.itemsize
+                yield source.read(shard.rank, chunk.unit, State.WEIGHT, start, memory)
+
+        def end_blocks(chunk: BlockChunk, buffer: memoryview) -> tuple[()]:
+            nonlocal beyond
+            progress(chunk.numel * plan.mode.weight_dtype.itemsize)
+            room, writes = behind.take()
+            theirs, data = values.convert(chunk, buffer, room)
+            beyond += values.infinite(chunk)
+            for place in theirs:
+                writes += sink.put(*place, data)
+            return ()
+
+        flow(buffers, chunks(plan), begin, end, lambda *_: None)
+        values = BlockValues(plan, places)
+        flow(buffers, block_chunks(plan), begin_blocks, end_blocks, lambda *_: None)
+    return beyond
+
+
+# -- decisions ----------------------------------------------------------------------------------------
+
+
+def read_nbytes(plan: Plan) -> int:
+    """Returns the bytes that an export reads."""
+    whole = sum(chunk.numel * plan.mode.weights[state].itemsize for chunk in chunks(plan) for state in chunk.states)
+    return whole + block_nbytes(plan)
+
+
+def chunks(plan: Plan) -> Iterator[Chunk]:
+    """Yields the chunks of all partitions, unit by unit and rank by rank, in order within each partition.
+
+    Weights that are stored as blocks are left out: they come last in their partitions, and `block_chunks` has them.
+    """
+    weight: tuple[State, ...] = (State.WEIGHT,)
+    # In the model's own dtype the weights are written as they are; for any other dtype the masters are rounded once.
+    wanted = weight if plan.dtype is plan.mode.weight_dtype else master_sources(plan.mode.weights)
+    for unit, layout in enumerate(plan.layouts):
+        for rank in range(plan.world_size):
+            position = 0
+            trainable, frozen = layout.trainable(rank, plan.world_size), layout.frozen(rank, plan.world_size)
+            frozen = range(frozen.start, max(frozen.start, min(frozen.stop, layout.blocks_start)))
+            for share, states in ((trainable, wanted), (frozen if plan.frozen else range(0), weight)):
+                for start in range(share.start, share.stop, _CHUNK_NUMEL):
+                    numel = min(_CHUNK_NUMEL, share.stop - start)
+                    yield Chunk(rank, unit, start, position, numel, states)
+                    position += numel
+
+
+def arranged(plan: Plan, places: Mapping[str, Place], chunk: Chunk) -> tuple[list[Piece], list[Run]]:
+    """Returns where the parameters of a chunk go in a buffer, and which bytes of the buffer go where in the files.
+
+    Parameters that are neighbours in a file become one run. A run begins at a byte of the buffer that differs from its
+    offset in the file by whole pages, as far as `_GAPS` goes; behind that it is written through the page cache. A
+    parameter that is written under several names has several runs of the same bytes.
+
+    Args:
+        plan: The plan.
+        places: `plan.places()`.
+        chunk: The chunk.
+    """
+    itemsize, gaps = plan.dtype.itemsize, 0
+    pieces: list[Piece] = []
+    runs: list[Run] = []
+    again: list[Run] = []
+    for segment in plan.layouts[chunk.unit].segments:
+        start, stop = max(chunk.start, segment.start), min(chunk.start + chunk.numel, segment.stop)
+        # Elements of the parameter from here on: what is one tensor of the files may be cut of it.
+        first = segment.first + start - segment.start
+        ranges: dict[tuple[int, int], list[Place]] = {}
+        for cut in plan.cuts.get(segment.name, ()) if start < stop else ():
+            begin, end = max(first, cut.start), min(first + stop - start, cut.stop)
+            if begin < end:
+                file, offset = places[cut.name]
+                ranges.setdefault((begin, end), []).append(Place(file, offset + (begin - cut.start) * itemsize))
+        for (begin, end), (place, *others) in sorted(ranges.items()):
+            nbytes = (end - begin) * itemsize
+            at = runs[-1].at + runs[-1].nbytes if runs else 0
+            if runs and place == runs[-1].place._replace(offset=runs[-1].place.offset + runs[-1].nbytes):
+                runs[-1] = runs[-1]._replace(nbytes=runs[-1].nbytes + nbytes)
+            else:
+                gap = (place.offset - at) % PAGE
+                if gaps + gap <= _GAPS:
+                    at, gaps = at + gap, gaps + gap
+                runs.append(Run(place, at, nbytes))
+            position = start - chunk.start + begin - first
+            pieces.append(Piece(position, position + end - begin, at))
+            again += [Run(other, at, nbytes) for other in others]
+    return pieces, runs + again
+
+
+# -- bytes --------------------------------------------------------------------------------------------
+
+
+def _regions(plan: Plan, chunk: Chunk, buffer: memoryview) -> dict[State, memoryview]:
+    """Returns the part of a buffer that receives each state of a chunk."""
+    found: dict[State, memoryview] = {}
+    end = 0
+    for state in chunk.states:
+        start, end = end, end + chunk.numel * plan.mode.weights[state].itemsize
+        found[state] = buffer[start:end]
+    return found
+
+
+def _convert(plan: Plan, regions: Mapping[State, memoryview], pieces: Sequence[Piece], room: memoryview) -> int:
+    """Writes the weights of a chunk into `room`, in the dtype of the plan.
+
+    Args:
+        plan: The plan.
+        regions: Bytes of each state of the chunk.
+        pieces: The parameters of the chunk.
+        room: Receives the weights.
+
+    Returns:
+        The number of finite values that became infinite.
+    """
+    states = {state: torch.frombuffer(memory, dtype=plan.mode.weights[state]) for state, memory in regions.items()}
+    beyond = 0
+    for piece in pieces:
+        numel = piece.stop - piece.start
+        out = torch.frombuffer(room, dtype=plan.dtype, count=numel, offset=piece.at)
+        values = {state: tensor[piece.start : piece.stop] for state, tensor in states.items()}
+        if tuple(values) == (State.WEIGHT,):
+            master = values[State.WEIGHT]
+        else:
+            # Joined where the file's bytes are collected, if those are fp32.
+            master = join(values, out if plan.dtype is torch.float32 else None)
+        if master is not out:
+            out.copy_(master)
+        # bf16 has the range of fp32, so only fp16 is checked.
+        if plan.dtype is torch.float16:
+            beyond += int((out.isinf() & ~master.isinf()).sum())
+    return beyond
+
+
+# -- weight writer -------------------------------------------------------------------------------------
+#
+# Writing of a model's weights as files that `transformers` loads, from any source of partitions.
+#
+#     source ──► `weight_stream` reads, converts, gives the bytes of each file ──► the queue writes them ──► index,
+#     config
+#
+# `weight_plan` has decided names, dtypes and files before. `offload export` writes from a store or a checkpoint,
+# `save_pretrained` from an engine.
+
+
+class Files:
+    """The files of a plan, created in a folder that contains none of them; durable when the context ends.
+
+    Args:
+        folder: Must exist.
+        plan: Names and sizes.
+        buffers: Persistent buffers of the model, which are written by the constructor.
+        queue: Queue for the writes; owned by the caller.
+
+    Raises:
+        IoError: If a file cannot be written. A full disk shows before any weight is written.
+    """
+
+    def __init__(self, folder: Path, plan: Plan, buffers: Mapping[str, torch.Tensor], queue: Queue) -> None:
+        self._folder, self._plan, self._queue = folder, plan, queue
+        self._files: dict[str, DirectFile] = {}
+        self._open = contextlib.ExitStack()
+        try:
+            for name, tensors in plan.shards.items():
+                # The writer reserves the file and makes it durable at the end; the queue writes the weights into it.
+                writer = self._open.enter_context(Writer(folder / name, tensors, plan.metadata))
+                self._files[name] = self._open.enter_context(DirectFile(folder / name))
+                for buffer, value in buffers.items():
+                    for each in plan.buffers[buffer]:
+                        if each in tensors:
+                            writer.write_tensor(each, value)
+        except BaseException as error:
+            self._open.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def put(self, file: str, offset: int, data: memoryview) -> Sequence[Pending]:
+        """Begins to write bytes of a file; see `Sink.put`."""
+        return [self._queue.write(self._files[file], offset, data)]
+
+    def _write_heads(self) -> None:
+        """Writes the index and the configs."""
+        plan = self._plan
+        if len(plan.shards) > 1:
+            total = {"total_size": plan.weights_nbytes}
+            places = {name: file for file, tensors in plan.shards.items() for name in tensors}
+            _write_json(self._folder / INDEX, {"metadata": total, "weight_map": dict(sorted(places.items()))})
+        if plan.config is not None:
+            _write_json(self._folder / CONFIG, plan.config)
+        if plan.generation is not None:
+            _write_json(self._folder / GENERATION, plan.generation)
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, trace)
+        if kind is None:
+            # Written last, when all weights are durable: without index and config nobody takes the folder for a model.
+            self._write_heads()
+
+
+def notices(source: Source, plan: Plan, beyond: int) -> tuple[str, ...]:
+    """Returns messages for the user about the written files.
+
+    Args:
+        source: The weights.
+        plan: The plan that was written.
+        beyond: Result of `stream`.
+    """
+    found: list[str] = []
+    if beyond:
+        found.append(
+            f"{count_of(beyond, 'value is', 'values are')} out of the range of {dtype_name(plan.dtype)} and saved as "
+            "infinite"
+        )
+    if source.about.get("config") is None:
+        found.append("the model has no transformers config, so only weights are saved")
+    elif str(source.about["class"]).startswith("Peft"):
+        found.append(
+            "the names are those of peft's model, which from_pretrained of transformers does not know: it would leave "
+            "the weights random. For the adapter, resume the run: in Python call engine.save_pretrained(folder), or "
+            "give the same command of `offload train --lora` with --resume must and --output FOLDER"
+        )
+    absent = sum(not segment.trainable for layout in plan.layouts for segment in layout.segments)
+    if absent and not plan.frozen:
+        found.append(
+            f"{count_of(absent, 'frozen weight is', 'frozen weights are')} not in the files, because they were left out"
+        )
+    if plan.unconverted:
+        found.append(
+            "some weights have the names and the form that transformers 5 has in memory and loads, since their form on "
+            "the hub is computed from several weights: engine.module.save_pretrained(folder) writes that, with all "
+            "weights in RAM"
+        )
+    if plan.left_out:
+        found.append(
+            f"{', '.join(plan.left_out)} of the model's state_dict() is not in the files: save_checkpoint and "
+            "torch.save keep what is no tensor, and engine.save_pretrained of a resumed run writes tensors"
+        )
+    return tuple(found)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes `content` to a new file, readable for people."""
+    write_new(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+# -- save pretrained -----------------------------------------------------------------------------------
+
+
+logger = logging.getLogger("offload")
+
+_ONE_FILE = 1 << 62
+"""Limit of a file's size in bytes that no model reaches, so that all weights are in one file."""
+
+
+class SaveOptions(NamedTuple):
+    """Arguments of a save as a user gives them."""
+
+    folder: Any
+    max_shard_size: Any = "50GB"
+    dtype: Any = None
+    tokenizer: Any = None
+    frozen: bool = True
+    file_name: str | None = None
+    """Name of the only file to write; None to write all files of a model's folder."""
+
+    def check(self) -> None:
+        """Raises `UsageError`, `ConfigError` or `StoreError` if an argument is not valid."""
+        check_not_a_file(check_folder(self.folder, "save_directory"))
+        shard_size(self.max_shard_size)
+        check_dtype(self.dtype)
+        if self.tokenizer is not None and not hasattr(self.tokenizer, "save_pretrained"):
+            raise UsageError(
+                f"tokenizer must be a tokenizer of transformers, with save_pretrained, got {self.tokenizer!r}"
+            )
+        if self.file_name is not None and Path(self.file_name).name != self.file_name:
+            raise UsageError(
+                f"save_filename is {self.file_name!r}, a path; expected the name of a file in save_directory: give "
+                "the folder as save_directory"
+            )
+        if self.file_name is not None and not self.file_name.endswith(".safetensors"):
+            raise UsageError(
+                f"save_filename is {self.file_name!r}, but only safetensors files are written, never pickles: give a "
+                "name that ends with .safetensors, such as model.safetensors"
+            )
+
+
+class EngineSource:
+    """The weights of an engine between steps, as a `Source`. All ranks must read the same bytes in the same order."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        components: EngineComponents,
+        step: int,
+        ranks: AllOrNothing,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Takes the description and the buffers of the model.
+
+        Args:
+            module: The model.
+            components: The components of its engine.
+            step: Number of the step.
+            ranks: The ranks that read together.
+            check: Raises if this rank has failed. Called at each read, when the error can be raised on all ranks.
+        """
+        self._components, self._ranks, self._check = components, ranks, check
+        self.description: Mapping[str, Any] = describe(
+            components.layouts, components.shards.mode, components.mesh.shards
+        )
+        self.about: Mapping[str, Any] = about(module)
+        self.step, self.frozen = step, True
+        self.buffers: Mapping[str, torch.Tensor] = {
+            name: value.detach().to("cpu") for name, value in persistent_buffers(module).items()
+        }
+        self._over = False
+
+    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
+        """Begins to read bytes of a rank's partition, on the rank that owns it; see `Source.read`."""
+        # Only the owner in the first replica reads. The others receive the bytes in `wait`, in the same order of reads.
+        futures = self._components.shards.read(unit, state, start, buffer) if rank == self._ranks.rank else []
+        return _NotifyingFuture(self, rank, buffer, futures)
+
+    def completed(self, rank: int, buffer: memoryview, futures: list[Future]) -> None:
+        """Waits for a read of `rank` and broadcasts its bytes. Collective.
+
+        The first failure is raised on all ranks; later calls raise nothing and broadcast nothing.
+
+        Args:
+            rank: The rank that owns the bytes.
+            buffer: Filled on all ranks.
+            futures: Pending reads of the owner; [] on the other ranks.
+        """
+
+        def mine() -> None:
+            for future in futures:
+                future.wait()
+            self._check()
+
+        # After a failure, pending reads are still waited for, because their buffers are about to be freed. The other
+        # ranks are not contacted again.
+        if self._over:
+            wait_for_all(futures)
+            return
+        try:
+            self._ranks.settle(mine)
+        except BaseException:
+            self._over = True
+            raise
+        # The broadcast is reached only if no rank has failed, so all ranks take part in it.
+        if self._components.everyone is not None:
+            self._components.everyone.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), rank)
+
+    def close(self) -> None:
+        """Does nothing: no file is open."""
+
+
+class _NotifyingFuture(NamedTuple):
+    """A read in flight on one rank, for which all ranks wait."""
+
+    source: EngineSource
+    rank: int
+    buffer: memoryview
+    futures: list[Future]
+
+    def done(self) -> bool:
+        """Returns True if this rank has nothing to read any more."""
+        return all(future.done() for future in self.futures)
+
+    def wait(self) -> int:
+        """Waits for the bytes and returns their number; collective."""
+        self.source.completed(self.rank, self.buffer, self.futures)
+        return len(self.buffer)
+
+
+class _FirstFailure:
+    """The first error of writing on this rank, kept until all ranks can learn of it."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    def record(self, error: Exception) -> None:
+        """Stores `error`, unless there was one before. The caller must not write after the first error."""
+        self._error = self._error or error
+
+    @property
+    def failed(self) -> bool:
+        """True after an error."""
+        return self._error is not None
+
+    def check(self) -> None:
+        """Raises the recorded error, if any."""
+        if self._error is not None:
+            raise self._error
+
+
+class _Forgiving:
+    """A sink that forwards data to another sink, if there is one, and records its first failure without raising it.
+
+    Rank 0 must take part in every broadcast: an exception in the middle would leave the other ranks waiting.
+    """
+
+    def __init__(self, sink: Sink | None, failure: _FirstFailure) -> None:
+        self._sink, self._failure = sink, failure
+
+    def put(self, file: str, offset: int, data: memoryview) -> Sequence[Pending]:
+        """Begins to write bytes of a file, unless an earlier write failed."""
+        if self._sink is None or self._failure.failed:
+            return ()
+        try:
+            return [_ForgivingFuture(write, self._failure) for write in self._sink.put(file, offset, data)]
+        except Exception as error:
+            self._failure.record(error)
+            return ()
+
+
+class _ForgivingFuture(NamedTuple):
+    """A write in flight whose failure is recorded and not raised."""
+
+    write: Pending
+    failure: _FirstFailure
+
+    def done(self) -> bool:
+        """Returns True if the write has ended."""
+        return self.write.done()
+
+    def wait(self) -> int:
+        """Waits for the write and returns its bytes, 0 if it has failed."""
+        try:
+            return self.write.wait()
+        except Exception as error:
+            self.failure.record(error)
+            return 0
+
+
+class PretrainedWriter:
+    """Writes an engine's model into folders. Only between steps, when no update is in progress."""
+
+    def __init__(self, module: nn.Module, components: EngineComponents) -> None:
+        self._module, self._components = module, components
+
+    def save(self, wanted: SaveOptions, step: int) -> None:
+        """Writes the whole model, or the adapter of a peft model if no file is named. Collective.
+
+        Args:
+            wanted: Arguments of the user.
+            step: Number of the step.
+        """
+        adapter = wanted.file_name is None and hasattr(self._module, "peft_config")
+        if adapter:
+            self._components.refuse_shards("save_pretrained of adapters")
+        # DeepSpeed's file of weights, and parts that are put together, have the names of the parameters.
+        own_names = wanted.file_name is None and not adapter and not self._components.divides_parameters
+        saved = saved_names(self._module) if own_names else None
+        # Gathered before the meeting below begins: a rank that is in the meeting cannot serve another rank's gather.
+        gathered = gather_adapter(self._module, self._components) if adapter else Adapter({}, {})
+        whole: dict[str, Any] = {}
+        if saved is not None and saved.computed:
+            _check_own_dtype(wanted.dtype, self._components.shards.mode.weight_dtype, saved.computed)
+            whole = self._module.state_dict()
+        elif saved is not None and saved.unconverted and wanted.dtype is None and self._components.everyone is None:
+            with contextlib.suppress(BudgetError):  # a larger model has the names of memory, and a notice says so
+                whole = self._module.state_dict()
+        with together(self._components, Collective.SAVE, "save the model") as ranks:
+            ranks.settle(wanted.check)
+            ranks.settle(lambda: self._components.unit_views.check_not_gathered("saved"))
+            names = {"folder": str(wanted.folder), "file": wanted.file_name}
+            ranks.same({**names, "dtype": str(wanted.dtype), "frozen": wanted.frozen})
+            out = Path(wanted.folder).absolute()
+            if adapter:
+                ranks.by_first(lambda: self._write_adapter(wanted, out, gathered))
+            elif whole:
+                ranks.by_first(lambda: self._write_whole(wanted, out, whole))
+            else:
+                self._write(wanted, out, step, ranks, saved)
+
+    def _write(self, wanted: SaveOptions, out: Path, step: int, ranks: AllOrNothing, saved: SavedNames | None) -> None:
+        """Writes the model; only rank 0 opens files. Collective.
+
+        Args:
+            wanted: Arguments of the user.
+            out: The output folder.
+            step: Number of the step.
+            ranks: All ranks.
+            saved: What the model's class makes of its weights in files; None for each under its own name.
+        """
+        failure = _FirstFailure()
+        # A failed write on rank 0 is raised on all ranks at the next read, by `check`.
+        own = EngineSource(self._module, self._components, step, ranks, failure.check)
+        grid = self._components.tensor_parallel
+        source = own if grid is None else whole_of_engine(self._module, self._components, grid, own)
+        shard_nbytes = _ONE_FILE if wanted.file_name else shard_size(wanted.max_shard_size)
+        plan = make_plan(source, wanted.dtype, shard_nbytes, wanted.frozen, wanted.file_name, saved)
+        buffers = {**source.buffers, **({} if saved is None else saved.values)}
+        # Two stacks, because the files must be durable and closed before the folder is renamed.
+        with (
+            own_or_shared(self._components.queue) as queue,
+            contextlib.ExitStack() as folder_open,
+            contextlib.ExitStack() as files_open,
+        ):
+            made: list[tuple[Path, Files]] = []  # filled on rank 0 only
+
+            def begin() -> None:
+                folder = folder_open.enter_context(arriving(out, logger.warning, wanted.file_name is None))
+                check_room(folder, plan.nbytes, out)
+                made.append((folder, files_open.enter_context(Files(folder, plan, buffers, queue))))
+
+            def end() -> None:
+                failure.check()
+                files_open.close()
+                if wanted.tokenizer is not None:
+                    _save_tokenizer(wanted.tokenizer, made[0][0])
+                folder_open.close()
+
+            # Only rank 0 opens the staging folder; the other ranks iterate over the same bytes and write nothing.
+            ranks.by_first(begin)
+            beyond = stream(source, plan, _Forgiving(made[0][1] if made else None, failure))
+            ranks.by_first(end)
+        for notice in notices(source, plan, beyond) if ranks.rank == 0 else ():
+            logger.warning("%s: %s", out, notice)
+
+    def _write_whole(self, wanted: SaveOptions, out: Path, state: dict[str, Any]) -> None:
+        """Lets the model's own code write the weights `state`, which are in memory. Runs on rank 0."""
+        module: Any = self._module
+        with arriving(out, logger.warning) as folder, naming_errors(folder, "write"):
+            check_room(folder, sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor)), out)
+            if hasattr(module, "save_pretrained"):
+                module.save_pretrained(str(folder), state_dict=state, max_shard_size=wanted.max_shard_size)
+            else:
+                first: dict[tuple[int, torch.Size], str] = {}
+                tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+                names = {
+                    name: first.setdefault((value.data_ptr(), value.shape), name) for name, value in tensors.items()
+                }
+                own = {name: tensors[name].contiguous() for name, other in names.items() if name == other}
+                ties = {name: other for name, other in names.items() if name != other}
+                safetensors.torch.save_file(own, folder / SINGLE, {"format": "pt", **ties})
+            if wanted.tokenizer is not None:
+                _save_tokenizer(wanted.tokenizer, folder)
+
+    def _write_adapter(self, wanted: SaveOptions, out: Path, adapter: Adapter) -> None:
+        """Calls peft to write the adapter into `out`. Runs on rank 0."""
+        module: Any = self._module
+        with arriving(out, logger.warning, whole=False) as folder, naming_errors(folder, "write"):
+            check_room(folder, sum(value.nbytes for value in adapter.state.values()), out)
+            if (out / "README.md").is_file():
+                # peft extends an existing model card, so the staging folder must contain that of `out`.
+                shutil.copyfile(out / "README.md", folder / "README.md")
+            with _in_place(module, adapter.encoders):
+                module.save_pretrained(str(folder), state_dict=adapter.state)
+            if wanted.tokenizer is not None:
+                _save_tokenizer(wanted.tokenizer, folder)
+
+
+def _check_own_dtype(wanted: Any, dtype: torch.dtype, why: str) -> None:
+    """Raises `ConfigError` if weights that a model's own code writes shall have another dtype than they have."""
+    if (check_dtype(wanted) or dtype) is not dtype:
+        raise ConfigError(
+            f"{why}, so the model's own code writes the files, in {dtype_name(dtype)}: leave dtype out, and convert "
+            "the saved model by transformers"
+        )
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Writes a tokenizer's files."""
+    with naming_errors(folder, "write"):
+        tokenizer.save_pretrained(str(folder))
+
+
+class Adapter(NamedTuple):
+    """What peft needs in order to save the adapters of a model: all on the CPU, or on the device that computes."""
+
+    state: dict[str, torch.Tensor]
+    """Tensors by the model's names, on the CPU."""
+    encoders: dict[str, nn.Module]
+    """Copies of the prompt encoders by adapter: peft computes prompts by them, from no state."""
+
+
+def gather_adapter(module: Any, components: EngineComponents) -> Adapter:
+    """Returns what peft's `save_pretrained` needs of a model.
+
+    To find the tensors, peft selects from ones on the meta device, one for each weight. Only selected weights are
+    gathered; where peft computes from them, all of that adapter.
+    """
+    from peft import get_peft_model_state_dict
+
+    # A copy of a module under an engine is an ordinary module, with weights of its own.
+    encoders = {name: copy.deepcopy(encoder) for name, encoder in getattr(module, "prompt_encoder", {}).items()}
+    named = {**dict(module.named_parameters(remove_duplicate=False)), **all_persistent_buffers(module)}
+    # Values on meta cost no memory: a model larger than the RAM still has a small adapter.
+    empty = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in named.items()}
+    names = {id(value): name for name, value in empty.items()}
+    taken: set[str] = set()
+    with _in_place(module, encoders):
+        for adapter in module.peft_config:
+            selected = get_peft_model_state_dict(module, state_dict=dict(empty), adapter_name=adapter).values()
+            taken |= {names[id(value)] for value in selected if id(value) in names}
+            # Where a value is not on meta, peft has it from elsewhere, as from a copy in `encoders`.
+            if any(value.is_meta and id(value) not in names for value in selected):
+                taken |= {name for name in empty if f".{adapter}." in f"{name}."}
+    return Adapter({name: _gather(named[name], components) for name in empty if name in taken}, encoders)
+
+
+@contextlib.contextmanager
+def _in_place(module: Any, encoders: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Puts copies of prompt encoders in the place of the model's while the context is open."""
+    own = {name: module.prompt_encoder[name] for name in encoders}
+    for name, encoder in encoders.items():
+        module.prompt_encoder[name] = encoder
+    try:
+        yield
+    finally:
+        for name, encoder in own.items():
+            module.prompt_encoder[name] = encoder
+
+
+def _gather(value: torch.Tensor, components: EngineComponents) -> torch.Tensor:
+    """Returns a CPU copy of a parameter or buffer."""
+    place = components.weights.handle(value)
+    return (
+        value.detach().to("cpu", copy=True) if place is None else components.weights.weight(place.unit, place.position)
+    )
