@@ -534,9 +534,9 @@ def block_chunks(plan: Plan) -> Iterator[BlockChunk]:
 def reads(plan: Plan, chunk: BlockChunk, buffer: memoryview) -> Iterator[tuple[SegmentShard, memoryview]]:
     """Yields each shard of a chunk with the part of `buffer` that receives its bytes."""
     itemsize, at = plan.mode.weight_dtype.itemsize, 0
-    for shard in chunk.shards:
-        yield shard, buffer[at : at + shard.numel * itemsize]
-        at += shard.numel * itemsize
+    for part in chunk.shards:
+        yield part, buffer[at : at + part.numel * itemsize]
+        at += part.numel * itemsize
 
 
 class BlockValues:
