@@ -71,7 +71,7 @@ _MODULE_OF = {
     "PipelineStages": "offload.engine.pipeline.stages",
     "RankError": "offload.errors",
     "StoreError": "offload.errors",
-    "TiledLinear": "offload.engine.tiles.linear",
+    "TiledLinear": "offload.activations.linear",
     "UsageError": "offload.errors",
     "auto_dtype": "offload.engine.setup.dtype_choice",
     "estimate_zero2_model_states_mem_needs_all_cold": "offload.planner.deepspeed_estimates",
@@ -96,9 +96,9 @@ _MODULE_OF = {
     "safe_set_local_fp32_param": "offload.engine.tensor_api",
     "safe_set_local_grad": "offload.engine.tensor_api",
     "safe_set_local_optimizer_state": "offload.engine.tensor_api",
-    "tiled": "offload.engine.tiles.sequence",
+    "tiled": "offload.activations.tiles",
     "unregister_external_parameter": "offload.engine.tensor_api",
-    "untiled": "offload.engine.tiles.sequence",
+    "untiled": "offload.activations.tiles",
 }
 """Module of each public name. A test compares it with `__all__` and with the imports for type checkers below."""
 
@@ -131,6 +131,8 @@ _OF_DEEPSPEED = {
 # Type checkers do not execute `__getattr__`, so they need the imports.
 if TYPE_CHECKING:
     from offload import checkpointing, losses, schedules
+    from offload.activations.linear import TiledLinear
+    from offload.activations.tiles import tiled, untiled
     from offload.engine.engine import Engine
     from offload.engine.inference.engine import InferenceEngine
     from offload.engine.inference.inference import inference
@@ -154,8 +156,6 @@ if TYPE_CHECKING:
         safe_set_local_optimizer_state,
         unregister_external_parameter,
     )
-    from offload.engine.tiles.linear import TiledLinear
-    from offload.engine.tiles.sequence import tiled, untiled
     from offload.errors import (
         BudgetError,
         ConfigError,

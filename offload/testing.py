@@ -36,9 +36,9 @@ from offload.timeline import OFF
 if TYPE_CHECKING:
     import torch
 
+    from offload.activations.kept_inputs import KeptInputs
     from offload.aio.shared_queue import SharedQueue
     from offload.distributed.process_group import Ranks
-    from offload.engine.activations.kept_inputs import KeptInputs
     from offload.engine.engine import Engine
     from offload.engine.gradients.accumulator import GradientAccumulator
     from offload.engine.optim.update_worker import UpdateWorker
@@ -424,7 +424,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "size.stream": ("offload.layout.placement:_STREAM_NBYTES",),
     "size.small_gradient": ("offload.engine.gradients.small_gradients:SMALL",),
     "size.staged_gradient": ("offload.engine.gradients.small_gradients:THROUGH_STAGING",),
-    "size.least_kept_input": ("offload.engine.activations.kept_input:LEAST_NBYTES",),
+    "size.least_kept_input": ("offload.activations.kept_inputs:LEAST_NBYTES",),
     "size.export_chunk": ("offload.model_io.save:_CHUNK_NUMEL",),
     "size.export_reads": ("offload.model_io.save:_READS",),
     "size.export_writes": ("offload.model_io.save:_WRITES",),
@@ -508,10 +508,10 @@ POINTS: Mapping[str, Sequence[str]] = {
     "gradient.drain": ("offload.engine.gradients.device_to_host:DeviceToHost.drain",),
     "gradient.downloads": ("offload.engine.setup.gradients:_downloads",),
     "gradient.spill": ("offload.engine.gradients.disk_spill:DiskSpill._write",),
-    "input.fetch": ("offload.engine.activations.kept_inputs:KeptInputs.fetch",),
-    "input.upload": ("offload.engine.activations.kept_inputs:KeptInputs._upload",),
-    "input.slab": ("offload.engine.activations.host_blocks:HostBlocks._slab",),
-    "input.take": ("offload.engine.activations.host_blocks:HostBlocks.take",),
+    "input.fetch": ("offload.activations.kept_inputs:KeptInputs.fetch",),
+    "input.upload": ("offload.activations.kept_inputs:KeptInputs._upload",),
+    "input.slab": ("offload.activations.kept_inputs:HostBlocks._slab",),
+    "input.take": ("offload.activations.kept_inputs:HostBlocks.take",),
     "update.build": ("offload.engine.optim.unit_updates:UpdateBuilder.updates",),
     "update.early": ("offload.engine.setup.gradients:makes_early_updates",),
     "update.finish": ("offload.engine.optim.update_worker:UpdateWorker.finish",),

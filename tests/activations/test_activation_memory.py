@@ -18,10 +18,8 @@ import torch
 
 import offload
 from offload import testing
+from offload.activations.kept_inputs import _MOST_SHARED, HostBlocks, KeptInputs, Staging
 from offload.aio import DirectFile
-from offload.engine.activations.host_blocks import HostBlocks
-from offload.engine.activations.kept_inputs import _MOST_SHARED, KeptInputs
-from offload.engine.activations.staging import Staging
 from offload.errors import BudgetError, IoError
 from offload.sizes import MIB, PAGE
 from offload.swapper.memory.device import Device

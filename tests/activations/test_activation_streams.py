@@ -14,8 +14,7 @@ import torch
 
 import offload
 from offload import testing
-from offload.engine.activations.kept_input import KeptInput
-from offload.engine.activations.kept_inputs import KeptInputs
+from offload.activations.kept_inputs import KeptInput, KeptInputs
 from tests import device
 from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.modules.checkpointed import JOB, WIDTH, batch, gives_back, kept, running, small_inputs_move, stack

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.engine.tiles import known_mlps
+from offload.activations import tiles
 from tests.activations.tiled_models import DISK, JOBS, lora_in_mlps, of, tiled_by_hand
 from tests.support import models
 from tests.support.oracle import PlainEngine, config, run
@@ -65,7 +65,7 @@ def test_auto_computes_short_sequences_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Phi3", "Olmo2", "StableLm", "Phi"])
 def test_mlps_of_decoders_are_known(kind: str) -> None:
     model = of(kind, num_key_value_heads=4, head_dim=8)
-    assert known_mlps.known_mlps(model) == ("model.layers.0.mlp", "model.layers.1.mlp")
+    assert tiles.known_mlps(model) == ("model.layers.0.mlp", "model.layers.1.mlp")
 
 
 @pytest.mark.sample(4)
@@ -86,7 +86,7 @@ def test_mlps_of_decoders_are_known(kind: str) -> None:
     ids=["gpt2", "lora", "neox", "mixtral", "qwen2moe", "t5", "mixture", "tiled already", "others", "bloom"],
 )
 def test_only_mlps_that_compute_each_token_by_itself_are_known(make: Callable[[], nn.Module], expected: int) -> None:
-    assert len(known_mlps.known_mlps(make())) == expected
+    assert len(tiles.known_mlps(make())) == expected
 
 
 class LlamaMLP(nn.Module):
@@ -103,7 +103,7 @@ class LlamaMLP(nn.Module):
 def test_a_module_of_the_user_is_never_taken_for_a_known_one() -> None:
     layer = nn.Module()
     layer.mlp = LlamaMLP()
-    assert known_mlps.known_mlps(nn.ModuleList([layer])) == ()
+    assert tiles.known_mlps(nn.ModuleList([layer])) == ()
 
 
 class Cumulative(nn.Linear):
@@ -157,7 +157,7 @@ def test_an_mlp_in_which_something_may_mix_tokens_stays_whole(
     """And a line says what."""
     model: Any = models.llama()
     change(model.model.layers[0].mlp, monkeypatch)
-    known = known_mlps.known_mlps(model)
+    known = tiles.known_mlps(model)
     assert known == (() if change is forward_of_the_class else ("model.layers.1.mlp",))
     engine = begun(model, tmp_path, tile_mlp="auto")[0]
     (line,) = [each for each in engine.notices if "MLP" in each]
@@ -177,4 +177,4 @@ def test_a_model_without_known_mlps(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 def test_the_plain_engine_is_not_tiled() -> None:
     """The oracle of this file is the whole computation."""
-    assert not known_mlps.is_tiled(PlainEngine(JOBS["llama"]).module.model.layers[0].mlp)
+    assert not tiles.is_tiled(PlainEngine(JOBS["llama"]).module.model.layers[0].mlp)

@@ -36,7 +36,7 @@ def grid_of(layer: offload.TiledLinear, gradient: bool = False) -> tuple[torch.T
 def test_values_and_gradients_differ_from_the_exact_ones_by_the_stated_bound(
     splits: tuple[int, int], bias: bool, name: str, seed: int
 ) -> None:
-    """The bound of [Note: bits] in offload/engine/tiles/linear.py, beside that of one sum."""
+    """The bound of [Note: bits] in offload/activations/linear.py, beside that of one sum."""
     torch.manual_seed(seed)
     dtype, u, wide = DTYPES[name], unit(name), unit()
     whole = nn.Linear(19, 13, bias=bias).to(dtype)

@@ -339,7 +339,7 @@ def peak(run: Callable[[], Any]) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("positions", [2048, 8192])
 def test_memory_is_one_chunk_and_the_gradients(positions: int, dtype: torch.dtype) -> None:
-    """The formula of offload/engine/tiles/sequence.py, with what a gated MLP saves and makes for one chunk."""
+    """The formula of offload/activations/tiles.py, with what a gated MLP saves and makes for one chunk."""
     features, inner, length, size = 32, 128, 512, dtype.itemsize
     module = offload.tiled(Gated(features, inner), chunk_length=length).to(dtype)
     hidden = torch.randn(1, positions, features, dtype=dtype, requires_grad=True)

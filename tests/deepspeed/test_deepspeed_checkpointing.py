@@ -16,9 +16,9 @@ from torch import nn
 import offload
 import offload.deepspeed as deepspeed
 from offload import checkpointing
+from offload.activations import checkpoints
+from offload.activations.checkpoints import blocks_of
 from offload.config import load_config
-from offload.engine.activations import policy
-from offload.engine.activations.unit_checkpoints import blocks_of
 from offload.errors import ConfigError, UsageError
 from offload.notices import Remark
 from tests.support import models
@@ -236,7 +236,7 @@ def test_experts_and_parts_of_a_layer_are_no_blocks() -> None:
     ],
 )
 def test_a_key_without_effect_is_named(keys: dict[str, Any], blocks: int, message: str) -> None:
-    *_, last = policy.notices(load_config(keys), blocks, host_addressable=False)
+    *_, last = checkpoints.notices(load_config(keys), blocks, host_addressable=False)
     assert re.search(message, last) and not isinstance(last, Remark)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from offload import testing
-from offload.engine.activations.kept_inputs import KeptInputs, _Order
+from offload.activations.kept_inputs import KeptInputs, _Order
 from tests.support import models
 from tests.support.oracle import accumulated_step, start
 

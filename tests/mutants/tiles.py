@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-_FORWARD = "offload.engine.tiles.chunked_forward"
-_STATE = "offload.engine.tiles.forward_state"
+_FORWARD = "offload.activations.tiles"
+_STATE = "offload.activations.tiles"
 _TILES = "tests/activations/test_tiles.py"
 _ENGINE = "tests/activations/test_tiles_engine.py"
 _TILE_MLP = "tests/activations/test_tile_mlp.py"
@@ -133,7 +133,7 @@ MUTANTS = (
     ),
     Mutant(
         "take a module of the user for an MLP of transformers",
-        "offload.engine.tiles.known_mlps",
+        "offload.activations.tiles",
         ' or not is_class_of(type(module), "transformers")',
         "",
         _TILE_MLP,
@@ -147,14 +147,14 @@ MUTANTS = (
     ),
     Mutant(
         "add the bias of a tiled layer once for each part of the input",
-        "offload.engine.tiles.linear",
+        "offload.activations.linear",
         "bias and i == last,",
         "bias,",
         "tests/activations/test_tiled_linear.py",
     ),
     Mutant(
         "draw the weights of a tiled layer for the inputs of a block",
-        "offload.engine.tiles.linear",
+        "offload.activations.linear",
         "bound = self.whole_inputs**-0.5",
         "bound = self.in_features**-0.5",
         "tests/activations/test_tiled_linear.py",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.tiles.linear import TiledLinear as _TiledLinear
+from offload.activations.linear import TiledLinear as _TiledLinear
 from offload.errors import UsageError
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from offload import kernels
+from offload.activations.checkpoints import blocks_of
 from offload.config import Batch, Config, load_config, read_json
-from offload.engine.activations.unit_checkpoints import blocks_of
 from offload.engine.core import EngineCore
 from offload.engine.inference.engine import InferenceEngine
 from offload.engine.inference.pass_meter import PassMeter

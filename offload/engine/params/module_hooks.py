@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offload.activations.checkpoints import UnitCheckpoints
 from offload.engine._native import GradientHook
-from offload.engine.activations.unit_checkpoints import UnitCheckpoints
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offload.activations.kept_inputs import InputView, KeptInputs
 from offload.engine import _native
 from offload.engine._native import Handle, Pack, Plain, Unpack
-from offload.engine.activations.kept_input import InputView
-from offload.engine.activations.kept_inputs import KeptInputs
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.engine.params.paged_parameter import ParamHandle, handle_of
 from offload.engine.params.unit_views import UnitViews

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from offload.activations.tiles import tile as tile_mlps
 from offload.aio import IoQueue
 from offload.aio.backend import DEFAULTS
 from offload.aio.shared_queue import SharedQueue
@@ -34,7 +35,6 @@ from offload.engine.setup.assembly import Recorders, assemble, shown_names
 from offload.engine.setup.plan import Plan, summary
 from offload.engine.setup.resume import check_fits, check_replaced
 from offload.engine.setup.run_files import NewStore, RunFiles
-from offload.engine.tiles.known_mlps import tile as tile_mlps
 from offload.engine.training.components import EngineComponents, close_all
 from offload.engine.training.data_loader import Loader
 from offload.engine.training.loss_scale import LossScaler

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.activations.checkpoints import check_tier
 from offload.config import Batch, Config
 from offload.distributed.process_group import Ranks
-from offload.engine.activations.policy import check_tier
 from offload.engine.distributed.tensor_parallel import TensorParallel
 from offload.engine.optim.matrices.directions import in_bf16
 from offload.engine.params.deferred_parameter import is_deferred, origin_of

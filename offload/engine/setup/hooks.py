@@ -8,14 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from offload.engine.activations import policy
-from offload.engine.activations.activations import Activations
-from offload.engine.activations.disk_slots import DiskSlots
-from offload.engine.activations.host_blocks import HostBlocks
-from offload.engine.activations.kept_inputs import KeptInputs
-from offload.engine.activations.seconds import UnitSeconds
-from offload.engine.activations.staging import Staging
-from offload.engine.activations.unit_checkpoints import UnitCheckpoints, blocks_of
+from offload.activations import checkpoints as policy
+from offload.activations.activations import Activations
+from offload.activations.checkpoints import UnitCheckpoints, UnitSeconds, blocks_of
+from offload.activations.kept_inputs import DiskSlots, HostBlocks, KeptInputs, Staging
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.metrics.compute_spans import ComputeSpans

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from offload.activations.checkpoints import blocks_of
+from offload.activations.tiles import choose as choose_mlps
+from offload.activations.tiles import notices as tile_notices
 from offload.config import Batch, Config
 from offload.distributed.process_group import Mesh, Ranks
-from offload.engine.activations.unit_checkpoints import blocks_of
 from offload.engine.distributed.tensor_parallel import TensorParallel
 from offload.engine.params.sharded.takeover import Site
 from offload.engine.sequence.group import SequenceParallel
 from offload.engine.setup.checks import check_alone, check_batch_norm, check_same
 from offload.engine.setup.resume import FoundRun, about_folders, find_run, no_room
-from offload.engine.tiles.known_mlps import choose as choose_mlps
-from offload.engine.tiles.known_mlps import notices as tile_notices
 from offload.kernels import cuda
 from offload.layout.experts import rows_of
 from offload.layout.flat_layout import StateField, UnitLayout, laid_out_for, layouts_of

@@ -14,7 +14,7 @@ from torch import nn
 
 import offload
 from offload import testing
-from offload.engine.activations.kept_inputs import KeptInputs
+from offload.activations.kept_inputs import KeptInputs
 from offload.sizes import align_up
 from tests.support.oracle import Job, start
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.engine.activations.kept_inputs import KeptInputs
-from offload.engine.activations.unit_checkpoints import UnitCheckpoints
+from offload.activations.checkpoints import UnitCheckpoints
+from offload.activations.kept_inputs import KeptInputs
 from offload.states import Tier
 from offload.swapper.memory.host_arena import HostArena
 

@@ -1,0 +1,978 @@
+"""The inputs of checkpointed units between forward and backward: on the device, in host memory, or on disk.
+
+    forward     keep ──► DEVICE ──download──► HOST ──write──► DISK      oldest first, one unit behind the forward
+    backward    fetch ◄── DEVICE ◄──upload─── HOST ◄──read─── DISK      newest first, one unit ahead of the backward
+
+An input is kept as long as autograd keeps it: the graph holds a `KeptInput`, whose memory is given back when the graph
+drops the object. So an exception, a Ctrl-C or a graph that is never run backward gives everything back by itself. An
+input that autograd asks for twice (`retain_graph`) is copied to the device twice.
+
+Inputs that are the same memory, such as an encoder's output for all layers of a decoder, or a view of all of it, are
+kept once.
+
+[Note: a tensor that is being copied] The download reads memory of a tensor that the forward may no longer need. The
+tensor is held until compute is ordered after the copy, so torch's allocator cannot give the memory to other compute
+before. A change in place meanwhile might be copied in part: versions are compared, and the backward raises the error
+that torch raises without tiers.
+
+Threads. The thread that runs the model calls `keep`, autograd's threads call `fetch`; one lock guards both. A graph may
+die on any thread and within any call, also one that holds the lock: `KeptInput.__del__` only appends to a deque. The
+handler of a signal runs in the waits for I/O, with the lock: it may call `close` by destroying the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import logging
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offload.activations import checkpoints
+from offload.activations.checkpoints import FREE_SHARE, STAGED_INPUTS
+from offload.aio.protocols import Future, Queue
+from offload.errors import BudgetError, IoError, StoreError, UsageError
+from offload.interrupts import uninterrupted
+from offload.sizes import PAGE, align_up, format_size
+from offload.states import Tier
+from offload.swapper.memory.device import DONE, Device, Event
+from offload.swapper.memory.host_arena import Classes, Copied, HostArena, HostBuffer, HostMemory
+from offload.swapper.memory.limits import free_host_memory
+from offload.swapper.store import Written
+from offload.swapper.store.spill_file import SpillFile
+from offload.timeline import OFF, Row, Timeline
+from offload.torch_internals import without_modes
+
+# -- disk slots ----------------------------------------------------------------------------------------
+#
+# Room on the drives for the inputs of checkpointed units: slots in unlinked files, added as a forward needs them.
+
+
+_FIRST_SLOTS = 8
+"""Slots of the first file of a size; each further file has as many as there are already."""
+
+
+class Slot(NamedTuple):
+    """Room for one input."""
+
+    file: SpillFile
+    key: int
+    size: int
+
+    def read(self, buffer: memoryview) -> Future:
+        """Starts to fill `buffer` with the bytes of the slot."""
+        return self.file.read(self.key, 0, buffer)
+
+    def write(self, buffer: memoryview) -> Future:
+        """Starts to write `buffer` to the slot; it must not change until the future is done."""
+        return self.file.write(self.key, 0, buffer)
+
+
+class DiskSlots:
+    """Slots for inputs. The lock of `KeptInputs` guards every call; the caller waits for all futures."""
+
+    def __init__(self, paths: Sequence[str | Path], queue: Queue, written: Written) -> None:
+        """Creates no file yet.
+
+        Args:
+            paths: a folder on each drive.
+            queue: reads and writes the files.
+            written: counts the bytes written to each drive.
+        """
+        self._paths, self._queue, self._written = paths, queue, written
+        self._free: dict[int, list[Slot]] = {}
+        self._files: dict[SpillFile, tuple[int, int]] = {}
+        """Size and number of the slots of each file."""
+        self._slots: dict[int, int] = {}
+        """Number of slots of each size."""
+
+    def take(self, nbytes: int) -> Slot:
+        """Returns a slot of at least `nbytes`, of which at most half stays empty.
+
+        Raises:
+            StoreError: if a drive has no room for one more.
+        """
+        size = align_up(nbytes)
+        fitting = [each for each, free in self._free.items() if free and size <= each <= 2 * size]
+        if not fitting:
+            # Otherwise sequences of ever new lengths would each leave a file behind.
+            self._close_idle()
+            self._grow(size)
+        return self._free[min(fitting, default=size)].pop()
+
+    def _grow(self, size: int) -> None:
+        """Adds slots of a size, as many as there are already, or fewer where a drive has no room for these.
+
+        Raises:
+            StoreError: if a drive has no room for one more.
+        """
+        count = self._slots.get(size, 0) or _FIRST_SLOTS
+        while True:
+            sizes = dict.fromkeys(range(count), size)
+            try:
+                what = "inputs of checkpointed units"
+                file = SpillFile(
+                    self._paths, sizes, self._queue, self._written, what=what, title=f"{what} in slot {{}}".format
+                )
+                break
+            except StoreError:
+                if count == 1:
+                    raise
+                count //= 2
+        self._files[file] = size, count
+        self._slots[size] = self._slots.get(size, 0) + count
+        self._free.setdefault(size, []).extend(Slot(file, key, size) for key in reversed(range(count)))
+
+    def _close_idle(self) -> None:
+        """Closes the files of which no slot is in use, and so frees their room."""
+        unused = Counter(slot.file for free in self._free.values() for slot in free)
+        for file in [each for each, (_, count) in self._files.items() if unused[each] == count]:
+            size, count = self._files.pop(file)
+            self._free[size] = [slot for slot in self._free[size] if slot.file is not file]
+            self._slots[size] -= count
+            if not self._slots[size]:
+                del self._slots[size], self._free[size]
+            file.close()
+
+    def give(self, slot: Slot) -> None:
+        """Returns a slot whose reads and writes are done."""
+        self._free[slot.size].append(slot)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots, free or not."""
+        return sum(size * count for size, count in self._slots.items())
+
+    def close(self) -> None:
+        """Closes the files, which frees their room. Idempotent."""
+        while self._files:
+            self._files.popitem()[0].close()
+
+
+# -- host blocks ---------------------------------------------------------------------------------------
+#
+# Host memory for the inputs of checkpointed units: blocks of equal size, added as a forward needs them.
+#
+# The size of an input is known only when the model runs, so no class of the engine's host arena can be cut for it at
+# the start. Each *slab* is a small arena of its own: it counts in the budget of the process, and is pinned as any arena
+# is.
+
+
+@dataclass(eq=False)
+class Block:
+    """Memory of one input."""
+
+    buffer: HostBuffer
+    slab: _Slab
+    after: tuple[Event, ...] = ()
+    """Copies by the device from or to this memory that may be in flight."""
+
+    def bytes(self, nbytes: int) -> torch.Tensor:
+        """Returns the first `nbytes` bytes, (nbytes,) uint8: the block's own memory."""
+        return self.buffer.tensor(torch.uint8)[:nbytes]
+
+
+class _Slab:
+    """Blocks of one size, in an arena of their own."""
+
+    def __init__(self, arena: HostArena, nbytes: int, count: int) -> None:
+        self.arena, self.count = arena, count
+        self.free: list[Block] = []
+        for _ in range(count):
+            buffer = arena.take_copied(nbytes)
+            assert buffer is not None, "the slab was sized for its blocks"
+            self.free.append(Block(buffer, self))
+
+
+class HostBlocks:
+    """Blocks of host memory. The lock of `KeptInputs` guards every call."""
+
+    def __init__(
+        self, device: Device, memory: HostMemory, budget: int | None, room: int | None, at_once: int | None = None
+    ) -> None:
+        """Allocates nothing yet.
+
+        Args:
+            device: pins the blocks.
+            memory: the host memory of all engines of the process.
+            budget: bytes that all engines may take together; None for no limit.
+            room: bytes for blocks; 0 for staging alone; None for what is free.
+            at_once: blocks that the first slab contains; None for slabs that double.
+        """
+        self._device, self._memory, self._budget, self._room = device, memory, budget, room
+        self._at_once = at_once
+        self._slabs: dict[int, list[_Slab]] = {}
+        """Slabs by the size of their blocks."""
+
+    @property
+    def arenas(self) -> list[HostArena]:
+        """The memory of all slabs."""
+        return [slab.arena for slabs in self._slabs.values() for slab in slabs]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks, free or not."""
+        return sum(arena.nbytes for arena in self.arenas)
+
+    def room(self, nbytes: int) -> int:
+        """Returns the bytes that blocks of `nbytes` may take together, those of today included."""
+        if self._room is None:
+            return self.nbytes + int(FREE_SHARE * free_host_memory())
+        return max(self._room, STAGED_INPUTS * align_up(nbytes))
+
+    def take(self, nbytes: int) -> Block | None:
+        """Returns a block of at least `nbytes`; None if the budget has no room for one more."""
+        size = align_up(nbytes)
+        # A larger block serves too: steps of ever new lengths then take no more memory than the longest of them.
+        for _, slabs in sorted(item for item in self._slabs.items() if item[0] >= size):
+            for slab in slabs:
+                if slab.free:
+                    return slab.free.pop()
+        self._close_idle(size)
+        return self._grow(size)
+
+    def give(self, block: Block) -> None:
+        """Returns a block. Its next owner waits for `block.after`."""
+        block.after = tuple(event for event in block.after if not event.done())
+        block.slab.free.append(block)
+
+    def _grow(self, size: int) -> Block | None:
+        """Adds a slab and returns one of its blocks; None if there is no room for a single block."""
+        mine = self._slabs.setdefault(size, [])
+        have = sum(slab.count for slab in mine)
+        wanted = (self._at_once or 1) if not have else have
+        for count in _halved(min(wanted, max((self.room(size) - self.nbytes) // size, 0))):
+            if (slab := self._slab(size, count)) is not None:
+                mine.append(slab)
+                return slab.free.pop()
+        return None
+
+    def _slab(self, size: int, count: int) -> _Slab | None:
+        """Returns a slab of `count` blocks; None if the budget of the process has no room."""
+        nbytes = size * count
+        # No other engine gives way: a cache of weights is worth as much, and this engine's own is in use.
+        if self._budget is not None and self._memory.taken_bytes + nbytes > self._budget:
+            return None
+        copied = None if self._device.host_addressable else Copied(resident=nbytes, promoted=0, tiles=False)
+        classes = Classes(tiles=0, weights=0, gradients=0, resident=nbytes)
+        try:
+            arena = HostArena(classes, self._device, self._memory, None, None, copied)
+        except (BudgetError, OSError):  # the latter if the system has no memory
+            return None
+        return _Slab(arena, size, count)
+
+    def _close_idle(self, size: int) -> None:
+        """Closes slabs of another size none of whose blocks is in use."""
+        for other, slabs in self._slabs.items():
+            for slab in [each for each in slabs if other != size and len(each.free) == each.count]:
+                slabs.remove(slab)
+                _close(slab)
+        # Lengths may be ever new ones, and each would leave its size behind.
+        self._slabs = {other: slabs for other, slabs in self._slabs.items() if slabs}
+
+    def close(self) -> None:
+        """Waits for copies in flight and frees all blocks, of which none may be used afterwards. Idempotent."""
+        while self._slabs:
+            _, slabs = self._slabs.popitem()
+            for slab in slabs:
+                _close(slab)
+
+
+def _halved(count: int) -> Sequence[int]:
+    """Returns `count`, its half and so on down to 1; nothing if it is 0."""
+    found = []
+    while count:
+        found.append(count)
+        count //= 2
+    return found
+
+
+def _close(slab: _Slab) -> None:
+    for block in slab.free:
+        for event in block.after:
+            event.wait()
+    # A slab and its blocks refer to each other, so their memory would stay mapped until Python looks for such cycles.
+    slab.free.clear()
+    slab.arena.close()
+
+
+# -- kept input ----------------------------------------------------------------------------------------
+#
+# One input of a checkpointed unit, as the graph holds it, with the memory that it has in each tier.
+
+
+LEAST_NBYTES = PAGE
+"""Bytes of the smallest input that is moved: a smaller one would take a whole page elsewhere."""
+
+
+@dataclass(eq=False, slots=True)
+class Memory:
+    """All memory of one input; None where there is none of a kind. At least one of the first three has the bytes."""
+
+    tensor: torch.Tensor | None = None
+    """The tensor of the forward, until compute is ordered after its download."""
+    block: Block | None = None
+    """Host memory that has the bytes after `downloaded` and `reading`."""
+    slot: Slot | None = None
+    """Room on disk that has the bytes after `writing`."""
+    arriving: torch.Tensor | None = None
+    """A tensor on the device that has the bytes after `uploaded`."""
+    downloaded: Event = DONE
+    uploaded: Event = DONE
+    writing: Future | None = None
+    reading: Future | None = None
+
+    @property
+    def tier(self) -> Tier:
+        """The highest tier that has the bytes, or will have them."""
+        if self.tensor is not None or self.arriving is not None:
+            return Tier.DEVICE
+        return Tier.HOST if self.block is not None else Tier.DISK
+
+    @property
+    def transfers_done(self) -> bool:
+        """True if no read or write is in flight."""
+        return all(each is None or each.done() for each in (self.writing, self.reading))
+
+    def settle(self) -> None:
+        """Waits for a read or write in flight, whose error no longer matters."""
+        for each in (self.writing, self.reading):
+            if each is not None:
+                with contextlib.suppress(IoError):
+                    each.wait()
+        self.writing = self.reading = None
+
+
+class KeptInput:
+    """One input. Graphs alone hold the object; when the last drops it, `released` receives its memory."""
+
+    __slots__ = (
+        *("__weakref__", "changed", "form", "memory", "nbytes"),
+        *("position", "released", "stays", "version", "wanted"),
+    )
+
+    def __init__(self, tensor: torch.Tensor, position: int, wanted: tuple[int, ...], released: deque[Memory]) -> None:
+        """Keeps `tensor`, detached: the graph must not refer to itself.
+
+        Args:
+            tensor: a dense tensor on the device.
+            position: index of the input in the order of the forward.
+            wanted: what sorts inputs in the order in which the backward is expected to ask for them.
+            released: receives the memory in the end.
+        """
+        self.memory = Memory(tensor=tensor.detach())
+        self.version = tensor._version
+        self.form = Form.of(tensor)
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self.position, self.wanted, self.released = position, wanted, released
+        self.changed = False
+        """True if the tensor was changed in place before its copy was complete."""
+        self.stays = False
+        """True if the input stays on the device, because no other tier had room."""
+
+    @uninterrupted  # Python drops what is raised in here, a Ctrl-C too
+    def __del__(self) -> None:
+        # Any thread, at any time: no lock may be taken here.
+        memory = self.memory
+        if memory.downloaded is DONE:  # no copy reads the tensor
+            memory.tensor = None
+        if (
+            memory.tensor is not None
+            or memory.arriving is not None
+            or memory.block is not None
+            or memory.slot is not None
+        ):
+            self.released.append(memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Shape, strides and dtype of a dense tensor. Kernels may depend on strides, so bits would, too."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        """Returns the form of `tensor`."""
+        return cls(tensor.size(), tensor.stride(), tensor.dtype)
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Returns an uninitialized tensor of this form."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a view of this form of the memory of a dense tensor with as many bytes."""
+        return bytes_of(tensor).view(self.dtype).as_strided(self.size, self.stride)
+
+
+class InputView(NamedTuple):
+    """What a graph holds for an input: the memory, which inputs of other forms may have as well, and the form."""
+
+    kept: KeptInput
+    form: Form
+
+
+def may_move(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Returns True for an activation that moving can free: dense, not tiny, computed, on the device.
+
+    A leaf is somebody else's: a batch, or a parameter.
+    """
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.grad_fn is not None
+        and tensor.device == device
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        # The bytes of these two are not their values.
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.numel() * tensor.element_size() >= LEAST_NBYTES
+        and is_dense(tensor.size(), tensor.stride())
+    )
+
+
+def is_dense(size: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Returns True if elements of this shape and these strides fill a range of memory, each once."""
+    expected = 1
+    for step, count in sorted((step, count) for step, count in zip(stride, size, strict=True) if count != 1):
+        if step != expected:
+            return False
+        expected *= count
+    return True
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the memory of a dense tensor, (nbytes,) uint8."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8)
+
+
+# -- staging -------------------------------------------------------------------------------------------
+#
+# Host memory and disk for inputs of checkpointed units: blocks, slots, and the reads and writes between them.
+#
+#     download ──► block ──write──► slot          a block whose bytes are in a slot may be given to another input
+#     upload  ◄── block ◄──read─── slot
+#
+# The lock of `KeptInputs` guards every call. A call that needs a block waits for I/O alone. A Ctrl-C may end such a
+# wait: the request is then still in flight, and whoever asks for its memory next waits for it again.
+
+
+class Staging:
+    """The blocks and slots of one engine's inputs."""
+
+    def __init__(self, blocks: HostBlocks, slots: DiskSlots | None, timeline: Timeline = OFF) -> None:
+        """Takes over the two.
+
+        Args:
+            blocks: host memory.
+            slots: room on the drives; None without a drive.
+            timeline: records waits.
+        """
+        self._blocks, self._slots, self._timeline = blocks, slots, timeline
+        self._ending: list[Memory] = []
+        """Memory of dropped inputs that a read or write still uses."""
+        self.closed = False
+
+    @property
+    def arenas(self) -> list[HostArena]:
+        """Host memory that is mapped for blocks."""
+        return self._blocks.arenas
+
+    # -- towards the disk ---------------------------------------------------------------------------
+
+    def write_ahead(self, kept: Sequence[KeptInput]) -> None:
+        """Starts writes of the oldest inputs in host memory, so that the next inputs find free blocks.
+
+        Args:
+            kept: all inputs, oldest first.
+        """
+        if self._slots is None:
+            return
+        in_host = [each for each in kept if each.memory.block is not None and each.memory.slot is None]
+        for count, each in enumerate(in_host):
+            room = self._blocks.room(each.nbytes)
+            # The tensor of one that is leaving still has a download in flight, for which no thread shall wait.
+            if each.memory.tensor is not None or not checkpoints.writes(len(in_host) - count, room, each.nbytes):
+                return
+            self._write(each)
+
+    def take_block(self, nbytes: int, kept: Sequence[KeptInput]) -> Block | None:
+        """Returns a block, for which the oldest of `kept` goes to DISK if necessary; None if there is no room.
+
+        Raises:
+            IoError: if an input could not be written.
+            StoreError: if a drive has no room for the file.
+        """
+        while (block := self._blocks.take(nbytes)) is None:
+            if self._slots is None or not self._free_a_block(nbytes, kept):
+                return None
+        return block
+
+    def _free_a_block(self, nbytes: int, kept: Sequence[KeptInput]) -> bool:
+        """Frees the block of the oldest input, if possible a large one of an input that is not on its way back."""
+        if self._ending:
+            self.give_back(self._ending[0])
+            self._ending.pop(0)
+            return True
+        found = [each for each in kept if _has_block(each.memory)]
+        if not found:
+            return False
+        # Smaller blocks make room too, when all of a slab are free. `min` returns the first of equals, the oldest.
+        oldest = min(found, key=lambda each: _cost_of_block(each.memory, nbytes))
+        memory = oldest.memory
+        self._end_read(memory)
+        if memory.slot is None:
+            self._write(oldest)
+        self._end_write(memory)
+        block, memory.block = memory.block, None
+        assert block is not None
+        self._blocks.give(block)
+        return True
+
+    def _write(self, kept: KeptInput) -> None:
+        """Starts the write of an input from its block.
+
+        Raises:
+            StoreError: if a drive has no room for the file.
+        """
+        memory = kept.memory
+        assert self._slots is not None and memory.block is not None and memory.slot is None
+        memory.downloaded.wait()  # the drive reads what the device has written
+        slot = self._slots.take(kept.nbytes)
+        try:
+            memory.writing = slot.write(memory.block.buffer.buffer[: kept.nbytes])
+        except BaseException:
+            self._slots.give(slot)
+            raise
+        memory.slot = slot
+
+    def _end_write(self, memory: Memory) -> None:
+        """Waits for the write of an input. After an error the block alone has the bytes."""
+        if memory.writing is None:
+            return
+        try:
+            with self._timeline.span(Row.WAITS, "waits for the write of an input"):
+                memory.writing.wait()
+        except IoError:  # no other error: after a Ctrl-C the drive still reads the block
+            slot, memory.slot, memory.writing = memory.slot, None, None
+            if slot is not None and self._slots is not None:
+                self._slots.give(slot)
+            raise
+        self.check_open()
+        memory.writing = None
+
+    # -- from the disk ------------------------------------------------------------------------------
+
+    def read_ahead(self, kept: KeptInput) -> bool:
+        """Starts the read of an input that is on DISK alone, if a block is free; returns False if none is."""
+        if kept.memory.block is not None:
+            return True
+        block = self._blocks.take(kept.nbytes)
+        if block is None:
+            return False
+        self._read(kept, block)
+        return True
+
+    def to_block(self, kept: KeptInput, others: Sequence[KeptInput]) -> Block:
+        """Returns the block of an input after the read of its bytes; for `others` see `take_block`.
+
+        Raises:
+            IoError: if the input could not be read, or another one not be written.
+            StoreError: if a drive has no room for the file.
+            BudgetError: if other engines have taken the memory through which the input went to DISK.
+        """
+        memory = kept.memory
+        if memory.block is None:
+            block = self.take_block(kept.nbytes, others)
+            if block is None:
+                raise BudgetError(
+                    f"host memory has no room for {format_size(kept.nbytes)} of an input of a checkpointed unit, which "
+                    'is on disk: raise "host_memory", or call destroy() on engines that are no longer used'
+                )
+            self._read(kept, block)
+        self._end_read(memory)
+        assert memory.block is not None
+        return memory.block
+
+    def _read(self, kept: KeptInput, block: Block) -> None:
+        """Starts the read of an input into `block`."""
+        memory = kept.memory
+        assert memory.slot is not None, "an input is in a block or on DISK"
+        try:
+            for event in block.after:  # the drive overwrites what the device may still read
+                event.wait()
+            memory.reading = memory.slot.read(block.buffer.buffer[: kept.nbytes])
+        except BaseException:
+            self._blocks.give(block)
+            raise
+        memory.block = block
+
+    def _end_read(self, memory: Memory) -> None:
+        """Waits for the read of an input. After an error DISK alone has the bytes."""
+        if memory.reading is None:
+            return
+        try:
+            with self._timeline.span(Row.WAITS, "waits for the read of an input"):
+                memory.reading.wait()
+        except IoError:  # no other error: after a Ctrl-C the drive still writes to the block
+            block, memory.block, memory.reading = memory.block, None, None
+            if block is not None:
+                self._blocks.give(block)
+            raise
+        self.check_open()
+        memory.reading = None
+
+    # -- the end of an input ------------------------------------------------------------------------
+
+    def recover(self, dropped: Sequence[Memory]) -> None:
+        """Takes back the memory of dropped inputs, as soon as no read or write uses it."""
+        self._ending += dropped
+        for memory in [each for each in self._ending if each.transfers_done]:
+            self.give_back(memory)
+            self._ending.remove(memory)  # afterwards: a Ctrl-C may end the call before
+
+    def give_back(self, memory: Memory) -> None:
+        """Waits for the transfer of a dropped input, whose error no longer matters, and frees block and slot."""
+        memory.settle()
+        self.check_open()
+        if memory.slot is not None and self._slots is not None:
+            self._slots.give(memory.slot)
+        if memory.block is not None:
+            self._blocks.give(memory.block)
+        memory.slot = memory.block = None
+
+    def close(self, memories: Sequence[Memory]) -> None:
+        """Waits for the transfers of `memories` and of dropped inputs, and frees host memory and files. Idempotent."""
+        self.closed = True
+        for memory in (*memories, *self._ending):
+            memory.settle()
+        self._blocks.close()
+        if self._slots is not None:
+            self._slots.close()
+
+    def check_open(self) -> None:
+        """Raises `UsageError` after `close`, which the handler of a signal may call during a wait in here."""
+        if self.closed:
+            raise UsageError("this engine was destroyed, and with it the activations of its graphs")
+
+
+def _has_block(memory: Memory) -> bool:
+    """Returns True if an input has a block that it could give: its tensor has left the device."""
+    return memory.block is not None and memory.tensor is None
+
+
+def _cost_of_block(memory: Memory, nbytes: int) -> tuple[bool, bool]:
+    """Returns a key that orders blocks which a request for `nbytes` may take: the least one first."""
+    assert memory.block is not None
+    return memory.block.buffer.nbytes < nbytes, memory.arriving is not None or memory.reading is not None
+
+
+# -- kept inputs ---------------------------------------------------------------------------------------
+
+
+logger = logging.getLogger("offload")
+
+_READ_AHEAD = 2
+"""Inputs that are read from disk before the backward asks for them, beside the one that is uploaded."""
+_MOST_SHARED = 64
+"""Entries of dropped inputs, in the list and in the table of shared ones, that do no harm."""
+
+
+class _Order:
+    """The order in which a backward is expected to ask for inputs: newest first.
+
+    Where micro-batches take turns at each unit, their backwards do so too, in the order of the micro-batches.
+    """
+
+    def __init__(self, turn: Callable[[], int | None]) -> None:
+        self._turn = turn
+        self._last: int | None = None
+        self._unit = self._count = 0
+
+    def next(self) -> tuple[int, int, int]:
+        """Returns the place of the next input; the backward asks for the smallest place first."""
+        turn = self._turn()
+        if turn is None or self._last is None or turn < self._last:
+            self._unit += 1  # the first micro-batch is at the next unit
+        self._last = turn
+        self._count += 1
+        return -self._unit, turn or 0, -self._count
+
+
+class KeptInputs:
+    """Moves the inputs of one engine's checkpointed units between the tiers. `close` ends it."""
+
+    def __init__(
+        self,
+        device: Device,
+        staging: Staging,
+        device_limit: Callable[[int], float],
+        turn: Callable[[], int | None] = lambda: None,
+        timeline: Timeline = OFF,
+    ) -> None:
+        """Keeps nothing yet.
+
+        Args:
+            device: copies between device and host memory.
+            staging: host memory and disk.
+            device_limit: bytes that inputs may take on the device beside the newest, given the bytes that they take.
+            turn: returns the number of the micro-batch that runs where several take turns at each unit, else None.
+            timeline: records copies and waits.
+        """
+        self._order = _Order(turn)
+        self._device, self._staging = device, staging
+        self._device_limit, self._timeline = device_limit, timeline
+        self._lock = threading.RLock()
+        self._released: deque[Memory] = deque()
+        self._kept: list[weakref.ref[KeptInput]] = []
+        """The inputs in the order of the forward; a position is an index. Dropped ones go when they are many."""
+        self._leaving: list[KeptInput] = []
+        """Inputs whose tensor is held until compute is ordered after its download."""
+        self._shared: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[KeptInput]]] = {}
+        """The newest input of each address and size, with its storage: an address may be used again."""
+        self.peak: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        """Most bytes of inputs in each tier at a time."""
+        self._reported_full = False
+
+    @property
+    def arenas(self) -> list[HostArena]:
+        """Host memory that is mapped for inputs; it counts in the budget of the process."""
+        with self._lock:
+            return self._staging.arenas
+
+    def bytes_by_tier(self) -> dict[Tier, int]:
+        """Returns the bytes of the inputs that are kept now, each counted in the highest tier that contains it."""
+        found = dict.fromkeys(Tier, 0)
+        with self._lock:
+            for kept in self._alive():
+                found[kept.memory.tier] += kept.nbytes
+        return found
+
+    @uninterrupted
+    def recover(self) -> None:
+        """Takes back the memory of inputs that an aborted forward or backward has left."""
+        with self._lock:
+            if not self._staging.closed:
+                self._let_go_of_leaving()
+                self._recover()
+
+    # -- forward ------------------------------------------------------------------------------------
+
+    @uninterrupted
+    def keep(self, tensor: torch.Tensor) -> InputView | None:
+        """Keeps an input of a checkpointed unit until the graph drops the result; older inputs may leave the device.
+
+        Args:
+            tensor: an activation on the device. It must not change before the backward, as torch demands.
+
+        Returns:
+            The object for the graph; None for a tensor that is not moved, such as a leaf, which somebody else holds.
+
+        Raises:
+            IoError: if an earlier input could not be written.
+            StoreError: if a drive has no room for the file.
+            UsageError: if the engine was closed.
+        """
+        if not may_move(tensor, self._device.torch):
+            return None
+        with self._lock, without_modes():
+            self._staging.check_open()
+            self._recover()
+            self._let_go_of_leaving()
+            kept = self._same(tensor)
+            if kept is None:
+                kept = KeptInput(tensor, len(self._kept), self._order.next(), self._released)
+                self._kept.append(weakref.ref(kept))
+                self._share(tensor, kept)
+            self._make_room()
+            self._count()
+            return InputView(kept, Form.of(tensor))
+
+    def _same(self, tensor: torch.Tensor) -> KeptInput | None:
+        """Returns the input that was kept of the same memory, if it is unchanged."""
+        entry = self._shared.get(_place(tensor))
+        if entry is None or entry[0].expired():
+            return None
+        kept = entry[1]()
+        if kept is None or kept.changed or kept.version != tensor._version:
+            return None
+        return kept
+
+    def _share(self, tensor: torch.Tensor, kept: KeptInput) -> None:
+        """Notes that `kept` is the input with the memory of `tensor`."""
+        if len(self._shared) >= _MOST_SHARED:
+            self._shared = {place: entry for place, entry in self._shared.items() if not entry[0].expired()}
+        self._shared[_place(tensor)] = StorageWeakRef(tensor.untyped_storage()), weakref.ref(kept)
+
+    def _make_room(self) -> None:
+        """Moves the oldest inputs off the device as far as the limit requires, and writes ahead."""
+        here = [each for each in self._alive() if each.memory.tensor is not None and not each.stays]
+        sizes = [each.nbytes for each in here]
+        for kept in here[: checkpoints.leaves_device(sizes, self._device_limit(sum(sizes)))]:
+            self._leave_device(kept)
+        self._staging.write_ahead(self._alive())
+
+    def _leave_device(self, kept: KeptInput) -> None:
+        """Starts the copy of an input to host memory, if there is room."""
+        memory, tensor = kept.memory, kept.memory.tensor
+        assert tensor is not None and memory.block is None
+        if tensor._version != kept.version:
+            kept.changed = kept.stays = True
+            return
+        block = self._staging.take_block(kept.nbytes, self._alive())
+        if block is None:
+            kept.stays = True
+            self._report_full(kept.nbytes)
+            return
+        with self._timeline.span(Row.DOWNLOADS, "input of a unit", kept.nbytes):
+            ready = (*block.after, self._device.record_event())
+            memory.downloaded = self._device.download(block.bytes(kept.nbytes), bytes_of(tensor), ready)
+        block.after = (memory.downloaded,)
+        memory.block = block
+        self._leaving.append(kept)
+        if self._device.host_addressable:  # the copy is done
+            self._let_go_of_leaving()
+
+    def _let_go_of_leaving(self) -> None:
+        """Drops tensors after ordering compute after their copies; see [Note: a tensor that is being copied]."""
+        while self._leaving:
+            kept = self._leaving.pop()
+            tensor = kept.memory.tensor
+            assert tensor is not None
+            self._device.wait_event(kept.memory.downloaded)
+            kept.changed = kept.changed or tensor._version != kept.version
+            kept.memory.tensor = None
+
+    def _report_full(self, nbytes: int) -> None:
+        """Reports once that inputs stay on the device."""
+        if not self._reported_full:
+            self._reported_full = True
+            logger.warning(
+                "inputs of checkpointed units stay on the device: host memory has no room for one more of %s, and "
+                'there is no drive for it. Raise "activation_memory" or "host_memory" in the "offload" block, or set '
+                'an "nvme_path" there',
+                format_size(nbytes),
+            )
+
+    # -- backward -----------------------------------------------------------------------------------
+
+    @uninterrupted
+    def fetch(self, view: InputView) -> torch.Tensor:
+        """Returns an input on the device, and starts to bring those that the backward needs next.
+
+        Raises:
+            RuntimeError: if the input was changed in place after the forward, as torch raises it.
+            IoError: if the input could not be read, or another one not be written to make room.
+            StoreError: if a drive has no room for the file.
+            BudgetError: if other engines have taken the host memory that the input needs.
+            UsageError: if the engine was closed.
+        """
+        kept = view.kept
+        with self._lock, without_modes():
+            self._staging.check_open()
+            self._recover()
+            self._let_go_of_leaving()
+            memory, tensor = kept.memory, kept.memory.tensor
+            if kept.changed or (tensor is not None and tensor._version != kept.version):
+                raise RuntimeError(
+                    f"an input of shape {list(kept.form.size)} of a checkpointed unit was changed in place since the "
+                    "unit received it, so the unit cannot be computed again: use a function that returns a new tensor"
+                )
+            if tensor is None:
+                if memory.arriving is None:
+                    self._upload(kept)
+                tensor, memory.arriving = memory.arriving, None
+                self._device.wait_event(memory.uploaded)
+            assert tensor is not None
+            self._fetch_ahead(kept)
+            self._count()
+            return tensor if view.form == kept.form else view.form.view(tensor)
+
+    def _fetch_ahead(self, kept: KeptInput) -> None:
+        """Starts the upload of the input that follows `kept` and the reads of the next, as far as blocks are free."""
+        later = (each for each in self._alive() if each.wanted > kept.wanted)
+        for distance, each in enumerate(heapq.nsmallest(1 + _READ_AHEAD, later, key=lambda each: each.wanted)):
+            memory = each.memory
+            if memory.tensor is not None or memory.arriving is not None or each.changed:
+                continue
+            if not self._staging.read_ahead(each):
+                return
+            # On a CPU the copy would take the time of this thread, and memory, one unit too early.
+            ready = memory.reading is None or memory.reading.done()
+            if distance == 0 and ready and not self._device.host_addressable:
+                # Without memory now, the upload waits until the backward asks, which has freed some by then.
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    self._upload(each)
+
+    def _upload(self, kept: KeptInput) -> None:
+        """Starts the copy of an input to the device, after its read."""
+        memory, block = kept.memory, self._staging.to_block(kept, self._alive())
+        tensor = kept.form.empty(self._device.torch)
+        # The tensor's memory may belong to compute that was queued before: the upload waits for it.
+        ready = (memory.downloaded, self._device.record_event())
+        with self._timeline.span(Row.UPLOADS, "input of a unit", kept.nbytes):
+            memory.uploaded = self._device.upload(bytes_of(tensor), block.bytes(kept.nbytes), ready)
+        block.after = (memory.downloaded, memory.uploaded)
+        memory.arriving = tensor
+
+    # -- under the lock -----------------------------------------------------------------------------
+
+    def _alive(self) -> list[KeptInput]:
+        """Returns the inputs that a graph holds, oldest first."""
+        return [kept for ref in self._kept if (kept := ref()) is not None]
+
+    def _count(self) -> None:
+        """Updates the peaks."""
+        now = dict.fromkeys(Tier, 0)
+        for kept in self._alive():
+            now[kept.memory.tier] += kept.nbytes
+        self.peak = {tier: max(self.peak[tier], nbytes) for tier, nbytes in now.items()}
+
+    def _recover(self) -> None:
+        """Takes back the memory of inputs that graphs have dropped."""
+        while self._kept and self._kept[-1]() is None:
+            self._kept.pop()
+        alive = self._alive()
+        # If the next forward always begins before the backward of the last, the end is never a dropped one.
+        if len(self._kept) > 2 * len(alive) + _MOST_SHARED:
+            for position, kept in enumerate(alive):
+                kept.position = position
+            self._kept = [weakref.ref(kept) for kept in alive]
+        dropped = []
+        while self._released:
+            memory = self._released.popleft()
+            # Torch may give the memory of these tensors to other compute at once, which must come after the copies.
+            for tensor, event in ((memory.tensor, memory.downloaded), (memory.arriving, memory.uploaded)):
+                if tensor is not None:
+                    self._device.wait_event(event)
+            memory.tensor = memory.arriving = None
+            dropped.append(memory)
+        self._staging.recover(dropped)
+
+    @uninterrupted
+    def close(self) -> None:
+        """Waits for transfers in flight and frees all memory of inputs. Idempotent. Graphs cannot be run afterwards."""
+        with self._lock:
+            self._let_go_of_leaving()
+            memories = [*(kept.memory for kept in self._alive()), *self._released]
+            self._staging.close(memories)
+            # A graph that outlives the engine keeps no memory. The device is idle, if it has copied anything.
+            for memory in memories:
+                memory.tensor = memory.block = memory.slot = memory.arriving = None
+            self._released.clear()
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the address and the bytes of a dense tensor."""
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size()

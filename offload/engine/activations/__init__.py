@@ -1,1 +1,0 @@
-"""Activations: units that are computed again in backward, and the tiers in which their inputs wait until then."""
