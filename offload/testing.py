@@ -411,7 +411,7 @@ POINTS: Mapping[str, Sequence[str]] = {
         "offload.engine.gradients.accumulator:CHUNK",
         "offload.engine.gradients.host_gradients:CHUNK",
         "offload.distributed.reduce_scatter:CHUNK",
-        "offload.engine.optim.lamb_norms:CHUNK",
+        "offload.optimizers.lamb:CHUNK",
     ),
     "size.first_weights": ("offload.engine.params.initial_fill:CHUNK",),
     "size.parameter_access": ("offload.engine.param_access:CHUNK",),
@@ -465,7 +465,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "storage.users": ("offload.torch_internals:StorageUsers._tensors",),
     "dtype.warned": ("offload.engine.setup.dtype_choice:warned",),
     "kernel.update": ("offload.kernels:update",),
-    "muon.products_in_bf16": ("offload.engine.optim.matrices.directions:products_in_bf16",),
+    "muon.products_in_bf16": ("offload.optimizers.matrices:products_in_bf16",),
     # I/O and files.
     "io.queue": ("offload.engine.setup.build:IoQueue",),
     "io.open_queue": ("offload.engine.setup.build:_queue",),

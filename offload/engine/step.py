@@ -17,7 +17,6 @@ from torch import nn
 from offload.engine.callbacks import GradientStats
 from offload.engine.gradients.zeros import ZeroGradients, zero_gradients
 from offload.engine.metrics.step_meter import Stepped
-from offload.engine.optim.lamb_norms import with_ratios
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.speculation.early_updates import EarlyUpdates
 from offload.engine.optim.speculation.rules import reason_to_clip
@@ -28,6 +27,7 @@ from offload.engine.training.gradient_accumulation import GradientAccumulation
 from offload.engine.training.training_state import TrainingState
 from offload.errors import EngineFailed, NumericsError, RankError, UsageError
 from offload.layout.modes import LAMB
+from offload.optimizers.lamb import with_ratios
 
 logger = logging.getLogger("offload")
 

@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         "let LAMB's first pass leave its scales to the second",
-        "offload.engine.optim.lamb",
+        "offload.optimizers.lamb",
         "self.drafts: Sequence[State] = mode.optimizer_states",
         "self.drafts: Sequence[State] = mode.moments",
         "tests/optim/test_int8_moments.py::test_tiles_of_any_size_give_the_same_bits",
@@ -91,7 +91,7 @@ MUTANTS = (
     ),
     Mutant(
         "round the masters of matrices to nearest",
-        "offload.engine.optim.matrices.updates",
+        "offload.optimizers.matrices",
         "split(master, states, segment.noise)",
         "split(master, states)",
         "tests/optim/test_bf24_masters.py::test_muon_rounds_the_masters_of_matrices_alike_everywhere",

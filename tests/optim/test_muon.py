@@ -12,9 +12,9 @@ from torch import nn
 import offload
 from offload import testing
 from offload.config import load_config
-from offload.engine.optim.matrices.directions import Workspace, orthogonalize
 from offload.errors import ConfigError, UsageError
 from offload.layout.optimizer_states import matrices_of, product_flops
+from offload.optimizers.matrices import Workspace, orthogonalize
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import from_training
 from offload.precision import has_products_in_bf16, products_in_bf16

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from offload.config import load_config
-from offload.engine.optim.matrices.directions import balance
 from offload.errors import ConfigError
+from offload.optimizers.matrices import balance
 from tests.optim.narrow_states import JOB, bytes_of_a_parameter
 from tests.optim.resuming import assert_resumes_and_loads
 from tests.support.modules.matrix_models import SINKGD

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from offload import kernels
-from offload.engine.optim.matrices.steps import MuonStep, SinkGDStep, muon, sinkgd
-from offload.engine.optim.torch_fallback import TorchStep, numbers_of
 from offload.errors import UsageError
 from offload.layout.modes import ADAM, LAMB, MUON, SINKGD, TORCH
 from offload.layout.optimizer_states import MARK, WITHOUT_KERNEL, kernel_rule
+from offload.optimizers.matrix_steps import MuonStep, SinkGDStep, muon, sinkgd
+from offload.optimizers.of_torch import TorchStep, numbers_of
 
 _FLAGS = ("decoupled", "nesterov", MARK)
 """Keys of groups that a kernel reads as True or False."""

@@ -10,14 +10,14 @@ from torch import nn
 
 from offload.config import OptimizerBlock
 from offload.engine.optim.algorithms import RULES, plain, rule_of
-from offload.engine.optim.matrices.groups import matrix_optimizer, no_rate
 from offload.engine.optim.optimizer import Optimizer
-from offload.engine.optim.torch_fallback import find_kept
 from offload.errors import ConfigError
 from offload.layout.flat_layout import StateField
 from offload.layout.memory_plan import rule_name
 from offload.layout.modes import ADAM, TORCH
 from offload.layout.optimizer_states import MARK, MATRIX_RULES, make
+from offload.optimizers.matrices import matrix_optimizer, no_rate
+from offload.optimizers.of_torch import find_kept
 from offload.sizes import count_of
 
 

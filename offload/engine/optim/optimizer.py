@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.engine.optim.algorithms import RULES, Rule, check_numbers, plain
-from offload.engine.optim.torch_fallback import numbers_of
 from offload.engine.params.paged_parameter import handle_of
 from offload.errors import UsageError
 from offload.layout.modes import ADAM, TORCH
 from offload.layout.optimizer_states import MARK, MATRIX_RULES
 from offload.notices import announce
+from offload.optimizers.of_torch import numbers_of
 from offload.schedules.base import set_values
 from offload.sizes import count_of
 

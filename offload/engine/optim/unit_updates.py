@@ -11,10 +11,10 @@ from torch import nn
 
 from offload import kernels
 from offload.engine.callbacks import Edit
-from offload.engine.optim.matrices.steps import MatrixSegment, MuonStep, SinkGDStep
 from offload.engine.optim.optimizer import Optimizer
-from offload.engine.optim.torch_fallback import TorchSegment, TorchStep, attributes_of
 from offload.layout.flat_layout import UnitLayout
+from offload.optimizers.matrix_steps import MatrixSegment, MuonStep, SinkGDStep
+from offload.optimizers.of_torch import TorchSegment, TorchStep, attributes_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

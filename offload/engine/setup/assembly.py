@@ -20,10 +20,7 @@ from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.metrics.compute_spans import compute_spans
 from offload.engine.metrics.step_meter import StepMeter
 from offload.engine.optim.fused import FusedUpdates
-from offload.engine.optim.lamb import LambUpdates
-from offload.engine.optim.matrices.updates import MatrixUpdates
 from offload.engine.optim.optimizer import Optimizer
-from offload.engine.optim.torch_updates import TorchUpdates
 from offload.engine.optim.update_strategy import UpdateStrategy
 from offload.engine.optim.update_worker import UpdateWorker
 from offload.engine.params.deferred_parameter import forget
@@ -48,6 +45,9 @@ from offload.layout.memory_plan import limits, unit_sizes
 from offload.layout.modes import LAMB, TORCH
 from offload.layout.pass_order import makes_early_updates
 from offload.layout.tiers import copied_memory
+from offload.optimizers.lamb import LambUpdates
+from offload.optimizers.matrices import MatrixUpdates
+from offload.optimizers.torch_updates import TorchUpdates
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, process_memory
 from offload.swapper.pager import Pager

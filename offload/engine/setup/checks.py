@@ -13,7 +13,6 @@ from offload.activations.checkpoints import check_tier
 from offload.config import Batch, Config
 from offload.distributed.process_group import Ranks
 from offload.engine.distributed.tensor_parallel import TensorParallel
-from offload.engine.optim.matrices.directions import in_bf16
 from offload.engine.params.deferred_parameter import is_deferred, origin_of
 from offload.engine.params.opaque.paged_tensor import is_under_engine
 from offload.engine.params.paged_parameter import PagedParameter
@@ -25,6 +24,7 @@ from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.frozen import is_of_bitsandbytes, is_packed, waits_for_quantization
 from offload.layout.modes import LAMB, MUON, Mode, dtype_name
 from offload.layout.tiers import check_node
+from offload.optimizers.matrices import in_bf16
 from offload.sizes import count_of
 from offload.swapper.memory.device import Device
 from offload.torch_internals import inner_tensors

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from offload.distributed.process_group import Ranks
-from offload.engine.optim.exchange import Exchange, carve
-from offload.engine.optim.torch_fallback import TorchSegment, TorchStep, cause, likeness
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import TileContent, UnitSteps
 from offload.errors import UsageError
 from offload.layout.flat_layout import Segment, UnitLayout, pack, unpack
 from offload.layout.modes import Mode
 from offload.layout.optimizer_states import Whole, join, split
+from offload.optimizers.matrices import Exchange, carve
+from offload.optimizers.of_torch import TorchSegment, TorchStep, cause, likeness
 from offload.states import State
 
 

@@ -10,23 +10,220 @@ that several ranks divide gets its direction on one of them, its home (see `opti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from offload import kernels
+from offload.config import OptimizerBlock
 from offload.distributed.process_group import Ranks
-from offload.engine.optim.exchange import Exchange, Trade, carve
-from offload.engine.optim.matrices.directions import Workspace, balance, in_bf16, orthogonalize
-from offload.engine.optim.matrices.steps import MatrixSegment, MatrixStep, MuonStep
+from offload.engine.optim.algorithms import RULES
+from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import TileContent, UnitSteps, partition_of, segments_in
+from offload.errors import ConfigError
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.modes import MUON, Mode
-from offload.layout.optimizer_states import Whole, cuts, join, split
+from offload.layout.optimizer_states import MARK, Divided, Whole, checked_mark, cuts, divided, join, matrices_of, split
+from offload.optimizers.matrix_steps import MatrixSegment, MatrixStep, MuonStep
+from offload.precision import products_in_bf16
 from offload.sizes import align_up
 from offload.states import State
 from offload.swapper.memory.device import Device
+
+# -- exchange ------------------------------------------------------------------------------------------
+#
+# Exchange of parameters that several ranks divide, and whose step needs them as a whole.
+#
+#     part of each rank ─► the parameter's home ─► the step of the whole ─► part of each rank
+#
+# A home is the rank with the most of a parameter (`layout.optimizers.whole`), so a parameter that one rank holds goes
+# nowhere. All that a unit exchanges goes in one message to each rank, and one back.
+#
+# Threads. The update worker calls everything, while the thread that runs the model waits in `step()`: only then no
+# other collective is under way. Every rank updates the same units in the same order, each in one exchange or more, and
+# takes part even if it has nothing to send or to receive. So a wait ends when the other workers arrive, which wait for
+# their drives and for the exchanges before; or as every collective does, when a rank is lost. Messages go through the
+# host, as updates do.
+
+
+class Exchange:
+    """One rank's side of the exchanges of its engine."""
+
+    def __init__(self, *, ranks: Ranks, layouts: Sequence[UnitLayout], mode: Mode, memory: torch.Tensor) -> None:
+        """Takes over the memory.
+
+        Args:
+            ranks: all ranks.
+            layouts: the layout of each unit.
+            mode: the mode.
+            memory: (n,) fp32 of the host arena: what this rank sends and receives of the largest unit at once.
+        """
+        self._ranks, self._memory = ranks, memory
+        self._divided = [divided(layout, mode, ranks.mesh.shards) for layout in layouts]
+
+    @property
+    def rank(self) -> int:
+        """This rank, as a replica counts: its shard."""
+        return self._ranks.shard
+
+    def begin(self, unit: int, indices: Sequence[int], dtype: torch.dtype, number: int = 0, of: int = 1) -> Trade:
+        """Returns an exchange of some parameters of a unit, the same on every rank.
+
+        Args:
+            unit: index of the unit.
+            indices: indices of the parameters that have a gradient and are divided.
+            dtype: dtype of the elements that are exchanged.
+            number: number of this exchange, if several of a unit are under way at once.
+            of: number of these.
+        """
+        found = [each for each in self._divided[unit] if each.number in indices]
+        numel = len(self._memory) // of
+        memory = self._memory[number * numel : (number + 1) * numel].view(dtype)
+        return Trade(self._ranks, found, memory)
+
+
+class Trade:
+    """One exchange: `away` parts of this rank go out and come back, `here` come in and go back."""
+
+    def __init__(self, ranks: Ranks, found: Sequence[Divided], memory: torch.Tensor) -> None:
+        """Lays the parts out in `memory`: first what goes out, home by home, then what comes in, rank by rank."""
+        self._ranks, own, shards = ranks, ranks.shard, ranks.mesh.shards
+        self.away = {each.number: _mine(each, own) for each in found if each.home != own}
+        """Position and length of this rank's part of each parameter whose home is another rank; both 0 for none."""
+        self.here = tuple(each for each in found if each.home == own)
+        """Parameters whose home is this rank."""
+        self._sent, self._got = [0] * shards, [0] * shards
+        self._places: dict[tuple[int, int], torch.Tensor] = {}
+        end = 0
+        for home in range(shards):
+            for each in (each for each in found if each.home == home != own):
+                numel = self.away[each.number][1]
+                self._places[each.number, own] = memory[end : end + numel]
+                self._sent[home] += numel
+                end += numel
+        self._out, first = memory[:end], end
+        for rank in range(shards):
+            for each in self.here if rank != own else ():
+                _, numel = _mine(each, rank)
+                self._places[each.number, rank] = memory[end : end + numel]
+                self._got[rank] += numel
+                end += numel
+        self._in = memory[first:end]
+
+    def part(self, index: int, rank: int) -> torch.Tensor:
+        """Returns the memory of a rank's part of a parameter, (n,): before `go` and after `back` this rank's own."""
+        return self._places[index, rank]
+
+    def go(self) -> None:
+        """Sends the parts of this rank to the parameters' homes, and receives those of others."""
+        self._ranks.swap(self._in, self._got, self._out, self._sent, "gather what a step needs as a whole")
+
+    def back(self) -> None:
+        """Sends the parts of other ranks back, and receives those of this rank."""
+        self._ranks.swap(self._out, self._sent, self._in, self._got, "scatter what a step has made")
+
+
+def _mine(each: Divided, rank: int) -> tuple[int, int]:
+    """Returns position and length of a rank's part of a parameter; both are 0 if it has none."""
+    return next(((part.position, part.numel) for part in each.parts if part.rank == rank), (0, 0))
+
+
+def carve(memory: torch.Tensor, *numels: int) -> tuple[torch.Tensor, ...]:
+    """Returns at least as many elements of `memory`, (n,), as each number says, in full pages."""
+    itemsize = memory.element_size()
+    sizes = [align_up(numel * itemsize) // itemsize for numel in numels]
+    starts = accumulate(sizes, initial=0)
+    return tuple(memory[start : start + size] for start, size in zip(starts, sizes, strict=False))
+
+
+# -- directions ----------------------------------------------------------------------------------------
+#
+# The directions in which Muon and SinkGD move a matrix.
+#
+#     Muon      the orthogonal matrix near the momentum, by a few Newton-Schulz iterations
+#     SinkGD    the gradient, with all rows of one norm and all columns of one norm
+#
+# The operations of `orthogonalize` are those of `torch.optim.Muon`, in its order and in bf16 in its dtype, so that both
+# give the same bits. On a processor without products in bf16 the dtype is fp32, as in DeepSpeed. Versions of torch
+# before 2.9 have no such optimizer.
+
+
+_SMALLEST_NORM = 1e-7
+"""Bound below the norm of a momentum, which is divided by it; torch's."""
+_SMALLEST_LINE = 1e-20
+"""Bound below the norm of a row or column. Squares of smaller elements vanish in fp32, and the norm would be 0."""
+
+
+class Workspace(NamedTuple):
+    """Memory for `orthogonalize`: flat tensors of one dtype on the computing device, of so many elements."""
+
+    matrix: torch.Tensor
+    """Rows times columns. The caller writes the matrix here."""
+    other: torch.Tensor
+    """Rows times columns."""
+    polynomial: torch.Tensor
+    """The square of the smaller of both."""
+
+
+def in_bf16(device: Device) -> bool:
+    """Returns True if a device makes the products of Muon in bf16, else in fp32."""
+    # Without instructions for it a product in bf16 takes a hundred times as long as in fp32.
+    return not device.host_addressable or products_in_bf16()
+
+
+def orthogonalize(
+    shape: tuple[int, int], workspace: Workspace, steps: int, coefficients: tuple[float, float, float]
+) -> torch.Tensor:
+    """Returns the matrix near the one in `workspace.matrix` whose singular values are near 1.
+
+    Args:
+        shape: rows and columns of the matrix.
+        workspace: memory, whose `matrix` contains the rows of the matrix, one after the other; all is overwritten.
+        steps: number of iterations.
+        coefficients: of the iteration X <- aX + (bA + cA^2)X with A = XX'.
+
+    Returns:
+        (rows, columns) in the memory and dtype of the workspace; columns are contiguous if there are fewer of them.
+    """
+    a, b, c = coefficients
+    numel, small, large = shape[0] * shape[1], min(shape), max(shape)
+    tall = shape[0] > shape[1]
+    given = workspace.matrix[:numel].view(shape)
+    x = given.T if tall else given
+    x.div_(x.norm().clamp(min=_SMALLEST_NORM))  # the largest singular value is now 1 at most
+    polynomial = workspace.polynomial[: small * small].view(small, small)
+    free, used = workspace.other[:numel].view(small, large), workspace.matrix[:numel].view(small, large)
+    for _ in range(steps):
+        # Read before the new matrix takes its place.
+        gram = free.view(-1)[: small * small].view(small, small)
+        torch.mm(x, x.T, out=gram)
+        torch.addmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        torch.addmm(x, polynomial, x, beta=a, out=free)
+        x, free, used = free, used, free
+    return x.T if tall else x
+
+
+def balance(gradient: torch.Tensor, iterations: int) -> None:
+    """Normalizes the rows to a norm of the root of their length, then the columns, again and again, in place.
+
+    Args:
+        gradient: (rows, columns) fp32, contiguous. Rows and columns of zeros stay so.
+        iterations: number of normalizations of the rows, and of the columns.
+    """
+    rows, columns = gradient.shape
+    for _ in range(iterations):
+        for dimension, length in ((1, columns), (0, rows)):
+            norms = torch.linalg.vector_norm(gradient, dim=dimension, keepdim=True)
+            gradient.mul_(math.sqrt(length) / norms.clamp_(min=_SMALLEST_LINE))
+
+
+# -- updates -------------------------------------------------------------------------------------------
+
 
 _ALIGNMENT = 64
 """Alignment of matrices in the scratch memory, in bytes."""
@@ -309,3 +506,63 @@ def _halves(memory: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tenso
     flat = memory.view(torch.bfloat16)
     first = align_up(numel * flat.itemsize, _ALIGNMENT) // flat.itemsize
     return flat[:first], flat[first : first + numel]
+
+
+# -- groups --------------------------------------------------------------------------------------------
+#
+# The groups of an optimizer with a rule for matrices: each group contains matrices alone, or none.
+
+
+def no_rate() -> ConfigError:
+    """Returns the error about a missing learning rate."""
+    return ConfigError('the learning rate is "auto" or absent; give optimizer.params.lr a number')
+
+
+def matrix_optimizer(
+    groups: Sequence[Mapping[str, Any]], block: OptimizerBlock, rule: str, model: nn.Module
+) -> Optimizer:
+    """Returns the optimizer Muon or SinkGD of the config's block.
+
+    Args:
+        groups: groups of parameters. A group's `use_muon` decides for all its parameters, before their own marks.
+        block: the config's optimizer block.
+        rule: name of the rule.
+        model: the model.
+
+    Raises:
+        ConfigError: a learning rate is missing, or a parameter is marked as a matrix and is none.
+    """
+    settings = block.settings
+    matrix_lr, adam_lr = settings.pop(f"{rule}_lr"), settings.pop("adam_lr")
+    settings.pop("ns_method", None)  # there is one
+    rates = {True: _first(matrix_lr, block.params.lr), False: _first(adam_lr, block.params.lr)}
+    divided = [part for group in groups for part in _divided(group, model)] or [{"params": [], MARK: False}]
+    for group in divided:
+        if "lr" not in group:
+            rate = rates[group[MARK]]
+            if rate is None:
+                raise no_rate()
+            group["lr"] = rate
+    defaults = {"lr": _first(block.params.lr, adam_lr, matrix_lr), MARK: False, **settings}
+    return Optimizer(divided, defaults, RULES[rule])
+
+
+def _divided(group: Mapping[str, Any], model: nn.Module) -> list[dict[str, Any]]:
+    """Returns a group as one of its matrices and one of its other parameters, without those that are empty."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    inner = matrices_of(model)
+    found: dict[bool, list[Any]] = {True: [], False: []}
+    for parameter in group["params"]:
+        # A parameter of another model has no name here, and is refused later.
+        name = names.get(id(parameter), "a parameter")
+        if group.get(MARK) is None:
+            mark = name in inner
+        else:
+            mark = checked_mark(group[MARK], name, tuple(parameter.shape))
+        found[mark].append(parameter)
+    return [{**group, "params": params, MARK: mark} for mark, params in found.items() if params]
+
+
+def _first(*rates: float | None) -> float | None:
+    """Returns the first rate that is given, or None."""
+    return next((rate for rate in rates if rate is not None), None)

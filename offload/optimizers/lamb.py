@@ -1,0 +1,306 @@
+"""LAMB over tiles: a step needs the ratio of two norms over the entire parameter, and a tile may hold a part of it.
+
+    a unit of one tile    moments and norms ─► weights
+    a larger unit         first pass: moments and norms of every tile, moments dropped
+                          second pass: moments again ─► weights
+    several ranks         the norms are known before (see `lamb_norms`): moments ─► weights
+
+Sums of squares are taken over blocks whose borders do not depend on the tiles, and are added in order. The bits
+therefore do not depend on the division into tiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from offload import kernels
+from offload.aio.protocols import Future
+from offload.distributed.agreement import Agreement
+from offload.engine.gradients.accumulator import GradientAccumulator
+from offload.engine.optim.unit_updates import UnitUpdate
+from offload.engine.optim.update_strategy import TileContent, UnitSteps, partition_of, segments_in
+from offload.engine.optim.update_worker import UpdateWorker
+from offload.engine.params.local_shards import LocalShards
+from offload.fileio.buffered_copy import flow
+from offload.kernels import LambSegment, LambStep, Partition
+from offload.kernels.lamb import BLOCK
+from offload.layout.modes import Mode
+from offload.layout.placement import CHUNK
+from offload.optimizers.matrix_steps import MatrixSegment
+from offload.optimizers.of_torch import TorchSegment
+from offload.sizes import align_up
+from offload.states import State
+
+# -- lamb ----------------------------------------------------------------------------------------------
+
+
+class LambUpdates:
+    """Strategy of LAMB."""
+
+    scratch_nbytes = 0
+
+    def __init__(self, *, mode: Mode) -> None:
+        self._mode = mode
+
+    def part(self, unit: int, state: State, start: int, stop: int) -> range:
+        """Returns the same elements of every state, and the scales of their blocks."""
+        return self._mode.padded_part(state, start, stop)
+
+    def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
+        """Returns the steps of a unit: two passes, unless the ratios are known or one tile holds the entire unit."""
+        # One tile is computed at once, so its weights can follow its norms without a second read.
+        return _LambSteps(update, self._mode, 1 if update.ratios or update.numel <= tile_numel else 2)
+
+
+class _LambSteps:
+    """Steps of one unit. The first of two passes only computes norms, on copies of the moments."""
+
+    in_place = False
+    cuts: Sequence[range] = ()
+
+    def __init__(self, update: UnitUpdate, mode: Mode, passes: int) -> None:
+        self._update, self._mode = update, mode
+        self._trust = Trust(update.ratios)
+        self.passes = passes
+        self.drafts: Sequence[State] = mode.optimizer_states
+
+    def run(self, tile: TileContent, last: bool) -> None:
+        """Adds the tile to the norms, unless they are complete, and in the `last` pass moves its weights."""
+        segments = segments_in(self._update, tile)
+        if not segments:
+            return
+        assert tile.gradient is not None
+        partition = partition_of(self._mode, tile.states, tile.gradient)
+        if last:
+            self._trust.move(partition, segments, tile.start, weighed=self.passes > 1)
+        else:
+            self._trust.weigh(partition, segments, tile.start)
+
+
+class Trust:
+    """Norms of the parameters of one unit, as far as they are known."""
+
+    def __init__(self, ratios: Sequence[float] = ()) -> None:
+        """Stores the trust ratios, if known.
+
+        Args:
+            ratios: ratio of each segment, if the sums of other ranks were needed; empty if this rank computes them.
+        """
+        self._ratios = ratios
+        self._sums: dict[int, list[torch.Tensor]] = {}
+
+    def weigh(self, partition: Partition, segments: Sequence[tuple[int, kernels.Segment]], start: int) -> None:
+        """Updates the moments of a tile in place, and adds its sums of squares to the norms.
+
+        Args:
+            partition: states and gradient of the tile.
+            segments: for each segment its number in the update and its elements in the tile.
+            start: the tile's first element in the unit.
+        """
+        for number, segment in segments:
+            self._sums.setdefault(number, []).extend(_moments(partition, segment, start))
+
+    def move(
+        self, partition: Partition, segments: Sequence[tuple[int, kernels.Segment]], start: int, weighed: bool
+    ) -> None:
+        """Updates moments and weights of a tile in place.
+
+        Args:
+            partition: states and gradient of the tile.
+            segments: for each segment its number in the update and its elements in the tile.
+            start: the tile's first element in the unit.
+            weighed: True if `weigh` has seen all tiles of the unit in an earlier pass; False if this tile is the entire
+                unit.
+        """
+        # The norms are complete, so the sums of this pass are dropped: added again they would count twice.
+        if weighed or self._ratios:
+            for _, segment in segments:
+                _moments(partition, segment, start)
+        else:
+            self.weigh(partition, segments, start)
+        # The noise rounds masters; the moments are rounded already.
+        steps = [LambSegment(each.start, each.stop, _step(each), each.noise) for _, each in segments]
+        kernels.lamb_move(partition, steps, [self._ratio(number, each) for number, each in segments])
+
+    def _ratio(self, number: int, segment: kernels.Segment) -> float:
+        """Returns the trust ratio of a segment."""
+        # The ratios of several ranks win: this rank's own sums lack the shards of the others.
+        return self._ratios[number] if self._ratios else kernels.lamb_ratio(_step(segment), self._sums[number])
+
+
+def _moments(partition: Partition, segment: kernels.Segment, start: int) -> list[torch.Tensor]:
+    """Updates the moments of a segment; returns its sums of squares, one row for each block."""
+    # Blocks are counted from the unit's first element, and tiles begin at borders of blocks. If the segment begins
+    # within a block, the elements up to the next border are summed apart: its other blocks are then the same for every
+    # size of tiles.
+    first = min(segment.stop, -(-(start + segment.start) // BLOCK) * BLOCK - start)
+    cuts = [(segment.start, first), (first, segment.stop)]
+    noise = segment.noise
+    states = [
+        LambSegment(begin, end, _step(segment), noise and noise.after(begin - segment.start))
+        for begin, end in cuts
+        if begin < end
+    ]
+    return kernels.lamb_moments(partition, states)
+
+
+def _step(segment: kernels.Segment) -> LambStep:
+    """Returns the step of a segment, which is one of LAMB."""
+    assert isinstance(segment.step, LambStep)
+    return segment.step
+
+
+# -- lamb norms ----------------------------------------------------------------------------------------
+#
+# Norms that LAMB needs of each parameter, if its shards are on several ranks.
+#
+#     step() ─► each rank: states and gradients, chunk by chunk ─► sums ─► added over the ranks ─► ratios ─► updates
+#
+# The update worker takes part in no collective, so the ratios must be known before an update is scheduled. The thread
+# that calls `step()` therefore reads all states while no update is in flight. The update reads the states again, and
+# moves the weights.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Chunk:
+    """Elements [start, stop) of this rank's partition of a unit, all of one parameter."""
+
+    unit: int
+    parameter: int
+    start: int
+    stop: int
+    step: kernels.LambStep
+    noise: kernels.Noise | None
+
+
+def with_ratios(
+    updates: Sequence[UnitUpdate],
+    shards: LocalShards,
+    gradients: GradientAccumulator,
+    updater: UpdateWorker,
+    rounds: Agreement,
+) -> list[UnitUpdate]:
+    """Returns the updates with the trust ratio of each segment. Collective: every rank updates the same units.
+
+    No update may be in flight: the tiles of the update worker serve as buffers here.
+
+    Args:
+        updates: updates of this rank, which may lack segments that are on other ranks.
+        shards: this rank's partitions, which are only read.
+        gradients: the gradients of the step.
+        updater: the update worker, which lends its tiles.
+        rounds: adds numbers over all ranks.
+    """
+    # Two sums for each parameter of each unit, weight and direction, at the same index on every rank, so that a rank
+    # without a shard of a parameter adds zeros.
+    counts = [len(layout.segments) for layout in shards.layouts]
+    before = [2 * sum(counts[:unit]) for unit in range(len(counts))]
+    sums = [0.0] * (2 * sum(counts))
+    buffers = [buffer.buffer for buffer in updater.idle_tiles()]
+
+    def begin(chunk: _Chunk, buffer: memoryview) -> list[Future]:
+        return [
+            future
+            for state, memory in _cut(shards, chunk, buffer).items()
+            for future in _read(shards, chunk, state, memory)
+        ]
+
+    def end(chunk: _Chunk, buffer: memoryview) -> tuple[Future, ...]:
+        row = before[chunk.unit] + 2 * chunk.parameter
+        for weight, direction in _sums(shards, gradients, chunk, _cut(shards, chunk, buffer)):
+            sums[row] += weight  # one block after another: no bit depends on the size of the chunks
+            sums[row + 1] += direction
+        return ()
+
+    # A generator: the chunks of a large model are many.
+    chunks = (each for update in updates for each in _chunks(shards, update, updater.tile_numel))
+    flow(buffers, chunks, begin, end, lambda *_: None)
+    # float64, as the kernel's own sums are.
+    total = torch.tensor(rounds.add_up(sums), dtype=torch.float64, device="cpu").view(-1, 1, 2)
+    return [
+        dataclasses.replace(
+            update,
+            ratios=tuple(
+                kernels.lamb_ratio(_lamb_norms_step(segment), [total[before[update.unit] // 2 + parameter]])
+                for parameter, segment in zip(update.parameters, update.segments, strict=True)
+            ),
+        )
+        for update in updates
+    ]
+
+
+def _chunks(shards: LocalShards, update: UnitUpdate, numel: int) -> Iterator[_Chunk]:
+    """Yields the chunks of an update: at most `numel` elements, within one `CHUNK` of a parameter.
+
+    Windows of a gradient on disk may begin at any `CHUNK` border of a parameter, so no chunk crosses one.
+    """
+    for parameter, segment in zip(update.parameters, update.segments, strict=True):
+        for chunk in range(segment.start, segment.stop, CHUNK):
+            last = min(chunk + CHUNK, segment.stop)
+            for start in range(chunk, last, numel):
+                yield _Chunk(
+                    unit=update.unit,
+                    parameter=parameter,
+                    start=start,
+                    stop=min(start + numel, last),
+                    step=_lamb_norms_step(segment),
+                    noise=_noise(segment, start),
+                )
+
+
+def _cut(shards: LocalShards, chunk: _Chunk, buffer: memoryview) -> dict[State, memoryview]:
+    """Returns the memory of each state in a buffer, laid out as in a tile."""
+    memory, offset = {}, 0
+    for state, dtype in shards.mode.states.items():
+        end = offset + len(shards.mode.part(state, chunk.start, chunk.stop)) * dtype.itemsize
+        memory[state] = buffer[offset:end]
+        offset = align_up(end)
+    return memory
+
+
+def _read(shards: LocalShards, chunk: _Chunk, state: State, memory: memoryview) -> list[Future]:
+    """Starts to copy a state into `memory`: from memory at once, if its tier is above DISK, else from the store."""
+    first = shards.mode.part(state, chunk.start, chunk.stop).start * shards.mode.states[state].itemsize
+    resident = shards.resident_of(chunk.unit, state)
+    if resident is None:
+        return shards.read(chunk.unit, state, first, memory)
+    part = resident.tensor.view(torch.uint8)[first : first + len(memory)]
+    shards.device.copy(torch.frombuffer(memory, dtype=torch.uint8), part)
+    return []
+
+
+def _sums(
+    shards: LocalShards, gradients: GradientAccumulator, chunk: _Chunk, memory: dict[State, memoryview]
+) -> list[tuple[float, float]]:
+    """Returns the sums of squares of weight and direction, one pair for each block of the chunk.
+
+    Args:
+        shards: this rank's partitions.
+        gradients: the gradients of the step.
+        chunk: the chunk.
+        memory: memory of each state, filled by `_read`; its moments are overwritten.
+    """
+    unit, parameter, start, stop = chunk.unit, chunk.parameter, chunk.start, chunk.stop
+    states = {state: torch.frombuffer(memory[state], dtype=dtype) for state, dtype in shards.mode.states.items()}
+    gradient = torch.empty(stop - start, dtype=torch.float32, device="cpu")
+    in_parameter = shards.shares[unit][0].start + start - shards.layouts[unit].segments[parameter].start
+    gradients.look(unit, parameter, in_parameter, gradient)
+    # The kernel updates the moments too, in this buffer only: the store and resident states are unchanged.
+    partition = partition_of(shards.mode, states, gradient)
+    (sums,) = kernels.lamb_moments(partition, [kernels.LambSegment(0, stop - start, chunk.step, chunk.noise)])
+    return [(weight, direction) for weight, direction in sums.tolist()]
+
+
+def _noise(segment: kernels.Segment | TorchSegment | MatrixSegment, start: int) -> kernels.Noise | None:
+    """Returns the noise of a segment from element `start` of the partition on."""
+    assert isinstance(segment, kernels.Segment)
+    return segment.noise and segment.noise.after(start - segment.start)
+
+
+def _lamb_norms_step(segment: kernels.Segment | TorchSegment | MatrixSegment) -> kernels.LambStep:
+    """Returns the step of a segment, which is one of LAMB."""
+    assert isinstance(segment.step, kernels.LambStep)
+    return segment.step
