@@ -68,7 +68,7 @@ _MODULE_OF = {
     "IoError": "offload.errors",
     "NumericsError": "offload.errors",
     "OffloadError": "offload.errors",
-    "PipelineStages": "offload.engine.pipeline.stages",
+    "PipelineStages": "offload.parallel.stages",
     "RankError": "offload.errors",
     "StoreError": "offload.errors",
     "TiledLinear": "offload.activations.linear",
@@ -137,7 +137,6 @@ if TYPE_CHECKING:
     from offload.engine.inference.engine import InferenceEngine
     from offload.engine.inference.inference import inference
     from offload.engine.params.gathered import gathered
-    from offload.engine.pipeline.stages import PipelineStages
     from offload.engine.setup.dtype_choice import auto_dtype
     from offload.engine.setup.initialize import initialize
     from offload.engine.tensor_api import (
@@ -168,6 +167,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from offload.model_io.load import init, load_pretrained
+    from offload.parallel.stages import PipelineStages
     from offload.planner.deepspeed_estimates import (
         estimate_zero2_model_states_mem_needs_all_cold,
         estimate_zero2_model_states_mem_needs_all_live,

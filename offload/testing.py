@@ -526,7 +526,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "ranks.exchange": ("offload.distributed.process_group:Ranks.exchange",),
     "ranks.reduce": ("offload.distributed.reduce_scatter:ReduceScatterAccumulator.put",),
     "ranks.finish_reduce": ("offload.distributed.reduce_scatter:ReduceScatterAccumulator._finish",),
-    "pipeline.split_backward": ("offload.engine.pipeline.torch_stage:split",),
+    "pipeline.split_backward": ("offload.parallel.pipeline:split",),
 }
 """Places in the package, as `module:attribute`, by the name that tests use. A name changes all its places."""
 

@@ -52,8 +52,8 @@ from offload.swapper.store.inspection import is_rank
 
 if TYPE_CHECKING:
     from offload.distributed.process_group import Mesh
-    from offload.engine.distributed.tensor_parallel import TensorParallel
     from offload.layout.flat_layout import UnitLayout
+    from offload.parallel.tensor import TensorParallel
 
 
 # -- parts ---------------------------------------------------------------------------------------------

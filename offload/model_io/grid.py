@@ -22,7 +22,6 @@ from offload.checkpoint.load import FoundCheckpoint, SavedStates, StateReader, c
 from offload.checkpoint.resharding import Run
 from offload.checkpoint.resharding import Source as PartSource
 from offload.distributed.process_group import Ranks
-from offload.engine.distributed.tensor_parallel import TensorParallel
 from offload.engine.training.components import EngineComponents
 from offload.engine.training.snapshot import persistent_buffers
 from offload.errors import IoError, StoreError
@@ -31,6 +30,7 @@ from offload.layout.flat_layout import Segment, UnitLayout, arrange
 from offload.layout.modes import Mode
 from offload.layout.optimizer_states import KEPT
 from offload.model_io.source import Source
+from offload.parallel.tensor import TensorParallel
 from offload.states import State
 
 # -- layout --------------------------------------------------------------------------------------------

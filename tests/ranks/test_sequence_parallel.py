@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 
 import offload
 from offload.distributed.process_group import Sent
-from offload.engine.sequence.attention import repeats_of
 from offload.errors import ConfigError, OffloadError
+from offload.parallel.sequence import repeats_of
 from tests.support import models, rounding_bounds
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, room_for, weights_of
 from tests.support.ranks import sequence_parallel as sp

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import testing
-from offload.engine.pipeline.split_backward import split
+from offload.parallel.pipeline import split
 from tests.support.oracle import Job, assert_same
 from tests.support.ranks import pipelines
 from tests.support.ranks.pipelines import JOB, Plan

@@ -16,8 +16,8 @@ from tests.storm import life, plan
 
 LATER = (
     "numpy.ctypeslib",
-    "offload.engine.pipeline.split_backward",
-    "offload.engine.pipeline.torch_stage",
+    "offload.parallel.pipeline",
+    "offload.parallel.pipeline",
     "offload.planner.simulation.updater",
     "torch._subclasses.schema_check_mode",
     "torch.distributed.tensor.parallel",

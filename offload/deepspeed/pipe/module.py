@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from offload.deepspeed.comm import init_distributed
 from offload.deepspeed.pipe.partition import partition
 from offload.deepspeed.pipe.specs import LayerSpec, TiedLayerSpec
-from offload.engine.pipeline.stages import PipelineStages, Tie
 from offload.errors import ConfigError, UsageError
+from offload.parallel.stages import PipelineStages, Tie
 
 
 class _Stage(nn.Module):

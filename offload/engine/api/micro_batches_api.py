@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from offload.engine.api.persistence_api import PersistenceApi
-from offload.engine.pipeline.stages import PipelineStages
 from offload.engine.training.step_settings import resized
 from offload.errors import UsageError
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, Schedule
+from offload.parallel.stages import PipelineStages
 from offload.sizes import count_of
 
 
@@ -71,7 +71,7 @@ class MicroBatchesApi(PersistenceApi):
         if not dist.is_initialized():
             raise UsageError("pipeline_stages() needs a process group: call torch.distributed.init_process_group first")
         # Here, since torch's pipelines take a while to import.
-        from offload.engine.pipeline.torch_stage import EngineStage, StageCalls
+        from offload.parallel.pipeline import EngineStage, StageCalls
 
         calls = StageCalls(
             accumulation=lambda: self._settings.accumulation,

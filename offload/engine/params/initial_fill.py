@@ -10,7 +10,6 @@ from torch import nn
 from offload.aio import aligned_empty
 from offload.aio.protocols import Future
 from offload.distributed.process_group import Ranks
-from offload.engine.distributed.tensor_parallel import TensorParallel
 from offload.engine.params.building.first_values import FirstValues
 from offload.engine.params.deferred_parameter import forget, origin_of
 from offload.engine.params.local_shards import LocalShards, ResidentShard
@@ -22,6 +21,7 @@ from offload.layout.modes import Mode
 from offload.layout.optimizer_states import split
 from offload.layout.placement import Placement
 from offload.layout.tiers import Partitions
+from offload.parallel.tensor import TensorParallel
 from offload.states import State, Tier
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena

@@ -29,8 +29,6 @@ from offload.engine.metrics.reporter import check_monitor, make_reporter
 from offload.engine.metrics.span_relay import Listener, Relay
 from offload.engine.metrics.step_meter import StepMeter
 from offload.engine.optim.optimizer import Optimizer
-from offload.engine.params.sharded.views import ShardedViews
-from offload.engine.sequence.forward import SequenceForward
 from offload.engine.setup.assembly import Recorders, assemble, shown_names
 from offload.engine.setup.plan import Plan, summary
 from offload.engine.setup.resume import check_fits, check_replaced
@@ -47,6 +45,8 @@ from offload.launch.environment import rank_number
 from offload.layout.fingerprint import describe
 from offload.model_io.saved_names import about_saved
 from offload.notices import Headline
+from offload.parallel.sequence import SequenceForward
+from offload.parallel.sharded_params import ShardedViews
 from offload.sizes import format_size
 from offload.swapper.store import Rating, Store, StoreSpec, Written
 from offload.swapper.store.format import last_of_all

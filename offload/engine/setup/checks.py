@@ -12,11 +12,9 @@ from torch import nn
 from offload.activations.checkpoints import check_tier
 from offload.config import Batch, Config
 from offload.distributed.process_group import Ranks
-from offload.engine.distributed.tensor_parallel import TensorParallel
 from offload.engine.params.deferred_parameter import is_deferred, origin_of
 from offload.engine.params.opaque.paged_tensor import is_under_engine
 from offload.engine.params.paged_parameter import PagedParameter
-from offload.engine.params.sharded.find import FoundShards, is_dtensor
 from offload.engine.setup.shared_memory import check_shared_memory
 from offload.errors import ConfigError, UsageError
 from offload.hardware.mounts import check_folders
@@ -25,6 +23,8 @@ from offload.layout.frozen import is_of_bitsandbytes, is_packed, waits_for_quant
 from offload.layout.modes import LAMB, MUON, Mode, dtype_name
 from offload.layout.tiers import check_node
 from offload.optimizers.matrices import in_bf16
+from offload.parallel.sharded_params import FoundShards, is_dtensor
+from offload.parallel.tensor import TensorParallel
 from offload.sizes import count_of
 from offload.swapper.memory.device import Device
 from offload.torch_internals import inner_tensors

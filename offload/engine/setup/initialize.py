@@ -22,20 +22,12 @@ from offload.checkpointing import with_configured
 from offload.config import Config, effective, load_config, resolve_batch
 from offload.distributed.gathers import form_node
 from offload.distributed.process_group import UNABLE, Ranks, join_ranks, meet_others, stay_away
-from offload.engine.distributed.tensor_parallel import TensorParallel, form_grid
 from offload.engine.dtype_mismatch import kept_in_fp32
 from offload.engine.engine import Engine
 from offload.engine.keywords import refuse
 from offload.engine.optim import build_optimizer as optimizer_choice
 from offload.engine.optim.optimizer import Optimizer, refuse_others
 from offload.engine.params.opaque.buffers import with_adopted_buffers
-from offload.engine.params.sharded.find import FoundShards, find_shards
-from offload.engine.params.sharded.takeover import TakenShards, taken_over
-from offload.engine.pipeline.place import check_pipeline, pipeline_place
-from offload.engine.pipeline.stages import PipelineStages
-from offload.engine.sequence.checks import check_model as check_sequences
-from offload.engine.sequence.checks import check_units
-from offload.engine.sequence.group import SequenceParallel, form_groups
 from offload.engine.setup.build import STARTING, build
 from offload.engine.setup.checks import check_groups, check_model, check_nodes, check_tensor_parallel
 from offload.engine.setup.dtype_choice import warn_if_slow
@@ -52,6 +44,11 @@ from offload.errors import ConfigError
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.model_io.saved_names import saved_names
 from offload.notices import announce
+from offload.parallel.sequence import SequenceParallel, check_units, form_groups
+from offload.parallel.sequence import check_model as check_sequences
+from offload.parallel.sharded_params import FoundShards, TakenShards, find_shards, taken_over
+from offload.parallel.stages import PipelineStages, check_pipeline, pipeline_place
+from offload.parallel.tensor import TensorParallel, form_grid
 from offload.sizes import count_of, format_size
 from offload.swapper.memory.device import Device, compute_device, open_device
 

@@ -17,9 +17,6 @@ from offload.activations.tiles import choose as choose_mlps
 from offload.activations.tiles import notices as tile_notices
 from offload.config import Batch, Config
 from offload.distributed.process_group import Mesh, Ranks
-from offload.engine.distributed.tensor_parallel import TensorParallel
-from offload.engine.params.sharded.takeover import Site
-from offload.engine.sequence.group import SequenceParallel
 from offload.engine.setup.checks import check_alone, check_batch_norm, check_same
 from offload.engine.setup.resume import FoundRun, about_folders, find_run, no_room
 from offload.kernels import cuda
@@ -44,6 +41,9 @@ from offload.layout.placement import Machine, Placement
 from offload.layout.tiers import Partitions
 from offload.layout.units import Units, tied_numel
 from offload.notices import Headline, Remark
+from offload.parallel.sequence import SequenceParallel
+from offload.parallel.sharded_params import Site
+from offload.parallel.tensor import TensorParallel
 from offload.sizes import format_size
 from offload.states import State
 from offload.swapper.memory.device import Device

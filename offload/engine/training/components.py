@@ -10,20 +10,19 @@ from offload.activations.activations import Activations
 from offload.aio.shared_queue import SharedQueue
 from offload.distributed.agreement import Agreement, AllOrNothing, Collective, all_or_nothing, among_all
 from offload.distributed.process_group import Communication, Mesh, Ranks
-from offload.engine.distributed.tensor_parallel import TensorParallel
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.metrics.step_meter import StepMeter
 from offload.engine.optim.update_worker import UpdateWorker
 from offload.engine.params.local_shards import LocalShards
 from offload.engine.params.module_hooks import ModuleHooks
-from offload.engine.params.sharded.views import ShardedViews
 from offload.engine.params.unit_views import UnitViews
 from offload.engine.params.weight_edits import WeightEdits
 from offload.engine.schedule.layer_major import LayerMajor
-from offload.engine.sequence.forward import SequenceForward
-from offload.engine.sequence.group import SequenceParallel
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
+from offload.parallel.sequence import SequenceForward, SequenceParallel
+from offload.parallel.sharded_params import ShardedViews
+from offload.parallel.tensor import TensorParallel
 from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.pager import Pager
 from offload.swapper.store import Store, Written

@@ -6,8 +6,9 @@ Torch's `parallelize_module`, and transformers, make DTensors of them. Megatron 
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from offload.engine.params.paged_parameter import ParamHandle, handle_of
 from offload.errors import ConfigError, UsageError
+
+# -- find ----------------------------------------------------------------------------------------------
+
 
 _MARKS = ("tensor_model_parallel", "model_parallel")
 """Attributes by which Megatron, and DeepSpeed with it, know a parameter of which each rank has another part."""
@@ -221,3 +226,196 @@ def _ranks_of(mpu: Any, *names: str) -> tuple[int, ...]:
         )
     ranks: Sequence[int] = dist.get_process_group_ranks(function())
     return tuple(ranks)
+
+
+# -- takeover ------------------------------------------------------------------------------------------
+#
+# Ordinary parameters of this process's shards in place of a model's DTensors, and the way back after an error.
+
+
+class Site(NamedTuple):
+    """A module that computes with DTensors of its own."""
+
+    module: nn.Module
+    forms: Mapping[str, DTensorForm]
+    """The DTensors by the module's own names for them."""
+
+
+class TakenShards:
+    """The DTensors of a model, in whose places the model has ordinary parameters over the same memory."""
+
+    def __init__(self, model: nn.Module, found: FoundShards) -> None:
+        """Replaces the DTensors, if there are any. Names, values, ties and attributes stay."""
+        # By identity, since a tied parameter has several names, and is to stay one parameter.
+        by_id = {id(model.get_parameter(name)): form for name, form in found.dtensors.items()}
+        self._taken: list[tuple[nn.Module, str, Any]] = []
+        self._local: dict[int, nn.Parameter] = {}
+        """The ordinary parameter for each DTensor, by the id of the DTensor."""
+        self._optimizer: torch.optim.Optimizer | None = None
+        self.sites: list[Site] = []
+        for module in model.modules():
+            mine = {name: each for name, each in module._parameters.items() if is_dtensor(each)}
+            for name, dtensor in mine.items():
+                self._taken.append((module, name, dtensor))
+                module._parameters[name] = self._local.setdefault(id(dtensor), _ordinary(dtensor))
+            if mine:
+                self.sites.append(Site(module, {name: by_id[id(each)] for name, each in mine.items()}))
+
+    def translated(self, given: Any) -> Any:
+        """Returns parameters or groups of parameters with the ordinary ones in place of the DTensors.
+
+        Args:
+            given: the user's `model_parameters`, or None.
+        """
+        if not self._taken or given is None or isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+            return given
+        if isinstance(given, torch.Tensor):
+            return self._own(given)
+        return [
+            {**each, "params": self.translated(each["params"])}
+            if isinstance(each, Mapping) and "params" in each
+            else self._own(each)
+            for each in given
+        ]
+
+    def translate_optimizer(self, given: Any) -> None:
+        """Puts the ordinary parameters into the groups of an optimizer of torch; does nothing to anything else."""
+        if self._taken and isinstance(given, torch.optim.Optimizer):
+            self._optimizer = given
+            for group in given.param_groups:
+                group["params"] = [self._own(each) for each in group["params"]]
+
+    def restore(self) -> None:
+        """Puts the DTensors back, unless `keep` was called. Idempotent."""
+        back = {id(self._local[id(dtensor)]): dtensor for _, _, dtensor in self._taken}
+        for module, name, dtensor in self._taken:
+            module._parameters[name] = dtensor
+        if self._optimizer is not None:
+            for group in self._optimizer.param_groups:
+                group["params"] = [back.get(id(each), each) for each in group["params"]]
+        self.keep()
+
+    def keep(self) -> None:
+        """Drops the DTensors, whose memory the engine is about to free parameter by parameter."""
+        self._taken, self._local, self._optimizer = [], {}, None
+
+    def _own(self, parameter: Any) -> Any:
+        """Returns the ordinary parameter in place of a DTensor, and anything else as it is."""
+        return self._local.get(id(parameter), parameter)
+
+
+def _ordinary(dtensor: Any) -> nn.Parameter:
+    """Returns an ordinary parameter over the memory of this process's shard, with the attributes of the DTensor."""
+    # Without gradients `to_local` is the memory itself, not a node of a graph over it.
+    with torch.no_grad():
+        made = nn.Parameter(dtensor.to_local().detach(), requires_grad=dtensor.requires_grad)
+    # Marks of the user and of other libraries, such as that of a parameter without weight decay.
+    made.__dict__.update({name: value for name, value in dtensor.__dict__.items() if not name.startswith("_")})
+    return made
+
+
+@contextlib.contextmanager
+def taken_over(model: nn.Module, found: FoundShards) -> Iterator[TakenShards]:
+    """Yields the DTensors of `model`, which are replaced; they are put back if the body raises before `keep`."""
+    taken = TakenShards(model, found)
+    try:
+        yield taken
+    except BaseException:
+        taken.restore()
+        raise
+
+
+# -- views ---------------------------------------------------------------------------------------------
+#
+# DTensors over this process's shards, for as long as a module runs, and in state dicts.
+#
+#     pre-forward hook     the unit is on the device     module.weight: DTensor over the parameter's memory
+#     forward, backward    torch's operators on DTensors communicate, as without an engine
+#     post-forward hook    module.weight: the ordinary parameter again, a placeholder once the unit is released
+#
+# The engine knows the ordinary parameter alone. `DTensor.from_local` is a function of autograd: its backward reduces
+# the gradient to the placements of the weight, so that the engine receives the gradient of this process's shard. Of a
+# replicated weight whose gradient is a part on each process, as in sequence parallelism, that is the sum.
+
+
+class ShardedViews:
+    """The hooks on modules that compute with DTensors. Belongs to the thread that runs the model."""
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        """Hooks the modules, whose hooks for weights and for state dicts are there already."""
+        self._shown: list[tuple[nn.Module, dict[str, nn.Parameter]]] = []
+        """Modules that run now, outermost first, with the parameters that their DTensors stand for."""
+        self._removers: list[Callable[[], None]] = []
+        for site in sites:
+            self._hook(site.module, site.forms)
+
+    def _hook(self, module: nn.Module, forms: Mapping[str, DTensorForm]) -> None:
+        """Hooks one module; see the module."""
+
+        def before(called: nn.Module, _: Any) -> None:
+            self._show(called, forms)
+
+        def after(called: nn.Module, _: Any, __: Any) -> None:
+            self._hide(called)
+
+        def save(saved: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+            for name, form in forms.items():
+                value = state.get(prefix + name)
+                if type(value) is torch.Tensor:  # a copy, where the engine has put one
+                    state[prefix + name] = form.over(value)
+
+        def load(loaded: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+            for name, form in forms.items():
+                value = state.get(prefix + name)
+                if isinstance(value, torch.Tensor):
+                    local = loaded._parameters[name]
+                    assert local is not None
+                    state[prefix + name] = form.part_of(value, local.shape)
+
+        # The engine's own pre-hook is the first, and this the last. After the forward this one comes first, before the
+        # unit is released: a DTensor that lives is a view of its memory.
+        self._removers += [
+            module.register_forward_pre_hook(before).remove,
+            module.register_forward_hook(after, prepend=True, always_call=True).remove,
+            module.register_state_dict_post_hook(save).remove,
+            module.register_load_state_dict_pre_hook(load).remove,
+        ]
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        self.abandon()
+        while self._removers:
+            self._removers.pop()()
+
+    def abandon(self) -> None:
+        """Hides the DTensors of modules that a Ctrl-C left open: torch calls no hooks after a `KeyboardInterrupt`."""
+        while self._shown:
+            module, parameters = self._shown.pop()
+            module._parameters.update(parameters)
+
+    def _show(self, module: nn.Module, forms: Mapping[str, DTensorForm]) -> None:
+        """Puts DTensors in the places of a module's parameters."""
+        held = ((name, module._parameters[name]) for name in forms)
+        found = {name: each for name, each in held if each is not None and not is_dtensor(each)}
+        # Made first: to read a placeholder is a call of the engine, which hides all that is shown.
+        shown: dict[str, Any] = {name: forms[name].over(_memory_of(parameter)) for name, parameter in found.items()}
+        self._shown.append((module, found))
+        module._parameters.update(shown)
+
+    def _hide(self, module: nn.Module) -> None:
+        """Puts the parameters of a module back. A module that was not shown, as a pre-hook has failed, has none."""
+        if self._shown and self._shown[-1][0] is module:
+            _, parameters = self._shown.pop()
+            module._parameters.update(parameters)
+
+
+def _memory_of(parameter: nn.Parameter) -> torch.Tensor:
+    """Returns a parameter that has its weights, or weights in place of a placeholder that a module is called with."""
+    handle: ParamHandle | None = handle_of(parameter)
+    if handle is None:
+        return parameter
+    here = handle.here()
+    if here is not None:
+        return here
+    # A layer that is called by itself, while no module of the model runs.
+    return handle.read_with_gradient() if torch.is_grad_enabled() and parameter.requires_grad else handle.read()

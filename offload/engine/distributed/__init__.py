@@ -1,1 +1,0 @@
-"""The processes that train together: process group, agreement, and joint success or failure."""

@@ -1,1 +1,0 @@
-"""Sequence parallelism: each rank computes a part of every sequence, and a part of the heads in attention."""

@@ -1,0 +1,375 @@
+"""A stage of `torch.distributed.pipelining` over modules that an engine pages.
+
+    schedule ─► forward_one_chunk ─► the module, whose hooks fetch weights
+             ─► backward_one_chunk ─► autograd, whose gradients the engine takes; the loss is divided and scaled before
+             ─► backward_weight_one_chunk ─► the second half, where a zero-bubble schedule asked for the first alone
+             ─► scale_grads ─► nothing to divide: no parameter has a `.grad`
+
+A graph that cannot be split (`split_backward`) runs as one where the first half is due, and its second half is empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, Node
+from torch.distributed.pipelining import PipelineStage
+from torch.utils.hooks import RemovableHandle
+
+from offload.errors import OffloadError
+from offload.parallel.stage_run import StageRun
+
+# -- split backward ------------------------------------------------------------------------------------
+#
+# The two halves of a backward: gradients of a stage's inputs first, those of its weights when the schedule has time.
+#
+#     loss ─► D ─► C ─► B ─► A ─► inputs      the path: the first half goes along it, and keeps the gradients that
+#             arrive │         │    │                at D, B and A, below which weights are
+#          weights   weights weights          the second half begins at D, B and A, one after the other, and leaves it
+#
+# A node of the path that has weights beside it computes both gradients, each in its half: torch's nodes compute what is
+# asked for. A function of Python computes all at once, and one that recomputes a forward gives gradients of weights by
+# itself, so a graph with such a function is not split.
+
+
+@dataclass(eq=False)
+class _Branch:
+    """Weights that are reached from the same nodes of the path, and what has arrived at those."""
+
+    weights: list[torch.Tensor]
+    nodes: list[Node]
+    gradients: dict[int, tuple[torch.Tensor | None, ...]] = field(default_factory=dict)
+    """By the position of the node."""
+
+    def keep(self, position: int) -> RemovableHandle:
+        """Keeps what arrives at a node; the caller removes the hook."""
+
+        def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            self.gradients[position] = gradients
+
+        return self.nodes[position].register_prehook(hook)
+
+    def run(self) -> None:
+        """Gives the weights their gradients."""
+        found = [
+            (GradientEdge(node, output), gradient)
+            for position, node in enumerate(self.nodes)
+            for output, gradient in enumerate(self.gradients.get(position, ()))
+            if gradient is not None
+        ]
+        handles = []
+        if len(self.nodes) > 1:
+            # One of them may be below another, whose gradient would arrive there once more.
+            handles = [node.register_prehook(_instead(self.gradients[n])) for n, node in enumerate(self.nodes)]
+        try:
+            if found:
+                edges, gradients = zip(*found, strict=True)
+                # Not `autograd.grad`: the engine takes gradients where a backward leaves them.
+                # Between two nodes are those of other branches, which still need what they have saved.
+                torch.autograd.backward(edges, gradients, retain_graph=len(self.nodes) > 1, inputs=self.weights)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _instead(gradients: tuple[torch.Tensor | None, ...]) -> Callable[[Any], tuple[torch.Tensor | None, ...]]:
+    """Returns a hook that puts gradients in the place of those that arrive."""
+    return lambda _: gradients
+
+
+class SplitBackward:
+    """The backward of a micro-batch through one stage, in two halves."""
+
+    def __init__(self, branches: Sequence[_Branch]) -> None:
+        # Those of several nodes go through others, which must not have freed what they have saved by then.
+        self._branches = sorted(branches, key=lambda branch: len(branch.nodes) == 1)
+
+    def inputs(
+        self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], inputs: Sequence[Any]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Runs the first half, and returns the gradient of each input; None for one that needs none.
+
+        Args:
+            outputs: Outputs of the stage that need gradients, or its loss.
+            gradients: Their gradients; None for that of the loss.
+            inputs: Its inputs, as the forward received them.
+        """
+        wanted = [each for each in inputs if _needs(each)]
+        handles = [branch.keep(n) for branch in self._branches for n in range(len(branch.nodes))]
+        try:
+            found = iter(torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True))
+        finally:
+            for handle in handles:
+                handle.remove()
+        return tuple(next(found) if _needs(each) else None for each in inputs)
+
+    def weights(self) -> None:
+        """Runs the second half, whose graph is freed branch by branch."""
+        while self._branches:
+            self._branches.pop(0).run()
+
+
+def split(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[Any], weights: Iterable[torch.Tensor]
+) -> SplitBackward | None:
+    """Returns the backward of a graph in two halves; None if it can only run as one.
+
+    Args:
+        outputs: Outputs of the stage that need gradients, or its loss.
+        inputs: Its inputs, as the forward received them.
+        weights: Its parameters.
+    """
+    users = _users([output.grad_fn for output in outputs if output.grad_fn is not None])
+    if any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in users):
+        return None
+    ends = {id(each) for each in inputs if _needs(each)}
+    # Nodes of leaves have the leaf, so that none has to be made by an operation on a weight, which may be elsewhere.
+    leaves = [node for node in users if getattr(node, "variable", None) is not None]
+    path = _above([node for node in leaves if id(_leaf(node)) in ends], users)
+    mine = {id(each) for each in weights}
+    branches: list[_Branch] = []
+    for leaf in leaves:
+        if id(_leaf(leaf)) not in mine:
+            continue
+        nodes = _borders(leaf, path, users)
+        if not nodes:
+            return None  # an output that does not depend on the inputs: no half would reach this weight
+        shared = [branch for branch in branches if any(node in branch.nodes for node in nodes)]
+        # All weights at one node are in one branch, as its gradient is freed with it.
+        merged = _Branch([_leaf(leaf)], [])
+        for branch in shared:
+            branches.remove(branch)
+            merged.weights = branch.weights + merged.weights
+            nodes = [*branch.nodes, *(node for node in nodes if node not in branch.nodes)]
+        merged.nodes = nodes
+        branches.append(merged)
+    return SplitBackward(branches) if path else None
+
+
+def _needs(value: Any) -> bool:
+    """Returns True for a tensor that needs a gradient."""
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _leaf(node: Any) -> torch.Tensor:
+    """Returns the leaf whose gradient a node accumulates."""
+    leaf: torch.Tensor = node.variable
+    return leaf
+
+
+def _users(roots: Sequence[Node]) -> dict[Node, list[Node]]:
+    """Returns all nodes of a graph, those near the roots first, each with the nodes that pass gradients to it."""
+    users: dict[Node, list[Node]] = defaultdict(list)
+    queue = list(dict.fromkeys(roots))
+    for root in queue:
+        users[root]  # makes an entry: nothing passes gradients to a root
+    for node in queue:
+        for following, _ in node.next_functions:
+            if following is not None:
+                if following not in users:
+                    queue.append(following)
+                users[following].append(node)
+    return dict(users)
+
+
+def _above(leaves: Sequence[Node], users: Mapping[Node, Sequence[Node]]) -> set[Node]:
+    """Returns the nodes through which gradients reach `leaves`, with those."""
+    found, queue = set(leaves), list(leaves)
+    for node in queue:
+        for user in users[node]:
+            if user not in found:
+                found.add(user)
+                queue.append(user)
+    return found
+
+
+def _borders(leaf: Node, path: set[Node], users: Mapping[Node, Sequence[Node]]) -> list[Node]:
+    """Returns the nodes of the path from which gradients leave it for `leaf`; none if some come from elsewhere."""
+    borders: dict[Node, None] = {}
+    seen, queue = {leaf}, [leaf]
+    for node in queue:
+        if not users[node]:
+            return []
+        for user in users[node]:
+            if user in path:
+                borders[user] = None
+            elif user not in seen:
+                seen.add(user)
+                queue.append(user)
+    return list(borders)
+
+
+# -- torch stage ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCalls:
+    """The engine as its stages see it."""
+
+    accumulation: Callable[[], int]
+    """Returns the number of micro-batches of a step."""
+    divided: Callable[[torch.Tensor], torch.Tensor]
+    """Returns the loss of a micro-batch as its backward begins with it: divided, and scaled in fp16."""
+    run_backward: Callable[[Callable[[], None]], None]
+    """Runs the backward of a stage, which its argument begins."""
+
+
+class EngineStage(PipelineStage):
+    """A stage whose weights and gradients are an engine's. Belongs to the thread that runs the model."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        num_stages: int,
+        device: torch.device,
+        group: Any,
+        calls: StageCalls,
+        run: StageRun,
+    ) -> None:
+        """Creates the stage.
+
+        Args:
+            module: The module of the stage.
+            index: Number of the stage.
+            num_stages: Number of stages of the pipeline.
+            device: The device on which the engine computes.
+            group: The process group of the pipeline; None for all processes.
+            calls: The engine.
+            run: Counts micro-batches.
+        """
+        super().__init__(module, index, num_stages, device, group=group)
+        self._calls, self._run = calls, run
+
+    def clear_runtime_states(self) -> None:
+        """Begins a run of the schedule."""
+        super().clear_runtime_states()
+        self._run.begin(self.stage_index)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        """Returns the receipt of a micro-batch's inputs.
+
+        Args:
+            fwd_chunk_id: Number of the micro-batch.
+
+        Raises:
+            UsageError: If the schedule has another number of micro-batches than a step.
+        """
+        self._check()  # before this stage waits for the one before it, which finds the same error
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward of a micro-batch.
+
+        Args:
+            *args: Those of torch.
+            **kwargs: Those of torch.
+
+        Returns:
+            The output of the module.
+
+        Raises:
+            UsageError: If the schedule has another number of micro-batches than a step.
+        """
+        self._check()
+        with _own_errors():
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Runs the backward of a micro-batch, or its first half, and counts it when all of it has run.
+
+        Args:
+            bwd_chunk_id: Number of the micro-batch.
+            loss: Its loss, on the last stage.
+            full_backward: False for the first half.
+            last_backward: True for the last one of the schedule.
+        """
+        if not self.has_backward:
+            return
+        # Torch would divide `.grad` at the end of the schedule, and there is none: gradients are in the engine.
+        begins = loss if loss is None else self._calls.divided(loss)
+
+        def run() -> None:
+            super(EngineStage, self).backward_one_chunk(bwd_chunk_id, begins, full_backward, last_backward)
+
+        # The schedule's own thread runs all nodes, so that the engine's collectives keep their order.
+        with _own_errors():
+            self._calls.run_backward(run)
+        if full_backward:
+            self._run.end_backward(self.stage_index, bwd_chunk_id, divides=self.chunks != 1)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Runs the second half of the backward of a micro-batch, and counts it.
+
+        Args:
+            bwd_chunk_id: Number of the micro-batch.
+            last_backward: True for the last one of the schedule.
+        """
+        if not self.has_backward:
+            return
+
+        def run() -> None:
+            super(EngineStage, self).backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+        with _own_errors():
+            self._calls.run_backward(run)
+        self._run.end_backward(self.stage_index, bwd_chunk_id, divides=self.chunks != 1)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[torch.Tensor | None, ...], Any]:
+        """Runs a backward, or one half of it.
+
+        Args:
+            backward_type: "full", "input" or "weight".
+            bwd_kwargs: Inputs, outputs and gradients of the stage; for "weight" what "input" has returned.
+            last_backward: True for the last one of the schedule.
+
+        Returns:
+            The gradients of the inputs, and for "input" the second half; None if nothing is left to do.
+        """
+        if backward_type == "weight":
+            if bwd_kwargs["param_groups"] is not None:
+                bwd_kwargs["param_groups"].weights()
+            return (), None
+        if backward_type == "input":
+            outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
+            given = gradients or (None,) * len(outputs)
+            pairs = [(output, each) for output, each in zip(outputs, given, strict=True) if output.requires_grad]
+            needed = [output for output, _ in pairs]
+            halves = split(needed, bwd_kwargs["input_values"], self.submod.parameters())
+            if halves is not None:
+                return halves.inputs(needed, [each for _, each in pairs], bwd_kwargs["input_values"]), halves
+            # As one, of the loss itself: torch has put it into a tuple.
+            bwd_kwargs = {**bwd_kwargs, "stage_output": outputs if gradients else outputs[0]}
+        return super().backward_maybe_with_nosync("full", bwd_kwargs, last_backward)
+
+    def _check(self) -> None:
+        self._run.check(self.chunks if self.has_backward else None, self._calls.accumulation())
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Notes that gradients are a mean over micro-batches, as they are: each loss was divided.
+
+        Args:
+            grad_scale_factor: Number of micro-batches.
+        """
+        self._run.divided(self.stage_index)
+
+
+@contextlib.contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raises an error of this package that torch has put behind one of its own, a `RuntimeError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__cause__, OffloadError):
+            raise error.__cause__ from error.__cause__.__cause__
+        raise
