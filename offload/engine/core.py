@@ -26,7 +26,6 @@ from offload.engine.memory.sleep import FreedBytes, Sleep
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.unit_updates import UnitUpdate, cut
 from offload.engine.optimizer_state_dict import OptimizerStates
-from offload.engine.schedule.generators import MicroBatchGenerators
 from offload.engine.shutdown import Shutdown
 from offload.engine.stack_access import StackAccess
 from offload.engine.step import OptimizerStep
@@ -43,6 +42,7 @@ from offload.layout.flat_layout import UnitLayout
 from offload.model_io.save import PretrainedWriter
 from offload.notices import announce
 from offload.parallel.stage_run import stage_run_of
+from offload.passes.generators import MicroBatchGenerators
 from offload.sizes import format_size
 from offload.timeline import Row
 from offload.torch_internals import inside_backward

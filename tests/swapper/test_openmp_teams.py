@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.engine.schedule import openmp
+from offload.passes import layer_major
 from offload.swapper.memory.device import Device
 from tests.support.oracle import Job, accumulated_step, start
 
@@ -63,7 +63,7 @@ def test_a_thread_may_end_its_team() -> None:
     def work() -> None:
         for _ in range(8):
             compute()
-            openmp.end_team()
+            layer_major.end_team()
         while threads() > before:  # they end by themselves
             time.sleep(0.001)
 

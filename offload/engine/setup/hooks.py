@@ -19,11 +19,11 @@ from offload.engine.params.module_hooks import ModuleHooks
 from offload.engine.params.paged_parameter import ParamHandle, handle_of
 from offload.engine.params.saved_tensors import SavedTensors, other_hooks
 from offload.engine.params.unit_views import UnitViews
-from offload.engine.schedule.layer_major import LayerMajor
 from offload.engine.setup.plan import Plan
 from offload.engine.setup.run_files import RunFiles
 from offload.layout.pass_order import LAYER_MAJOR
 from offload.parallel.stages import stage_sites
+from offload.passes.layer_major import LayerMajor
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.host_arena import process_memory
 from offload.swapper.memory.limits import free_host_memory

@@ -17,12 +17,12 @@ from offload.engine.params.local_shards import LocalShards
 from offload.engine.params.module_hooks import ModuleHooks
 from offload.engine.params.unit_views import UnitViews
 from offload.engine.params.weight_edits import WeightEdits
-from offload.engine.schedule.layer_major import LayerMajor
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
 from offload.parallel.sequence import SequenceForward, SequenceParallel
 from offload.parallel.sharded_params import ShardedViews
 from offload.parallel.tensor import TensorParallel
+from offload.passes.layer_major import LayerMajor
 from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.pager import Pager
 from offload.swapper.store import Store, Written

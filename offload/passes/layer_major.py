@@ -27,20 +27,22 @@ obeyed when a micro-batch has reached its border.
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import ctypes
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
 from torch import nn
 
-from offload.engine.schedule.generators import MicroBatchGenerators
-from offload.engine.schedule.micro_batch import START, Border, MicroBatch, ThreadSettings
-from offload.engine.schedule.module_state import ModuleState, foreign_hook
 from offload.engine.schedule.passes import Passes
 from offload.errors import UsageError
 from offload.interrupts import let_deferred_in, uninterrupted
 from offload.notices import announce
+from offload.passes.generators import MicroBatchGenerators
+from offload.provenance import foreign_hooks
 from offload.swapper.memory.device import Device
 from offload.torch_internals import (
     inside_backward,
@@ -50,7 +52,278 @@ from offload.torch_internals import (
     under_modes,
 )
 
+# -- openmp --------------------------------------------------------------------------------------------
+#
+# The OpenMP team of a thread: a thread that waits for its turn must not keep one.
+#
+# torch computes on a CPU with OpenMP, which gives each thread that computes a team of its own. GNU's libgomp counts the
+# threads of all teams. Once they are more than the cores, no team waits actively for its next piece of work any longer:
+# it sleeps, and each operation of the model wakes it. Eight micro-batches that take turns have eight teams, of which
+# one works: a step of gpt2-small on two cores took 4 to 15 % longer than with one team, in single runs.
+
+
+_SOFT = 1
+"""omp_pause_soft of OpenMP 5.0, section 3.2.43: state that the program has set survives."""
+
+
+def _find() -> Callable[[int], object] | None:
+    # torch loads its OpenMP library for all of the process. None is there where torch is built without OpenMP.
+    try:
+        found: Callable[[int], object] = ctypes.CDLL(None).omp_pause_resource_all
+    except (OSError, AttributeError):
+        return None
+    return found
+
+
+_pause = _find()
+
+
+def end_team() -> None:
+    """Ends the other threads of the calling thread's team; its next parallel operation makes a team again (0.1 ms)."""
+    if _pause is not None:
+        _pause(_SOFT)
+
+
+# -- micro batch ---------------------------------------------------------------------------------------
+#
+# A micro-batch that runs until the next border of a block and waits there until it is resumed.
+#
+#     owner's thread     resume ─► waits ─────────────────────► resume ─► …       one of all these threads runs at a
+#     time micro-batch's      ........ ► forward up to a border: pause ....... ► …
+#
+# A micro-batch has a thread of its own because its place between two blocks is a stack: of the model's Python code in a
+# forward, of autograd's engine in a backward. So masks, positions and whatever else a model passes to its blocks stay
+# where the model keeps them, and no code of the model is known or changed. A border is a border of the forward or of
+# the backward alike.
+#
+# torch keeps settings by thread: a micro-batch's thread takes over those of its owner (`ThreadSettings`).
+
+
 _T = TypeVar("_T")
+
+
+class Abandoned(Exception):
+    """Ends a micro-batch at a border: its step will not be completed.
+
+    An `Exception`, since torch runs the last hooks of a module after no other `BaseException`.
+    """
+
+
+class ThreadSettings:
+    """Settings of torch that belong to a thread, as those of the thread that constructs the object."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._grad = torch.is_grad_enabled()
+        self._cache = torch.is_autocast_cache_enabled()
+        kinds = dict.fromkeys(("cpu", device.torch.type))
+        self._autocasts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+        self._stream = None
+        if device.torch.type not in ("cpu", "meta"):
+            self._stream = torch.accelerator.current_stream(device.torch)
+
+    @contextlib.contextmanager
+    def on_this_thread(self) -> Iterator[None]:
+        """Applies the settings to the calling thread, which is a new one."""
+        self._device.enter_thread(computes=True)
+        if self._stream is not None:
+            torch.accelerator.set_stream(self._stream)
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, dtype in self._autocasts:
+                entered.enter_context(torch.autocast(kind, dtype, cache_enabled=self._cache))
+            yield
+
+
+class Border(NamedTuple):
+    """A place in a micro-batch's forward or backward; borders are in the order in which they are reached."""
+
+    backward: bool
+    passed: float
+    """How often the model has gone back to an earlier block; in the backward the negative of it."""
+    block: float
+    """Number of the block that comes next, or its negative in the backward; the end of a list is half a block later."""
+
+
+START = Border(False, -1, -1)
+
+
+class MicroBatch(Generic[_T]):
+    """One micro-batch in flight. `resume` and `abandon` belong to the owner's thread, `pause` to the micro-batch's."""
+
+    def __init__(self, work: Callable[[], _T], settings: ThreadSettings, name: str) -> None:
+        """Starts nothing before the first `resume`.
+
+        Args:
+            work: runs the forward and the backward.
+            settings: of the owner's thread.
+            name: name of the thread.
+        """
+        self._work, self._settings = work, settings
+        self._may_run, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._abandoned = False
+        self.border = START
+        """Where it waits."""
+        self.ended = False
+        self._result: list[_T] = []
+        self._error: BaseException | None = None
+        # Variables of a context, such as those in which transformers collects outputs, are each micro-batch's own.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name=name, daemon=True)
+        self._started = False
+
+    @property
+    def result(self) -> _T:
+        """What the work has returned. The micro-batch must have ended without an error."""
+        return self._result[0]
+
+    def resume(self) -> None:
+        """Runs the micro-batch up to its next border, or to its end. Raises what the work has raised."""
+        if not self._started:
+            self._thread.start()
+            self._started = True
+        end_team()
+        self._may_run.release()
+        self._has_stopped.acquire()
+        if self.ended:
+            self._thread.join()
+        if self._error is not None:
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # a cycle of this frame and the error's would hold the graph until Python looks for cycles
+
+    def abandon(self) -> None:
+        """Ends the micro-batch where it waits, and joins its thread. Idempotent. Errors of the end are ignored."""
+        self._abandoned = True
+        while self._started and not self.ended:
+            with contextlib.suppress(BaseException):  # the step has failed already, by another error
+                self.resume()
+
+    def pause(self, border: Border) -> None:
+        """Waits at a border until `resume`.
+
+        Raises:
+            Abandoned: the micro-batch must end here.
+            UsageError: the calling thread is another micro-batch's, whose backward has come into this one's graph.
+        """
+        if threading.current_thread() is not self._thread:
+            raise UsageError(
+                "the backward of one micro-batch has come to a block of another, whose values it uses: something, such "
+                "as a forward hook of yours, keeps values where other micro-batches find them. Set "
+                '"schedule": "micro_batch_major" in the "offload" block, or keep them by thread (threading.local)'
+            )
+        self.border = border
+        if not self._abandoned:
+            end_team()
+            self._has_stopped.release()
+            self._may_run.acquire()
+        if self._abandoned:
+            raise Abandoned
+
+    def _run(self) -> None:
+        """Runs the work on the micro-batch's thread."""
+        self._may_run.acquire()
+        try:
+            with self._settings.on_this_thread():
+                self._result.append(self._work())
+        except BaseException as error:
+            self._error = error
+        self.ended = True
+        self._has_stopped.release()
+
+
+# -- module state --------------------------------------------------------------------------------------
+#
+# Values that modules keep on themselves between two blocks of a forward, where other micro-batches would find them.
+#
+# A model may store a value on a module and read it later in the same forward: a depth, a mask, the auxiliary loss of
+# each block. Where micro-batches take turns, one would read what another has stored. So one forward is watched:
+# assignments to attributes of modules, and changes in their dictionaries, lists, other plain objects, and buffers. A
+# value that a module changes in place and only another run of the same module reads, such as the statistics of a norm,
+# does no harm: the micro-batches pass through each module in their order.
+#
+# The first micro-batch is not watched, since many models set something up in their first forward. What a hook of the
+# user stores elsewhere cannot be seen: `foreign_hook` finds the hook.
+
+
+_INTERNAL = frozenset(vars(nn.Module()))
+"""Attributes of each module that hold its parts and hooks."""
+_LIBRARIES = ("torch", "transformers", "accelerate", "peft")
+"""Packages whose hooks keep nothing, or keep it by thread."""
+
+
+class ModuleState:
+    """Watches the modules of a model during one forward. Belongs to the thread that runs the step."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._names = {id(module): name for name, module in modules.items()}
+        self._modules = modules
+        self._assigned: str | None = None
+        self._before: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notes assignments to attributes of the modules while the context is open."""
+        self._before = self._contents()
+        # A class of the user that has its own `__setattr__` calls this one, else nothing would be set.
+        own = nn.Module.__setattr__
+
+        def noted(module: nn.Module, key: str, value: Any) -> None:
+            name = self._names.get(id(module))
+            if name is not None and key not in _INTERNAL:
+                self._assigned = self._assigned or (f"{name}.{key}" if name else key)
+            own(module, key, value)
+
+        nn.Module.__setattr__ = noted  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.__setattr__ = own  # type: ignore[method-assign]
+
+    def changed(self) -> str | None:
+        """Returns the name of an attribute that was assigned or whose content has changed, or None."""
+        if self._assigned is not None:
+            return self._assigned
+        now = self._contents()
+        return next((key for key, value in now.items() if self._before.get(key) != value), None)
+
+    def _contents(self) -> dict[str, Any]:
+        """Returns what tells the contents of all attributes from others. Values, perhaps activations, are not kept."""
+        found = {}
+        for name, module in self._modules.items():
+            for key, value in vars(module).items():
+                if key not in _INTERNAL and (content := _content(value)) is not None:
+                    found[f"{name}.{key}" if name else key] = content
+            if not isinstance(module, nn.modules.batchnorm._NormBase):
+                for key, buffer in module._buffers.items():
+                    found[f"{name}.{key}" if name else key] = (id(buffer), getattr(buffer, "_version", 0))
+        return found
+
+
+def _content(value: Any) -> Any:
+    """Returns the identities of what a container or a plain object holds; None for any other value."""
+    if isinstance(value, dict):
+        return {key: id(each) for key, each in value.items() if isinstance(key, str | int)}
+    if isinstance(value, list | tuple | set):
+        return [id(each) for each in value]
+    if isinstance(value, torch.Tensor | nn.Module | type) or callable(value):
+        return None
+    held = getattr(value, "__dict__", None)
+    return None if held is None else {key: id(each) for key, each in held.items()}
+
+
+def foreign_hook(modules: Mapping[str, nn.Module]) -> str | None:
+    """Returns the name of a module with a forward hook of the user, or None."""
+    for name, module in modules.items():
+        if any(kind.startswith("forward") for kind, _ in foreign_hooks(module, *_LIBRARIES)):
+            return name or "the model"
+    return None
+
+
+# -- layer major ---------------------------------------------------------------------------------------
+
 
 _END = 0.5
 """The border behind a block, in blocks after the border before it."""
