@@ -64,7 +64,7 @@ _MODULE_OF = {
     "ConfigError": "offload.errors",
     "Engine": "offload.engine.engine",
     "EngineFailed": "offload.errors",
-    "InferenceEngine": "offload.engine.inference.engine",
+    "InferenceEngine": "offload.inference.inference",
     "IoError": "offload.errors",
     "NumericsError": "offload.errors",
     "OffloadError": "offload.errors",
@@ -79,7 +79,7 @@ _MODULE_OF = {
     "estimate_zero3_model_states_mem_needs_all_cold": "offload.planner.deepspeed_estimates",
     "estimate_zero3_model_states_mem_needs_all_live": "offload.planner.deepspeed_estimates",
     "gathered": "offload.engine.params.gathered",
-    "inference": "offload.engine.inference.inference",
+    "inference": "offload.inference.inference",
     "init": "offload.model_io.load",
     "initialize": "offload.engine.setup.initialize",
     "load_pretrained": "offload.model_io.load",
@@ -134,8 +134,6 @@ if TYPE_CHECKING:
     from offload.activations.linear import TiledLinear
     from offload.activations.tiles import tiled, untiled
     from offload.engine.engine import Engine
-    from offload.engine.inference.engine import InferenceEngine
-    from offload.engine.inference.inference import inference
     from offload.engine.params.gathered import gathered
     from offload.engine.setup.dtype_choice import auto_dtype
     from offload.engine.setup.initialize import initialize
@@ -166,6 +164,7 @@ if TYPE_CHECKING:
         StoreError,
         UsageError,
     )
+    from offload.inference.inference import InferenceEngine, inference
     from offload.model_io.load import init, load_pretrained
     from offload.parallel.stages import PipelineStages
     from offload.planner.deepspeed_estimates import (

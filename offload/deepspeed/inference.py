@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload.deepspeed.content import content_of
-from offload.engine.inference.engine import InferenceEngine
-from offload.engine.inference.inference import inference
 from offload.errors import UsageError
+from offload.inference.inference import InferenceEngine, inference
 from offload.notices import announce
 
 _DTYPES = {

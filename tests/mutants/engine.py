@@ -182,7 +182,7 @@ MUTANTS = (
     ),
     Mutant(
         "read in place what the files have in another dtype",
-        "offload.engine.inference.tensor_places",
+        "offload.inference.inference",
         "        if other is not None:",
         "        if False:",
         "tests/inference/test_inference.py",

@@ -1,0 +1,559 @@
+"""`inference`: an engine over a folder of safetensors or a model, which runs the model and does not train it.
+
+    folder ─► headers ─► deferred parameters ─► plan: is each unit's memory a copy of bytes in a file?
+                                                  yes: read there at each use          no: kept in host memory
+
+Nothing is written, unless the config asks for swap files. A process may be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from offload import kernels
+from offload.activations.checkpoints import blocks_of
+from offload.config import Batch, Config, load_config, read_json
+from offload.engine.api.running_api import RunningApi
+from offload.engine.core import EngineCore
+from offload.engine.metrics.step_meter import cause_of
+from offload.engine.optim import build_optimizer as optimizer_choice
+from offload.engine.optim.optimizer import Optimizer
+from offload.engine.params.deferred_parameter import is_deferred, origin_of
+from offload.engine.params.opaque.buffers import with_adopted_buffers
+from offload.engine.params.opaque.paged_tensor import PagedTensor
+from offload.engine.setup.build import STARTING, build
+from offload.engine.setup.gpu_allocator import let_segments_grow
+from offload.engine.setup.plan import Plan, decide
+from offload.errors import ConfigError, UsageError
+from offload.fileio.stamp import Stamp
+from offload.layout.flat_layout import Segment, UnitLayout
+from offload.layout.frozen import OWN, inner_starts, inner_tensors_of, opaque_parameters
+from offload.layout.modes import DTYPES, Mode, dtype_name
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
+from offload.model_io.folder import CONFIG, FileBytes, Run, Stored, stored_tensors
+from offload.model_io.load import Converted, load_pretrained
+from offload.notices import Remark, announce
+from offload.sizes import count_of, format_size
+from offload.states import State, Tier
+from offload.swapper.memory.device import compute_device, open_device
+from offload.swapper.store.model_files import FileRange, UnitImage, image_of
+from offload.timeline import Phase, Row, now
+
+# -- pass meter ----------------------------------------------------------------------------------------
+#
+# Seconds of the forwards of an engine, and what they waited for.
+
+
+class PassSeconds(NamedTuple):
+    """Seconds of forwards."""
+
+    total: float
+    """All forwards, from the first module to the last."""
+    drive: float
+    """Waits for reads of weights. A unit that is larger than a host buffer is read and copied at once: all of it."""
+    copies: float
+    """Copies of weights to the device, as far as the thread of the model makes them: on a CPU all of it."""
+
+    @property
+    def compute(self) -> float:
+        """All else; on a GPU also waits of the device for copies, which are not measured."""
+        return max(self.total - self.drive - self.copies, 0.0)
+
+    @property
+    def limit(self) -> str:
+        """The largest part: "drive", "copies" or "compute"."""
+        parts = {"drive": self.drive, "copies": self.copies, "compute": self.compute}
+        return max(parts, key=lambda name: parts[name])
+
+    def since(self, before: PassSeconds) -> PassSeconds:
+        """Returns the seconds that came after `before`."""
+        return PassSeconds(*(now - then for now, then in zip(self, before, strict=True)))
+
+
+class PassMeter:
+    """A listener of the timeline that adds up the forwards. The model's thread reports; another may read."""
+
+    def __init__(self) -> None:
+        self._sums: Counter[str] = Counter()
+        self._began: int | None = None
+
+    @property
+    def seconds(self) -> PassSeconds:
+        """Seconds of all forwards so far."""
+        return PassSeconds(*(self._sums[name] / 1e9 for name in PassSeconds._fields))
+
+    def on_phase_begin(self, phase: Phase) -> None:
+        """Notes the start of a forward. An earlier start without an end counts as abandoned."""
+        self._began = now()
+
+    def on_phase_end(self, phase: Phase) -> None:
+        """Adds a forward that has begun."""
+        if self._began is not None and phase is Phase.EVALUATION:
+            self._sums["total"] += now() - self._began
+            self._began = None
+
+    def on_span(self, row: Row, name: str, nanoseconds: int, nbytes: int) -> None:
+        """Adds a wait or a copy. Between forwards, those of prefetches are no cost of a forward."""
+        if self._began is None:  # also before the first forward: the filling of host memory
+            return
+        # A span "in chunks" is a unit that is read and copied piece by piece, and contains its waits; its copies are
+        # the smaller part.
+        in_chunks = name.endswith(" in chunks")
+        if row is Row.UPLOADS:
+            self._sums["drive" if in_chunks else "copies"] += nanoseconds
+        elif in_chunks:
+            return
+        elif cause_of(row, name) in ("wait_for_reads", "wait_for_memory"):
+            self._sums["drive"] += nanoseconds
+
+    def on_gradient(self, nbytes: int) -> None:
+        """Ignores a gradient: nothing trains."""
+
+
+# -- engine --------------------------------------------------------------------------------------------
+#
+# The engine of a model that is run and not trained.
+
+
+_Batch = TypeVar("_Batch")
+_T = TypeVar("_T")
+
+
+class InferenceEngine(RunningApi):
+    """A model whose weights are paged, and that does not train. Created by `offload.inference`.
+
+    All methods belong to the thread that runs the model; in a forked child every call raises. After an error on a
+    background thread every call raises `EngineFailed`. Attributes that the engine does not define are looked up on the
+    model. A `with` statement destroys the engine at its end.
+    """
+
+    def __init__(self, core: EngineCore, notices: Sequence[str], meter: PassMeter) -> None:
+        """Creates the engine over a complete core.
+
+        Args:
+            core: components and state.
+            notices: lines that were reported at the start.
+            meter: adds up the forwards.
+        """
+        super().__init__(core)
+        self.notices = tuple(notices)
+        """Lines that were reported at the start: where the weights are, and why some are not read in place."""
+        self._meter = meter
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model without a graph, on inputs that are moved to the engine's device.
+
+        Args:
+            *args: positional inputs of the model. Tensors are found in lists, tuples, mappings and dataclasses too.
+            **kwargs: keyword inputs of the model, treated alike.
+
+        Returns:
+            The output of the model.
+
+        Raises:
+            IoError: if a file of the model cannot be read, or has changed.
+            EngineFailed: if an error has stopped the engine.
+        """
+        with torch.no_grad():
+            return super().__call__(*args, **kwargs)
+
+    forward = __call__
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generates by the model's own `generate`, on inputs that are moved to the engine's device.
+
+        Each token is one pass over the weights, for all prompts of the batch. The cache of keys and values is the
+        model's own, and is on the engine's device.
+
+        Args:
+            *args: positional arguments of the model's `generate`.
+            **kwargs: its keywords, such as `max_new_tokens` and `do_sample`.
+
+        Returns:
+            What the model's `generate` returns, on the engine's device.
+
+        Raises:
+            UsageError: if the model has no `generate`.
+            IoError: if a file of the model cannot be read, or has changed.
+            EngineFailed: if an error has stopped the engine.
+        """
+        generate = getattr(self.module, "generate", None)
+        if generate is None:
+            raise UsageError(
+                f"{type(self.module).__name__} has no generate: give a model of transformers that generates, or call "
+                "the engine once for each token"
+            )
+        self._core.enter()
+        with torch.no_grad(), self.autocast(), self._core.device_budget.advised():
+            args, kwargs = self._core.inputs((args, kwargs))
+            return generate(*args, **kwargs)
+
+    def map(self, function: Callable[[_Batch], _T], batches: Iterable[_Batch]) -> list[_T]:
+        """Returns what `function` returns for each batch, in order.
+
+        All batches pass through one block of the model before the next block is fetched: the weights are read and
+        copied once for all of them. The first call runs two batches one after the other, which shows whether the model
+        allows that. A model that is no chain of blocks, or keeps values between them, gets its batches one by one.
+
+        Args:
+            function: receives a batch, and calls the engine or the model; it may run on another thread.
+            batches: the batches, all of which are taken first.
+
+        Raises:
+            IoError: if a file of the model cannot be read, or has changed.
+            EngineFailed: if an error has stopped the engine.
+        """
+        self._core.enter()
+        # Bound by default arguments: a closure would see the last batch.
+        works = [lambda batch=batch: function(batch) for batch in batches]
+        order = self._core.components.layer_major
+        # Of many batches run one by one each would read all weights; two show as much.
+        first = 2 if order is not None and order.possible and not order.watched else 0
+        found: list[_T] = []
+        with torch.no_grad():
+            for some in (works[:first], works[first:]):
+                if some:
+                    found += self._core.run_micro_batches(some, len(some), trains=False)
+        return found
+
+    def pass_seconds(self) -> PassSeconds:
+        """Returns the seconds of all forwards so far, and what they waited for."""
+        return self._meter.seconds
+
+    def destroy(self) -> None:
+        """Joins every thread, frees all memory and closes the files. Idempotent. The parameters stay placeholders."""
+        # Swap files, if the config asked for them, are copies of the model's own: nothing to keep.
+        self._core.shutdown.destroy(remove=True)
+
+    def __enter__(self) -> InferenceEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.destroy()
+
+
+# -- tensor places -------------------------------------------------------------------------------------
+#
+# Tensors of a model that can be read in place: their bytes in its files are those that the model computes with.
+
+
+_MOST_RUNS = 64
+"""Runs of a parameter in the files, each of which is a copy to the device, up to which it is read in place."""
+
+
+class TensorPlaces:
+    """Places of a model's tensors in its files. Made before an engine takes the model over."""
+
+    def __init__(self, model: nn.Module, small_numel: int) -> None:
+        """Collects the files.
+
+        Args:
+            model: the model, whose parameters may be deferred.
+            small_numel: units of at most so many elements stay on the device, and are read once.
+        """
+        self._model, self._small_numel = model, small_numel
+        self.stamps: dict[str, Stamp] = {}
+        """Stamp of each file as its header was read, by path without links."""
+        every = [stored for parameter in model.parameters() for stored in _tensors_of(origin_of(parameter))]
+        for name in opaque_parameters(model):
+            every += _inner_tensors(model, name).values()
+        for stored in every:
+            self.stamps[os.path.realpath(stored.path)] = stored.stamp
+
+    def images(self, layouts: Sequence[UnitLayout], mode: Mode) -> tuple[UnitImage | None, ...]:
+        """Returns each unit as it lies in the files; None for a unit that is not read there."""
+        return tuple(self._image(layout, mode.weight_dtype) for layout in layouts)
+
+    def _image(self, layout: UnitLayout, dtype: torch.dtype) -> UnitImage | None:
+        """Returns the image of a unit, or None."""
+        small = layout.device_numel <= self._small_numel
+        if small or any(self.why_not(segment, dtype) is not None for segment in layout.segments):
+            return None
+        tensors = [each for segment in layout.segments for each in self._ranges(segment, dtype.itemsize)]
+        image = image_of(tensors, {path: stamp.nbytes for path, stamp in self.stamps.items()})
+        return image if image.nbytes else None  # empty parameters need no file
+
+    def _ranges(self, segment: Segment, itemsize: int) -> Iterator[tuple[FileRange, int]]:
+        """Yields the bytes in the files that make up a parameter, each with their first byte in the unit."""
+        target = segment.start * itemsize
+        if segment.inner:
+            starts = inner_starts(segment.inner)
+            for name, stored in _inner_tensors(self._model, segment.name).items():
+                if name in starts:  # another name of the same tensor has no bytes of its own
+                    place = FileRange(os.path.realpath(stored.path), stored.place.offset, stored.place.tensor.nbytes)
+                    yield place, target + starts[name]
+            return
+        for stored, start, numel in self._runs(segment):
+            nbytes = numel * itemsize
+            yield FileRange(os.path.realpath(stored.path), stored.place.offset + start * itemsize, nbytes), target
+            target += nbytes
+
+    def _runs(self, segment: Segment) -> list[Run]:
+        """Returns the elements of the files that make up a parameter, or an expert's row of one."""
+        origin = origin_of(self._model.get_parameter(segment.parameter))
+        assert isinstance(origin, Stored | Converted)
+        return origin.runs(range(segment.first, segment.first + segment.numel))
+
+    def why_not(self, segment: Segment, dtype: torch.dtype) -> str | None:
+        """Returns the reason, a clause after the parameter's name, why it cannot be read in place; None if it can.
+
+        Args:
+            segment: the parameter in its unit.
+            dtype: dtype in which the model computes.
+        """
+        if segment.form:
+            return "is quantized"
+        if segment.inner:
+            return None if OWN in _inner_tensors(self._model, segment.name) else "is quantized, and in memory already"
+        parameter = self._model.get_parameter(segment.parameter)
+        origin = origin_of(parameter)
+        if origin is None:
+            return "is made by its module" if is_deferred(parameter) else "is in memory already"
+        other = next((stored.dtype for stored in _tensors_of(origin) if stored.dtype != dtype), None)
+        if other is not None:
+            return f"is stored as {str(other).removeprefix('torch.')}, not as {dtype_name(dtype)}"
+        if segment.numel and not 0 < len(self._runs(segment)) <= _MOST_RUNS:
+            return "is made of other tensors of the files"
+        return None
+
+
+def _inner_tensors(model: nn.Module, name: str) -> dict[str, Stored]:
+    """Returns those inner tensors of a quantized parameter that are in a file, such as its codes and scales."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    sources = {
+        inner: tensor.source
+        for inner, tensor in inner_tensors_of(model.get_parameter(name), owner).items()
+        if isinstance(tensor, PagedTensor)
+    }
+    return {inner: source.stored for inner, source in sources.items() if isinstance(source, FileBytes)}
+
+
+def _tensors_of(origin: Any) -> Sequence[Stored]:
+    """Returns the tensors of the files that are read for an origin."""
+    if isinstance(origin, Converted):
+        return [stored for stored, _ in origin.conversion.parts]
+    return [origin] if isinstance(origin, Stored) else []
+
+
+# -- inference -----------------------------------------------------------------------------------------
+
+
+logger = logging.getLogger("offload")
+
+_OF_TRAINING = ("optimizer", "scheduler", "activation_checkpointing", "gradient_clipping", "wall_clock_breakdown")
+"""Keys of a config that a forward has no use for."""
+_OF_RUNS = {"durability": "none", "resume": "never", "activations": None, "log": None, "speculate": False}
+"""The same in the block "offload", with the values that they have here."""
+
+
+def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwargs: Any) -> InferenceEngine:
+    """Returns an engine that runs a model without training it.
+
+    Weights are read from the model's own safetensors files at each use, where their bytes are those that the model
+    computes with. Otherwise they are kept in host memory, and a line says why. Nothing is copied to a disk, unless
+    "offload_param" of the config asks for it. The model is set to evaluation, and its parameters are frozen. Each
+    process is an engine of its own: under `torchrun` give each its own rows.
+
+    Args:
+        model: A folder with a config and safetensors, one safetensors file beside a config, or a `torch.nn.Module`. The
+            parameters of a module that come from `offload.load_pretrained` are read in place; values that are in memory
+            already are kept in host memory.
+        config: DeepSpeed JSON, as a path or as a dict; None for the defaults. Without "bf16" and "fp16" the dtype is
+            that of the files.
+        model_class: Class of transformers to build for a folder; None for the architecture that its config names.
+        **kwargs: Passed to `offload.load_pretrained`, for a folder: `attn_implementation="eager"`.
+
+    Raises:
+        ConfigError: If the config is wrong or does not fit the model, or the files lack a weight.
+        StoreError: If files are missing or damaged.
+        BudgetError: If a memory budget is too small. All of these come before any change.
+        UsageError: If the model is under an engine already, or keywords come with a module.
+    """
+    content = dict(config if isinstance(config, Mapping) else {} if config is None else read_json(config))
+    if isinstance(model, nn.Module):
+        if kwargs or model_class is not None:
+            raise UsageError(
+                f"{next(iter(kwargs), 'model_class')} configures a model that inference builds from a folder, but a "
+                "module was given; leave this argument out"
+            )
+    elif isinstance(model, str | os.PathLike):
+        model = read_model(Path(model).absolute(), model_class, kwargs)
+    else:
+        raise UsageError(
+            f"inference expects a folder, a safetensors file or a torch.nn.Module, got {type(model).__name__}"
+        )
+    loaded, in_place = _config_of(content, model)
+    let_segments_grow(loaded.offload.device)  # before CUDA is used
+    device = open_device(compute_device(loaded.offload.device))
+    # Without gradients no graph is made, and no hook for gradients is installed.
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        with STARTING, with_adopted_buffers(model):
+            optimizer = optimizer_choice.choose(None, model, None, None)
+            places = TensorPlaces(model, loaded.zero_optimization.stage3_param_persistence_threshold)
+            find_images = places.images if in_place else None
+            plan = decide(loaded, Batch(1, 1, 1), model, device, None, optimizer.rule.name, {}, None, find_images)
+            # Before the parameters lose their origins.
+            lines = _lines(plan, places) if in_place else ()
+            if not device.host_addressable:
+                kernels.leave_cores()
+            engine = _build(plan, model, optimizer, places, lines)
+    except BaseException:
+        # The caller's model is as it was, if an error came before the engine took it over.
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        raise
+    model.eval()
+    for notice in engine.notices:
+        announce(notice)
+    return engine
+
+
+def _build(
+    plan: Plan, model: nn.Module, optimizer: Optimizer, places: TensorPlaces, lines: Sequence[str]
+) -> InferenceEngine:
+    """Carries a plan out, and returns the engine, which reports `lines` too."""
+    meter = PassMeter()
+
+    def make(core: EngineCore, notices: tuple[str, ...]) -> InferenceEngine:
+        return InferenceEngine(core, (*notices, *lines), meter)
+
+    return build(plan, model, optimizer, make, stamps=places.stamps, listener=meter)
+
+
+def read_model(path: Path, model_class: Any, kwargs: Mapping[str, Any]) -> nn.Module:
+    """Returns the model of a folder or a file, with deferred parameters.
+
+    Args:
+        path: The folder or the file.
+        model_class: Class of transformers; None for the architecture that the folder's config names.
+        kwargs: Keywords of `load_pretrained`.
+
+    Raises:
+        ConfigError: If the folder's config names no class of transformers, or the files lack a weight.
+        StoreError: If files are missing or damaged.
+    """
+    stored = stored_tensors(path)  # a wrong folder is reported before transformers is imported
+    chosen = model_class or _architecture(path if path.is_dir() else path.parent)
+    dtype = _most_bytes((each.dtype, each.place.tensor.nbytes) for each in stored.values())
+    model, info = load_pretrained(chosen, path, output_loading_info=True, **{"dtype": DTYPES[dtype], **kwargs})
+    if info.missing_keys:
+        raise ConfigError(
+            f"{path} lacks {count_of(len(info.missing_keys), 'weight')} of {type(model).__name__}, the first is "
+            f"{info.missing_keys[0]}: its output would be that of random numbers; give the folder of a model that has "
+            "been trained so, or another model_class"
+        )
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _architecture(folder: Path) -> Any:
+    """Returns the class of transformers that the config of a folder names."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder} contains no config.json, which names the model: build a module inside of offload.init, give it "
+            "and the file to offload.load_pretrained, and the module to inference"
+        )
+    try:
+        names = json.loads(path.read_text(encoding="utf-8")).get("architectures") or []
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"cannot read {path} ({error}), so {folder} is not a model folder") from error
+    import transformers
+
+    found = next((getattr(transformers, name, None) for name in names if isinstance(name, str)), None)
+    if found is None:
+        raise ConfigError(
+            f"{path} names {', '.join(map(str, names)) or 'no architecture'}, and transformers "
+            f"{transformers.__version__} has no class of that name; pass model_class="
+        )
+    return found
+
+
+def _config_of(content: dict[str, Any], model: nn.Module) -> tuple[Config, bool]:
+    """Returns the config of the engine, and True if weights are read in place where they can be.
+
+    Raises:
+        ConfigError: If the config is wrong.
+    """
+    # A training's JSON serves as it is: its blocks about steps have nothing to say here.
+    content = {key: value for key, value in content.items() if key not in _OF_TRAINING}
+    if not any(name in content for name in ("bf16", "bfloat16", "fp16")):
+        dtype = _most_bytes((_dtype_of(each), each.numel() * each.element_size()) for each in model.parameters())
+        if dtype != "fp32":
+            content[dtype] = {"enabled": True}
+    zero = content.get("zero_optimization")
+    # Whoever names a tier wants the weights there, also in copies.
+    in_place = not isinstance(zero, Mapping) or "offload_param" not in zero
+    # What is no mapping is left to the check of the config, which says what is wrong.
+    if isinstance(zero, Mapping):
+        content["zero_optimization"] = {key: value for key, value in zero.items() if key != "offload_optimizer"}
+    block = content.get("offload", {})
+    if isinstance(block, Mapping):
+        # Swap files of a training with this JSON, which may be the only copy of its weights, are never replaced.
+        content["offload"] = {**block, **_OF_RUNS, "run": f"{block.get('run', 'default')}-inference"}
+    loaded = load_config(content)
+    if in_place and loaded.offload.frozen is not None:
+        raise ConfigError(
+            f'"frozen": "{loaded.offload.frozen}" stores other bytes than the files have: set '
+            'zero_optimization.offload_param to {"device": "nvme", "nvme_path": …} or to {"device": "cpu"}, or leave '
+            '"frozen" out'
+        )
+    # A forward keeps no activations of its blocks, so nothing speaks against turns where there are blocks.
+    if loaded.offload.schedule == "auto":
+        order = LAYER_MAJOR if len(blocks_of(model, loaded.units)) > 1 else MICRO_BATCH_MAJOR
+        loaded = load_config({**content, "offload": {**content["offload"], "schedule": order}})
+    return loaded, in_place
+
+
+def _dtype_of(parameter: torch.Tensor) -> torch.dtype:
+    """Returns the dtype of a parameter's values, in its file if they are still there."""
+    origin = origin_of(parameter)
+    return origin.dtype if isinstance(origin, Stored) else parameter.dtype
+
+
+def _most_bytes(tensors: Any) -> str:
+    """Returns the name of the dtype in which most bytes of weights are; "fp32" if there are none.
+
+    Args:
+        tensors: pairs of dtype and bytes.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    counted: Counter[str] = Counter()
+    for dtype, nbytes in tensors:
+        if dtype in names:
+            counted[names[dtype]] += nbytes
+    return counted.most_common(1)[0][0] if counted else "fp32"
+
+
+def _lines(plan: Plan, places: TensorPlaces) -> Sequence[str]:
+    """Returns lines on the units that are read in place, and on those that are not and why."""
+    units = [image for image in plan.images if image is not None]
+    lines = []
+    if units:
+        read = f"{count_of(len(units), 'unit')} of {len(plan.layouts)} ({format_size(sum(u.nbytes for u in units))})"
+        files = len({extent.path for image in units for extent in image.extents})
+        lines.append(f"{read} are read from {count_of(files, 'file')} of the model at each use; nothing is written")
+    kept = [unit for unit, tiers in enumerate(plan.placement.tiers) if tiers[State.WEIGHT] is Tier.HOST]
+    segments = (segment for unit in kept for segment in plan.layouts[unit].segments)
+    reasons = ((segment.name, places.why_not(segment, plan.mode.weight_dtype)) for segment in segments)
+    first = next((f"{name} {reason}" for name, reason in reasons if reason is not None), "")
+    if kept:
+        size = format_size(sum(plan.parts.nbytes[unit][State.WEIGHT] for unit in kept))
+        units_are = count_of(len(kept), f"unit ({size}) is", f"units ({size}) are")
+        lines.append(f"{units_are} kept in host memory: {first}")
+    return tuple(map(Remark, lines))
