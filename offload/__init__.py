@@ -73,31 +73,31 @@ _MODULE_OF = {
     "StoreError": "offload.errors",
     "TiledLinear": "offload.activations.linear",
     "UsageError": "offload.errors",
-    "auto_dtype": "offload.engine.setup.dtype_choice",
+    "auto_dtype": "offload.engine.plan",
     "estimate_zero2_model_states_mem_needs_all_cold": "offload.planner.deepspeed_estimates",
     "estimate_zero2_model_states_mem_needs_all_live": "offload.planner.deepspeed_estimates",
     "estimate_zero3_model_states_mem_needs_all_cold": "offload.planner.deepspeed_estimates",
     "estimate_zero3_model_states_mem_needs_all_live": "offload.planner.deepspeed_estimates",
-    "gathered": "offload.engine.params.gathered",
+    "gathered": "offload.engine.access",
     "inference": "offload.inference.inference",
     "init": "offload.model_io.load",
-    "initialize": "offload.engine.setup.initialize",
+    "initialize": "offload.engine.setup",
     "load_pretrained": "offload.model_io.load",
-    "register_external_parameter": "offload.engine.tensor_api",
-    "safe_get_full_fp32_param": "offload.engine.tensor_api",
-    "safe_get_full_grad": "offload.engine.tensor_api",
-    "safe_get_full_optimizer_state": "offload.engine.tensor_api",
-    "safe_get_local_fp32_param": "offload.engine.tensor_api",
-    "safe_get_local_grad": "offload.engine.tensor_api",
-    "safe_get_local_optimizer_state": "offload.engine.tensor_api",
-    "safe_set_full_fp32_param": "offload.engine.tensor_api",
-    "safe_set_full_grad": "offload.engine.tensor_api",
-    "safe_set_full_optimizer_state": "offload.engine.tensor_api",
-    "safe_set_local_fp32_param": "offload.engine.tensor_api",
-    "safe_set_local_grad": "offload.engine.tensor_api",
-    "safe_set_local_optimizer_state": "offload.engine.tensor_api",
+    "register_external_parameter": "offload.engine.access",
+    "safe_get_full_fp32_param": "offload.engine.access",
+    "safe_get_full_grad": "offload.engine.access",
+    "safe_get_full_optimizer_state": "offload.engine.access",
+    "safe_get_local_fp32_param": "offload.engine.access",
+    "safe_get_local_grad": "offload.engine.access",
+    "safe_get_local_optimizer_state": "offload.engine.access",
+    "safe_set_full_fp32_param": "offload.engine.access",
+    "safe_set_full_grad": "offload.engine.access",
+    "safe_set_full_optimizer_state": "offload.engine.access",
+    "safe_set_local_fp32_param": "offload.engine.access",
+    "safe_set_local_grad": "offload.engine.access",
+    "safe_set_local_optimizer_state": "offload.engine.access",
     "tiled": "offload.activations.tiles",
-    "unregister_external_parameter": "offload.engine.tensor_api",
+    "unregister_external_parameter": "offload.engine.access",
     "untiled": "offload.activations.tiles",
 }
 """Module of each public name. A test compares it with `__all__` and with the imports for type checkers below."""
@@ -106,14 +106,14 @@ _PARTS = {
     "aio": "offload.aio",
     "checkpointing": "offload.checkpointing",
     "config": "offload.config",
-    "engine": "offload.engine.setup.initialize",
+    "engine": "offload.engine.setup",
     "errors": "offload.errors",
     "kernels": "offload.kernels",
     "losses": "offload.losses",
     "planner": "offload.planner.deepspeed_estimates",
     "schedules": "offload.schedules",
     "sizes": "offload.sizes",
-    "swapper": "offload.engine.setup.initialize",
+    "swapper": "offload.engine.setup",
 }
 """Submodules that are attributes of `offload` after `import offload` alone, each with the module to import first.
 
@@ -133,11 +133,8 @@ if TYPE_CHECKING:
     from offload import checkpointing, losses, schedules
     from offload.activations.linear import TiledLinear
     from offload.activations.tiles import tiled, untiled
-    from offload.engine.engine import Engine
-    from offload.engine.params.gathered import gathered
-    from offload.engine.setup.dtype_choice import auto_dtype
-    from offload.engine.setup.initialize import initialize
-    from offload.engine.tensor_api import (
+    from offload.engine.access import (
+        gathered,
         register_external_parameter,
         safe_get_full_fp32_param,
         safe_get_full_grad,
@@ -153,6 +150,9 @@ if TYPE_CHECKING:
         safe_set_local_optimizer_state,
         unregister_external_parameter,
     )
+    from offload.engine.engine import Engine
+    from offload.engine.plan import auto_dtype
+    from offload.engine.setup import initialize
     from offload.errors import (
         BudgetError,
         ConfigError,

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from offload.aio import aligned_empty
-from offload.engine.metrics.compute_spans import NO_SPANS
+from offload.engine.metrics import NO_SPANS
 from offload.sizes import align_up
 from offload.states import State, Tier
 from offload.timeline import OFF
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from offload.activations.kept_inputs import KeptInputs
     from offload.aio.shared_queue import SharedQueue
     from offload.distributed.process_group import Ranks
+    from offload.engine.device_budget import DeviceBudget
     from offload.engine.engine import Engine
-    from offload.engine.gradients.accumulator import GradientAccumulator
-    from offload.engine.optim.update_worker import UpdateWorker
-    from offload.engine.training.device_growth import DeviceBudget
+    from offload.engine.gradients import GradientAccumulator
+    from offload.engine.update import UpdateWorker
     from offload.layout.flat_layout import UnitLayout
     from offload.layout.modes import Mode
     from offload.layout.placement import DeviceNeed
@@ -407,14 +407,14 @@ POINTS: Mapping[str, Sequence[str]] = {
     # Sizes.
     "size.chunk": (
         "offload.layout.placement:CHUNK",
-        "offload.engine.gradients.values:CHUNK",
-        "offload.engine.gradients.accumulator:CHUNK",
-        "offload.engine.gradients.host_gradients:CHUNK",
+        "offload.engine.gradients:CHUNK",
+        "offload.engine.gradients:CHUNK",
+        "offload.engine.gradients:CHUNK",
         "offload.distributed.reduce_scatter:CHUNK",
         "offload.optimizers.lamb:CHUNK",
     ),
-    "size.first_weights": ("offload.engine.params.initial_fill:CHUNK",),
-    "size.parameter_access": ("offload.engine.param_access:CHUNK",),
+    "size.first_weights": ("offload.engine.fill:CHUNK",),
+    "size.parameter_access": ("offload.engine.access:CHUNK",),
     "size.update_tile": ("offload.layout.placement:_TILE_NBYTES",),
     "size.tile_buffers": (
         "offload.layout.placement:TILE_BUFFERS",
@@ -422,15 +422,15 @@ POINTS: Mapping[str, Sequence[str]] = {
     ),
     "size.gradient_window": ("offload.layout.placement:_WINDOW_NBYTES",),
     "size.stream": ("offload.layout.placement:_STREAM_NBYTES",),
-    "size.small_gradient": ("offload.engine.gradients.small_gradients:SMALL",),
-    "size.staged_gradient": ("offload.engine.gradients.small_gradients:THROUGH_STAGING",),
+    "size.small_gradient": ("offload.engine.gradient_transfer:SMALL",),
+    "size.staged_gradient": ("offload.engine.gradient_transfer:THROUGH_STAGING",),
     "size.least_kept_input": ("offload.activations.kept_inputs:LEAST_NBYTES",),
     "size.export_chunk": ("offload.model_io.save:_CHUNK_NUMEL",),
     "size.export_reads": ("offload.model_io.save:_READS",),
     "size.export_writes": ("offload.model_io.save:_WRITES",),
     "size.block_chunk": ("offload.model_io.save:VALUES",),
     "size.safetensors_piece": ("offload.model_io.folder:_PIECE_NBYTES",),
-    "size.pending_metrics": ("offload.engine.metrics.reporter:_MOST_PENDING",),
+    "size.pending_metrics": ("offload.engine.metric_writers:_MOST_PENDING",),
     "size.coded_replicas": ("offload.layout.memory_plan:MOST_CODED_REPLICAS",),
     "size.access_order": ("offload.swapper.policy:_LONGEST",),
     "size.device_views": ("offload.swapper.memory.device_arena:_VIEWS",),
@@ -439,36 +439,36 @@ POINTS: Mapping[str, Sequence[str]] = {
     "size.stripe": ("offload.swapper.store.drives:_STRIPE_BYTES",),
     "size.least_checksum": ("offload.swapper.store.format:_MIN_CHECKSUM_NBYTES",),
     # What the machine says.
-    "clock.steps": ("offload.engine.metrics.step_meter:now",),
+    "clock.steps": ("offload.engine.metrics:now",),
     "clock.interrupts": ("offload.interrupts:_RETRY_S",),
     "memory.free": (
-        "offload.engine.param_values:free_host_memory",
-        "offload.engine.params.gathered:free_host_memory",
-        "offload.engine.params.weight_edits:free_host_memory",
+        "offload.engine.access:free_host_memory",
+        "offload.engine.access:free_host_memory",
+        "offload.engine.edits:free_host_memory",
         "offload.swapper.memory.device:free_host_memory",
     ),
-    "disk.shortage_of_run": ("offload.engine.setup.resume:find_shortage",),
+    "disk.shortage_of_run": ("offload.engine.plan:find_shortage",),
     "disk.shortage_of_model": ("offload.model_io.save:check_room",),
     "drives.measured": ("offload.swapper.store.drives:_measured",),
     "drives.free": ("offload.swapper.store.drives:_free_bytes",),
-    "device.choose": ("offload.engine.setup.initialize:compute_device",),
-    "device.open": ("offload.engine.setup.initialize:open_device",),
-    "device.arena": ("offload.engine.setup.assembly:DeviceArena",),
-    "device.empty_cache": ("offload.engine.training.device_growth:empty_cache",),
-    "device.shortages": ("offload.engine.training.device_growth:shortages",),
+    "device.choose": ("offload.engine.setup:compute_device",),
+    "device.open": ("offload.engine.setup:open_device",),
+    "device.arena": ("offload.engine.setup:DeviceArena",),
+    "device.empty_cache": ("offload.engine.device_budget:empty_cache",),
+    "device.shortages": ("offload.engine.device_budget:shortages",),
     "device.room": ("offload.swapper.memory.device:AcceleratorDevice.room",),
     "device.copy": ("offload.swapper.memory.device:AcceleratorDevice.copy",),
     "device.allocate": ("offload.swapper.memory.device_arena:DeviceArena._allocate",),
     "device.memory_node": ("offload.swapper.memory.device:memory_node",),
     "device.prefer_node": ("offload.swapper.memory.device:prefer_node",),
-    "device.inputs": ("offload.engine.training.model_inputs:to_device",),
+    "device.inputs": ("offload.engine.data:to_device",),
     "storage.users": ("offload.torch_internals:StorageUsers._tensors",),
-    "dtype.warned": ("offload.engine.setup.dtype_choice:warned",),
+    "dtype.warned": ("offload.engine.plan:warned",),
     "kernel.update": ("offload.kernels:update",),
     "muon.products_in_bf16": ("offload.optimizers.matrices:products_in_bf16",),
     # I/O and files.
-    "io.queue": ("offload.engine.setup.build:IoQueue",),
-    "io.open_queue": ("offload.engine.setup.build:_queue",),
+    "io.queue": ("offload.engine.setup:IoQueue",),
+    "io.open_queue": ("offload.engine.setup:_queue",),
     "io.close_queue": ("offload.aio.shared_queue:SharedQueue.close",),
     "io.write": ("offload.aio.queue:IoQueue.write",),
     "io.add_done_callback": ("offload.aio.future:IoFuture.add_done_callback",),
@@ -489,9 +489,9 @@ POINTS: Mapping[str, Sequence[str]] = {
     "host.start_read": ("offload.swapper.caches:HostCache.start_read",),
     "device.start_read": ("offload.swapper.caches:DeviceCache.start_read",),
     "weights.device_tier": ("offload.swapper.pager:WeightUpdates.device_tier",),
-    "weights.use": ("offload.engine.params.unit_views:UnitViews.use",),
-    "parameter.read": ("offload.engine.params.paged_parameter:ParamHandle.read",),
-    "state.read": ("offload.engine.params.local_shards:LocalShards.read",),
+    "weights.use": ("offload.engine.unit_views:UnitViews.use",),
+    "parameter.read": ("offload.engine.params:ParamHandle.read",),
+    "state.read": ("offload.engine.shards:LocalShards.read",),
     "safetensors.fill": ("offload.model_io.folder:Stored._fill",),
     # Store.
     "store.scrub": ("offload.swapper.store.store:Store._scrub",),
@@ -500,25 +500,25 @@ POINTS: Mapping[str, Sequence[str]] = {
     "store.wrote": ("offload.swapper.store.store:Store.wrote",),
     "store.commit": ("offload.swapper.store.store:Store.commit",),
     # Gradients, activations and updates.
-    "gradient.squares": ("offload.engine.gradients.accumulator:squares_of",),
-    "gradient.adder": ("offload.engine.gradients.accumulator:GradientAccumulator.adder",),
-    "gradient.add_small": ("offload.engine.gradients.small_gradients:SmallGradients.add",),
-    "gradient.begin_download": ("offload.engine.gradients.device_to_host:DeviceToHost._begin",),
-    "gradient.receive": ("offload.engine.gradients.device_to_host:DeviceToHost._receive",),
-    "gradient.drain": ("offload.engine.gradients.device_to_host:DeviceToHost.drain",),
-    "gradient.downloads": ("offload.engine.setup.gradients:_downloads",),
-    "gradient.spill": ("offload.engine.gradients.disk_spill:DiskSpill._write",),
+    "gradient.squares": ("offload.engine.gradients:squares_of",),
+    "gradient.adder": ("offload.engine.gradients:GradientAccumulator.adder",),
+    "gradient.add_small": ("offload.engine.gradient_transfer:SmallGradients.add",),
+    "gradient.begin_download": ("offload.engine.gradient_transfer:DeviceToHost._begin",),
+    "gradient.receive": ("offload.engine.gradient_transfer:DeviceToHost._receive",),
+    "gradient.drain": ("offload.engine.gradient_transfer:DeviceToHost.drain",),
+    "gradient.downloads": ("offload.engine.setup:_downloads",),
+    "gradient.spill": ("offload.engine.gradient_transfer:DiskSpill._write",),
     "input.fetch": ("offload.activations.kept_inputs:KeptInputs.fetch",),
     "input.upload": ("offload.activations.kept_inputs:KeptInputs._upload",),
     "input.slab": ("offload.activations.kept_inputs:HostBlocks._slab",),
     "input.take": ("offload.activations.kept_inputs:HostBlocks.take",),
-    "update.build": ("offload.engine.optim.unit_updates:UpdateBuilder.updates",),
-    "update.early": ("offload.engine.setup.gradients:makes_early_updates",),
-    "update.finish": ("offload.engine.optim.update_worker:UpdateWorker.finish",),
+    "update.build": ("offload.engine.update_strategy:UpdateBuilder.updates",),
+    "update.early": ("offload.engine.setup:makes_early_updates",),
+    "update.finish": ("offload.engine.update:UpdateWorker.finish",),
     "checkpoint.write_states": ("offload.checkpoint.save:_write_states",),
     "checkpoint.buffer": ("offload.fileio.buffered_copy:aligned_empty",),
     "export.buffer": ("offload.model_io.save:aligned_empty",),
-    "generators.read": ("offload.engine.training.snapshot:GeneratorStates.of",),
+    "generators.read": ("offload.engine.snapshot:GeneratorStates.of",),
     # Ranks.
     "ranks.heartbeat_store": ("offload.distributed.process_group:BoundedStore",),
     "ranks.gone": ("offload.distributed.process_group:Heartbeat.gone",),

@@ -33,8 +33,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from offload.engine.param_access import engines
-from offload.engine.params.paged_parameter import handle_of
+from offload.engine.access import engines
+from offload.engine.params import handle_of
 from offload.errors import ConfigError, UsageError
 from offload.notices import Remark
 from offload.provenance import foreign_hooks, is_class_of, is_of

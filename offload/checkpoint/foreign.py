@@ -25,7 +25,7 @@ from offload.checkpoint.files import Manifest
 from offload.checkpoint.foreign_contents import Fragment, SavedContents, SavedParameter
 from offload.checkpoint.load import CLIENT_STATE, FoundCheckpoint, LoadOptions, with_first_names
 from offload.checkpoint.resharding import Run, places
-from offload.engine.training.snapshot import Snapshot, as_bytes
+from offload.engine.snapshot import Snapshot, as_bytes
 from offload.errors import IoError, StoreError, UsageError
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.fileio.plain_json import to_plain

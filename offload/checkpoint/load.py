@@ -29,7 +29,7 @@ from offload.checkpoint.files import (
     wrong_files,
 )
 from offload.checkpoint.resharding import Run, Source, all_places, as_rows, places, shards_of_scales
-from offload.engine.training.snapshot import Snapshot
+from offload.engine.snapshot import Snapshot
 from offload.errors import IoError, StoreError
 from offload.fileio import inner_opener, read_inner
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers

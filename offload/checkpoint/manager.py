@@ -30,10 +30,10 @@ from offload.checkpoint.resharding import all_places, difference, parameter_shap
 from offload.checkpoint.restore import CheckpointRestorer
 from offload.checkpoint.save import Moment, SaveRequest, own_or_shared, save
 from offload.distributed.agreement import Collective
-from offload.engine.params.local_shards import LocalShards
-from offload.engine.training.components import EngineComponents, together
-from offload.engine.training.snapshot import as_bytes, persistent_buffers, scheduler_state, write_buffers
-from offload.engine.training.training_state import TrainingState
+from offload.engine.components import EngineComponents, together
+from offload.engine.shards import LocalShards
+from offload.engine.snapshot import as_bytes, persistent_buffers, scheduler_state, write_buffers
+from offload.engine.state import TrainingState
 from offload.errors import StoreError, UsageError
 from offload.fileio.plain_json import from_plain, to_plain
 from offload.layout.fingerprint import about, describe

@@ -16,7 +16,7 @@ import torch
 from offload.aio.protocols import Future, Pending, Queue
 from offload.checkpoint.load import FoundStates, LoadOptions, SavedMoments, convert, copy_bits
 from offload.checkpoint.resharding import Run, overlaps, packed_runs, runs, scale_runs
-from offload.engine.params.local_shards import FilledShards
+from offload.engine.shards import FilledShards
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout import optimizer_states
 from offload.layout.flat_layout import WORD

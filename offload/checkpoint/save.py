@@ -47,7 +47,7 @@ from offload.checkpoint.files import (
 )
 from offload.distributed.agreement import AllOrNothing
 from offload.distributed.process_group import Mesh
-from offload.engine.params.local_shards import LocalShards
+from offload.engine.shards import LocalShards
 from offload.errors import StoreError, UsageError
 from offload.fileio import sync_folder
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers

@@ -21,8 +21,8 @@ from offload.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffloa
 from offload.deepspeed.utils.z3_leaf_module import z3_leaf_module
 from offload.deepspeed.zero.init_context import check_asked
 from offload.engine.engine import Engine
-from offload.engine.setup.initialize import check_model_type, chosen_config
-from offload.engine.setup.initialize import initialize as _initialize
+from offload.engine.setup import check_model_type, chosen_config
+from offload.engine.setup import initialize as _initialize
 from offload.errors import ConfigError
 
 logger = logging.getLogger("offload")

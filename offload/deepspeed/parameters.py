@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.params.deferred_parameter import is_deferred
-from offload.engine.params.paged_parameter import handle_of
-from offload.engine.tensor_api import safe_get_local_fp32_param
+from offload.engine.access import safe_get_local_fp32_param
+from offload.engine.deferred import is_deferred
+from offload.engine.params import handle_of
 from offload.errors import UsageError
 
 _ID = "_deepspeed_id"

@@ -39,10 +39,8 @@ from offload.distributed.agreement import Agreement
 from offload.distributed.gathers import Exchange, ExchangeMemory, mean_of, values_of, zero_between
 from offload.distributed.process_group import Ranks, Work
 from offload.engine.callbacks import EngineCallbacks, GradientStats
-from offload.engine.gradients.accumulator import GradientAccumulator
-from offload.engine.gradients.places import GradientPlaces
-from offload.engine.gradients.values import flat
-from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
+from offload.engine.gradients import GradientAccumulator, GradientPlaces, flat
+from offload.engine.metrics import NO_SPANS, ComputeSpans
 from offload.errors import RankError
 from offload.interrupts import uninterrupted
 from offload.kernels.blocks import quantize

@@ -30,7 +30,7 @@ from offload.checkpoint.resharding import places
 from offload.checkpoint.restore import CheckpointRestorer
 from offload.distributed.agreement import AllOrNothing
 from offload.distributed.process_group import Mesh
-from offload.engine.training.snapshot import Snapshot
+from offload.engine.snapshot import Snapshot
 from offload.errors import IoError, StoreError
 from offload.fileio import inner_folder, sync_folder
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers

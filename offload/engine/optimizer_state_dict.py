@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.param_access import ParamAccess
-from offload.engine.params.experts.stack_handle import StackHandle
-from offload.engine.params.paged_parameter import ParamHandle
-from offload.engine.training.training_state import TrainingState
+from offload.engine.access import ParamAccess
+from offload.engine.experts import StackHandle
+from offload.engine.params import ParamHandle
+from offload.engine.state import TrainingState
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.modes import Mode

@@ -13,23 +13,73 @@ ends is told to the others, whose errors name it.
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
-from offload.engine import exit_status
-from offload.engine.training.components import EngineComponents, close_all
-from offload.engine.training.training_state import TrainingState
+from offload.engine.components import EngineComponents, close_all
+from offload.engine.state import TrainingState
 from offload.errors import OffloadError, UsageError
 from offload.interrupts import restore_signals
 from offload.notices import announce, exception_line, shell_command
 from offload.swapper.store import Store
+
+# -- exit status ---------------------------------------------------------------------------------------
+#
+# The failure that a script tells by `sys.exit`, of which Python says nothing to the handlers of the exit.
+#
+# A script that catches its error, logs it and calls `sys.exit(1)` has failed as much as one that the error ends.
+
+
+class _Exit:
+    """The function `sys.exit`, which remembers here that the main thread has called it with a failure."""
+
+    def __init__(self, exit: Callable[[Any], NoReturn]) -> None:
+        functools.update_wrapper(self, exit)
+        self._exit = exit
+        self.failure = ""
+
+    def __call__(self, status: Any = None, /) -> NoReturn:
+        done = status is None or (isinstance(status, int) and status == 0)
+        # On another thread it ends that thread alone.
+        if not done and threading.current_thread() is threading.main_thread():
+            self.failure = exception_line(sys.exc_info()[1] or SystemExit(status))
+        self._exit(status)
+
+
+@functools.cache
+def _watched() -> _Exit:
+    """Replaces `sys.exit`, once. It stays replaced, since others may wrap it later."""
+    watched = _Exit(sys.exit)
+    sys.exit = watched
+    return watched
+
+
+def watch() -> None:
+    """Begins to remember failures of this process."""
+    _watched()
+
+
+def exit_failure() -> str:
+    """Returns the exception that was handled when `sys.exit` was called with a failure, or that call; empty if none."""
+    return _watched().failure
+
+
+def forget() -> None:
+    """Forgets a failure: the script has caught the `SystemExit`, and goes on."""
+    _watched().failure = ""
+
+
+# -- shutdown ------------------------------------------------------------------------------------------
+
 
 logger = logging.getLogger("offload")
 
@@ -64,7 +114,7 @@ class Shutdown:
         self._ended_child: BaseException | None = None
         """The exception that ends this child of `multiprocessing`."""
         atexit.register(self.at_exit)
-        exit_status.watch()
+        watch()
         self._look_at_end: Finalize | None = None
         if multiprocessing.parent_process() is not None:
             # Its child prints an exception itself, or hands it to the parent, and ends as if there were none. It calls
@@ -80,7 +130,7 @@ class Shutdown:
 
     def go_on(self) -> None:
         """Learns that the script goes on: one that has called `sys.exit` has caught its `SystemExit`."""
-        exit_status.forget()
+        forget()
 
     @property
     def resumable(self) -> str | None:
@@ -139,7 +189,7 @@ class Shutdown:
             return
         # `sys.last_value` is set by now if an exception ends this process. The other ranks are not served then: they
         # learn from the lost connection, rather than waiting for a rank that fails.
-        failure = _line(getattr(sys, "last_value", self._ended_child)) or exit_status.failure()
+        failure = _line(getattr(sys, "last_value", self._ended_child)) or exit_failure()
         try:
             self._explain(failure)
             self._end(remove=False, meet=not failure, keep=bool(failure))

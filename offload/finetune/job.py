@@ -19,9 +19,8 @@ from offload.config import Config, load_config
 from offload.config.script_values import refuse_sequences
 from offload.distributed.process_group import join_launcher
 from offload.engine.engine import Engine
-from offload.engine.setup.dtype_choice import settle
-from offload.engine.setup.gpu_allocator import let_segments_grow
-from offload.engine.setup.initialize import initialize
+from offload.engine.plan import settle
+from offload.engine.setup import initialize, let_segments_grow
 from offload.errors import ConfigError, OffloadError, StoreError
 from offload.fileio.jsonl import check_log, cut_log
 from offload.finetune.corpus.byte_tokenizer import byte_tokenizer

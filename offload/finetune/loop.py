@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.engine.api.running_api import IoBytes
-from offload.engine.engine import Engine
+from offload.engine.engine import Engine, IoBytes
 from offload.fileio import atomic_write
 from offload.finetune.evaluation import Evaluation
 from offload.finetune.job import Job

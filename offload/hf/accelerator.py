@@ -20,9 +20,9 @@ from torch import nn
 
 from offload.config.script_values import ScriptValue, content_of, filled, refuse_blocks, refuse_sequences, value_of
 from offload.engine.engine import Engine
-from offload.engine.optim.optimizer import Optimizer
-from offload.engine.params.paged_parameter import handle_of
-from offload.engine.setup.initialize import initialize
+from offload.engine.optimizer import Optimizer
+from offload.engine.params import handle_of
+from offload.engine.setup import initialize
 from offload.errors import BudgetError, ConfigError, UsageError
 from offload.hf.auto_values import as_reference
 from offload.hf.engine_optimizer import EngineOptimizer

@@ -7,7 +7,7 @@ from typing import Any
 
 from offload.config.script_values import ScriptValue, refuse_commits, refuse_sequences, value_of
 from offload.engine.engine import Engine
-from offload.engine.params.paged_parameter import handle_of
+from offload.engine.params import handle_of
 from offload.errors import ConfigError
 from offload.hf.auto_values import DEFAULT_OPTIMIZER, batch_values, optimizer_values
 

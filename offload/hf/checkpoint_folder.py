@@ -13,7 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from offload.checkpoint.files import LATEST
 from offload.engine.engine import Engine
-from offload.engine.training.snapshot import GeneratorStates
+from offload.engine.snapshot import GeneratorStates
 from offload.errors import StoreError
 from offload.notices import announce
 from offload.records import parse

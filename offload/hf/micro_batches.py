@@ -34,7 +34,7 @@ import torch
 from transformers import Trainer
 
 from offload.engine.engine import Engine
-from offload.engine.training.snapshot import read_generators
+from offload.engine.snapshot import read_generators
 from offload.notices import announce
 from offload.provenance import is_of
 

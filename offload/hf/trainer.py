@@ -34,10 +34,9 @@ from transformers import Trainer
 
 from offload.config import Config, load_config
 from offload.config.script_values import content_of, filled, without
+from offload.engine.build_optimizer import choose_scheduler, from_config
 from offload.engine.engine import Engine
-from offload.engine.optim.build_optimizer import from_config
-from offload.engine.setup.initialize import initialize
-from offload.engine.training.build_scheduler import choose
+from offload.engine.setup import initialize
 from offload.errors import ConfigError
 from offload.hf.accelerator import Accelerator
 from offload.hf.arguments import check_arguments, check_kinds, check_model, check_optim, values_of_arguments
@@ -241,7 +240,7 @@ class OffloadMixin(_Base):
             return super().create_scheduler(num_training_steps, *args, **kwargs)
         if self.lr_scheduler is None or self.lr_scheduler is self._schedule:  # a second train() starts a new schedule
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-            self.lr_scheduler = self._schedule = choose(block, None, optimizer).schedule
+            self.lr_scheduler = self._schedule = choose_scheduler(block, None, optimizer).schedule
         return self.lr_scheduler
 
     def _config(self, steps: int) -> Config:

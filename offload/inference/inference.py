@@ -23,17 +23,14 @@ from torch import nn
 from offload import kernels
 from offload.activations.checkpoints import blocks_of
 from offload.config import Batch, Config, load_config, read_json
-from offload.engine.api.running_api import RunningApi
-from offload.engine.core import EngineCore
-from offload.engine.metrics.step_meter import cause_of
-from offload.engine.optim import build_optimizer as optimizer_choice
-from offload.engine.optim.optimizer import Optimizer
-from offload.engine.params.deferred_parameter import is_deferred, origin_of
-from offload.engine.params.opaque.buffers import with_adopted_buffers
-from offload.engine.params.opaque.paged_tensor import PagedTensor
-from offload.engine.setup.build import STARTING, build
-from offload.engine.setup.gpu_allocator import let_segments_grow
-from offload.engine.setup.plan import Plan, decide
+from offload.engine import build_optimizer
+from offload.engine.deferred import is_deferred, origin_of
+from offload.engine.engine import EngineCore, RunningApi
+from offload.engine.metrics import cause_of
+from offload.engine.opaque import PagedTensor, with_adopted_buffers
+from offload.engine.optimizer import Optimizer
+from offload.engine.plan import Plan, decide
+from offload.engine.setup import STARTING, build, let_segments_grow
 from offload.errors import ConfigError, UsageError
 from offload.fileio.stamp import Stamp
 from offload.layout.flat_layout import Segment, UnitLayout
@@ -403,7 +400,7 @@ def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwar
         for parameter in trained:
             parameter.requires_grad_(False)
         with STARTING, with_adopted_buffers(model):
-            optimizer = optimizer_choice.choose(None, model, None, None)
+            optimizer = build_optimizer.choose(None, model, None, None)
             places = TensorPlaces(model, loaded.zero_optimization.stage3_param_persistence_threshold)
             find_images = places.images if in_place else None
             plan = decide(loaded, Batch(1, 1, 1), model, device, None, optimizer.rule.name, {}, None, find_images)

@@ -38,8 +38,8 @@ from offload.config.script_values import (
     without,
 )
 from offload.engine.engine import Engine
-from offload.engine.setup.initialize import initialize
-from offload.engine.training.snapshot import GeneratorStates
+from offload.engine.setup import initialize
+from offload.engine.snapshot import GeneratorStates
 from offload.errors import ConfigError, StoreError, UsageError
 from offload.model_io.load import init
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from offload.engine.params.paged_parameter import handle_of
+from offload.engine.params import handle_of
 from offload.errors import UsageError
 
 CHUNK_TOKENS = 1024

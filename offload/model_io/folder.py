@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 
-from offload.engine.params.opaque.paged_tensor import PagedTensor, paged, paged_kind
+from offload.engine.opaque import PagedTensor, paged, paged_kind
 from offload.errors import ConfigError, IoError, StoreError
 from offload.fileio.inner_files import open_regular, read_bounded
 from offload.fileio.safetensors_stream import Tensor, TensorLocation, read_header, unrepeated

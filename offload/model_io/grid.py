@@ -22,8 +22,8 @@ from offload.checkpoint.load import FoundCheckpoint, SavedStates, StateReader, c
 from offload.checkpoint.resharding import Run
 from offload.checkpoint.resharding import Source as PartSource
 from offload.distributed.process_group import Ranks
-from offload.engine.training.components import EngineComponents
-from offload.engine.training.snapshot import persistent_buffers
+from offload.engine.components import EngineComponents
+from offload.engine.snapshot import persistent_buffers
 from offload.errors import IoError, StoreError
 from offload.layout.fingerprint import about, describe, described_layouts, described_mode
 from offload.layout.flat_layout import Segment, UnitLayout, arrange

@@ -28,11 +28,10 @@ import torch
 from torch import nn
 
 from offload.config import load_config
+from offload.engine.deferred import Origin, deferring_weights, make_deferred
 from offload.engine.keywords import refuse
-from offload.engine.params.deferred_parameter import Origin, make_deferred
-from offload.engine.params.meta_init import deferring_weights
-from offload.engine.params.paged_parameter import PagedParameter
-from offload.engine.training.snapshot import persistent_buffers
+from offload.engine.params import PagedParameter
+from offload.engine.snapshot import persistent_buffers
 from offload.errors import ConfigError, OffloadError, StoreError, UsageError
 from offload.layout.modes import DTYPES
 from offload.model_io.folder import CONFIG, GENERATION, Run, Stored, build_layers, stored_tensors

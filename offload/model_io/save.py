@@ -32,9 +32,9 @@ from offload.checkpoint.directory import LOCK, exchange, make_folder, naming_err
 from offload.checkpoint.files import check_folder
 from offload.checkpoint.save import own_or_shared
 from offload.distributed.agreement import AllOrNothing, Collective
-from offload.engine.params.saved_state import Part
-from offload.engine.training.components import EngineComponents, together
-from offload.engine.training.snapshot import all_persistent_buffers, persistent_buffers
+from offload.engine.components import EngineComponents, together
+from offload.engine.saved_state import Part
+from offload.engine.snapshot import all_persistent_buffers, persistent_buffers
 from offload.errors import BudgetError, ConfigError, IoError, StoreError, UsageError
 from offload.fileio import inner_folder, keep_mode_and_owner, sync_folder
 from offload.fileio.buffered_copy import WriteBehind, flow

@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from offload.engine.params.saved_state import Part, saved_state
-from offload.engine.training.snapshot import all_persistent_buffers
+from offload.engine.saved_state import Part, saved_state
+from offload.engine.snapshot import all_persistent_buffers
 from offload.errors import ConfigError
 from offload.layout.fingerprint import about
 from offload.layout.frozen import opaque_parameters

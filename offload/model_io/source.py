@@ -97,7 +97,7 @@ class StoreSource:
 
     def __init__(self, run: Path, queue: Queue, looked: Sequence[Found] | None = None, at: int | None = None) -> None:
         # Imported late: the module imports torch, which `offload verify` does not need.
-        from offload.engine.training.snapshot import Snapshot
+        from offload.engine.snapshot import Snapshot
 
         self._queue = queue
         self._open = contextlib.ExitStack()

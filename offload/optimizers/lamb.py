@@ -19,11 +19,10 @@ import torch
 from offload import kernels
 from offload.aio.protocols import Future
 from offload.distributed.agreement import Agreement
-from offload.engine.gradients.accumulator import GradientAccumulator
-from offload.engine.optim.unit_updates import UnitUpdate
-from offload.engine.optim.update_strategy import TileContent, UnitSteps, partition_of, segments_in
-from offload.engine.optim.update_worker import UpdateWorker
-from offload.engine.params.local_shards import LocalShards
+from offload.engine.gradients import GradientAccumulator
+from offload.engine.shards import LocalShards
+from offload.engine.update import UpdateWorker
+from offload.engine.update_strategy import TileContent, UnitSteps, UnitUpdate, partition_of, segments_in
 from offload.fileio.buffered_copy import flow
 from offload.kernels import LambSegment, LambStep, Partition
 from offload.kernels.lamb import BLOCK

@@ -21,10 +21,8 @@ from torch import nn
 from offload import kernels
 from offload.config import OptimizerBlock
 from offload.distributed.process_group import Ranks
-from offload.engine.optim.algorithms import RULES
-from offload.engine.optim.optimizer import Optimizer
-from offload.engine.optim.unit_updates import UnitUpdate
-from offload.engine.optim.update_strategy import TileContent, UnitSteps, partition_of, segments_in
+from offload.engine.optimizer import RULES, Optimizer
+from offload.engine.update_strategy import TileContent, UnitSteps, UnitUpdate, partition_of, segments_in
 from offload.errors import ConfigError
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.modes import MUON, Mode

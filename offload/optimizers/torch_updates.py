@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from offload.distributed.process_group import Ranks
-from offload.engine.optim.unit_updates import UnitUpdate
-from offload.engine.optim.update_strategy import TileContent, UnitSteps
+from offload.engine.update_strategy import TileContent, UnitSteps, UnitUpdate
 from offload.errors import UsageError
 from offload.layout.flat_layout import Segment, UnitLayout, pack, unpack
 from offload.layout.modes import Mode

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload.engine.params.paged_parameter import ParamHandle, handle_of
+from offload.engine.params import ParamHandle, handle_of
 from offload.errors import ConfigError, UsageError
 
 # -- find ----------------------------------------------------------------------------------------------

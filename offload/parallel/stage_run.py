@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload.engine.param_access import ParamAccess
-from offload.engine.training.gradient_accumulation import GradientAccumulation
+from offload.engine.access import ParamAccess
+from offload.engine.step import GradientAccumulation
 from offload.errors import UsageError
 from offload.parallel.stages import PipelineStages, Tie
 from offload.states import State

@@ -37,7 +37,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from offload.engine.schedule.passes import Passes
+from offload.engine.hooks import Passes
 from offload.errors import UsageError
 from offload.interrupts import let_deferred_in, uninterrupted
 from offload.notices import announce

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from offload.checkpoint.dcp import METADATA
 from offload.checkpoint.foreign_contents import MASTER
-from offload.engine.training.snapshot import DECOUPLED
+from offload.engine.snapshot import DECOUPLED
 from offload.errors import StoreError
 from offload.fileio.plain_json import from_plain
 from offload.fileio.safetensors_stream import Tensor

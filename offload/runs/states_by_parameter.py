@@ -15,7 +15,7 @@ import torch
 
 from offload.aio import aligned_empty
 from offload.checkpoint.foreign_contents import MASTER
-from offload.engine.training.snapshot import Snapshot
+from offload.engine.snapshot import Snapshot
 from offload.errors import StoreError
 from offload.fileio.buffered_copy import flow
 from offload.fileio.safetensors_stream import Tensor

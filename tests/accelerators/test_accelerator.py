@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from offload.engine.setup.plan import _device_kernels
-from offload.engine.training.snapshot import read_generators, write_generators
+from offload.engine.plan import _device_kernels
+from offload.engine.snapshot import read_generators, write_generators
 from offload.errors import ConfigError
 from offload.swapper.memory import device as device_choice
 from offload.swapper.memory.device import (

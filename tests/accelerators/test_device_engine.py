@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.engine.training.model_inputs import to_device
+from offload.engine.data import to_device
 from offload.errors import BudgetError, UsageError
 from offload.sizes import MIB
 from offload.swapper.memory import device as device_choice

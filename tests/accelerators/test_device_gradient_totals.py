@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import testing
-from offload.engine.gradients.device_to_host import DeviceToHost
-from offload.engine.setup import gradients as gradient_setup
+from offload.engine import setup
+from offload.engine.gradient_transfer import DeviceToHost
 from offload.sizes import GIB
 from offload.swapper.memory.device import DeviceRoom
 from offload.swapper.store import spill_file as scratch
@@ -303,7 +303,7 @@ def test_a_step_that_is_skipped_leaves_nothing_of_its_gradients(
 def test_where_the_device_sums_no_squares_the_host_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU without kernels of ours: totals then go through staging buffers."""
     expected = run(JOB, ("cpu", "cpu"), tmp_path)
-    make = gradient_setup._downloads
+    make = setup._downloads
 
     def made(*given: Any) -> DeviceToHost:
         downloads = make(*given)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from offload import testing
-from offload.engine.training.snapshot import GeneratorStates
+from offload.engine.snapshot import GeneratorStates
 from offload.swapper.prefetch import Fetcher
 from offload.swapper.table import UnitEntry
 from tests.accelerators.grown_device import JOB, grown, small, too_much

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offload import testing
-from offload.engine.training import device_growth
+from offload.engine import device_budget
 from offload.sizes import PAGE
 from offload.swapper.memory import device as torch_allocator
 from offload.swapper.memory.device import DONE
@@ -157,4 +157,4 @@ def test_the_counters_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch_allocator.shortages(device) == counts
         torch_allocator.empty_cache(device)
         assert len(emptied) == times
-    assert device_growth.shortages is torch_allocator.shortages
+    assert device_budget.shortages is torch_allocator.shortages

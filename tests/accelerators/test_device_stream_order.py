@@ -11,8 +11,8 @@ import torch
 
 import offload
 from offload import kernels, testing
-from offload.engine.gradients.device_to_host import DeviceToHost
-from offload.engine.setup import gradients as gradient_setup
+from offload.engine import setup
+from offload.engine.gradient_transfer import DeviceToHost
 from offload.errors import EngineFailed
 from offload.layout.flat_layout import lay_out
 from offload.layout.units import find_units
@@ -93,7 +93,7 @@ def test_where_the_device_sums_no_squares_the_host_does(
     """As on a GPU without kernels of ours; all that is sent then goes through staging buffers."""
     job = JOB._replace(accumulation=accumulation)
     expected = run(job, ("nvme", "nvme"), tmp_path / "plain")
-    make = gradient_setup._downloads
+    make = setup._downloads
     without: list[DeviceToHost] = []
 
     def made(*given: Any) -> DeviceToHost:

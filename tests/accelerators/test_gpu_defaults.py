@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from offload import kernels, testing
 from offload.cli.main import app
 from offload.config import load_config
-from offload.engine.memory import report as reports
-from offload.engine.setup import dtype_choice, gpu_allocator
+from offload.engine import device_budget, plan, setup
 from offload.errors import UsageError
 from offload.finetune import job
 from offload.kernels import settings
@@ -33,31 +32,31 @@ GROWING = "expandable_segments:True"
 
 
 def test_segments_grow_by_default() -> None:
-    asks, line = gpu_allocator.chosen({}, False)
+    asks, line = setup.chosen({}, False)
     assert asks and isinstance(line, Remark) and f"PYTORCH_CUDA_ALLOC_CONF={GROWING}" in line
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 @pytest.mark.parametrize("value", ["expandable_segments:False", "max_split_size_mb:512", "backend:cudaMallocAsync"])
 def test_what_the_user_has_set_stays(name: str, value: str) -> None:
-    assert gpu_allocator.chosen({name: value}, False) == (False, None)
+    assert setup.chosen({name: value}, False) == (False, None)
 
 
 def test_a_gpu_that_is_in_use_already_is_left_alone() -> None:
-    asks, line = gpu_allocator.chosen({}, True)
+    asks, line = setup.chosen({}, True)
     assert not asks and isinstance(line, Remark) and "CUDA was in use before" in line
 
 
 def test_the_environment_is_set_once_and_the_line_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "")  # restored at the end, whatever is set below
-    assert gpu_allocator.let_segments_grow("auto") == (), "there is no GPU"
+    assert setup.let_segments_grow("auto") == (), "there is no GPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert gpu_allocator.let_segments_grow("cpu") == ()
-    (line,) = gpu_allocator.let_segments_grow("auto")
+    assert setup.let_segments_grow("cpu") == ()
+    (line,) = setup.let_segments_grow("auto")
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == GROWING and not os.environ["PYTORCH_ALLOC_CONF"]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert gpu_allocator.let_segments_grow("cuda") == (line,)
+    assert setup.let_segments_grow("cuda") == (line,)
 
 
 def test_train_asks_before_it_uses_the_gpu(monkeypatch: pytest.MonkeyPatch, run_folder: Path) -> None:
@@ -82,12 +81,12 @@ def test_the_memory_report_has_the_figures_of_torchs_allocator(tmp_path: Path, m
         "num_ooms": 2,
     }
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    found = reports._allocator(torch.device("cuda", 0))
+    found = device_budget._allocator(torch.device("cuda", 0))
     assert list(found.values()) == list(stats.values())
     engine = start(models.GPT2, ("cpu", "cpu"), tmp_path, device="cpu")
     report = engine.memory_report()
     assert report["allocator"] == {} and "allocator" not in str(report), "a CPU has none"
-    words = str(reports.MemoryReport(report | {"allocator": found}))
+    words = str(device_budget.MemoryReport(report | {"allocator": found}))
     assert "3.0 GiB allocated, 5.0 GiB at most, of 6.0 GiB reserved, 7.0 GiB at most" in words
     assert "1 retry after it freed its cache, 2 errors of no memory" in words
     engine.destroy(remove=True)
@@ -106,8 +105,8 @@ def test_emulated_bf16_is_warned_of_once(
     base: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     with caplog.at_level(logging.WARNING, "offload"):
         for _ in range(2):
-            dtype_choice.warn_if_slow(load_config(base | {"bf16": {"enabled": True}}), torch.device("cuda", 0), False)
-        dtype_choice.warn_if_slow(load_config(base | {"fp16": {"enabled": True}}), torch.device("cuda", 0), False)
+            plan.warn_if_slow(load_config(base | {"bf16": {"enabled": True}}), torch.device("cuda", 0), False)
+        plan.warn_if_slow(load_config(base | {"fp16": {"enabled": True}}), torch.device("cuda", 0), False)
     words = [record.getMessage() for record in caplog.records]
     assert len(words) == (0 if native else 1)
     assert all("Tesla T4 has no arithmetic in bf16" in each and '"fp16": {"enabled": true}' in each for each in words)

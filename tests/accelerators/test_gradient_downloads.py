@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.engine.gradients.device_to_host import DeviceToHost
+from offload.engine.gradient_transfer import DeviceToHost
 from offload.errors import EngineFailed
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.host_arena import Classes, HostArena

@@ -15,8 +15,7 @@ from torch import nn
 
 import offload
 from offload import testing
-from offload.engine.gradients.device_to_host import DeviceToHost
-from offload.engine.gradients.small_gradients import Piece, SmallGradients, join
+from offload.engine.gradient_transfer import DeviceToHost, Piece, SmallGradients, join
 from offload.sizes import GIB, MIB
 from offload.swapper.memory.device import DONE, Device, DeviceRoom
 from offload.swapper.memory.host_arena import Classes, HostArena

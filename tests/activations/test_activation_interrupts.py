@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import offload
-from offload.engine.params import saved_tensors
+from offload.engine import hooks
 from offload.errors import EngineFailed, UsageError
 from offload.swapper.memory.host_arena import process_memory
 from offload.torch_internals import top_saved_tensor_hooks
@@ -165,7 +165,7 @@ def test_a_handler_that_destroys_the_engine_waits_for_a_pack_hook(tmp_path: Path
     sent = []
 
     def send(frame: FrameType, event: str, argument: object) -> None:
-        packs = event == "call" and frame.f_code is saved_tensors._Pack.__call__.__code__
+        packs = event == "call" and frame.f_code is hooks._Pack.__call__.__code__
         if packs and not sent and frame.f_locals["tensor"]._is_view():  # of a weight that stays on the device
             sent.append(True)
             os.kill(os.getpid(), signal.SIGTERM)

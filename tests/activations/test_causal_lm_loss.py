@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
 from offload import testing
-from offload.engine.params.paged_parameter import ParamHandle
+from offload.engine.params import ParamHandle
 from offload.losses import causal_lm
 from tests.support import models
 from tests.support.oracle import Job, plain_loop, same_bits, start

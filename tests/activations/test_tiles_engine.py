@@ -13,7 +13,7 @@ from torch import nn
 
 import offload
 from offload import testing
-from offload.engine.gradients.accumulator import GradientAccumulator
+from offload.engine.gradients import GradientAccumulator
 from tests.activations.in_pieces import Gated
 from tests.activations.test_causal_lm_loss import Peak
 from tests.activations.tiled_models import DISK, JOBS, TIERS, of, tiled_by_hand

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from offload.checkpoint.load import in_words
-from offload.engine.training.step_settings import Differences
+from offload.engine.state import Differences
 from offload.layout.modes import Mode, make_mode
 from tests.deepspeed.test_schedules import CYCLE, LR, MOMENTUM
 from tests.deepspeed.test_schedules import start as start_scheduled

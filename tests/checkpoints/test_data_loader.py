@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from offload.engine.training.data_loader import Loader, Position, RankBatches, check_data, load
-from offload.engine.training.snapshot import read_generators
+from offload.engine.data import Loader, Position, RankBatches, check_data, load
+from offload.engine.snapshot import read_generators
 from offload.errors import ConfigError, UsageError
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from offload.engine.training.registered_objects import RegisteredObjects
+from offload.engine.state import RegisteredObjects
 from tests.support.processes.user_script import Counter
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import offload
-from offload.engine.training.snapshot import write_buffer
+from offload.engine.snapshot import write_buffer
 from offload.errors import StoreError
 from offload.swapper.store import run_status
 from tests.support import models

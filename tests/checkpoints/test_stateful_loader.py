@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import offload
-from offload.engine.training.registered_objects import RegisteredObjects
+from offload.engine.state import RegisteredObjects
 from offload.errors import UsageError
 
 STEPS = 11

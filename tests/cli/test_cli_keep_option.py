@@ -19,9 +19,9 @@ def test_keep_without_durability_is_an_error() -> None:
 
 
 def test_keep_on_a_disk_that_is_too_small_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.engine.setup import resume
+    from offload.engine import plan
 
-    for module in (resume, store):
+    for module in (plan, store):
         monkeypatch.setattr(module, "find_shortage", lambda *_: Shortage("swap", 4 << 20, 3 << 20))
     result = call("--steps", "1", "--keep")
     assert result.exit_code == 2 and "4.0 MiB" in result.stderr and "3.0 MiB" in result.stderr and not swap_files()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.engine.params.deferred_parameter import DeferredParameter
+from offload.engine.deferred import DeferredParameter
 from offload.errors import ConfigError, OffloadError, UsageError
 
 CONFIG: dict[str, Any] = {

@@ -16,7 +16,7 @@ from torch import nn
 import offload
 from offload import schedules, testing
 from offload.config import SCHEDULES, load_config
-from offload.engine.training import build_scheduler as schedule_choice
+from offload.engine import build_optimizer
 from tests.support import rounding_bounds
 from tests.support.processes.user_script import Script, Setup, assert_equal, train
 
@@ -224,7 +224,7 @@ def test_a_number_in_quotes_is_that_number(name: str, params: dict[str, Any]) ->
     for at, given in enumerate((params, {key: quoted(value) for key, value in params.items()})):
         block = load_config({"scheduler": {"type": name, "params": given}}).scheduler
         theirs = optimizer()
-        schedule = schedule_choice.choose(block, None, theirs).schedule
+        schedule = build_optimizer.choose_scheduler(block, None, theirs).schedule
         for _ in range(6):
             found[at] += schedule.get_last_lr()
             theirs.step()

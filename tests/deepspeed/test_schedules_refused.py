@@ -13,7 +13,7 @@ from torch import nn
 import offload
 from offload import schedules
 from offload.config import SCHEDULES, TORCH_SCHEDULES, load_config
-from offload.engine.training import build_scheduler as schedule_choice
+from offload.engine import build_optimizer
 from offload.errors import ConfigError
 from tests.config.test_config_any_value import ODD
 from tests.deepspeed.test_schedules import CYCLE, LR, TABLES, optimizer, rates
@@ -87,7 +87,7 @@ def test_a_warm_up_longer_than_the_training_is_reported(kind: str, caplog: pytes
     for total, reported in ((9, True), (10, False)):
         block = {"type": kind, "params": {"total_num_steps": total, "warmup_num_steps": 10}}
         with caplog.at_level(logging.WARNING, logger="offload"):
-            schedule_choice.choose(load_config({"scheduler": block}).scheduler, None, optimizer())
+            build_optimizer.choose_scheduler(load_config({"scheduler": block}).scheduler, None, optimizer())
         message = "total_num_steps 9 is less than warmup_num_steps 10: the learning rate still rises when training ends"
         assert (message in caplog.text) is reported
         caplog.clear()
@@ -103,7 +103,7 @@ def test_auto_is_the_default() -> None:
         made = [schedules.MADE_BY[name](optimizer(), **needed, **more) for more in (auto, {})]
         assert made[0].parameters == made[1].parameters
     decay = {"type": "WarmupDecayLR", "params": {"total_num_steps": 3, "warmup_max_lr": "auto", "warmup_num_steps": 2}}
-    made = schedule_choice.choose(load_config({"scheduler": decay}).scheduler, None, optimizer())
+    made = build_optimizer.choose_scheduler(load_config({"scheduler": decay}).scheduler, None, optimizer())
     assert rates(made.schedule, 4) == [0.0, 0.0, LR, LR] and made.notices == ()
     assert load_config({"scheduler": "auto"}).scheduler is None
 
@@ -174,7 +174,9 @@ def test_any_value_is_a_schedule_or_a_config_error(name: str) -> None:
         for value in ODD:
             block = {"type": name, "params": {**needed, key: value}}
             try:
-                chosen = schedule_choice.choose(load_config({"scheduler": block}).scheduler, None, optimizer())
+                chosen = build_optimizer.choose_scheduler(
+                    load_config({"scheduler": block}).scheduler, None, optimizer()
+                )
             except ConfigError as error:
                 assert key in str(error), f"{value!r}: the key is not named: {error}"
             else:

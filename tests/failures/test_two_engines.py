@@ -14,7 +14,7 @@ from torch import nn
 import offload
 from offload import testing
 from offload.aio import shared_queue
-from offload.engine.optim.update_worker import UpdateWorker
+from offload.engine.update import UpdateWorker
 from offload.errors import BudgetError
 from offload.swapper.memory.host_arena import process_memory
 from tests.support import models

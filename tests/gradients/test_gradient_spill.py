@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload import testing
-from offload.engine.gradients.disk_spill import DiskSpill, windows
-from offload.engine.gradients.values import borders, parameter_starts
+from offload.engine.gradient_transfer import DiskSpill, windows
+from offload.engine.gradients import borders, parameter_starts
 from offload.errors import EngineFailed, IoError, StoreError
 from offload.layout.flat_layout import lay_out
 from offload.swapper.memory.device import Device

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from offload import kernels, testing
-from offload.engine.gradients import values
+from offload.engine import gradients
 from tests.support import models
 from tests.support.devices.backward_thread import use_backward_thread
 from tests.support.devices.late_device import LateDevice, Ticks, use_device
@@ -109,7 +109,7 @@ def _train(folder: str, fault: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         use_device(patch, device)
         if fault:
-            testing.replace(patch, "gradient.squares", values.squares_of)
+            testing.replace(patch, "gradient.squares", gradients.squares_of)
         engine = start(models.GPT2, ("none", "none"), Path(folder), device_memory=1 << 24)
         with Ticks(device):
             train_step(engine, models.GPT2, 0)

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 import offload
-from offload.engine.params.meta_init import materialize
+from offload.engine.deferred import materialize
 from offload.errors import ConfigError, UsageError
 from tests.support import models
 from tests.support.oracle import Job, assert_same_tensors, config

@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 import offload
-from offload.engine.params.deferred_parameter import DeferredParameter, origin_of
+from offload.engine.deferred import DeferredParameter, origin_of
 from offload.errors import ConfigError
 from offload.model_io.load import _LEFT_OUT_IF_NONE
 from tests.support import models

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import offload
 from offload.cli.main import app
-from offload.engine.training.training_state import TrainingState
+from offload.engine.state import TrainingState
 from offload.errors import StoreError
 from tests.model_files.fsdp_run import AFTER, BEFORE, Network, batch, changed, go_on, optimizer_of, save
 from tests.support.ranks.rank_pool import RankPool

@@ -16,7 +16,7 @@ from torch import nn
 
 import offload
 from offload import testing
-from offload.engine.params.deferred_parameter import DeferredParameter
+from offload.engine.deferred import DeferredParameter
 from offload.errors import ConfigError, UsageError
 from tests.support import models
 from tests.support.oracle import Job, assert_same_tensors, config, train_step

@@ -16,7 +16,7 @@ import transformers
 import offload
 from offload import testing
 from offload.aio import IoQueue
-from offload.engine.params.local_shards import LocalShards
+from offload.engine.shards import LocalShards
 from offload.errors import IoError, OffloadError, StoreError
 from offload.model_io import save
 from tests.model_files.test_save_pretrained import JOB, NAMES, a_tokenizer, engine, listed, untied

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
-from offload.engine.training.model_inputs import other_dtype, to_device
+from offload.engine.data import other_dtype, to_device
 
 META, BF16 = torch.device("meta"), torch.bfloat16
 

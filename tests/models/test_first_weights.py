@@ -13,7 +13,7 @@ from torch import nn
 import offload
 from offload import testing
 from offload.aio import IoQueue
-from offload.engine.params import initial_fill
+from offload.engine import fill
 from offload.runs.verify import RunChecking
 from offload.sizes import MIB
 from tests.support import models
@@ -121,6 +121,6 @@ def _grown(folder: str) -> tuple[int, int]:
 
 def test_memory_is_that_of_the_parameter_and_a_chunk(tmp_path: Path) -> None:
     (numel, grown), _ = forked(_grown, str(tmp_path))
-    assert numel > 2 * initial_fill.CHUNK
+    assert numel > 2 * fill.CHUNK
     # The parameter in fp32, as its module makes it, then a chunk of bf16 weights and of low bits, and its fp32 copy.
-    assert grown < 4 * numel + 8 * initial_fill.CHUNK + 32 * MIB
+    assert grown < 4 * numel + 8 * fill.CHUNK + 32 * MIB

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import offload
 from bench.measure import settings_for
 from offload import testing
-from offload.engine.params.unit_views import UnitViews
+from offload.engine.unit_views import UnitViews
 
 WIDTH = 16
 

@@ -30,7 +30,7 @@ MUTANTS = (
     ),
     Mutant(
         "compare gathered weights in memory that the user has filled, on the test device",
-        "offload.engine.params.gathered",
+        "offload.engine.access",
         "            values = values.cpu()\n",
         "",
         _ON_DEVICE,
@@ -73,7 +73,7 @@ MUTANTS = (
     ),
     _waits(
         "read a batch of the caller after the return",
-        "offload.engine.training.model_inputs",
+        "offload.engine.data",
         "        return staged.to(device, non_blocking=True)",
         "        return value.to(device, wanted, non_blocking=True)",
     ),
@@ -121,19 +121,19 @@ MUTANTS = (
     ),
     _waits(
         "let a gradient leave before it is computed",
-        "offload.engine.gradients.device_to_host",
+        "offload.engine.gradient_transfer",
         "(sent.computed,)",
         "()",
     ),
     _waits(
         "add a gradient before it is here",
-        "offload.engine.gradients.device_to_host",
+        "offload.engine.gradient_transfer",
         "arriving.done.wait()",
         "pass",
     ),
     _waits(
         "free a gradient under its copy",
-        "offload.engine.gradients.device_to_host",
+        "offload.engine.gradient_transfer",
         "        part = sent.source[first : first + numel]\n",
         "        part = sent.source[first : first + numel].clone()\n",
     ),
@@ -160,31 +160,29 @@ MUTANTS = (
     ),
     _reads(
         "the weights of a unit",
-        "offload.engine.params.unit_views",
+        "offload.engine.unit_views",
         "            ParamHandle.materialize(unit.handles, binding.memory.views)",
         "binding.flat",
     ),
     _reads(
         "weights that a backward needs",
-        "offload.engine.params.unit_views",
+        "offload.engine.unit_views",
         "            return view_of(saved, flat if saved.dtype is self._dtype else flat.view(saved.dtype))",
         "binding.flat",
     ),
     _reads(
         "a parameter",
-        "offload.engine.params.paged_parameter",
+        "offload.engine.params",
         "            handle._version, handle._address = parameter._version, parameter.data_ptr()",
         "memory",
     ),
     _reads(
         "a gradient that leaves",
-        "offload.engine.gradients.device_to_host",
+        "offload.engine.gradient_transfer",
         "        last = first + numel == len(sent.source)",
         "part",
     ),
-    _reads(
-        "a total", "offload.engine.gradients.device_totals", "            here[segment_range].add_(values)", "values"
-    ),
+    _reads("a total", "offload.engine.gradients", "            here[segment_range].add_(values)", "values"),
     _reads(
         "weights at their acquisition",
         "offload.swapper.pager",
@@ -199,7 +197,7 @@ MUTANTS = (
     ),
     _reads(
         "states that an update takes from the device",
-        "offload.engine.optim.pipeline.tile_pipeline",
+        "offload.engine.update",
         "            self._shards.device.copy(destination, source)",
         "(destination if source.is_cpu else source)",
     ),

@@ -63,7 +63,7 @@ MUTANTS = (
     ),
     Mutant(
         "divide no loss of a pipeline",
-        "offload.engine.api.micro_batches_api",
+        "offload.engine.engine",
         "        divided = loss / self._settings.accumulation\n        self._add_losses",
         "        divided = loss / 1\n        self._add_losses",
         "tests/ranks/test_pipeline.py::test_two_stages_train_as_one_process_bit_for_bit",

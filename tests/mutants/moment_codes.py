@@ -28,7 +28,7 @@ MUTANTS = (
     ),
     Mutant(
         "read the scales of another block than a state's codes",
-        "offload.engine.param_access",
+        "offload.engine.access",
         "part, dtype = mode.part(each, start, start + len(values)), mode.states[each]",
         "part, dtype = mode.part(each, 0, len(values)), mode.states[each]",
         "tests/optim/test_int8_moments.py::test_states_are_read_and_set_in_fp32",

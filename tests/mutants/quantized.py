@@ -28,14 +28,14 @@ MUTANTS = (
     ),
     Mutant(
         "take a copy that may be made for a view",
-        "offload.engine.params.opaque.paged_tensor",
+        "offload.engine.opaque",
         "            if made is not NotImplemented:\n",
         "            if False:\n",
         "tests/frozen/test_quantized_subclasses.py",
     ),
     Mutant(
         "leave the buffers of a model parameters after an error",
-        "offload.engine.params.opaque.buffers",
+        "offload.engine.opaque",
         "            module._buffers[name] = buffer\n",
         "            pass\n",
         "tests/frozen/test_quantized_subclasses.py",

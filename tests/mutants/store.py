@@ -220,7 +220,7 @@ MUTANTS = (
     ),
     Mutant(
         "count no edit before the first step as something to lose",
-        "offload.engine.training.training_state",
+        "offload.engine.state",
         "return self._saved_step == self.global_steps",
         "return not self.global_steps or self._saved_step == self.global_steps",
         "tests/store/test_run_restart.py",

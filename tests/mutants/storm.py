@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 _STORE = "offload.swapper.store.store"
-_WORKER = "offload.engine.optim.update_worker"
+_WORKER = "offload.engine.update"
 _TESTS = "tests/harness/test_storm_mutants.py"
 
 

@@ -155,7 +155,7 @@ MUTANTS = (
     ),
     Mutant(
         "pin what a backward has passed until its end",
-        "offload.engine.params.unit_views",
+        "offload.engine.unit_views",
         "[each for each in self._kept if each.dispensable]",
         "[]",
         "tests/activations/test_checkpointed_prefetch.py",

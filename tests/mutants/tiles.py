@@ -91,14 +91,14 @@ MUTANTS = (
     ),
     Mutant(
         "hold weights that have no room together",
-        "offload.engine.params.weight_edits",
+        "offload.engine.edits",
         "            except BudgetError:  # each module",
         "            except ZeroDivisionError:  # each module",
         _ENGINE,
     ),
     Mutant(
         "hold weights of a tiled module for good",
-        "offload.engine.params.weight_edits",
+        "offload.engine.edits",
         "            while held:\n                self._unit_views.release_unit(held.pop())\n\n",
         "            pass\n\n",
         _ENGINE,
@@ -140,7 +140,7 @@ MUTANTS = (
     ),
     Mutant(
         "leave the MLPs of a model tiled after its engine",
-        "offload.engine.training.components",
+        "offload.engine.components",
         "            *(() if self.untile is None else (self.untile,)),\n",
         "",
         _TILE_MLP,

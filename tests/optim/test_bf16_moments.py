@@ -11,7 +11,7 @@ import torch
 import offload
 from offload import testing
 from offload.config import load_config
-from offload.engine.params.paged_parameter import handle_of
+from offload.engine.params import handle_of
 from offload.errors import ConfigError, StoreError
 from offload.kernels import Noise, Partition, Segment, SGDStep, noise_stream, update
 from offload.planner.activations.load import Load

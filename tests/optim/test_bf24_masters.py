@@ -13,8 +13,8 @@ import offload
 from offload import testing
 from offload.cli.main import app
 from offload.config import load_config
-from offload.engine.params.paged_parameter import handle_of
-from offload.engine.setup.dtype_choice import auto_dtype
+from offload.engine.params import handle_of
+from offload.engine.plan import auto_dtype
 from offload.errors import ConfigError, StoreError
 from offload.finetune.option_names import in_options
 from offload.finetune.options import Options, merge

@@ -13,7 +13,7 @@ import offload
 from offload import testing
 from offload.cli.main import app
 from offload.config import load_config
-from offload.engine.params.paged_parameter import handle_of
+from offload.engine.params import handle_of
 from offload.errors import ConfigError, StoreError
 from offload.kernels import Noise, Partition, Segment, SGDStep, noise_stream, update
 from offload.kernels.moments import BLOCK, blocks_of, decode_moments

@@ -12,7 +12,7 @@ from torch import nn
 
 import offload
 from offload.config import Fp16
-from offload.engine.training.loss_scale import LossScaler
+from offload.engine.state import LossScaler
 from offload.errors import NumericsError, UsageError
 from tests.support import models
 from tests.support.oracle import Job, run, start, train_step

@@ -11,7 +11,7 @@ import torch
 import offload
 from offload import testing
 from offload.config import load_config
-from offload.engine.optim.build_optimizer import from_config
+from offload.engine.build_optimizer import from_config
 from offload.errors import ConfigError
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import from_training

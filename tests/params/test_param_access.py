@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import offload
-from offload.engine.params.paged_parameter import PagedParameter, PagedParameterView
+from offload.engine.params import PagedParameter, PagedParameterView
 from tests.params.param_actions import DISK, MEMORY, Action, edits, rows, sums
 from tests.support import models, rounding_bounds
 from tests.support.oracle import Job, PlainEngine, room_for, start, train_step

@@ -102,14 +102,14 @@ def test_same_bits_on_a_device_beside_the_host(name: str, stage: int, ranks: Ran
 
 def give_memory_back(job: Job, folder: Path) -> Result:
     """On a device whose arena grows after the first step, and is given back on each rank at another moment."""
-    from offload.engine.setup import initialize
+    from offload.engine import setup
     from offload.swapper.memory.device import DeviceRoom
     from tests.support.devices.late_device import LateDevice
 
     rank = rank_and_size()[0]
-    real, device = initialize.open_device, LateDevice(rank, 0.5)
+    real, device = setup.open_device, LateDevice(rank, 0.5)
     device.spare = DeviceRoom(1 << 30, 0)
-    initialize.open_device = lambda _: device  # type: ignore[assignment]
+    setup.open_device = lambda _: device  # type: ignore[assignment]
     try:
         engine = start(job, ("cpu", "cpu"), folder)
         at_first, sizes, losses = engine.device_memory, list[int](), list[float]()
@@ -132,7 +132,7 @@ def give_memory_back(job: Job, folder: Path) -> Result:
         weights = weights_of(engine)
         engine.destroy(remove=True)
     finally:
-        initialize.open_device = real
+        setup.open_device = real
     assert device.broken == []
     return Result(losses, [], weights)
 

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import offload
 from offload import testing
-from offload.engine.setup import initialize
+from offload.engine import setup
 from offload.errors import ConfigError, RankError, UsageError
 from tests.support.oracle import config
 from tests.support.param_states import gpt2
@@ -65,7 +65,7 @@ def wrong(folder: Path, what: str) -> str:
             job = job._replace(dtype="fp16")
         others = {"config": {"no such key": 1}, "schedule": {"schedule": "micro_batch_major"}}
         options = others.get(what, {}) if rank else {}
-        early = mock.patch.object(initialize, "load_config", side_effect=KeyboardInterrupt)
+        early = mock.patch.object(setup, "load_config", side_effect=KeyboardInterrupt)
         with early if what == "ctrl-c" and rank else contextlib.nullcontext():
             engine = start(job, DISK, folder, **options)
     except (ConfigError, RankError, KeyboardInterrupt) as error:

@@ -12,8 +12,8 @@ import torch
 
 import offload
 from offload import testing
-from offload.engine.metrics.step_meter import cause_of
-from offload.engine.metrics.writers import cut
+from offload.engine.metric_writers import cut
+from offload.engine.metrics import cause_of
 from offload.errors import NumericsError
 from offload.timeline import Row
 from tests.report.monitor_runs import CSV, DISK, JOB, loss, model, no_thread_stays, rows, start, values

@@ -16,8 +16,7 @@ import pytest
 import offload
 from offload import testing
 from offload.config import load_config
-from offload.engine.metrics.reporter import Line, Reporter, line
-from offload.engine.metrics.writers import Record, events
+from offload.engine.metric_writers import Line, Record, Reporter, events, line
 from offload.errors import ConfigError
 from offload.finetune.options import Options, merge
 from tests.report.monitor_runs import DISK, JOB, model, no_thread_stays, start

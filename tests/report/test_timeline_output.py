@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import offload
 from offload.cli.main import app
-from offload.engine.api.running_api import IoBytes
+from offload.engine.engine import IoBytes
 from offload.errors import ConfigError, EngineFailed
 from offload.presets import PRESETS
 from offload.timeline import Row, path_of

@@ -102,10 +102,10 @@ before = [*loaded(), *(name for name in ["pydantic"] if name in sys.modules)]
 dir(offload), offload.__version__, offload.errors.ConfigError, offload.ConfigError, offload.aio.IoQueue
 from offload import StoreError, sizes
 light = loaded()
-offload.engine.optim.optimizer.Optimizer, offload.swapper.prefetch.PrefetchStats, offload.planner.memory
+offload.engine.optimizer.Optimizer, offload.swapper.prefetch.PrefetchStats, offload.planner.memory
 from offload import *
 schedules.WarmupLR, offload.config.load_config, offload.kernels.adamw
-print(json.dumps([before, light, initialize is offload.engine.setup.initialize.initialize]))
+print(json.dumps([before, light, initialize is offload.engine.setup.initialize]))
 """
     assert python(code) == [[], [], True]
 

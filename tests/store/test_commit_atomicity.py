@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 import offload
 from offload import testing
-from offload.engine.optim.update_worker import UpdateWorker
+from offload.engine.update import UpdateWorker
 from offload.errors import EngineFailed
 from offload.swapper.store import Store
 

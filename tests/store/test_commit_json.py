@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.engine.training.snapshot import Snapshot, as_bytes, read_generators
+from offload.engine.snapshot import Snapshot, as_bytes, read_generators
 from offload.errors import StoreError
 from offload.fileio.plain_json import from_plain, to_plain
 

@@ -9,8 +9,7 @@ import torch
 
 import offload
 from offload import testing
-from offload.engine.optim.speculation.offers import SpeculationCounts
-from offload.engine.optim.update_worker import UpdateWorker
+from offload.engine.update import SpeculationCounts, UpdateWorker
 from tests.support.oracle import Job, PlainEngine
 
 

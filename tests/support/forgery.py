@@ -469,7 +469,7 @@ def _engine_reads(command: list[str]) -> None:
     from offload.aio import IoQueue
     from offload.checkpoint.files import find
     from offload.checkpoint.load import look
-    from offload.engine.training.snapshot import Snapshot
+    from offload.engine.snapshot import Snapshot
     from offload.fileio.plain_json import from_plain
     from offload.swapper.store import Store, run_status
     from offload.swapper.store.format import read_manifest

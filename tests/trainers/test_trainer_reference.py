@@ -13,7 +13,7 @@ import transformers
 from torch.nn import functional
 
 from offload import testing
-from offload.engine.params.paged_parameter import handle_of
+from offload.engine.params import handle_of
 from offload.errors import BudgetError, UsageError
 from offload.hf import Accelerator, OffloadMixin
 from tests.support import models

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from offload.engine.gradients.completion import UnitCompletion
-from offload.engine.optim.speculation.rules import (
+from offload.engine.gradients import UnitCompletion
+from offload.engine.update import (
     HELD_IN_A_ROW,
     AutoSpeculation,
     RunFacts,
@@ -16,7 +16,7 @@ from offload.engine.optim.speculation.rules import (
     run_may_speculate,
     unit_may_begin,
 )
-from offload.engine.optim.unit_updates import grad_scale
+from offload.engine.update_strategy import grad_scale
 from offload.swapper.policy import leaves_room_ahead
 
 RUN = RunFacts(wanted=True, ranks=1, one_pass=True, commits=True, on_disk=True)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from offload.engine.callbacks import Edit
-from offload.engine.optim.pipeline.update_tiles import Job
-from offload.engine.optim.unit_updates import UnitUpdate
-from offload.engine.optim.update_strategy import EditSteps, TileContent
+from offload.engine.update import Job
+from offload.engine.update_strategy import EditSteps, TileContent, UnitUpdate
 from offload.layout.modes import MODES
 from offload.states import State
 

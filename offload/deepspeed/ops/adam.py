@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from offload.deepspeed.ops.options import SharedGroups, refuse_options
-from offload.engine.optim.algorithms import RULES
+from offload.engine.optimizer import RULES
 from offload.kernels import CPUAdamW
 from offload.layout.modes import ADAM
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from offload.engine.optim.algorithms import Rule
-from offload.engine.optim.optimizer import Optimizer
+from offload.engine.optimizer import Optimizer, Rule
 from offload.errors import ConfigError
 
 _ADVICE = {

@@ -14,7 +14,7 @@ from offload.deepspeed.pipe.module import PipelineModule
 from offload.deepspeed.runtime.dataloader import RepeatingLoader
 from offload.deepspeed.runtime.engine import DeepSpeedEngine
 from offload.engine.engine import Engine
-from offload.engine.training.train_batch import check_batches
+from offload.engine.step import check_batches
 from offload.errors import UsageError
 from offload.sizes import count_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from offload.engine.training.data_loader import Loader
+from offload.engine.data import Loader
 
 __all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]
 

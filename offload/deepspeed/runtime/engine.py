@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from offload.engine import step
+from offload.engine.data import map_tensors
 from offload.engine.engine import Engine
-from offload.engine.optim.optimizer import Optimizer
-from offload.engine.training import train_batch as batch
-from offload.engine.training.model_inputs import map_tensors
+from offload.engine.optimizer import Optimizer
 from offload.errors import UsageError
 from offload.torch_internals.graphs import adds_up
 
@@ -120,7 +120,7 @@ class DeepSpeedEngine(Engine):
             UsageError: if `data_iter` is no iterator, or the model returns no loss of one element.
             StopIteration: if the data end before.
         """
-        batch.check_batches(data_iter)
+        step.check_batches(data_iter)
         # Behind an error the model trains on in the mode that it had.
         mode = self.module.training
         self.eval()
@@ -128,7 +128,7 @@ class DeepSpeedEngine(Engine):
             with torch.no_grad():
                 # As many as a step has, so that the two losses compare.
                 count = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
-                losses = [batch.run(self, next(data_iter)) for _ in range(count)]
+                losses = [step.run(self, next(data_iter)) for _ in range(count)]
         finally:
             self.train(mode)
         return torch.stack([loss.float() for loss in losses]).mean()

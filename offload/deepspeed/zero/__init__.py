@@ -7,7 +7,7 @@ from offload.deepspeed.refused import MiCS_Init
 from offload.deepspeed.zero.gathered import GatheredParameters, unwrap_model_for_generation
 from offload.deepspeed.zero.init_context import Init
 from offload.deepspeed.zero.tiled import TiledLinear, TiledLinearReturnBias
-from offload.engine.tensor_api import register_external_parameter, unregister_external_parameter
+from offload.engine.access import register_external_parameter, unregister_external_parameter
 from offload.planner.deepspeed_estimates import (
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,

@@ -11,12 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from offload.engine.access import gathered, register_external_parameter
+from offload.engine.deferred import is_deferred, keeping_copies
 from offload.engine.keywords import refuse
-from offload.engine.params.building.contexts import keeping_copies
-from offload.engine.params.deferred_parameter import is_deferred
-from offload.engine.params.gathered import gathered
-from offload.engine.params.paged_parameter import handle_of
-from offload.engine.tensor_api import register_external_parameter
+from offload.engine.params import handle_of
 from offload.errors import UsageError
 from offload.torch_internals import swap_parameters
 

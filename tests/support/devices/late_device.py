@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload import testing
-from offload.engine.gradients import accumulator
+from offload.engine import gradients
 from offload.swapper.memory import device_arena
 from offload.swapper.memory.device import Device, DeviceRoom, Event
 from offload.torch_internals import modes
@@ -359,7 +359,7 @@ def use_device(monkeypatch: pytest.MonkeyPatch, device: Device, always: bool = T
         _let_kernels_in(monkeypatch, device)
 
 
-_SQUARES_OF, _WITHOUT_MODES = accumulator.squares_of, modes.without_modes
+_SQUARES_OF, _WITHOUT_MODES = gradients.squares_of, modes.without_modes
 """The engine's own, also where a test has replaced them already."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from offload.engine.training.model_inputs import to_device
+from offload.engine.data import to_device
 from tests.support.oracle.job import DTYPES, Job
 from tests.support.processes.device_process import plain_device
 

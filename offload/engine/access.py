@@ -1,0 +1,1038 @@
+"""Access to the full fp32 values of one parameter: its master, its gradient, its optimizer states.
+
+For calls between forwards and backwards, whatever the tier of the values; users call `tensor_api`. A read copies the
+newest values, a few chunks at a time, from the parameter's own segment of each partition; with several ranks each of
+them contributes what it holds. A write is an edit, like that of a weight (see `weight_edits`): it goes through the
+update worker to the slot that the last commit does not name, together with other edits of its unit, and is committed
+with the next step. A written gradient is that of the next step, and is included in its norm and clip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.aio import aligned_empty
+from offload.aio.protocols import Future, wait_for_all
+from offload.distributed.agreement import AllOrNothing, Collective, all_or_nothing
+from offload.engine.callbacks import EngineCallbacks
+from offload.engine.components import EngineComponents
+from offload.engine.experts import StackHandle
+from offload.engine.keywords import refuse
+from offload.engine.params import ParamHandle, handle_of
+from offload.errors import BudgetError, UsageError
+from offload.layout import optimizer_states
+from offload.layout.flat_layout import Segment, SegmentShard, segment_shards, unpack
+from offload.layout.optimizer_states import join, master_sources, states_of, weights_of
+from offload.layout.placement import CHUNK
+from offload.layout.units import external_parameters, set_external_parameters
+from offload.sizes import count_of, format_size
+from offload.states import State
+from offload.swapper.memory.limits import free_host_memory
+
+# -- param values --------------------------------------------------------------------------------------
+#
+# Checks of values that a user gives for a parameter, and of the memory for a copy of it.
+
+
+_EXACT = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that fp32 represents exactly."""
+
+
+def check_values(name: str, values: Any, shape: tuple[int, ...], whole: tuple[int, ...]) -> None:
+    """Checks the values that a user gives for a state of a parameter.
+
+    Args:
+        name: name of the parameter.
+        values: the values.
+        shape: the shape that they must have.
+        whole: shape of the parameter; `shape` is another one if the values are those of one rank.
+
+    Raises:
+        UsageError: `values` is no tensor, or has another shape, or a dtype that fp32 does not represent.
+    """
+    of = "" if shape == whole else f"this rank's shard of the {math.prod(whole)} elements of "
+    expected = f"values of {of}parameter {name} must be a tensor of shape {list(shape)} in fp32"
+    if not isinstance(values, torch.Tensor):
+        raise UsageError(f"{expected}, got {type(values).__name__}")
+    if tuple(values.shape) != shape:
+        raise UsageError(f"{expected}, got shape {list(values.shape)}")
+    if values.dtype not in _EXACT:
+        raise UsageError(f"{expected}, or in bf16 or fp16, got {values.dtype}; convert it first: value.float()")
+
+
+def check_room(name: str, numel: int) -> None:
+    """Raises `BudgetError` if the RAM has no room for so many elements of a parameter in fp32."""
+    need = numel * torch.float32.itemsize
+    free = free_host_memory()
+    if need > free:
+        raise BudgetError(
+            f"parameter {name} takes {format_size(need)} of RAM in fp32, {format_size(free)} is free; lower "
+            '"host_memory" in the "offload" block, or end other programs that use memory'
+        )
+
+
+# -- param access --------------------------------------------------------------------------------------
+
+
+# Weak, so that an engine that the user has dropped is not kept alive.
+_engines: weakref.WeakSet[ParamAccess] = weakref.WeakSet()
+
+
+def engines() -> list[ParamAccess]:
+    """Returns the accessors of all engines of this process.
+
+    A bound parameter does not name its engine, so all are asked.
+    """
+    return list(_engines)
+
+
+class ParamAccess:
+    """Reads and sets the values of the parameters of one engine. Belongs to the thread that runs the model."""
+
+    def __init__(self, components: EngineComponents, callbacks: EngineCallbacks) -> None:
+        """Registers the accessor for `engines`.
+
+        Args:
+            components: components of the engine.
+            callbacks: the engine.
+        """
+        self._components, self._held, self._callbacks = components, components.shards, callbacks
+        _engines.add(self)
+
+    def handle(self, parameter: Any) -> ParamHandle | None:
+        """Returns the handle of a parameter of this engine's model, bound or not, or None."""
+        return self._components.weights.handle(parameter)
+
+    def state(self, handle: ParamHandle, name: Any) -> State:
+        """Returns the optimizer state of a name.
+
+        Args:
+            handle: handle of the parameter.
+            name: a name such as "exp_avg". States of an optimizer without a kernel map to PACKED.
+
+        Raises:
+            UsageError: if the optimizer keeps no state of that name.
+        """
+        segment = self._segment(handle)
+        states = states_of(self._held.mode, self._components.layouts[handle.unit], segment)
+        states |= {each.name: State.PACKED for each in segment.kept}
+        if name not in states:
+            known = ", ".join(f'"{known}"' for known in states) or "none"
+            raise UsageError(
+                f"the optimizer of this engine keeps no state {name!r} of {handle.name}, whose states are: {known}"
+            )
+        return states[name]
+
+    def read_state(self, handle: ParamHandle, name: Any) -> torch.Tensor | None:
+        """Returns a copy of an optimizer state as `read` does, or None for a frozen parameter.
+
+        A state of an optimizer without a kernel has the shape that torch gives it, and is None before the first update.
+        All ranks call this.
+        """
+        if not handle.trainable:
+            return None
+        state = self.state(handle, name)
+        if state is not State.PACKED:
+            return self.read(handle, state)
+        self._begin(state)
+        self._finish()
+        segment = self._segment(handle)
+        # The states of torch's own optimizers are one blob for each parameter, stored as fp32 words whatever their
+        # dtypes. Of several ranks one has it.
+        words = torch.empty(len(segment.packed), dtype=torch.float32, device="cpu")
+
+        def mine() -> None:
+            if segment.packed_rank == self._components.rank:
+                self._read_newest(handle, State.PACKED, segment.packed.start, words)
+
+        with self._together("access a parameter", handle, state) as everyone:
+            everyone.settle(mine)
+            if self._components.ranks is not None:
+                self._components.ranks.broadcast(words, segment.packed_rank)
+        value = unpack(segment.kept, words.view(torch.uint8)).get(name)
+        if value is None:
+            return None
+        if not isinstance(value, torch.Tensor):
+            # A float would have the default dtype of the process.
+            value = torch.tensor(value, dtype=torch.float32 if isinstance(value, float) else None, device="cpu")
+        return value.to(handle.device, torch.float32 if value.is_floating_point() else None, copy=True)
+
+    def check_idle(self, handle: ParamHandle, call: str) -> None:
+        """Raises `UsageError` if the model runs, or if the parameter is gathered. `call` names the public function."""
+        if self._components.hooks.running:
+            raise UsageError(f"{call} must be called between steps, not inside of a forward or a backward")
+        if handle.gathered:
+            raise UsageError(f"{call}: {handle.name} is gathered; leave `with offload.gathered(...)` first")
+
+    def read_state_local(self, handle: ParamHandle, name: Any) -> torch.Tensor | None:
+        """Returns this rank's partition of an optimizer state, flat, or None for a frozen parameter."""
+        if not handle.trainable:
+            return None
+        state = self.state(handle, name)
+        if state is not State.PACKED:
+            return self.read_local(handle, state)
+        value = self.read_state(handle, name)
+        # Not partitioned: one rank of each replica has all of it.
+        here = self._segment(handle).packed_rank == self._components.shard
+        return None if value is None else value.view(-1) if here else value.view(-1)[:0]
+
+    def read(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
+        """Returns a copy of a state, of the parameter's shape in fp32, on the compute device. Every rank calls it.
+
+        For WEIGHT the copy is of the master.
+
+        Args:
+            handle: handle of the parameter.
+            state: the state to read.
+
+        Returns:
+            The copy; None for a gradient if no rank holds one, and for any state except the weight of a frozen
+            parameter.
+
+        Raises:
+            BudgetError: if the RAM has no room for the copy.
+        """
+        if not self._settled(handle, state):
+            return None
+        if self._segment(handle).form:
+            return self._components.weights.read(handle.unit, handle.position).float()
+        whole = torch.empty(0, dtype=torch.float32, device="cpu")
+
+        def mine() -> None:
+            nonlocal whole
+            check_room(handle.name, self._numel(handle))
+            whole = torch.empty(self._numel(handle), dtype=torch.float32, device="cpu")
+            shard = self._own_shard(handle)
+            self._read_own_shard(handle, state, shard, whole[shard.position : shard.position + shard.numel])
+
+        with self._together("access a parameter", handle, state) as everyone:
+            if not any(everyone.settle(lambda: self._has(handle, state))):
+                return None
+            everyone.settle(mine)
+            self._complete(handle, whole)
+        # The memory was allocated inside of the collective, so a rank without room has failed the call on all ranks.
+        return whole.view(self._shape(handle)).to(handle.device)
+
+    def read_weight(self, handle: ParamHandle) -> torch.Tensor:
+        """Returns a copy of the weights that ranks store, as `read` does, in the dtype of the weights."""
+        values = self.read(handle, State.WEIGHT)
+        assert values is not None, "every parameter has weights"
+        weights = weights_of(values.to("cpu").view(-1), self._held.mode.weights)
+        return weights.to(handle.device).view(self._shape(handle))
+
+    def write(self, handle: ParamHandle, state: State, values: torch.Tensor) -> None:
+        """Replaces a state. With several ranks all of them call it, and the values of rank 0 count.
+
+        Args:
+            handle: handle of the parameter.
+            state: the state to replace.
+            values: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied.
+
+        Raises:
+            UsageError: if the parameter is frozen, the values have another shape or dtype, or the state cannot be set.
+            BudgetError: if the RAM has no room for a copy.
+        """
+        self._begin(state)
+        if state is not State.WEIGHT and not handle.trainable:
+            raise UsageError(f"parameter {handle.name} is frozen: it has no gradient and no optimizer states to set")
+        check_values(handle.name, values, self._shape(handle), self._shape(handle))
+        check_room(handle.name, self._numel(handle))
+        if state is State.PACKED:
+            raise UsageError(
+                "the states of an optimizer without a kernel can be read but not set; engine.load_checkpoint loads them"
+            )
+        if state is State.GRAD:
+            # No update may still read the gradient of the step before while that gradient is replaced.
+            self._finish()
+            self._set_gradient(handle, values.detach().to("cpu", torch.float32, copy=True).contiguous().view(-1))
+        else:
+            self._components.weights.edit(handle.unit, handle.position, values.detach().float(), state)
+
+    def read_local(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
+        """Returns this rank's partition of the result of `read`, flat.
+
+        No collective, with two exceptions. For a gradient all ranks must agree whether there is one. With a pending
+        edit of this state all ranks write that edit together.
+
+        Args:
+            handle: handle of the parameter.
+            state: the state to read.
+        """
+        if not self._settled(handle, state):
+            return None
+        if state is State.GRAD:
+            with self._together("access a parameter", handle, state) as everyone:
+                if not any(everyone.settle(lambda: self._has(handle, state))):
+                    return None
+        if form := self._segment(handle).form:
+            if self._components.ranks is None:
+                return self._components.weights.read(handle.unit, handle.position).float().view(-1)
+            raise UsageError(
+                f"no rank has values of {handle.name} of its own: it is stored in {form}, whose bytes ranks divide; "
+                "read the whole parameter with safe_get_full_fp32_param"
+            )
+        shard = self._own_shard(handle)
+        check_room(handle.name, shard.numel)
+        values = torch.empty(shard.numel, dtype=torch.float32, device="cpu")
+        self._read_own_shard(handle, state, shard, values)
+        return values.to(handle.device)
+
+    def write_local(self, handle: ParamHandle, state: State, values: torch.Tensor) -> None:
+        """Replaces this rank's partition of a state. Every rank calls it with its own partition.
+
+        Args:
+            handle: handle of the parameter.
+            state: the state to replace.
+            values: (n,), the elements of this rank; copied.
+
+        Raises:
+            UsageError: as in `write`.
+            BudgetError: if the RAM has no room for two copies of the whole parameter.
+        """
+        self._begin(state)
+        whole = torch.empty(0, dtype=torch.float32, device="cpu")
+
+        def mine() -> None:
+            nonlocal whole
+            shard = self._own_shard(handle)
+            check_values(handle.name, values, (shard.numel,), self._shape(handle))
+            check_room(handle.name, 2 * self._numel(handle))
+            whole = torch.empty(self._numel(handle), dtype=torch.float32, device="cpu")
+            whole[shard.position : shard.position + shard.numel] = values.detach().to("cpu", torch.float32)
+
+        # Ranks hold segments of any length, so each fills its own into a copy of the whole, and `write` takes the whole
+        # from there: one path for edits.
+        with self._together("set a shard of a parameter", handle, state) as everyone:
+            everyone.settle(mine)
+            self._complete(handle, whole)
+        self.write(handle, state, whole.view(self._shape(handle)))
+
+    def state_dict(self, module: nn.Module, without_frozen: bool) -> dict[str, Any]:
+        """Returns `module.state_dict()` with every tensor on the CPU, optionally without frozen parameters."""
+        weights = self._components.weights
+        with weights.leaving_out_frozen() if without_frozen else contextlib.nullcontext():
+            state: dict[str, Any] = module.state_dict()
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[name] = value.to("cpu")  # what is there already stays the same tensor: tied weights are one
+        return state
+
+    def use_in(self, module: nn.Module, handle: ParamHandle) -> None:
+        """Binds the parameter's unit also whenever `module` runs."""
+        self._components.hooks.use_in(module, handle.unit)
+
+    def end_use_in(self, module: nn.Module, handle: ParamHandle) -> None:
+        """Reverts one `use_in`."""
+        self._components.hooks.end_use_in(module, handle.unit)
+
+    # -- on the way ---------------------------------------------------------------------------------
+
+    def _begin(self, state: State) -> None:
+        self._callbacks.enter_weights()
+        if state is State.GRAD:
+            self._components.gradients.complete()  # gradients of an aborted backward count, as in torch
+
+    def _settled(self, handle: ParamHandle, state: State) -> bool:
+        """Returns True if a parameter has this state. Its newest values, with pending edits, are then on their tier."""
+        self._begin(state)
+        if state is not State.WEIGHT and not handle.trainable:
+            return False
+        # Edits of a unit are gathered before they are written: a read of an edited value must write them first.
+        if self._components.weights.waits(handle.unit, handle.position, state):
+            self._components.weights.flush()
+        self._finish()
+        return True
+
+    def _finish(self) -> None:
+        """Waits until all states are stored on their tier, and no update reads a gradient any more."""
+        if self._components.update_worker is not None:
+            self._components.update_worker.finish(commit=False)
+
+    def _has(self, handle: ParamHandle, state: State) -> bool:
+        return state is not State.GRAD or self._components.gradients.has(handle.unit, handle.position)
+
+    @contextlib.contextmanager
+    def _together(self, what: str, handle: ParamHandle, state: State) -> Iterator[AllOrNothing]:
+        """Yields a collective in which every rank reads or sets the same state of the same parameter."""
+        with all_or_nothing(self._components.agreement, Collective.LOOK, what) as everyone:
+            everyone.same({"parameter": handle.name, "what": state.value})
+            yield everyone
+
+    def _complete(self, handle: ParamHandle, whole: torch.Tensor) -> None:
+        """Receives the segments of other ranks into `whole`, which holds this rank's segment already."""
+        if self._components.ranks is not None:
+            for shard in self._shards_of(handle):
+                self._components.ranks.broadcast(whole[shard.position : shard.position + shard.numel], shard.rank)
+
+    def _read_own_shard(self, handle: ParamHandle, state: State, shard: SegmentShard, values: torch.Tensor) -> None:
+        """Fills `values`, (shard.numel,) fp32 on the CPU, with the elements that this rank holds."""
+        if state is State.GRAD:
+            if shard.numel:
+                self._components.gradients.look(handle.unit, handle.position, shard.position, values)
+            return
+        for first in range(0, shard.numel, CHUNK):
+            self._read_newest(handle, state, shard.start + first, values[first : first + CHUNK])
+
+    def _read_newest(self, handle: ParamHandle, state: State, start: int, values: torch.Tensor) -> None:
+        """Fills `values` with the newest elements of a state in this rank's partition.
+
+        Args:
+            handle: handle of the parameter.
+            state: the state to read.
+            start: first element, counted in the partition of the unit.
+            values: (n,) fp32 on the CPU.
+        """
+        # A bf16 weight and the low bits of its master are two states on disk that together are the fp32 master.
+        joined, mode = state is State.WEIGHT and handle.trainable, self._held.mode
+        found: dict[State, torch.Tensor] = {}
+        futures: list[Future] = []
+        try:
+            for each in master_sources(mode.weights) if joined else optimizer_states.moment_sources(mode, state):
+                part, dtype = mode.part(each, start, start + len(values)), mode.states[each]
+                buffer = aligned_empty(len(part) * dtype.itemsize)
+                found[each] = torch.frombuffer(buffer, dtype=dtype)
+                futures += self._held.read(handle.unit, each, part.start * dtype.itemsize, buffer)
+            for future in futures:
+                future.wait()
+        finally:
+            wait_for_all(futures)  # no buffer is freed under a read
+        values.copy_(join(found) if state is State.WEIGHT else optimizer_states.read(mode, found, state))
+
+    def _set_gradient(self, handle: ParamHandle, values: torch.Tensor) -> None:
+        def mine() -> None:
+            shard = self._own_shard(handle)
+            values_here = values[shard.position : shard.position + shard.numel]
+            self._components.gradients.replace(handle.unit, handle.position, shard.position, values_here)
+
+        # A collective, since rank 0's values go to all ranks and each keeps its own segment.
+        with self._together("set a gradient", handle, State.GRAD) as everyone:
+            if self._components.ranks is not None:
+                self._components.ranks.broadcast(values, 0)
+            if len(values):
+                everyone.settle(mine)
+
+    def _shards_of(self, handle: ParamHandle) -> list[SegmentShard]:
+        """Returns the segments of a parameter. Their ranks are those of the first replica, which sends for all."""
+        layout = self._components.layouts[handle.unit]
+        return list(segment_shards(layout, self._components.mesh.shards, layout.segments[handle.position]))
+
+    def _segment(self, handle: ParamHandle) -> Segment:
+        return self._components.layouts[handle.unit].segments[handle.position]
+
+    def _own_shard(self, handle: ParamHandle) -> SegmentShard:
+        """Returns this rank's segment of a parameter, which may be empty."""
+        own = self._components.shard
+        return next((shard for shard in self._shards_of(handle) if shard.rank == own), SegmentShard(own, 0, 0, 0))
+
+    def _shape(self, handle: ParamHandle) -> tuple[int, ...]:
+        return self._segment(handle).shape
+
+    def _numel(self, handle: ParamHandle) -> int:
+        return self._segment(handle).value_numel
+
+
+# -- gathered ------------------------------------------------------------------------------------------
+#
+# Ordinary memory for parameters between steps: `offload.gathered`.
+
+
+@contextlib.contextmanager
+def gathered(
+    params: Any, modify: bool = False, *, modifier_rank: int | None = None, enabled: bool = True
+) -> Iterator[None]:
+    """Gives parameters ordinary memory inside of a `with` block, between steps.
+
+    The memory is a copy on the compute device, outside of all budgets. `step()` must not be called. A model all of
+    whose parameters are gathered runs on that memory, without paging and without gradients, for instance to generate;
+    one of which some are gathered does not run. Parameters of an ordinary model are left alone.
+
+    On several ranks all of them enter with the same parameters if `modify` is set. For each unit, the changes of the
+    lowest rank that made any apply on all ranks, so `if rank == 0:` may be used inside.
+
+    Args:
+        params: a parameter, an iterable of parameters, or a module.
+        modify: True to write changes to the swap tiers at the end, also after an exception.
+        modifier_rank: DeepSpeed's name for `modify`; only rank 0.
+        enabled: False to do nothing.
+
+    Yields:
+        None, once, while the parameters are ordinary ones.
+
+    Raises:
+        BudgetError: if there is no room for the memory.
+        UsageError: if called inside of a forward or a backward, or if a parameter changed shape or dtype, or changed at
+            all without `modify`; such changes are dropped.
+    """
+    refuse(modifier_rank=modifier_rank)
+    if not enabled:
+        yield
+        return
+    modify = modify or modifier_rank is not None
+    handles = _handles_of(params)
+    # `fetch` returns True only while a forward or a backward runs.
+    for handle in handles:
+        if handle.fetch():
+            raise UsageError(
+                "gathered() must be called outside of forwards and backwards; inside of them parameters are available"
+            )
+    taken: list[ParamHandle] = []
+    misfits: list[UsageError] = []
+    changed: list[tuple[ParamHandle, torch.Tensor]] = []
+    try:
+        _take(handles, taken)
+        with contextlib.ExitStack() as stack:
+            for engine in dict.fromkeys(handle.engine for handle in handles):
+                stack.enter_context(engine.on_gathered({id(handle.parameter) for handle in handles}))
+            yield
+    finally:
+        misfits, changed = _let_go(taken)
+        if modify:
+            _write_back(handles, changed)
+    if misfits:
+        raise misfits[0]
+    if changed and not modify:
+        raise UsageError(
+            f"parameter {changed[0][0].name} was changed inside of gathered(), and the change is dropped: pass "
+            "modify=True, or to GatheredParameters modifier_rank=0"
+        )
+
+
+def _write_back(handles: Sequence[ParamHandle], changed: Sequence[tuple[ParamHandle, torch.Tensor]]) -> None:
+    """Writes changed values to the swap tiers, unit by unit, and ends the edits of each unit.
+
+    Args:
+        handles: all parameters that were gathered.
+        changed: those that were changed, with their values.
+    """
+    # Also for units without a change, or without room here: every rank must come to the same `end_edits`, in the same
+    # order.
+    for engine, unit in dict.fromkeys((handle.engine, handle.unit) for handle in handles):
+        for handle, values in changed:
+            if (handle.engine, handle.unit) == (engine, unit):
+                handle.edit(values)
+        engine.end_edits(unit)
+
+
+def _handles_of(params: Any) -> list[ParamHandle]:
+    """Returns the handles of all placeholders among `params`, without duplicates."""
+    if isinstance(params, nn.Module):
+        params = params.parameters()
+    elif isinstance(params, torch.Tensor):
+        params = [params]
+    elif not isinstance(params, Iterable):
+        raise UsageError(f"gathered() takes parameters or a module, got {type(params).__name__}")
+    found = (handle_of(parameter) for parameter in params)
+    return list(dict.fromkeys(handle for handle in found if handle is not None))
+
+
+def _take(handles: Collection[ParamHandle], taken: list[ParamHandle]) -> None:
+    """Gives parameters ordinary memory, and appends each to `taken`. Without room it takes none: `BudgetError`."""
+    free = free_host_memory()
+    # Linux kills a process that takes more; an accelerator says so itself.
+    if any(handle.device.type == "cpu" for handle in handles) and _nbytes(handles) > free:
+        raise _no_room(handles, f"{format_size(free)} are")
+    try:
+        for handle in handles:
+            handle.gather(handle.read())
+            taken.append(handle)
+    except torch.OutOfMemoryError as error:
+        # Nobody has had them, so there is no change to look for, which would need memory.
+        while taken:
+            taken.pop().let_go()
+        raise _no_room(handles, "less is") from error
+
+
+def _let_go(taken: Iterable[ParamHandle]) -> tuple[list[UsageError], list[tuple[ParamHandle, torch.Tensor]]]:
+    """Takes the memory away again. Returns an error for each misfit, and without one the values that have changed.
+
+    The caller raises errors after its `finally`, in which they would replace an exception of the user. With a misfit no
+    change is kept, but on several ranks this rank still takes part in the end of the edits.
+    """
+    given = [(handle, handle.let_go()) for handle in taken]
+    misfits: list[UsageError] = []
+    changed: list[tuple[ParamHandle, torch.Tensor]] = []
+    # One after the other: a whole model would be in memory twice.
+    while given:
+        handle, values = given.pop(0)
+        try:
+            old = handle.read()
+        except torch.OutOfMemoryError:
+            # The user has taken what was left. What the parameter had is as much as the comparison needs.
+            values = values.cpu()
+            old = handle.read().cpu()
+        if not _same_kind(values, old):
+            misfits.append(_misfit(values, old))
+        elif not _same_bits(values, old):
+            changed.append((handle, values))
+        del values
+    return misfits, [] if misfits else changed
+
+
+def _nbytes(handles: Iterable[ParamHandle]) -> int:
+    """Returns the bytes of gathered parameters."""
+    return sum(math.prod(handle.shape) * handle.parameter.element_size() for handle in handles)
+
+
+def _no_room(handles: Collection[ParamHandle], free: str) -> BudgetError:
+    """Returns the error for parameters for which there is no memory."""
+    return BudgetError(
+        f"{count_of(len(handles), 'gathered parameter')} would take {format_size(_nbytes(handles))} of the device's "
+        f"memory, {free} free: gather fewer at a time, or lower device_memory. trl gathers all to generate: set "
+        "ds3_gather_for_generation=False, and the weights are paged"
+    )
+
+
+def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns True if two tensors have one shape and dtype."""
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _misfit(one: torch.Tensor, other: torch.Tensor) -> UsageError:
+    """Returns the error for a gathered parameter that became `one` and was `other`."""
+    return UsageError(
+        f"a gathered parameter became {list(one.shape)} {one.dtype}, it was {list(other.shape)} {other.dtype}"
+    )
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns True if two tensors of one kind are equal bit for bit: a NaN equals itself, and -0 differs from 0."""
+    one, other = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(one, other)
+
+
+# -- stack access --------------------------------------------------------------------------------------
+#
+# Access to the values of stacked parameters whose rows are units, as to those of any other parameter.
+#
+# A read joins the rows, a write divides its values among them.
+
+
+class StackAccess(ParamAccess):
+    """Reads and sets the values of the parameters of one engine, stacked ones included."""
+
+    def state(self, handle: ParamHandle, name: Any) -> State:
+        """Returns the optimizer state of a name, which is the same for all rows."""
+        return super().state(handle.rows[0] if isinstance(handle, StackHandle) else handle, name)
+
+    def read_state(self, handle: ParamHandle, name: Any) -> torch.Tensor | None:
+        """Returns a copy of an optimizer state, or None for a frozen parameter."""
+        return _joined(super().read_state, handle, name)
+
+    def read_state_local(self, handle: ParamHandle, name: Any) -> torch.Tensor | None:
+        """Returns this rank's partition of an optimizer state, flat, or None for a frozen parameter."""
+        return _flat(_joined(super().read_state_local, handle, name))
+
+    def read(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
+        """Returns a copy of a state; the gradient of a row without one is zero if another row has one."""
+        return _joined(super().read, handle, state)
+
+    def read_local(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
+        """Returns this rank's partition of the result of `read`, flat."""
+        return _flat(_joined(super().read_local, handle, state))
+
+    def write(self, handle: ParamHandle, state: State, values: torch.Tensor) -> None:
+        """Replaces a state."""
+        if not isinstance(handle, StackHandle):
+            super().write(handle, state, values)
+            return
+        check_values(handle.name, values, handle.shape, handle.shape)
+        for row, mine in zip(handle.rows, values, strict=True):
+            super().write(row, state, mine)
+
+    def write_local(self, handle: ParamHandle, state: State, values: torch.Tensor) -> None:
+        """Replaces this rank's partition of a state; that of a stack are this rank's partitions of the rows."""
+        if not isinstance(handle, StackHandle):
+            super().write_local(handle, state, values)
+            return
+        rows, numel = len(handle.rows), self._own_shard(handle.rows[0]).numel  # all rows are divided alike
+        # All ranks refuse what one has passed: a row is a collective.
+        with self._together("set a shard of a parameter", handle, state) as everyone:
+            everyone.settle(lambda: check_values(handle.name, values, (rows * numel,), handle.shape))
+        for row, mine in zip(handle.rows, values.reshape(rows, numel), strict=True):
+            super().write_local(row, state, mine)
+
+    def use_in(self, module: nn.Module, handle: ParamHandle) -> None:
+        """Binds the parameter's unit also whenever `module` runs."""
+        if isinstance(handle, StackHandle):
+            raise UsageError(
+                f"{handle.name} cannot be registered with another module, since each of its experts is paged by "
+                'itself; set "experts": "whole" in the "offload" block'
+            )
+        super().use_in(module, handle)
+
+    def _shape(self, handle: ParamHandle) -> tuple[int, ...]:
+        return handle.shape
+
+    def _numel(self, handle: ParamHandle) -> int:
+        return handle.parameter.numel()
+
+
+def _joined(read: Callable[..., torch.Tensor | None], handle: ParamHandle, what: Any) -> torch.Tensor | None:
+    """Returns what `read` gives for a parameter; for a stack, the results for its rows joined.
+
+    Args:
+        read: reads one parameter.
+        handle: the parameter.
+        what: the second argument of `read`.
+    """
+    if not isinstance(handle, StackHandle):
+        return read(handle, what)
+    rows = [read(row, what) for row in handle.rows]
+    first = next((row for row in rows if row is not None), None)
+    if first is None:
+        return None
+    return torch.stack([torch.zeros_like(first) if row is None else row for row in rows])
+
+
+def _flat(values: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns values as one dimension."""
+    return None if values is None else values.view(-1)
+
+
+# -- tensor api ----------------------------------------------------------------------------------------
+#
+# Functions, named as in DeepSpeed, that read and set the values of a parameter or declare that a module uses it.
+#
+# Each function finds the engine that owns the parameter; `param_access` reads and writes the values.
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """Returns a copy of a parameter's fp32 master, or of the weight if the parameter is frozen.
+
+    In bf16 the stored weight and the stored low bits are together the master, bit for bit.
+
+    All functions of this module that read or set values are called between forwards and backwards, and by every rank
+    with the same parameter, unless the function says that a rank may call it alone. They allocate memory for that one
+    parameter outside of all budgets.
+
+    Args:
+        param: a parameter of a model under an engine.
+
+    Returns:
+        The copy, of the parameter's shape, on the compute device.
+
+    Raises:
+        UsageError: if `param` belongs to no engine, is gathered, or the model runs.
+        BudgetError: if the RAM has no room for the copy.
+    """
+    access, handle = _find(param, "safe_get_full_fp32_param")
+    return access.read(handle, State.WEIGHT)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Returns a copy in fp32 of the gradient that the next step will use, as accumulated so far.
+
+    The gradient is the mean over the ranks, divided by the number of micro-batches of a step, before the clip. Its
+    values have the precision in which the engine keeps gradients (`data_types.grad_accum_dtype`).
+
+    Args:
+        param: a parameter of a model under an engine.
+
+    Returns:
+        The copy, of the parameter's shape, on the compute device. None before a backward, after `step()`, and if the
+        parameter is frozen or received no gradient.
+
+    Raises:
+        UsageError: if `param` belongs to no engine, is gathered, or the model runs.
+        BudgetError: if the RAM has no room for the copy.
+    """
+    access, handle = _find(param, "safe_get_full_grad")
+    return access.read(handle, State.GRAD)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """Returns a copy in fp32 of an optimizer state such as "exp_avg".
+
+    Args:
+        param: a parameter of a model under an engine.
+        optim_state_key: name of the state.
+
+    Returns:
+        The copy, of the parameter's shape, on the compute device. Before the first step the copy is zeros. None if the
+        parameter is frozen. A state of an optimizer without a kernel has the shape that torch gives the state, and is
+        None before the first step.
+
+    Raises:
+        UsageError: if the optimizer keeps no such state (the message names those that exist); if `param` belongs to no
+            engine, is gathered, or the model runs.
+        BudgetError: if the RAM has no room for the copy.
+    """
+    access, handle = _find(param, "safe_get_full_optimizer_state")
+    return access.read_state(handle, optim_state_key)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replaces a parameter's fp32 master; the weight is rounded from the master.
+
+    Args:
+        param: a parameter of a model under an engine.
+        value: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied. Every rank passes a value, and
+            that of rank 0 counts.
+
+    Raises:
+        UsageError: if `param` is frozen and `value` differs from the weight; if `value` has another shape or dtype; if
+            `param` belongs to no engine, is gathered, or the model runs.
+        BudgetError: if the RAM has no room for a copy.
+    """
+    access, handle = _find(param, "safe_set_full_fp32_param")
+    access.write(handle, State.WEIGHT, value)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replaces the gradient that the next step will use. Later backwards add to the new gradient.
+
+    Args:
+        param: a trainable parameter of a model under an engine.
+        value: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied. Every rank passes a value, and
+            that of rank 0 counts.
+
+    Raises:
+        UsageError: if `param` is frozen; if `value` has another shape or dtype; if `param` belongs to no engine, is
+            gathered, or the model runs.
+        BudgetError: if the RAM has no room for a copy.
+    """
+    access, handle = _find(param, "safe_set_full_grad")
+    access.write(handle, State.GRAD, value)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Replaces an optimizer state such as "exp_avg". The parameter's number of updates does not change.
+
+    Args:
+        param: a trainable parameter of a model under an engine.
+        value: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied. Every rank passes a value, and
+            that of rank 0 counts.
+        optim_state_key: name of the state.
+
+    Raises:
+        UsageError: if the optimizer keeps no such state or has no kernel; if `param` is frozen; if `value` has another
+            shape or dtype; if `param` belongs to no engine, is gathered, or the model runs.
+        BudgetError: if the RAM has no room for a copy.
+    """
+    access, handle = _find(param, "safe_set_full_optimizer_state")
+    access.write(handle, access.state(handle, optim_state_key), value)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """Returns this rank's partition of the result of `safe_get_full_fp32_param`.
+
+    A rank may call this function alone, unless the parameter was set since the last forward or step. All ranks write
+    such an edit together: the call then waits until the other ranks call this function too, or use the model again.
+
+    A partition is a range of consecutive elements. Joined in the order of the ranks, the partitions are the parameter.
+    Partitions may differ in length, because ranks divide units, not parameters.
+
+    Args:
+        param: a parameter of a model under an engine.
+
+    Returns:
+        (n,) fp32 on the compute device; n is 0 if this rank holds no element of the parameter.
+
+    Raises:
+        UsageError: if `param` belongs to no engine, is gathered, or the model runs.
+        BudgetError: if the RAM has no room for the copy.
+    """
+    access, handle = _find(param, "safe_get_local_fp32_param")
+    return access.read_local(handle, State.WEIGHT)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Returns this rank's partition of the result of `safe_get_full_grad`.
+
+    Every rank calls this function with the same parameter.
+
+    Args:
+        param: a parameter of a model under an engine.
+
+    Returns:
+        (n,) fp32 on the compute device, or None if the parameter has no gradient.
+
+    Raises:
+        UsageError: if `param` belongs to no engine, is gathered, or the model runs.
+        BudgetError: if the RAM has no room for the copy.
+    """
+    access, handle = _find(param, "safe_get_local_grad")
+    # All ranks must know whether a gradient exists, so this is always a collective, unlike the call for other states.
+    return access.read_local(handle, State.GRAD)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """Returns this rank's partition of the result of `safe_get_full_optimizer_state`.
+
+    A rank may call this function alone, unless the state was set since the last forward or step. All ranks write such
+    an edit together: the call then waits until the other ranks call this function too, or use the model again.
+
+    Args:
+        param: a parameter of a model under an engine.
+        optim_state_key: name of the state.
+
+    Returns:
+        (n,) fp32 on the compute device, or None if the parameter is frozen.
+
+    Raises:
+        UsageError: if the optimizer keeps no such state; if `param` belongs to no engine, is gathered, or the model
+            runs.
+        BudgetError: if the RAM has no room for the copy.
+    """
+    access, handle = _find(param, "safe_get_local_optimizer_state")
+    return access.read_state_local(handle, optim_state_key)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replaces this rank's partition of a parameter's fp32 master.
+
+    Every rank calls this function, with its own partition.
+
+    Args:
+        param: a parameter of a model under an engine.
+        value: (n,), the elements of this rank, in fp32, bf16 or fp16; copied.
+
+    Raises:
+        UsageError: if `param` is frozen and the values differ from the weight; if `value` has another shape or dtype;
+            if `param` belongs to no engine, is gathered, or the model runs.
+        BudgetError: if the RAM has no room for two copies of the parameter.
+    """
+    access, handle = _find(param, "safe_set_local_fp32_param")
+    access.write_local(handle, State.WEIGHT, value)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replaces this rank's partition of the gradient that the next step will use.
+
+    Every rank calls this function, with its own partition.
+
+    Args:
+        param: a trainable parameter of a model under an engine.
+        value: (n,), the elements of this rank, in fp32, bf16 or fp16; copied.
+
+    Raises:
+        UsageError: if `param` is frozen; if `value` has another shape or dtype; if `param` belongs to no engine, is
+            gathered, or the model runs.
+        BudgetError: if the RAM has no room for two copies of the parameter.
+    """
+    access, handle = _find(param, "safe_set_local_grad")
+    access.write_local(handle, State.GRAD, value)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Replaces this rank's partition of an optimizer state.
+
+    Every rank calls this function, with its own partition.
+
+    Args:
+        param: a trainable parameter of a model under an engine.
+        value: (n,), the elements of this rank, in fp32, bf16 or fp16; copied.
+        optim_state_key: name of the state, such as "exp_avg".
+
+    Raises:
+        UsageError: if the optimizer keeps no such state or has no kernel; if `param` is frozen; if `value` has another
+            shape or dtype; if `param` belongs to no engine, is gathered, or the model runs.
+        BudgetError: if the RAM has no room for two copies of the parameter.
+    """
+    access, handle = _find(param, "safe_set_local_optimizer_state")
+    access.write_local(handle, access.state(handle, optim_state_key), value)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Declares that the forward of `module` uses `parameter`, which belongs to another module.
+
+    Seldom needed: a use of a parameter is detected if a function of torch receives it, or if its `data_ptr()` is read.
+    A parameter must be registered if a function that torch does not see reads its memory, such as a function of a C++
+    extension that is called directly. Registering twice has no further effect.
+
+    Args:
+        module: the module whose forward uses the parameter. A module of the model may be registered before or after
+            `offload.initialize`, any other module only after it.
+        parameter: the parameter.
+
+    Raises:
+        UsageError: if `module` is not a module, or `parameter` not a parameter.
+    """
+    _check_external("register_external_parameter", module, parameter)
+    if not _is_in(parameter, external_parameters(module)):
+        # The list stays on the module, for an engine that is built later.
+        set_external_parameters(module, [*external_parameters(module), parameter])
+        owner = _owner(parameter)
+        if owner is not None:
+            # The engine has placed its hooks already; a later `initialize` reads the list of the module.
+            owner[0].use_in(module, owner[1])
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Reverts `register_external_parameter`.
+
+    Args:
+        module: the module that was registered.
+        parameter: the parameter that was registered with it.
+
+    Raises:
+        UsageError: if the parameter is not registered with the module, or if an argument is not of the annotated type.
+    """
+    _check_external("unregister_external_parameter", module, parameter)
+    if not _is_in(parameter, external_parameters(module)):
+        raise UsageError(f"this parameter was not registered with this {type(module).__name__}")
+    # By identity: `list.remove` would compare tensors by value.
+    set_external_parameters(module, [other for other in external_parameters(module) if other is not parameter])
+    owner = _owner(parameter)
+    if owner is not None:
+        owner[0].end_use_in(module, owner[1])
+
+
+def _find(parameter: Any, call: str) -> tuple[ParamAccess, ParamHandle]:
+    """Returns the accessor of the engine that owns a parameter, and the parameter's handle.
+
+    Args:
+        parameter: the argument that the user passed, of any type.
+        call: name of the public function, for the error.
+
+    Raises:
+        UsageError: if `parameter` is not a parameter, belongs to no engine or is gathered, or if the model runs.
+    """
+    if not isinstance(parameter, nn.Parameter):
+        raise UsageError(f"{call} expects a parameter of a model under an engine, got {type(parameter).__name__}")
+    owner = _owner(parameter)
+    if owner is None:
+        # A parameter that still has a handle has outlived its engine.
+        handle = handle_of(parameter)
+        if handle is not None:
+            _ = handle.engine  # raises, since the engine was destroyed
+        raise UsageError(
+            f"{call} expects a parameter of a model under an engine; this parameter, of shape "
+            f"{list(parameter.shape)}, belongs to no engine: take the parameter from engine.module"
+        )
+    # A running model uses the parameter's device buffer; a gathered parameter has memory that the user may be changing.
+    owner[0].check_idle(owner[1], call)
+    return owner
+
+
+def _owner(parameter: nn.Parameter) -> tuple[ParamAccess, ParamHandle] | None:
+    """Returns the accessor of the engine that owns a parameter, and the handle; None if no engine owns it."""
+    # A bound parameter is an ordinary parameter without a handle, so each engine looks it up in its own table.
+    for access in engines():
+        handle = access.handle(parameter)
+        if handle is not None and handle.owner is not None:
+            return access, handle
+    return None
+
+
+def _check_external(call: str, module: Any, parameter: Any) -> None:
+    """Raises `UsageError` if the arguments are not a module and a parameter."""
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+        raise UsageError(
+            f"{call} expects a module and a parameter, got {type(module).__name__} and {type(parameter).__name__}"
+        )
+
+
+def _is_in(parameter: nn.Parameter, parameters: list[nn.Parameter]) -> bool:
+    """Returns True if `parameters` contains this very object.
+
+    Tensors compare element by element, so `in` does not work.
+    """
+    return any(other is parameter for other in parameters)

@@ -1,0 +1,374 @@
+"""Construction of an engine's optimizer: from the optimizer that the user passed, or from the config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offload.config import OptimizerBlock, SchedulerBlock
+from offload.config.blocks.values import spelled_number
+from offload.engine.optimizer import RULES, Optimizer, plain, rule_of
+from offload.errors import ConfigError
+from offload.layout.flat_layout import StateField
+from offload.layout.memory_plan import rule_name
+from offload.layout.modes import ADAM, TORCH
+from offload.layout.optimizer_states import MARK, MATRIX_RULES, make
+from offload.optimizers.matrices import matrix_optimizer, no_rate
+from offload.optimizers.of_torch import find_kept
+from offload.schedules import MADE_BY
+from offload.schedules.base import Schedule
+from offload.sizes import count_of
+
+# -- build optimizer -----------------------------------------------------------------------------------
+
+
+def choose(block: OptimizerBlock | None, model: nn.Module, given: Any, model_parameters: Any) -> Optimizer:
+    """Returns the engine's optimizer.
+
+    Args:
+        block: the config's optimizer block, used if nothing is given; None if the config has none.
+        model: the model; the optimizer must contain all its trainable parameters, and none of another model.
+        given: a torch optimizer, a function that makes a torch optimizer from a list of parameters, or None.
+        model_parameters: parameters or groups for the config's optimizer or for the function; None stands for all that
+            are trainable.
+
+    Raises:
+        ConfigError: no optimizer is given or configured; the given one has stepped already, or is no torch optimizer;
+            the config's has no learning rate; `model_parameters` contains something else; or the optimizer lacks a
+            trainable parameter or contains one that is not the model's.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # DeepSpeed accepts a function of the parameters in place of an optimizer. A torch optimizer may be callable too.
+    if callable(given) and not isinstance(given, torch.optim.Optimizer):
+        given = given(list(model_parameters) if model_parameters is not None else trainable)
+        if given is None:
+            raise ConfigError("the function that was passed as optimizer= returned None; it should return an optimizer")
+    if given is not None:
+        chosen = from_torch(given)
+    elif not trainable:
+        return _no_optimizer()
+    elif block is None:
+        raise ConfigError(
+            f"{count_of(len(trainable), 'parameter is', 'parameters are')} trainable, but there is no optimizer; add "
+            f'to the config "optimizer": {{"type": "AdamW", "params": {{"lr": 3e-4}}}}, or pass optimizer='
+        )
+    else:
+        chosen = from_config(_trainable_only(model_parameters, trainable), block, model)
+    _check_covers(chosen, model)
+    return chosen
+
+
+def _trainable_only(given: Iterable[Any] | None, trainable: Sequence[nn.Parameter]) -> list[Any]:
+    """Returns the parameters or groups `given` without frozen parameters, or all of `trainable` if `given` is None.
+
+    Raises:
+        ConfigError: `given` contains objects that are no parameters.
+    """
+    if given is None:
+        return list(trainable)
+    items = _listed(given)
+    if items and all(isinstance(group, Mapping) and "params" in group for group in items):
+        groups = [{**group, "params": _listed(group["params"])} for group in items]
+        inner = [p for group in groups for p in group["params"]]
+    else:
+        groups, inner = [], items
+    wrong = [p for p in inner if not isinstance(p, torch.Tensor)]
+    if wrong:
+        pairs = "; named_parameters() gives pairs, parameters() does not" if isinstance(wrong[0], tuple) else ""
+        raise ConfigError(
+            "model_parameters= expects parameters, as model.parameters() gives them, or groups of them, dicts with "
+            f'"params", but contains {_kind(wrong[0])}{pairs}; leave this argument out to train all that require '
+            "gradients"
+        )
+    if groups:
+        return [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+    return [p for p in items if p.requires_grad]
+
+
+def _listed(given: Any) -> list[Any]:
+    """Returns `given` as a list; a single tensor or object becomes a list of one."""
+    return [given] if isinstance(given, torch.Tensor) or not isinstance(given, Iterable) else list(given)
+
+
+def _kind(item: Any) -> str:
+    """Returns the kind of an object that is no parameter, in words for an error message."""
+    return "a dict without them" if isinstance(item, Mapping) else f"a {type(item).__name__}"
+
+
+def _no_optimizer() -> Optimizer:
+    """Returns the optimizer of a model that trains nothing."""
+    # One empty group, because torch refuses an optimizer without groups.
+    numbers = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
+    return Optimizer([{"params": []}], numbers)
+
+
+def from_config(params: Iterable[Any], block: OptimizerBlock, model: nn.Module) -> Optimizer:
+    """Returns the optimizer of the config's block.
+
+    Args:
+        params: parameters, or groups of them as torch takes them.
+        block: the config's optimizer block.
+        model: the model, by whose modules Muon and SinkGD know which parameters are matrices.
+
+    Raises:
+        ConfigError: the learning rate is missing, a parameter is marked as a matrix and is none, or a class of torch
+            does not exist, cannot be used, or does not take the params.
+    """
+    settings = block.settings
+    given = list(params)
+    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+    if block.of_torch:
+        if "lr" not in settings:
+            raise no_rate()
+        return from_torch(make(block.type, [dict(group) for group in groups], settings))
+    name = rule_name(block, groups)
+    if name in MATRIX_RULES:
+        return matrix_optimizer(groups, block, name, model)
+    if block.params.lr is None:
+        raise no_rate()
+    if name == ADAM:
+        # DeepSpeed's "Adam" is AdamW too, unless adam_w_mode is false.
+        settings["decoupled"] = block.type == "AdamW" or settings["adam_w_mode"]
+    rule = RULES[name]
+    defaults = {"lr": block.params.lr, **{key: settings[key] for key in rule.keys if key != "lr"}}
+    return Optimizer(groups, defaults, rule)
+
+
+def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
+    """Returns the engine's optimizer in place of a torch optimizer, which must not have stepped.
+
+    Both contain the same groups, so schedules and users that hold the torch optimizer still act on the engine. Without
+    a suitable kernel the torch optimizer's own code runs (see `torch_fallback`).
+
+    Raises:
+        ConfigError: the argument is no optimizer, or has stepped already.
+    """
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer= expects a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    _check_kept(optimizer)
+    rule = rule_of(optimizer)
+    for group in optimizer.param_groups:
+        if rule.name == ADAM:
+            decoupled = type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
+            group.setdefault("decoupled", decoupled)
+        for key in rule.scheduled:
+            # A tensor stays the script's, which may fill it; a step reads its number.
+            if key in group and not isinstance(group[key], torch.Tensor):
+                value = plain(group[key], rule.name)
+                group[key] = tuple(value) if isinstance(value, list) else value
+    groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
+    mine = Optimizer(groups, optimizer.defaults, rule)
+    # The list of groups itself is shared; the constructor has checked copies of the groups.
+    mine.param_groups = optimizer.param_groups
+    mine.replaced = optimizer
+    # Hooks of the torch optimizer are shared too: schedules and profilers may have registered some.
+    mine._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
+    mine._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+    return mine
+
+
+_STATE_HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+
+
+def _check_kept(optimizer: torch.optim.Optimizer) -> None:
+    """Checks that a torch optimizer is new, and keeps what it keeps in states of parameters and in its groups.
+
+    Raises:
+        ConfigError: the optimizer has stepped, or keeps something that no commit would contain.
+    """
+    kind = type(optimizer)
+    for key, state in optimizer.state.items():
+        if not isinstance(key, torch.Tensor):
+            raise ConfigError(
+                f"{kind.__name__} keeps state[{key!r}], which is no parameter's, so no commit would contain it; give "
+                "an optimizer that keeps states by parameter"
+            )
+        # Adagrad makes its states at construction, with step 0, and `attach` drops them. A look at the states of a
+        # parameter leaves an empty dict.
+        if state and (not isinstance(state, Mapping) or float(state.get("step", 1))):
+            names = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise ConfigError(
+                f"the optimizer contains states already ({names}), which would be lost; give a new optimizer that has "
+                "not stepped, and whose class makes states in step()"
+            )
+    if callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None)):
+        raise ConfigError(
+            f"{kind.__name__} has two modes, train() and eval(), between which it moves all weights outside of "
+            "step(), as schedule-free optimizers do; an engine moves weights in step() alone: use AdamW and a schedule"
+        )
+    step = vars(optimizer).get("step")
+    step = getattr(step, "__func__", step)
+    # A schedule of torch counts the calls by a wrapper of its own.
+    if getattr(step, "_wrapped_by_lr_sched", False):
+        step = getattr(step, "__wrapped__", None)
+    if step is not None and step is not getattr(kind, "step", None):
+        raise ConfigError(
+            f"step of this {kind.__name__} was replaced on the object, and an engine would not call it: override step "
+            "in a subclass, or use register_step_pre_hook and register_step_post_hook"
+        )
+    hooks = [name for name in _STATE_HOOKS if getattr(optimizer, f"_optimizer_{name}_hooks", None)]
+    more = sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"}))
+    if hooks or more:
+        what = f"hooks on its state dict ({hooks[0]})" if hooks else f"{', '.join(more)} in its state_dict()"
+        raise ConfigError(
+            f"{kind.__name__} has {what}, which commits and checkpoints would not contain; keep numbers in the "
+            "optimizer's groups, and objects in engine.register_for_checkpointing"
+        )
+
+
+def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[StateField, ...]]:
+    """Returns the states of each trainable parameter, by its name, of an optimizer whose states are packed.
+
+    The result is empty for any other optimizer. The optimizer's own code runs, and may draw from any random
+    generator; the caller restores the generators.
+
+    Raises:
+        ConfigError: the optimizer cannot run parameter by parameter.
+    """
+    if optimizer.rule.name != TORCH or optimizer.replaced is None:
+        return {}
+    return find_kept(optimizer.replaced, _names(model))
+
+
+def matrices_by(optimizer: Optimizer, model: nn.Module) -> frozenset[str] | None:
+    """Returns the names of the parameters that the optimizer steps as matrices; None if it has no rule for them."""
+    if optimizer.rule.name not in MATRIX_RULES:
+        return None
+    names, groups = _names(model), optimizer.param_groups
+    marked = (id(parameter) for group in groups if group[MARK] for parameter in group["params"])
+    return frozenset(names[each] for each in marked if each in names)
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """Returns the names of the trainable parameters, by their ids."""
+    return {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _check_covers(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raises `ConfigError` if the groups lack a trainable parameter of `model`, or contain one of another model.
+
+    Frozen parameters of the model may be in the groups.
+    """
+    mine = {id(parameter): name for name, parameter in model.named_parameters()}
+    grouped = optimizer.settings()
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in mine]
+    if strangers:
+        raise ConfigError(
+            f"the optimizer has {count_of(len(strangers), 'parameter that is', 'parameters that are')} not the "
+            "model's: make the optimizer from the parameters of the given model, in the form in which it will be "
+            "trained"
+        )
+    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in grouped]
+    if left:
+        raise ConfigError(
+            f"{count_of(len(left), 'parameter that requires gradients is', 'parameters that require gradients are')} "
+            f"in no group of the optimizer, the first is {left[0]}; add the parameters that shall train, and call "
+            "requires_grad_(False) on the others"
+        )
+
+
+# -- build scheduler -----------------------------------------------------------------------------------
+#
+# Construction of an engine's learning-rate schedule: the one that the user passed, or the config's.
+
+
+class Chosen(NamedTuple):
+    """The schedule of an engine, or None, and notices for the user."""
+
+    schedule: Any
+    notices: tuple[str, ...]
+
+
+def choose_scheduler(block: SchedulerBlock | None, given: Any, optimizer: torch.optim.Optimizer) -> Chosen:
+    """Returns the engine's schedule.
+
+    Args:
+        block: the config's scheduler block; None if the config has none.
+        given: a schedule, a function that makes one from the optimizer, or None.
+        optimizer: the engine's optimizer.
+
+    Raises:
+        ConfigError: the schedule cannot be made, or does not fit the optimizer.
+    """
+    if given is not None:
+        lines = (
+            ()
+            if block is None
+            else (f"the schedule {block.type} of the config is not used, because lr_scheduler= was passed",)
+        )
+        schedule = given(optimizer) if _is_factory(given) else given
+        _check_given(schedule, optimizer)
+        return Chosen(schedule, lines)
+    if block is None:
+        return Chosen(None, ())
+    if block.type not in MADE_BY:
+        return Chosen(_of_torch(block, optimizer), ())
+    params = {name: value for name, value in block.params.items() if value is not None}
+    made = MADE_BY[block.type](optimizer, **params)
+    return Chosen(made, _unused_rates(made))
+
+
+def _is_factory(given: Any) -> bool:
+    """Returns True if `given` makes a schedule: a class, or a function that cannot be stepped itself."""
+    return isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
+
+
+def _check_given(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raises `ConfigError` if a schedule needs arguments, cannot be stepped, or belongs to another optimizer."""
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau needs a metric at each step, which engine.step() cannot supply; call step(metric) of "
+            "the schedule yourself and do not pass the schedule as lr_scheduler"
+        )
+    if not callable(getattr(schedule, "step", None)):
+        raise ConfigError(
+            "lr_scheduler= expects a schedule, an object with step(), or a function that makes a schedule from the "
+            f'optimizer, got {type(schedule).__name__}; to choose a schedule by name, use the block "scheduler" of '
+            "the config"
+        )
+    # Groups are compared and not optimizers: a replaced torch optimizer shares its groups with the engine's.
+    groups = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
+    if groups and groups[0] is not optimizer.param_groups[0]:
+        raise ConfigError(
+            f"the {type(schedule).__name__} that was passed as lr_scheduler= moves the learning rates of another "
+            "optimizer than the engine's; pass its optimizer as optimizer= too, or pass as lr_scheduler= a function "
+            "that makes the schedule from the optimizer that the function receives"
+        )
+
+
+def _of_torch(block: SchedulerBlock, optimizer: torch.optim.Optimizer) -> Any:
+    """Returns the schedule of torch that the block names."""
+    params = {name: value for name, value in block.params.items() if not (value is None or value == "auto")}
+    arguments = {name: _argument(value) for name, value in params.items()}
+    try:
+        return getattr(torch.optim.lr_scheduler, block.type)(optimizer, **arguments)
+    except Exception as error:  # constructors raise any class
+        raise ConfigError(f"scheduler.params {params} do not make a torch {block.type}: {error}") from error
+
+
+def _argument(value: Any) -> Any:
+    """Returns a value of the file as torch's schedules expect it; they check no types until they are stepped."""
+    if isinstance(value, list):
+        return [_argument(each) for each in value]
+    number = spelled_number(value)
+    # JSON may spell a number of steps as 1e3, which is a float.
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+def _unused_rates(schedule: Schedule) -> tuple[str, ...]:
+    """Returns a notice if the optimizer's learning rate has no effect under the schedule."""
+    if not schedule.peaks:
+        return ()
+    both = (schedule.peaks, schedule.base_lrs)
+    mine, theirs = (", ".join(f"{rate:g}" for rate in dict.fromkeys(rates)) for rates in both)
+    return (
+        (
+            f"the learning rate follows the schedule, whose {schedule.PEAK} is {mine}; the optimizer's {theirs} is not "
+            "used"
+        ),
+    )

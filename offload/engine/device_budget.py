@@ -1,0 +1,647 @@
+"""Growth of the device arena after the first step, its shrinking, and advice when the device is out of memory.
+
+    first step     ─► torch's allocator shows the memory that activations took ─► the arena grows into the memory that
+                      they left free, for all units, and beyond that for gradients that accumulate on the device
+    out of memory  ─► units in grown memory are dropped, totals of gradients there are copied to the host ─► torch has
+                      the memory again
+
+Memory is given back only between calls of the model, when no view of weights is alive in it: at once before a forward
+is repeated or when the user asks, else at the next call of the engine. Errors that the engine does not see, as those
+of `model.generate`, are found in the counters of torch's allocator. Where torch freed its own cache instead of raising,
+memory is given back at the end of the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from torch import nn
+
+from offload.aio import resident_bytes
+from offload.distributed.agreement import Collective, all_or_nothing
+from offload.engine.components import EngineComponents
+from offload.engine.gradients import GradientAccumulator
+from offload.engine.snapshot import GeneratorStates
+from offload.errors import BudgetError, UsageError
+from offload.interrupts import uninterrupted
+from offload.layout.placement import ArenaHistory, DeviceNeed, next_growth
+from offload.sizes import count_of, format_size
+from offload.states import State, Tier
+from offload.swapper.memory.device import Device, empty_cache, memory_stats, shortages
+from offload.swapper.memory.device_arena import DeviceArena
+from offload.swapper.memory.host_arena import HostArena, process_memory
+from offload.swapper.memory.limits import free_host_memory
+from offload.swapper.pager import Pager
+from offload.torch_internals import inside_backward, tree_leaves
+
+# -- device growth -------------------------------------------------------------------------------------
+
+
+logger = logging.getLogger("offload")
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+"""Types of inputs, beside tensors, that a forward cannot change."""
+
+
+Buffers = Mapping[str, torch.Tensor | None]
+"""Buffers of one module, by name: the dict that the module keeps."""
+
+
+_BACKWARD = (
+    "The backward ended in the middle and cannot be resumed; gradients that it had made by then stay in the step. Call "
+    "zero_grad() and run the forward and backward of every micro-batch of this step again"
+)
+
+
+class _Reason(NamedTuple):
+    """Cause for which grown memory is given back."""
+
+    words: str
+    short: bool
+    """True if the device ran out of memory; False if the user asked."""
+
+
+_ASKED = _Reason("as asked", short=False)
+_FAILED = _Reason("the device was out of memory", short=True)
+_RETRIED = _Reason("the last step was short of device memory", short=True)
+_REPEATED = _Reason("the device was out of memory in a forward, which runs once more", short=True)
+
+
+class DeviceBudget:
+    """The size of one engine's device arena. Belongs to the thread that runs the model."""
+
+    def __init__(
+        self, module: nn.Module, pager: Pager, gradients: GradientAccumulator, device: Device, need: DeviceNeed
+    ) -> None:
+        """Stores the components.
+
+        Args:
+            module: the model.
+            pager: owner of the device arena.
+            gradients: receives grown memory for totals.
+            device: the compute device.
+            need: bounds of the arena, in bytes.
+        """
+        self._module, self._pager, self._gradients, self._device, self._need = module, pager, gradients, device, need
+        self._history = ArenaHistory()
+        self._added: tuple[int, ...] = ()
+        """Units whose gradients are added up in grown memory."""
+        self._buffers: list[Buffers] = []
+        """Buffers of each module of the model when the arena grew last: a walk of the modules takes too long."""
+        self._seen = shortages(device.torch)
+        """Counts of shortages when the arena grew last: only later shortages concern its present size."""
+        self._owed: _Reason | None = None
+        """Cause for which memory is to be given back as soon as no weights in it are in use."""
+
+    def end_step(self) -> None:
+        """Grows the arena into memory that steps leave free, or gives memory back if the step was short of some."""
+        self._history = self._history.after_step()
+        if self._history.wait == 0:
+            self._grow()
+        elif self._owed is not None:
+            self._give_back(self._owed)
+        elif self._history.grown and shortages(self._device.torch) != self._seen:
+            self._give_back(_RETRIED)
+
+    def relieve(self) -> None:
+        """Gives memory back if an earlier call ran out of memory, or wanted to give memory back and could not.
+
+        No forward or backward may run.
+        """
+        if self._owed is not None:
+            self._give_back(self._owed)
+        elif self._history.grown and shortages(self._device.torch).errors != self._seen.errors:
+            self._give_back(_FAILED)
+
+    def release(self) -> int:
+        """Gives back the bytes by which the arena has grown, and all that torch caches; returns the former."""
+        nbytes = self._give_back(_ASKED)
+        empty_cache(self._device.torch)
+        return nbytes
+
+    def _grow(self) -> None:
+        """Grows the arena as far as `next_growth` says."""
+        arena, room = self._pager.arena, self._device.room()
+        before = arena.nbytes
+        nbytes = next_growth(before, self._need, room, self._history)
+        added = self._need.added(before + nbytes) if nbytes else ()
+        try:
+            memory = self._pager.grow_device(nbytes, [each for _, each in added]) if nbytes else []
+        # Another process may have allocated the memory since `room()` was read. The engine works without the growth.
+        except BudgetError as error:
+            logger.info("the device budget stays %s: %s", format_size(before), error)
+            nbytes, added, memory = 0, (), []
+        self._history = self._history.after_growth(nbytes, room)
+        # A growth that failed, and one for which torch emptied its cache, are no shortage of the steps to come.
+        self._seen = shortages(self._device.torch)
+        if not nbytes:
+            return
+        self._added = tuple(unit for unit, _ in added)
+        self._buffers = buffers_of(self._module)
+        self._gradients.add_up_in(dict(zip(self._added, memory, strict=True)))
+        logger.info(
+            "device memory grows from %s to %s: activations took at most %s so far, and %s are free. "
+            '"device_memory" in the "offload" block sets another size',
+            format_size(before),
+            format_size(before + nbytes),
+            format_size(self._history.peak),
+            format_size(room.free),
+        )
+
+    @uninterrupted
+    def _give_back(self, reason: _Reason) -> int:
+        """Gives grown memory back to torch, and returns its bytes; 0 if there is none, or if weights in it are in use.
+
+        In the latter case memory is given back later.
+        """
+        if not self._history.grown:
+            return 0
+        room, before = self._device.room(), self._pager.arena.nbytes
+        memory = self._gradients.stop_adding_up_in(self._added) if self._added else {}
+        nbytes = self._pager.shrink_device()
+        if not nbytes:
+            self._gradients.add_up_in(memory)
+            self._owed = reason
+            return 0
+        del memory  # the last references to the allocation that the pager has given up
+        self._history, self._added, self._owed = self._history.after_return(room, reason.short), (), None
+        empty_cache(self._device.torch)
+        logger.log(
+            logging.WARNING if reason.short else logging.INFO,
+            "%s: the engine gives back %s of the %s that it used on the device for weights",
+            reason.words,
+            format_size(nbytes),
+            format_size(before),
+        )
+        return nbytes
+
+    # -- calls of the model -------------------------------------------------------------------------
+
+    def run(self, forward: Callable[[], Any], inputs: Any, alone: bool) -> Any:
+        """Returns the result of `forward`, which runs again if device memory ran out and grown memory was given back.
+
+        A forward is repeated only where the repetition changes nothing but the time: neither a buffer of the model nor
+        an input was changed, and the random generators are restored first.
+
+        Args:
+            forward: runs the model.
+            inputs: all that the model is given.
+            alone: True if no other rank takes part in this forward.
+        """
+        before = _State.of(self._buffers, inputs, self._device.torch) if self._history.grown and alone else None
+        try:
+            return forward()
+        except torch.OutOfMemoryError as error:
+            if before is None or inside_backward() or not before.holds(self._module, inputs):
+                raise
+            # Frames of the failed forward hold its activations, and perhaps views of weights in grown memory.
+            traceback.clear_frames(error.__traceback__)
+            gc.collect()
+            if not self._give_back(_REPEATED):
+                raise
+        before.generators.restore(self._device.torch)
+        return forward()
+
+    @contextlib.contextmanager
+    def advised(self, backward: bool = False) -> Iterator[None]:
+        """Adds advice to an out-of-memory error that torch raises in the context. The error keeps its type.
+
+        Args:
+            backward: True if the context is a backward. It is not repeated, because by then it has freed the tensors
+                that autograd had saved.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            # Not given back here: the error's frames, and a backward that has not ended, may hold views of weights.
+            self._owed = _FAILED if self._history.grown else None
+            words = f"{error} {advice(self._pager.arena.nbytes, self._need.least, self._history.grown)}"
+            error.args = (f"{words} {_BACKWARD}" if backward else words,)
+            raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class _State:
+    """The state that a forward could change beside its own outputs, as it was before the forward."""
+
+    generators: GeneratorStates
+    tensors: list[tuple[torch.Tensor, int]]
+    """Buffers of the model and tensors among the inputs, each with its version."""
+
+    @classmethod
+    def of(cls, buffers: Sequence[Buffers], inputs: Any, device: torch.device) -> _State | None:
+        """Returns the present state; None if a change of an input or a buffer would not be noticed."""
+        tensors = _versions(buffers, inputs)
+        return None if tensors is None else cls(generators=GeneratorStates.of(device), tensors=tensors)
+
+    def holds(self, module: nn.Module, inputs: Any) -> bool:
+        """Returns True if buffers and inputs are the same tensors, unchanged; random generators may differ."""
+        # Of all modules that there are now: one that came since the last growth differs, if it has buffers.
+        now = _versions(buffers_of(module), inputs)
+        return (
+            now is not None
+            and len(now) == len(self.tensors)
+            and all(a is b and old == new for (a, old), (b, new) in zip(self.tensors, now, strict=True))
+        )
+
+
+def buffers_of(module: nn.Module) -> list[Buffers]:
+    """Returns the buffers of each module, by name, as the modules themselves keep them."""
+    return [part._buffers for part in module.modules()]
+
+
+def _versions(modules: Sequence[Buffers], inputs: Any) -> list[tuple[torch.Tensor, int]] | None:
+    """Returns all buffers and input tensors, each with the number of its changes in place.
+
+    Returns None if an input has an unknown type, such as a cache of keys and values, or a tensor does not count its
+    changes.
+    """
+    leaves = [leaf for leaf in tree_leaves(inputs) if not isinstance(leaf, _PLAIN)]
+    buffers = [each for part in modules if part for each in part.values() if each is not None]
+    tensors = [*buffers, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
+    if not all(isinstance(leaf, torch.Tensor) for leaf in leaves) or any(each.is_inference() for each in tensors):
+        return None
+    return [(each, each._version) for each in tensors]
+
+
+def advice(nbytes: int, least: int, returned: int = 0) -> str:
+    """Returns advice for a device on which activations do not fit beside the arena.
+
+    Args:
+        nbytes: size of the arena, in bytes.
+        least: the smallest size that works, in bytes.
+        returned: bytes of the arena that the engine's next call gives back.
+    """
+    used = f"The engine uses {format_size(nbytes)} of the device for weights"
+    pieces = (
+        "Free memory in many pieces is joined by PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
+    )
+    if returned:
+        return (
+            f"{used}, and gives back {format_size(returned)} of them with its next call: after zero_grad() the same "
+            f"step has that much more memory. {pieces}"
+        )
+    ways = 'smaller micro-batches, shorter sequences, or "activations": "auto" in the "offload" block leave more room'
+    if nbytes > least:
+        ways += (
+            '; so does a smaller "device_memory" in the "offload" block: the least that works is '
+            f"{format_size(least)} ({least} bytes)"
+        )
+    return f"{used}. Activations, and gradients until they are copied to the host, use the rest: {ways}. {pieces}"
+
+
+# -- report --------------------------------------------------------------------------------------------
+#
+# RSS and device memory of a process by owner, in sums that add up.
+
+
+class MemoryReport(dict[str, Any]):
+    """Numbers of bytes by name; `str()` renders them as text."""
+
+    def __str__(self) -> str:
+        host, device = self["host"], self["device"]
+        lines = [
+            f"resident {format_size(host['rss'])} = {format_size(host['base'])} before training + "
+            f"{format_size(host['arena'])} of the host budget + {format_size(host['device_arena'])} of a device that "
+            f"is the CPU + {format_size(host['other_engines'])} of other engines + {format_size(host['other'])} of "
+            "everything else"
+        ]
+        lines += [
+            f"  {name}: {format_size(each['used'])} of {format_size(each['budget'])} in use, "
+            f"{format_size(each['peak'])} at most"
+            for name, each in self["classes"].items()
+            if each["budget"]
+        ]
+        lines.append(
+            f"device {format_size(device['allocated'])} = {format_size(device['arena'])} of the device budget "
+            f"({format_size(device['in_use'])} in use) + {format_size(device['other'])} of everything else"
+        )
+        activations = self["activations"]
+        if any(each["peak"] for each in activations.values()):
+            lines.append(
+                "inputs of checkpointed units, now and at most: "
+                + ", ".join(
+                    f"{format_size(each['used'])} and {format_size(each['peak'])} on {tier}"
+                    for tier, each in activations.items()
+                )
+            )
+        allocator = self["allocator"]
+        if allocator:
+            lines.append(
+                f"torch's allocator: {format_size(allocator['allocated'])} allocated, "
+                f"{format_size(allocator['allocated_peak'])} at most, of {format_size(allocator['reserved'])} "
+                f"reserved, {format_size(allocator['reserved_peak'])} at most; "
+                f"{count_of(allocator['retries'], 'retry', 'retries')} after it freed its cache, "
+                f"{count_of(allocator['out_of_memory'], 'error')} of no memory"
+            )
+        return "\n".join(lines)
+
+
+def resident_of_arenas(components: EngineComponents) -> tuple[int, int]:
+    """Returns resident bytes of the host arena, and of the device arena if the device is the CPU."""
+    blocks = [memory for _, memory in components.pager.arena.blocks if memory.device.type == "cpu" and memory.numel()]
+    on_cpu = sum(resident_bytes(memory.data_ptr(), memory.numel()) for memory in blocks)
+    return sum(resident_bytes(arena.address, arena.nbytes) for arena in _own_arenas(components)), on_cpu
+
+
+def _own_arenas(components: EngineComponents) -> list[HostArena]:
+    """Returns the host memory of one engine."""
+    return [components.arena, *components.activations.arenas]
+
+
+def base_bytes(components: EngineComponents) -> int:
+    """Returns resident bytes of this process outside of this engine's arenas and the other engines' host arenas."""
+    return int(psutil.Process().memory_info().rss) - sum(resident_of_arenas(components)) - _others(components)
+
+
+def memory_report(components: EngineComponents, base: int) -> MemoryReport:
+    """Returns the memory of this process by owner, in bytes.
+
+    `host`: rss = base + arena + device_arena + other_engines + other. "other" came after the engine was built:
+    activations, gradients in flight, libraries. `device`: allocated = arena + other. `allocator`: figures of torch's
+    allocator of the device, in which the arena counts as allocated; empty on a CPU. Each of `classes` lists its budget
+    in the host arena, the bytes in use now, and the peak. `activations` lists the inputs of checkpointed units by tier.
+
+    Args:
+        components: components of the engine.
+        base: the result of `base_bytes` when the engine was built.
+    """
+    arena, device_arena = resident_of_arenas(components)
+    others = _others(components)
+    rss = int(psutil.Process().memory_info().rss)
+    budget = components.pager.arena
+    device = components.shards.device.torch
+    # The CPU has no allocator to ask, so the arena stands for the whole device.
+    on_cpu = device.type == "cpu"
+    taken = 0 if budget.given_back else budget.nbytes
+    allocated = taken if on_cpu else torch.get_device_module(device).memory_allocated(device)
+    return MemoryReport(
+        host={
+            "rss": rss,
+            "base": base,
+            "arena": arena,
+            "device_arena": device_arena,
+            "other_engines": others,
+            "other": rss - base - arena - device_arena - others,
+        },
+        host_memory=sum(each.nbytes for each in _own_arenas(components)),
+        classes={
+            name: {"budget": region.space.nbytes, "used": region.space.used_bytes, "peak": region.space.peak_bytes}
+            for name, region in components.arena.regions.items()
+        },
+        device={
+            "allocated": allocated,
+            "arena": taken,
+            "in_use": min(budget.used_bytes, taken),
+            "other": allocated - taken,
+        },
+        activations=components.activations.bytes_by_tier(),
+        allocator=_allocator(device),
+    )
+
+
+def _allocator(device: torch.device) -> dict[str, int]:
+    """Returns bytes and counts of torch's allocator of a device since the start of the process; empty on a CPU.
+
+    A retry means that torch had to give its cache back to the driver before an allocation succeeded: memory is short.
+    """
+    found = memory_stats(device)
+    if not found:
+        return {}
+    return {
+        "allocated": found.get("allocated_bytes.all.current", 0),
+        "allocated_peak": found.get("allocated_bytes.all.peak", 0),
+        "reserved": found.get("reserved_bytes.all.current", 0),
+        "reserved_peak": found.get("reserved_bytes.all.peak", 0),
+        "retries": found.get("num_alloc_retries", 0),
+        "out_of_memory": found.get("num_ooms", 0),
+    }
+
+
+def _others(components: EngineComponents) -> int:
+    """Returns resident bytes of the host arenas of other engines of this process."""
+    own = _own_arenas(components)
+    arenas = [arena for arena in process_memory().arenas if arena not in own]
+    return sum(resident_bytes(arena.address, arena.nbytes) for arena in arenas)
+
+
+# -- sleep ---------------------------------------------------------------------------------------------
+#
+# Sleep: the memory of an engine's arenas, given back between steps while others need it, and taken again.
+#
+#     sleep   cached weights are dropped ─► partitions that are in no file are set aside ─► the arenas give memory back
+#     wake    the arenas take memory again ─► partitions are read from the swap files, or from where they were set aside
+#
+# Arenas keep their layout: only the memory behind them goes. A partition on the device or in host memory that the swap
+# files contain too is read from them. Of any other partition the bytes stay in host memory: one of the device is copied
+# there, one of the host arena remains where it is, unpinned.
+
+
+_Partition = tuple[int, State]
+"""A partition of this rank: the unit and the state."""
+
+
+class FreedBytes(NamedTuple):
+    """Bytes that a sleeping engine has given back."""
+
+    device: int
+    """Bytes of device memory; where the device is the CPU, resident bytes of host memory."""
+    host: int
+    """Resident bytes of pinned host memory."""
+
+
+class Sleep:
+    """The sleep of one engine. Belongs to the thread that runs the model."""
+
+    def __init__(self, components: EngineComponents, device_budget: DeviceBudget) -> None:
+        """Stores the components of an engine that is awake.
+
+        Args:
+            components: all components.
+            device_budget: gives memory back by which the device arena has grown.
+        """
+        self._components, self._device_budget = components, device_budget
+        self._aside: dict[_Partition, torch.Tensor] = {}
+        """Bytes of partitions on the device that no file contains, in host memory."""
+        self._freed: FreedBytes | None = None
+
+    @property
+    def asleep(self) -> bool:
+        """True between `sleep` and `wake`."""
+        return self._freed is not None
+
+    def sleep(self, host: bool, micro_batches: int) -> FreedBytes:
+        """Gives the memory of the device arena back, and with `host` that of the host arena; see `RunningApi.sleep`.
+
+        All updates and commits are done. Of an engine that is asleep, only the host arena is left to give back.
+
+        Args:
+            host: True to give the host arena back too.
+            micro_batches: backwards since the last optimizer step.
+        """
+        if not self.asleep:
+            # Together: a rank whose units are all on its device asks no other rank, and would not learn that one slept.
+            with all_or_nothing(self._components.agreement, Collective.SLEEP, "sleep") as ranks:
+                ranks.settle(lambda: self._check(micro_batches))
+        return self._sleep(host)
+
+    def _check(self, micro_batches: int) -> None:
+        """Raises if the engine cannot sleep now. Changes nothing."""
+        components = self._components
+        # Gradients of an aborted backward count, as in torch.
+        components.gradients.end_backward()
+        units = range(len(components.layouts))
+        if micro_batches or any(components.gradients.present(unit) for unit in units):
+            raise UsageError(
+                "sleep was called while gradients wait for step(): call it after step(), or drop the gradients by "
+                "zero_grad()"
+            )
+        # A tensor over memory that is gone would read what others write there, or end the process.
+        components.unit_views.settle(stays=True)
+        if self._inputs_held():
+            gc.collect()  # a dead cycle, such as an exception's frames, may hold a graph
+        if self._inputs_held():
+            raise UsageError(
+                "sleep was called between a forward and its backward, for which the engine holds inputs of blocks: run "
+                "the backward and step() first, or drop the loss"
+            )
+        need = sum(nbytes for _, nbytes in self._without_files(Tier.DEVICE))
+        self._check_room(
+            0 if components.shards.device.host_addressable else need, "what no file contains of the device"
+        )
+
+    def _inputs_held(self) -> bool:
+        """Returns whether inputs of blocks are held for a backward."""
+        return any(each["used"] for each in self._components.activations.bytes_by_tier().values())
+
+    @staticmethod
+    def _check_room(nbytes: int, of: str) -> None:
+        """Raises `BudgetError` if host memory has no room for `nbytes`."""
+        free = free_host_memory()
+        if nbytes > free:
+            raise BudgetError(
+                f"sleep or wake needs {format_size(nbytes)} of host memory for {of}, {format_size(free)} are free: "
+                "place states on nvme, or free some"
+            )
+
+    @uninterrupted
+    def _sleep(self, host: bool) -> FreedBytes:
+        """Does as `sleep`, once every rank has passed the checks."""
+        try:
+            device = self._give_back_device() if self._freed is None else self._freed.device
+            before = 0 if self._freed is None else self._freed.host
+            self._freed = FreedBytes(device, before + (self._give_back_host() if host else 0))
+        except BaseException as error:  # memory and residencies may disagree
+            self._components.pager.fail(error)
+            raise
+        logger.info(
+            "the engine sleeps: %s of the device and %s of host memory are free; its next call takes them again",
+            format_size(self._freed.device),
+            format_size(self._freed.host),
+        )
+        return self._freed
+
+    @uninterrupted
+    def wake(self) -> None:
+        """Takes the memory again and fills it as it was. Does nothing if the engine is awake.
+
+        Raises:
+            BudgetError: if device or host have not as much free memory; the engine then sleeps on.
+            IoError: if the swap files cannot be read; the engine is then stopped.
+        """
+        if self._freed is None:
+            return
+        components = self._components
+        # Both checks come before the first change, so that a call that fails can be repeated.
+        self._check_room(self._freed.host, "the host arena")
+        components.pager.arena.take_back()
+        try:
+            for arena in self._host_arenas():
+                if arena.given_back:
+                    arena.pin()
+            # Promoted states among them, if no other engine of the process took their memory meanwhile.
+            components.shards.read_back()
+            while self._aside:
+                (unit, state), values = self._aside.popitem()
+                components.shards.put(unit, state, 0, values.numpy().data)
+            self._freed = None
+            components.pager.end_load()
+        except BaseException as error:
+            components.pager.fail(error)
+            raise
+        components.pager.prefetch()
+        logger.info("the engine is awake")
+
+    # -- giving back ----------------------------------------------------------------------------------
+
+    def _give_back_device(self) -> int:
+        """Drops all cached weights, sets partitions aside, gives the device arena back, and returns the bytes."""
+        components, arena = self._components, self._components.pager.arena
+        before = _resident(arena)
+        self._device_budget.release()
+        # Parameters of units that stay have this memory even as placeholders.
+        components.unit_views.vacate()
+        # From here on no thread prefetches weights: a late read would start an upload into memory that is gone.
+        components.pager.begin_load()
+        device, kept = components.shards.device, []
+        for (unit, state), nbytes in self._without_files(Tier.DEVICE):
+            resident = components.shards.resident_of(unit, state)
+            assert resident is not None, "a partition whose tier is the device"
+            values = resident.tensor.view(torch.uint8)
+            # Where kernels work in host memory a copy would free nothing, so the pages stay.
+            if device.host_addressable:
+                start = values.data_ptr() - arena.blocks[0][1].data_ptr()
+                kept.append((start, start + nbytes))
+            else:
+                self._aside[unit, state] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+                device.copy(self._aside[unit, state], values)
+        arena.give_back(kept)
+        return before - _resident(arena)
+
+    def _give_back_host(self) -> int:
+        """Gives the host arena back and returns the resident bytes that went."""
+        arena, kept = self._components.arena, []
+        before = self._resident_host()
+        for (unit, state), nbytes in self._without_files(Tier.HOST):
+            resident = self._components.shards.resident_of(unit, state)
+            assert resident is not None, "a partition whose tier is the host"
+            start = resident.tensor.data_ptr() - arena.address
+            kept.append((start, start + nbytes))
+        for each in self._host_arenas():
+            if not each.given_back:
+                each.give_back(kept if each is arena else ())
+        return before - self._resident_host()
+
+    def _host_arenas(self) -> list[HostArena]:
+        """Returns all host memory of the engine: its arena, and the memory of inputs of blocks."""
+        return [self._components.arena, *self._components.activations.arenas]
+
+    def _resident_host(self) -> int:
+        """Returns the resident bytes of the host arenas."""
+        return sum(resident_bytes(arena.address, arena.nbytes) for arena in self._host_arenas())
+
+    def _without_files(self, tier: Tier) -> list[tuple[_Partition, int]]:
+        """Returns the partitions in a tier that no file contains, with their bytes."""
+        shards = self._components.shards
+        return [
+            ((unit, state), nbytes)
+            for unit in range(len(shards.layouts))
+            for state, nbytes in shards.states(unit).items()
+            if nbytes and not shards.stored(unit, state) and shards.tier_of(unit, state) is tier
+        ]
+
+
+def _resident(arena: DeviceArena) -> int:
+    """Returns the bytes of a device arena: of all its memory, on the CPU of that which is resident."""
+    blocks = [memory for _, memory in arena.blocks]
+    if blocks[0].device.type != "cpu":
+        return sum(memory.untyped_storage().nbytes() for memory in blocks)
+    return sum(resident_bytes(memory.data_ptr(), memory.numel()) for memory in blocks)

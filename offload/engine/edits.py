@@ -1,0 +1,386 @@
+"""Reads and edits of weights between steps: state dicts, copies, EMA, `load_state_dict`, `offload.gathered`.
+
+Other states of a parameter are read in `param_access`, and edited by `WeightEdits` too.
+
+A copy that is read is ordinary memory. An edit is an update without a gradient: it waits for the previous step, passes
+through the update worker to the slot that the last commit does not name, and is committed with the next step, or when
+the engine is destroyed. Edits of one unit are collected and written together, when another unit is edited or the engine
+is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.engine._native import handle_of
+from offload.engine.callbacks import Edit, EngineCallbacks
+from offload.engine.experts import StackHandle
+from offload.engine.hooks import ModuleHooks
+from offload.engine.opaque import PagedTensor, ParameterBytes, keep_unpacked, ordinary
+from offload.engine.params import ParamHandle
+from offload.engine.params import handle_of as handle_of_placeholder
+from offload.engine.unit_views import UnitViews
+from offload.errors import BudgetError, UsageError
+from offload.interrupts import uninterrupted
+from offload.layout.flat_layout import UnitLayout
+from offload.sizes import GIB, format_size
+from offload.states import State
+from offload.swapper.memory.limits import free_host_memory
+from offload.swapper.pager import Pager
+from offload.torch_internals import first_state_dict_hook
+
+_MOST_GATHERED = GIB
+"""Bytes of pending edits above which the next edit writes them first.
+
+A fixed number, so that all ranks write at the same point of the program.
+"""
+
+
+class WeightEdits:
+    """The owner of a model's placeholders. Belongs to the thread that runs the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layouts: Sequence[UnitLayout],
+        handles: Sequence[Sequence[ParamHandle]],
+        pager: Pager,
+        hooks: ModuleHooks,
+        unit_views: UnitViews,
+        dtype: torch.dtype,
+        trains: bool,
+        several_ranks: bool,
+        callbacks: EngineCallbacks,
+        opaque: Sequence[ParameterBytes] = (),
+        stacks: Sequence[StackHandle] = (),
+        coded: Sequence[range] = (),
+    ) -> None:
+        """Hooks the state dicts of `model` and becomes the owner of its parameters.
+
+        Args:
+            model: the model.
+            layouts: the segments of each unit.
+            handles: the parameters of each unit.
+            pager: reads the newest weights.
+            hooks: know whether the model runs.
+            unit_views: the parameters that are materialized now.
+            dtype: dtype of the weights that the model computes with.
+            trains: True if anything trains; otherwise every edit is refused.
+            several_ranks: True if other ranks must take part in every edit.
+            callbacks: the engine.
+            opaque: the parameters that are stored as bytes.
+            stacks: parameters of the model whose rows are among `handles`.
+            coded: for each unit the elements that ranks gather as codes; empty if there are none.
+        """
+        self._pager, self._layouts, self._handles, self._hooks, self._dtype = pager, layouts, handles, hooks, dtype
+        self._served = [*(handle for unit in handles for handle in unit), *stacks]
+        self._handle_of = {id(handle.parameter): handle for handle in self._served}
+        self._pending: dict[tuple[int, State], torch.Tensor] = {}  # (position, state) -> values
+        self._pending_unit = -1
+        self._copies: weakref.WeakValueDictionary[tuple[int, int, int], torch.Tensor] = weakref.WeakValueDictionary()
+        self._unit_views, self._trains, self._several_ranks = unit_views, trains, several_ranks
+        self._callbacks, self._coded = callbacks, coded
+        self._without_frozen = False
+        """True inside of `leaving_out_frozen`."""
+        self._removers: list[Callable[[], None]] = [
+            # Functions, not methods: a deep copy of the model copies its hooks, and with a method this object as well.
+            model.register_state_dict_pre_hook(lambda model, *_: self._check_room(model)).remove,
+            model.register_load_state_dict_post_hook(lambda *_: self.flush()).remove,
+        ]
+
+        def replace(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+            self._replace(module, state, prefix)
+
+        for module in model.modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                # Before the hooks of the model's own, which may rename entries and compute with them.
+                self._removers.append(first_state_dict_hook(module, replace).remove)
+                self._removers.append(module.register_load_state_dict_pre_hook(_refuse_assign).remove)
+        for handle in self._served:
+            handle.attach(self)
+        self._opaque = opaque
+        for source in opaque:
+            source.owner = self
+        self._removers.append(keep_unpacked(model, [source.name for source in opaque]))
+
+    def remove(self) -> None:
+        """Removes the hooks, and lets modules pack weights again. Placeholders then have no owner and no weights."""
+        for remover in self._removers:
+            remover()
+        for handle in self._served:
+            handle.detach()
+        for source in self._opaque:
+            source.owner = None
+
+    # -- requests of placeholders -------------------------------------------------------------------
+
+    def fetch(self, unit: int, stays: bool = False) -> bool:
+        """Materializes `unit` if a hooked module or a backward is running, and returns True if one is."""
+        return self._hooks.fetch(unit, stays)
+
+    def frozen_view(self, unit: int, position: int) -> torch.Tensor:
+        """Returns the weights of a frozen parameter, whose unit was fetched in a recomputation; see `ParamOwner`."""
+        return self._unit_views.frozen_view(unit, position)
+
+    def turn_to(self, unit: int) -> bool:
+        """Materializes an expert's `unit` in place of the one before, as `fetch`."""
+        return self._hooks.turn_to(unit)
+
+    def runs_now(self) -> bool:
+        """Returns True if a hooked module or a backward is running."""
+        return self._hooks.runs_now()
+
+    @contextlib.contextmanager
+    def hold(self, units: Sequence[int]) -> Iterator[None]:
+        """Holds `units` while the context is open: none if neither a forward nor a backward runs, or without room."""
+        held: list[int] = []
+        try:
+            try:
+                for unit in units if self._hooks.runs_now() else ():
+                    self._unit_views.use(unit)
+                    held.append(unit)
+            except BudgetError:  # each module then fetches its own unit, and one that has no room raises again
+                while held:
+                    self._unit_views.release_unit(held.pop())
+            yield
+        finally:
+            while held:
+                self._unit_views.release_unit(held.pop())
+
+    def on_gathered(self, parameters: Set[int]) -> AbstractContextManager[None]:
+        """Returns a context in which the model runs on gathered memory, if `parameters` (ids) are all that it has.
+
+        Experts that are units, and tensors that are stored as bytes, have no memory of that kind.
+        """
+        complete = not self._opaque and parameters >= self._handle_of.keys()
+        return self._hooks.resting() if complete else contextlib.nullcontext()
+
+    def miss_gradient(self, name: str) -> None:
+        """Records that user code has read `.grad` of the parameter `name`, which is None."""
+        self._callbacks.report_missed_gradient(name)
+
+    def read(self, unit: int, position: int) -> torch.Tensor:
+        """Returns a copy of the newest weights of one parameter, on the compute device. Pending edits are included."""
+        self._callbacks.enter_weights()
+        segment = self._layouts[unit].segments[position]
+        if self.waits(unit, position, State.WEIGHT):
+            values = self._pending[position, State.WEIGHT]
+            if values.dtype == self._dtype:
+                return values.to(self._handles[unit][position].device, copy=True).view(segment.shape)
+            self.flush()
+        if self._coded and segment.start in self._coded[unit]:
+            # The device has values of codes. They must not be saved, or come back as an edit.
+            return self._callbacks.read_stored(self._handles[unit][position].parameter)
+        start = self._layouts[unit].device_starts[position]
+        # Cloned inside of the callback: the pager's memory is valid only until the callback returns.
+        copies: list[torch.Tensor] = []
+
+        def receive(memory: torch.Tensor) -> None:
+            values = memory.view(self._dtype)[start : start + segment.value_numel]
+            copies.append(values.detach().clone().view(segment.shape))
+
+        self._pager.read_weights(unit, receive)
+        return copies[0]
+
+    def read_view(self, unit: int, geometry: torch.Tensor) -> torch.Tensor:
+        """Returns elements of a unit: a view while a forward or a backward runs, else a copy; see `ParamOwner`."""
+        if self._hooks.runs_now():
+            return self._unit_views.view(handle_of(unit, self._pager.updates(unit), geometry))
+        self._callbacks.enter_weights()
+        copies: list[torch.Tensor] = []
+
+        def receive(memory: torch.Tensor) -> None:
+            values = memory.detach().view(geometry.dtype)
+            start = values.storage_offset() + geometry.storage_offset()
+            copies.append(values.as_strided(geometry.size(), geometry.stride(), start).clone())
+
+        self._pager.read_weights(unit, receive)  # as in `read`
+        return copies[0]
+
+    def waits(self, unit: int, position: int, state: State) -> bool:
+        """Returns True if an edit of this state of a parameter is pending."""
+        return self._pending_unit == unit and (position, state) in self._pending
+
+    @uninterrupted
+    def edit(self, unit: int, position: int, values: torch.Tensor, state: State = State.WEIGHT) -> None:
+        """Replaces the weights of one parameter, or another state of it that outlives a step.
+
+        Args:
+            unit: index of the unit.
+            position: index of the parameter's segment in the unit.
+            values: new values, of the parameter's shape, in any dtype and on any device. They are copied.
+            state: the state to replace.
+
+        Raises:
+            UsageError: if the parameter is frozen and the values differ from its weights, or if a view of weights is
+                alive when pending edits must be written.
+        """
+        self._callbacks.enter_weights()
+        handle = self._handles[unit][position]
+        values = values.detach()
+        if not handle.trainable or not self._trains:
+            # Equal values are allowed, since `load_state_dict` writes every parameter.
+            if not torch.equal(self.read(unit, position), values.to(handle.device, self._dtype)):
+                raise UsageError(
+                    f"parameter {handle.name} is frozen: its weights are stored once and never written again; change "
+                    "them before offload.initialize"
+                )
+            return
+        dtype = self._dtype if values.dtype == self._dtype and state is State.WEIGHT else torch.float32
+        waiting = self._pending.get((position, state))
+        # An edit in 16 bits keeps the low bits of the master. If a pending fp32 edit defines them, flush that first.
+        coarser = dtype is not torch.float32 and waiting is not None and waiting.dtype is torch.float32
+        gathered = sum(pending.nbytes for pending in self._pending.values())
+        if self._pending_unit != unit or gathered > _MOST_GATHERED or coarser:
+            self.flush()
+            self._unit_views.settle()
+        self._pending[position, state] = values.to("cpu", dtype, copy=True).contiguous().view(-1)
+        self._pending_unit = unit
+
+    def end_edits(self, unit: int) -> None:
+        """Ends the edits of `unit` on several ranks: the edits of the lowest rank that has any are applied on all."""
+        if not self._several_ranks or not self._trains:
+            return
+        # A rank without edits of this unit still takes part in the others' edits.
+        if self._pending_unit != unit:
+            self.flush()
+            self._callbacks.apply_edits(unit, [])
+        self.flush()
+
+    def updates(self, unit: int) -> int:
+        """Returns the number of times that the weights of `unit` have changed."""
+        return self._pager.updates(unit)
+
+    @uninterrupted
+    def flush(self) -> None:
+        """Applies the pending edits."""
+        if not self._pending:
+            return
+        unit, pending = self._pending_unit, self._pending
+        segments = self._layouts[unit].segments
+        edits = [
+            Edit(
+                start=segments[position].start,
+                stop=segments[position].stop,
+                values=pending[position, state],
+                state=state,
+            )
+            for position, state in sorted(pending, key=lambda key: (key[0], key[1].value))
+        ]
+        self._callbacks.apply_edits(unit, [edit for edit in edits if edit.start < edit.stop])
+        self._pending, self._pending_unit = {}, -1  # last, so that edits refused by an exception stay pending
+
+    # -- state dicts --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def leaving_out_frozen(self) -> Iterator[None]:
+        """Leaves frozen parameters out of the state dicts that are made inside of the context."""
+        self._without_frozen = True
+        try:
+            yield
+        finally:
+            self._without_frozen = False
+
+    def weight(self, unit: int, position: int) -> torch.Tensor:
+        """Returns a CPU copy of one parameter, in the mode's dtype; the same tensor for as long as somebody holds it.
+
+        So the copies of a tied parameter are tied, as in an ordinary model.
+        """
+        if not self._hooks.running:
+            self.flush()
+        key = (unit, position, self._pager.updates(unit))
+        held = self._copies.get(key)
+        # A nonzero version means that the user has changed the copy in place: it no longer shows the weights.
+        if held is None or held._version:
+            held = self.read(unit, position).to("cpu")
+            self._copies[key] = held
+        return held
+
+    def _replace(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """Replaces placeholders in a module's state dict by copies of the weights."""
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            handle = self.handle(parameter)
+            if handle is not None and prefix + name not in state:
+                self._replace_renamed(state, prefix, handle)
+                continue
+            if handle is None:
+                continue
+            if self._layouts[handle.unit].segments[handle.position].inner:
+                self._replace_bytes(state, prefix, name)
+                continue
+            if self._without_frozen and not parameter.requires_grad:
+                del state[prefix + name]
+            elif not handle.gathered:
+                state[prefix + name] = self._copy_of(handle)
+
+    def _replace_renamed(self, state: dict[str, Any], prefix: str, handle: ParamHandle) -> None:
+        """Replaces what a module's `_save_to_state_dict` has saved of a parameter under other names."""
+        parameter = handle.parameter
+        for key in list(itertools.takewhile(lambda key: key.startswith(prefix), reversed(state))):
+            value = state[key]
+            if handle_of_placeholder(value) is handle:
+                same = True
+            else:  # a materialized parameter shares the memory of its unit, which changes
+                same = (
+                    handle.materialized and isinstance(value, torch.Tensor) and value.data_ptr() == parameter.data_ptr()
+                )
+            if same and self._without_frozen and not parameter.requires_grad:
+                del state[key]
+            elif same and not handle.gathered and value.numel() == math.prod(handle.shape):
+                state[key] = self._copy_of(handle).view(value.shape)
+
+    def _copy_of(self, handle: ParamHandle) -> torch.Tensor:
+        """Returns a CPU copy of one parameter, as `weight` does. Rows of a stack are joined."""
+        if isinstance(handle, StackHandle):
+            return torch.stack([self.weight(row.unit, row.position) for row in handle.rows])
+        return self.weight(handle.unit, handle.position)
+
+    def _replace_bytes(self, state: dict[str, Any], prefix: str, name: str) -> None:
+        """Replaces what a module's state dict has of a parameter that is stored as bytes, or leaves it out.
+
+        Beside the parameter these are entries that its module makes of it, such as scales, under names of their own.
+        """
+        # A module's entries are the last ones when its hooks run.
+        for key in list(itertools.takewhile(lambda key: key.startswith(prefix), reversed(state))):
+            mine = f"{key}.".startswith(f"{prefix}{name}.") or isinstance(state[key], PagedTensor)
+            if mine and self._without_frozen:
+                del state[key]
+            elif mine:
+                state[key] = ordinary(state[key])
+
+    def handle(self, parameter: Any) -> ParamHandle | None:
+        """Returns the handle of `parameter`, also while materialized; None for a parameter of a copy of the model."""
+        return self._handle_of.get(id(parameter))
+
+    def _check_room(self, model: nn.Module) -> None:
+        """Raises `BudgetError` if a state dict of the whole model would not fit into RAM."""
+        if not any(self.handle(parameter) for parameter in model.parameters()):
+            return  # stand-ins without values are in the place of the parameters
+        parameters = (handle.parameter for unit in self._handles for handle in unit)
+        wanted = sum(p.numel() for p in parameters if p.requires_grad or not self._without_frozen)
+        need = wanted * self._dtype.itemsize
+        free = free_host_memory()
+        if need > free:
+            raise BudgetError(
+                f"state_dict() of this model takes {format_size(need)} of RAM, {format_size(free)} is free; call "
+                "engine.save_pretrained(folder), which writes a few megabytes at a time, or state_dict() of one "
+                "submodule after the other"
+            )
+
+
+def _refuse_assign(module: nn.Module, state: Any, prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
+    """Raises `UsageError` for `load_state_dict(assign=True)`, which would replace the parameters."""
+    if metadata.get("assign_to_params_buffers"):
+        raise UsageError(
+            "load_state_dict(assign=True) would put other parameters into the model, which the engine does not "
+            "manage; leave assign out: values are copied into the swap tiers"
+        )

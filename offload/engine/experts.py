@@ -1,0 +1,282 @@
+"""Handle of a stacked parameter whose rows are units of their own: what the model and the user see stays one parameter.
+
+The parameter of the model is always a placeholder. Each row has a parameter of its own, outside of the model, with a
+handle like any other. While a module runs, `stack[expert]` gives the row's parameter, whose unit is then on the device;
+any other use of the stack, such as a product over all experts, gives all rows joined. Between steps a read joins the
+rows, and an edit divides its values among them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.engine.callbacks import ParamOwner
+from offload.engine.params import ParamHandle
+from offload.errors import BudgetError, UsageError
+from offload.interrupts import uninterrupted
+from offload.layout.experts import LOOP, is_parameter_adapter
+from offload.swapper.pager import Pager
+from offload.torch_internals import outside_of_compiled_code, plain_tensors
+
+# -- stack handle --------------------------------------------------------------------------------------
+
+
+class StackHandle(ParamHandle):
+    """A stacked parameter of a model under an engine, and the handles of its rows."""
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        name: str,
+        rows: Sequence[ParamHandle],
+        dtype: torch.dtype,
+        device: torch.device,
+        rules: Mapping[Any, Callable[..., Any]],
+    ) -> None:
+        """Makes the parameter a placeholder.
+
+        Args:
+            parameter: the parameter of the model, without memory.
+            name: its name in the model.
+            rows: the handle of each expert's row.
+            dtype: dtype of the weights that the model computes with.
+            device: device on which the model computes.
+            rules: see `ParamHandle`.
+        """
+        shape = (len(rows), *rows[0].shape)
+        # It belongs to no unit: whoever needs one asks the rows.
+        super().__init__(parameter, name, -1, -1, dtype, shape, device, rules)
+        self.rows = tuple(rows)
+        self.release([self])
+
+    def attach(self, owner: ParamOwner) -> None:
+        """Makes `owner` the object that serves this parameter and its rows."""
+        super().attach(owner)
+        for row in self.rows:
+            row.attach(owner)
+
+    def detach(self) -> None:
+        """Removes the owner of the parameter and of its rows, at the end of the engine."""
+        super().detach()
+        for row in self.rows:
+            row.detach()
+
+    def row(self, index: Any) -> torch.Tensor | None:
+        """Returns one row, on the device until the next one is asked for; None unless a module or a backward runs.
+
+        Args:
+            index: what stands in the brackets. None is returned for all but an integer.
+        """
+        if isinstance(index, torch.Tensor):
+            if index.ndim or index.is_floating_point() or index.dtype is torch.bool:
+                return None
+            index = int(index)
+        if type(index) is not int:
+            return None
+        row = self.rows[index]
+        if not self.engine.turn_to(row.unit):
+            return None
+        if not row.materialized:  # frozen, in a recomputation
+            return row.engine.frozen_view(row.unit, row.position)
+        parameter = row.parameter
+        with plain_tensors():  # the stack is a placeholder, which would look for a rule
+            trains = self.parameter.requires_grad
+        if parameter.requires_grad is not trains:
+            parameter.requires_grad_(trains)
+        return parameter
+
+    def here(self) -> torch.Tensor | None:
+        """Returns all rows as one tensor with their graph, if a module or a backward runs; None otherwise.
+
+        Raises:
+            BudgetError: if they do not fit on the device together.
+        """
+        found = [values for row in self.rows if (values := row.here()) is not None]
+        if len(found) < len(self.rows):
+            return None
+        with plain_tensors():
+            trains = self.parameter.requires_grad
+        for row, values in zip(self.rows, found, strict=True):
+            if values is not row.parameter:  # a view of a frozen one, which pins its unit
+                continue
+            if not row.materialized:
+                raise BudgetError(
+                    f"all experts of {self.name} are used at once, and they do not fit on the device together; raise "
+                    '"device_memory" in the "offload" block, or use an implementation that takes them one by one'
+                )
+            row.parameter.requires_grad_(trains)
+        return torch.stack(found)
+
+    def fetch(self, stays: bool = False) -> bool:
+        """Returns False if neither a module nor a backward runs: otherwise a stack has no memory of its own.
+
+        Raises:
+            UsageError: if one runs.
+        """
+        if self.engine.runs_now():
+            raise UsageError(
+                f"the memory of {self.name} was asked for, or changed, while the model runs, but each of its experts "
+                'is paged by itself; set "experts": "whole" in the "offload" block'
+            )
+        return False
+
+    def read(self) -> torch.Tensor:
+        """Returns a copy of the newest weights of all rows, on the compute device."""
+        return torch.stack([row.read() for row in self.rows])
+
+    def read_with_gradient(self) -> torch.Tensor:
+        """Returns a copy of the newest weights, whose gradient becomes that of the rows."""
+        return torch.stack([row.read_with_gradient() for row in self.rows])
+
+    def edit(self, values: torch.Tensor) -> None:
+        """Replaces the weights of all rows by `values`, which must have the parameter's shape.
+
+        Raises:
+            UsageError: if a module or a backward runs.
+        """
+        self.fetch()
+        for row, mine in zip(self.rows, values, strict=True):
+            row.edit(mine)
+
+    def gather(self, values: torch.Tensor) -> None:
+        """Gives the parameter the memory of `values` until `let_go`; no module may use a row meanwhile."""
+        super().gather(values)
+        for row in self.rows:
+            row.gathered = True
+
+    def let_go(self) -> torch.Tensor:
+        """Ends `gather` and returns its memory, with all changes that the user has written to it."""
+        for row in self.rows:
+            row.gathered = False
+        return super().let_go()
+
+
+# -- implementation ------------------------------------------------------------------------------------
+#
+# Setting of the modules of transformers whose experts are units: the loop that takes one expert after the other.
+
+
+def take_one_by_one(module: nn.Module) -> Callable[[], None]:
+    """Makes the forward of a module of stacked experts use one expert after the other; others need all at once.
+
+    The module gets a config of its own, since other models may share the one that it has.
+
+    Args:
+        module: the module.
+
+    Returns:
+        A function that gives the module its config back.
+    """
+    theirs: Any = getattr(module, "config", None)
+    if getattr(theirs, "_experts_implementation", LOOP) == LOOP:
+        return lambda: None
+    own = copy.deepcopy(theirs)
+    own._experts_implementation = LOOP
+    module.config = own
+
+    def give_back() -> None:
+        module.config = theirs
+
+    return give_back
+
+
+# -- targeted ------------------------------------------------------------------------------------------
+#
+# Adapters of peft that target whole parameters, such as stacks of experts (`target_parameters`).
+#
+# In each forward peft registers a parametrization of the parameter, where torch calls `parameter.set_(parameter)`. No
+# byte changes, but torch counts a change in place.
+
+
+def forgive_parametrizations(
+    modules: Mapping[str, nn.Module], handles: Iterable[Iterable[ParamHandle]]
+) -> list[Callable[[], None]]:
+    """Hooks the modules of parameters that adapters target: what peft did before they run is no change.
+
+    Args:
+        modules: all modules of the model, by name.
+        handles: the parameters of each unit.
+
+    Returns:
+        Functions that remove the hooks.
+    """
+    known = {id(handle.parameter): handle for unit in handles for handle in unit}
+    found: list[tuple[nn.Module, ParamHandle]] = []
+    wrappers: list[Any] = [module for module in modules.values() if is_parameter_adapter(module)]
+    for wrapper in wrappers:
+        inner = wrapper.get_base_layer()
+        handle = known.get(id(getattr(inner, wrapper.parameter_name)))
+        if handle is not None:
+            found.append((inner, handle))
+    return [_hook(module, handle) for module, handle in found]
+
+
+def _hook(module: nn.Module, handle: ParamHandle) -> Callable[[], None]:
+    """Hooks one module and returns the function that removes the hook."""
+
+    def before(called: nn.Module, args: tuple[Any, ...]) -> None:
+        if called is module:
+            handle.forgive_changes()
+
+    return module.register_forward_pre_hook(outside_of_compiled_code(before)).remove
+
+
+# -- turns ---------------------------------------------------------------------------------------------
+#
+# The experts that a forward will use are known once the router has chosen: they are fetched ahead, in their order.
+
+
+class ExpertTurns:
+    """The hooks on the modules of stacked experts, which tell the pager the router's choice, and their loops."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], experts: Mapping[str, range], pager: Pager) -> None:
+        """Stores what `install` needs.
+
+        Args:
+            modules: all modules of the model, by name.
+            experts: units of each module whose experts are units, expert by expert.
+            pager: fetches units.
+        """
+        self._sites = [(modules[name], units) for name, units in experts.items()]
+        self._pager = pager
+        self.units = frozenset(unit for _, units in self._sites for unit in units)
+        """All experts."""
+
+    def install(self) -> list[Callable[[], None]]:
+        """Hooks the modules, behind the hooks that make them sites, and makes their forwards loops over experts.
+
+        Returns:
+            Functions that remove the hooks, and give the modules their own way back.
+        """
+        return [undo for module, units in self._sites for undo in (self._hook(module, units), take_one_by_one(module))]
+
+    def _hook(self, module: nn.Module, units: range) -> Callable[[], None]:
+        """Hooks one module and returns the function that removes the hook."""
+
+        def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if called is module:
+                self._expect(units, (*args, *kwargs.values()))
+
+        return module.register_forward_pre_hook(outside_of_compiled_code(before), with_kwargs=True).remove
+
+    @uninterrupted
+    def _expect(self, units: range, values: tuple[Any, ...]) -> None:
+        """Tells the pager which experts a forward with these arguments uses."""
+        choice = next((each for each in values if _is_choice(each)), None)
+        if choice is None:
+            return
+        # Sorted, as the loop over them goes; a number that is no expert stands for a token without one.
+        chosen = [units[number] for number in choice.unique().tolist() if 0 <= number < len(units)]
+        with self._pager.lock:
+            self._pager.table.access_order.expect(chosen, units)
+        self._pager.prefetch()
+
+
+def _is_choice(value: Any) -> bool:
+    """Returns True for the router's choice: the argument that contains whole numbers."""
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64)

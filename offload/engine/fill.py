@@ -1,0 +1,418 @@
+"""Initial move of a model's weights into their tiers, one unit at a time, and the read-back on a resume."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from offload.aio import aligned_empty
+from offload.aio.protocols import Future
+from offload.distributed.process_group import Ranks
+from offload.engine.deferred import DeferredParameter, Draw, forget, materialize, origin_of
+from offload.engine.opaque import ParameterBytes, page_out, write_bytes
+from offload.engine.shards import LocalShards, ResidentShard
+from offload.errors import ConfigError
+from offload.layout.flat_layout import Segment, UnitLayout
+from offload.layout.frozen import BlockWriter
+from offload.layout.modes import Mode
+from offload.layout.optimizer_states import split
+from offload.layout.placement import Placement
+from offload.layout.tiers import Partitions
+from offload.parallel.tensor import TensorParallel
+from offload.states import State, Tier
+from offload.swapper.memory.device_arena import DeviceArena
+from offload.swapper.memory.host_arena import HostArena
+
+# -- first values --------------------------------------------------------------------------------------
+#
+# First values of the parameters of each unit: drawn by their modules, or those of the parameter that they copy.
+
+
+class FirstValues:
+    """Maker of the values of one unit after the other.
+
+    A unit follows soon after those that it copies, since the values of these stay in memory until then.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Sequence[str]], seed: int) -> None:
+        """Finds out which parameters are copies of which.
+
+        Args:
+            model: the model.
+            units: names of the parameters of each unit.
+            seed: seed of the initialization. Each unit derives its own from it.
+
+        Raises:
+            ConfigError: if a parameter is a copy of one that the model does not contain, nor any like it.
+        """
+        self._model, self._units, self._seed = model, units, seed
+        self._shapes = {id(parameter): parameter.shape for parameter in model.parameters()}
+        self._unit_of = {name: unit for unit, names in reversed(list(enumerate(units))) for name in names}
+        self._sources = _sources(model, list(self._unit_of))
+        self._waiting = Counter(self._sources.values())
+        """Number of copies of each parameter that have no values yet."""
+        self._kept: dict[str, torch.Tensor] = {}
+        """Values of the parameters with such copies."""
+
+    def order(self) -> Iterator[int]:
+        """Yields each unit once: the units that copy a unit, then the others."""
+        copies: dict[int, set[int]] = {}
+        for name, source in self._sources.items():
+            copies.setdefault(self._unit_of[source], set()).add(self._unit_of[name])
+        done: set[int] = set()
+        for first in range(len(self._units)):
+            waiting = [first]
+            while waiting:
+                unit = waiting.pop()
+                if unit not in done:
+                    done.add(unit)
+                    yield unit
+                    waiting += sorted(copies.get(unit, ()), reverse=True)
+
+    def make(self, unit: int) -> None:
+        """Makes the deferred parameters of a unit real; those that will be read from an origin stay as they are.
+
+        Raises:
+            ConfigError: if a parameter has no initial value.
+        """
+        names = self._draw(unit)
+        for name in names:
+            source = self._sources.get(name)
+            if source is None:
+                continue
+            # This unit may come before the one that it copies, whose values then wait for their turn.
+            self._draw(self._unit_of[source])
+            with torch.no_grad():
+                self._model.get_parameter(name).copy_(self._kept[source])
+            self._waiting[source] -= 1
+            if not self._waiting[source]:
+                del self._kept[source]
+
+    def _draw(self, unit: int) -> list[str]:
+        """Lets the modules of a unit initialize its parameters, and returns the names of those made now."""
+        parameters = {name: self._model.get_parameter(name) for name in self._units[unit]}
+        absent = [name for name, parameter in parameters.items() if parameter.is_meta]
+        # Distinct for every pair of seed and unit, as no model has a million units, and within torch's 64 bits.
+        materialize(self._model, self._units[unit], (self._seed * 1_000_003 + unit) % 2**63, self._shapes)
+        made = [name for name in absent if not parameters[name].is_meta]
+        for name in made:
+            if self._waiting[name]:
+                # An alias, which keeps the memory after the parameter was emptied.
+                self._kept[name] = parameters[name].detach()
+        return made
+
+
+def _sources(model: nn.Module, names: Sequence[str]) -> Mapping[str, str]:
+    """Returns the copies among parameters, each with the name of the parameter whose module makes the values of all."""
+    groups: dict[Draw, list[str]] = {}
+    for name in names:
+        parameter = model.get_parameter(name)
+        if isinstance(parameter, DeferredParameter) and parameter.origin is None and parameter.draw is not None:
+            groups.setdefault(parameter.draw, []).append(name)
+    found: dict[str, str] = {}
+    for draw, group in groups.items():
+        if not draw.copied:
+            continue
+        places = [name.rpartition(".") for name in group]
+        makes = [draw.is_made_in(model.get_submodule(path), leaf) for path, _, leaf in places]
+        if not any(makes):
+            kind = type(model.get_submodule(places[0][0])).__name__
+            raise ConfigError(
+                f"parameter {group[0]} is a copy of a parameter outside of the model, and {kind} does not initialize "
+                "it as the other's module does; "
+                "build this model outside of offload.init"
+            )
+        source = group[makes.index(max(makes))]
+        found |= {name: source for name in group if name != source}
+    return found
+
+
+# -- initial fill --------------------------------------------------------------------------------------
+
+
+CHUNK = 1 << 24
+"""Elements of a unit that are made into states at a time. A power of two: each chunk begins at a page of the file."""
+
+
+def make_resident_shards(
+    parts: Partitions, mode: Mode, placement: Placement, host: HostArena, device: DeviceArena
+) -> dict[tuple[int, State], ResidentShard]:
+    """Allocates every state except weight and gradient whose tier is not DISK. All values are zero, as moments must be.
+
+    Args:
+        parts: bytes of each state of each unit, for this rank.
+        mode: dtypes of the states.
+        placement: tier of each state, and the states promoted from DISK to host memory that is left over.
+        host: arena of the HOST tier; a promoted state takes a buffer of the weight cache.
+        device: arena of the DEVICE tier.
+
+    Returns:
+        The partition of each (unit, state).
+    """
+    tiers = placement.tiers
+    residents: dict[tuple[int, State], ResidentShard] = {}
+    for unit, row in enumerate(parts.nbytes):
+        for state, nbytes in row.items():
+            if state in (State.WEIGHT, State.GRAD) or tiers[unit][state] is Tier.DISK:
+                continue
+            if tiers[unit][state] is Tier.HOST:
+                # A promoted state may leave HOST between steps, so it takes a buffer of the cache and keeps that as
+                # `spare`.
+                promoted = (unit, state) in placement.promoted
+                host_buffer = host.weights.take_last(nbytes) if promoted else host.resident.take(nbytes)
+                assert host_buffer is not None, (
+                    "the arena classes were sized for the units of the host tier and for the promoted units"
+                )
+                resident = ResidentShard(
+                    host_buffer.tensor(mode.states[state]), host_buffer.buffer, host_buffer if promoted else None
+                )
+            else:
+                resident = ResidentShard(device.keep(nbytes).view(mode.states[state]), None)
+            resident.tensor.zero_()
+            residents[unit, state] = resident
+    return residents
+
+
+def _values(parameter: nn.Parameter, segment: Segment, part: range) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields `part` of a segment's values from an origin or from memory.
+
+    Values are (n,) at a time on the CPU, each with its position in the segment.
+    """
+    first = segment.first if segment.stack else 0
+    origin = origin_of(parameter)
+    if origin is None:
+        values = parameter.detach()[segment.row] if segment.stack else parameter.detach()
+        yield part.start, values.reshape(-1)[part.start : part.stop].to("cpu")
+    else:
+        for position, values in origin.pieces(range(first + part.start, first + part.stop)):
+            yield part.start + position, values
+
+
+def _split(parameter: nn.Parameter, segment: Segment, chunk: range, flats: Mapping[State, torch.Tensor]) -> None:
+    """Writes the values of a segment that are in a chunk of the unit into the states of their masters.
+
+    Args:
+        parameter: the parameter.
+        segment: its segment.
+        chunk: elements of the unit.
+        flats: each state of their masters, (len(chunk),).
+    """
+    part = range(max(chunk.start - segment.start, 0), min(chunk.stop - segment.start, segment.numel))
+    if not part:
+        return
+    for position, values in _values(parameter, segment, part):
+        first = segment.start + position - chunk.start
+        split(values, {state: flat[first : first + len(values)] for state, flat in flats.items()})
+
+
+def _quantize(parameter: nn.Parameter, segment: Segment, blocks: torch.Tensor) -> None:
+    """Writes the blocks of a frozen parameter into `blocks`, (nbytes,) uint8."""
+    writer = BlockWriter(segment.form, blocks)
+    for _, values in _values(parameter, segment, range(segment.value_numel)):
+        writer.put(values)
+    writer.end()
+
+
+def _leave_in_place(
+    model: nn.Module, layout: UnitLayout, ending: Collection[str], sources: Mapping[str, ParameterBytes]
+) -> None:
+    """Empties the parameters of a unit whose values stay in the model's own files.
+
+    Args:
+        model: the model.
+        layout: the unit.
+        ending: parameters of which this unit has the last values.
+        sources: the bytes of each parameter that is stored as bytes.
+    """
+    for segment in layout.segments:
+        if segment.inner:
+            page_out(model, segment, sources[segment.name], in_place=True)
+        elif segment.parameter in ending:
+            forget(model.get_parameter(segment.parameter))
+
+
+def _copy_values(
+    model: nn.Module,
+    layout: UnitLayout,
+    chunk: range,
+    sources: Mapping[str, ParameterBytes],
+    flats: Mapping[State, torch.Tensor],
+) -> None:
+    """Copies the values of a unit's parameters that are in a chunk of the unit into `flats`.
+
+    Parameters that are stored as bytes are emptied.
+
+    Args:
+        model: the model.
+        layout: the unit.
+        chunk: elements of the unit. Bytes and blocks are in no other chunk than the last.
+        sources: the bytes of each parameter that is stored as bytes.
+        flats: the states of the masters, (len(chunk),) each.
+    """
+    for segment in layout.segments:
+        if segment.form or segment.inner:
+            # Blocks of codes have no master: they are made from the values at once.
+            if chunk.stop == layout.numel:
+                begin = segment.start - chunk.start
+                memory = flats[State.WEIGHT][begin : begin + segment.numel].view(torch.uint8)
+                if segment.inner:
+                    write_bytes(model, segment, memory)
+                    page_out(model, segment, sources[segment.name])
+                else:
+                    _quantize(model.get_parameter(segment.parameter), segment, memory)
+        else:
+            _split(model.get_parameter(segment.parameter), segment, chunk, flats)
+
+
+def _chunks(layout: UnitLayout) -> Iterator[range]:
+    """Yields the elements of a unit in chunks of `CHUNK`. All bytes and blocks of others are in the last one."""
+    start = 0
+    while start + CHUNK <= layout.values_stop:
+        yield range(start, start + CHUNK)
+        start += CHUNK
+    if start < layout.numel:
+        yield range(start, layout.numel)
+
+
+def _room(layouts: Iterable[UnitLayout]) -> int:
+    """Returns the elements of the largest chunk of any of the units."""
+    return max((len(chunk) for layout in layouts for chunk in _chunks(layout)), default=0)
+
+
+class InitialFill:
+    """Writer of one unit after the other to its tier and, if the unit is kept on disk, to the store.
+
+    Its buffers hold the masters of one chunk of a unit. While it writes, the host arena contains partitions
+    only: its caches, tiles and staging buffers are not used yet.
+    """
+
+    def __init__(self, held: LocalShards, ranks: Ranks | None, grid: TensorParallel | None = None) -> None:
+        """Keeps what the units are written to.
+
+        Args:
+            held: the partitions of this rank.
+            ranks: the ranks among which states are divided; None for a single process.
+            grid: the place of this process in tensor parallelism; None without it.
+        """
+        self._held, self._ranks, self._grid, self._store = held, ranks, grid, held.store
+        self._buffers: dict[State, memoryview] = {}
+
+    def fill(
+        self,
+        model: nn.Module,
+        layouts: Sequence[UnitLayout],
+        seed: int,
+        sources: Mapping[str, ParameterBytes],
+        in_place: Collection[int] = (),
+    ) -> None:
+        """Moves the weights of `model` into their tiers. Each parameter is left empty as soon as it has been copied.
+
+        Args:
+            model: the model; deferred parameters are read from their origin, or initialized.
+            layouts: the segments of each unit.
+            seed: seed of the initialization. Each unit derives its own from it.
+            sources: the bytes of each parameter that is stored as bytes.
+            in_place: units whose values stay in the model's own files.
+
+        Raises:
+            ConfigError: if a deferred parameter has no initial value.
+        """
+        room = _room(layout for index, layout in enumerate(layouts) if index not in in_place)
+        self._buffers = {
+            state: aligned_empty(room * dtype.itemsize) for state, dtype in self._held.mode.weights.items()
+        }
+        units = [
+            [segment.parameter for segment in layout.segments if not segment.inner] if index not in in_place else []
+            for index, layout in enumerate(layouts)
+        ]
+        values = FirstValues(model, units, seed)
+        order = list(values.order())
+        last = {segment.parameter: index for index in order for segment in layouts[index].segments}
+        for index in order:
+            layout = layouts[index]
+            # A stack of experts has rows in several units, and is empty after the last of them.
+            ending = {segment.parameter for segment in layout.segments if last[segment.parameter] == index}
+            if index in in_place:
+                _leave_in_place(model, layout, ending, sources)
+                continue
+            given = any(not model.get_parameter(segment.parameter).is_meta for segment in layout.segments)
+            values.make(index)
+            writes: dict[State, list[tuple[int, Future]]] = {}
+            for chunk in _chunks(layout):
+                flats = self._flats(len(chunk))
+                _copy_values(model, layout, chunk, sources, flats)
+                if self._ranks is not None and given:  # given weights may differ between ranks; drawn ones do not
+                    for flat in flats.values():
+                        self._ranks.broadcast(flat, 0)
+                if self._grid is not None and self._grid.replicated is not None:
+                    self._share_replicated(self._grid, self._grid.replicated, layout, chunk, flats)
+                self._put(index, chunk, flats, writes)
+            if self._store is not None and writes:
+                self._store.wrote(index, 0, writes)
+            # The hooks make a parameter a placeholder of its shape; until then it has no memory.
+            for segment in layout.segments:
+                if segment.parameter in ending and not segment.inner:
+                    forget(model.get_parameter(segment.parameter))
+
+    @staticmethod
+    def _share_replicated(
+        grid: TensorParallel, ranks: Ranks, layout: UnitLayout, chunk: range, flats: Mapping[State, torch.Tensor]
+    ) -> None:
+        """Gives all of `ranks` the values of the first of them of each parameter that each of them has whole."""
+        for segment in layout.segments:
+            first, last = max(segment.start, chunk.start), min(segment.stop, chunk.stop)
+            if first < last and not grid.is_sharded(segment.parameter):
+                for flat in flats.values():
+                    ranks.broadcast(flat[first - chunk.start : last - chunk.start], 0)
+
+    def _flats(self, numel: int) -> dict[State, torch.Tensor]:
+        """Returns zeroed (numel,) memory for the weights of a chunk and for each further state of its masters."""
+        flats: dict[State, torch.Tensor] = {}
+        for state, dtype in self._held.mode.weights.items():
+            flats[state] = torch.frombuffer(self._buffers[state], dtype=dtype)[:numel]
+            flats[state].zero_()
+        return flats
+
+    def _put(
+        self,
+        unit: int,
+        chunk: range,
+        flats: Mapping[State, torch.Tensor],
+        writes: dict[State, list[tuple[int, Future]]],
+    ) -> None:
+        """Copies what this rank keeps of a chunk to its tier. Moments are zero already, in new files too.
+
+        Args:
+            unit: the unit.
+            chunk: elements of the unit.
+            flats: the states of the masters, (len(chunk),) each.
+            writes: ended writes of the unit by state, each with its start in the file. Those of the chunk are added.
+        """
+        begun: list[Future] = []
+        trainable, frozen = self._held.shares[unit]
+        for state, flat in flats.items():
+            if state not in self._held.states(unit):
+                continue
+            itemsize, before = flat.element_size(), 0
+            resident = self._held.resident_of(unit, state)
+            for share in (trainable, frozen) if state is State.WEIGHT else (trainable,):
+                both = range(max(share.start, chunk.start), min(share.stop, chunk.stop))
+                if both:
+                    start = (before + both.start - share.start) * itemsize
+                    first, last = (both.start - chunk.start) * itemsize, (both.stop - chunk.start) * itemsize
+                    if resident is not None:
+                        self._held.device.copy(
+                            resident.tensor.view(torch.uint8)[start : start + last - first],
+                            flat.view(torch.uint8)[first:last],
+                        )
+                    if self._store is not None and self._store.keeps(unit, state):
+                        write = self._store.write(unit, state, 0, start, self._buffers[state][first:last])
+                        writes.setdefault(state, []).append((start, write))
+                        begun.append(write)
+                before += len(share)
+        # All writes of the chunk are in flight together; the buffers are reused for the next one, so wait here.
+        for write in begun:
+            write.wait()

@@ -1,0 +1,776 @@
+"""Gradients of one step, added into host buffers as autograd finishes them, and their norm.
+
+    compute stream ─► squares summed there ─► `downloads` ─┬► the unit's host buffer, for the first gradient of a step
+                                                           └► a staging buffer ─► added into the host buffer
+
+A unit's host buffer is its own, or a window of a gradient on DISK (`disk_spill`). Gradients of a unit that is stored on
+the device are added there and stay. Those of other units are summed on the device over the micro-batches, as far as
+memory allows, and copied to the host with the last (`device_totals`). The squares of values that are stored as they
+arrive are summed on the device before the copy; those of sums on the host, on the host. So the norm reads no gradient
+again, and its bits are the same everywhere. On a GPU without our kernels the host sums all squares, and all gradients
+pass through staging buffers. If the host can address device memory, all of this is one pass, in the backward's thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload import kernels
+from offload.aio.protocols import Future
+from offload.engine._native import DirectAdd
+from offload.engine.callbacks import EngineCallbacks, GradientStats
+from offload.engine.gradient_transfer import DeviceToHost, DiskSpill
+from offload.engine.metrics import NO_SPANS, ComputeSpans
+from offload.interrupts import uninterrupted
+from offload.kernels import cuda
+from offload.kernels.sums import Sum
+from offload.layout.flat_layout import UnitLayout
+from offload.layout.placement import CHUNK
+from offload.swapper.memory.host_arena import HostArena, HostBuffer
+from offload.timeline import OFF, Phase, Row, Timeline
+
+# -- completion ----------------------------------------------------------------------------------------
+#
+# The moment at which the gradients of a unit are complete, which is a guess until `step()`.
+#
+# A unit is taken for complete when the last micro-batch of the step has given as many gradients of each parameter as
+# the backward before. A model that branches, a second loss, or a tied weight of another unit can make this wrong: then
+# a gradient arrives later, and its arrival is reported.
+#
+# Threads. As for `GradientAccumulator.add`: one thread at a time.
+
+
+class UnitCompletion:
+    """Counts the gradients of each backward, and reports units that are complete."""
+
+    def __init__(self, callbacks: EngineCallbacks) -> None:
+        self._callbacks = callbacks
+        self._expected: dict[int, Counter[int]] = {}
+        """For each unit the gradients of each segment in the last backward that gave the unit any."""
+        self._arrived: dict[int, Counter[int]] = {}
+        """The same in the backward that runs."""
+        self._missing: dict[int, Counter[int]] = {}
+        """Gradients that have not arrived in the backward that runs; only counts above 0."""
+        self._complete: set[int] = set()
+        """Units that were reported since the last step."""
+        self.guesses = True
+        """True if arrivals decide; False while a schedule that knows better calls `unit_complete` itself."""
+
+    def arrived(self, unit: int, segment: int) -> None:
+        """Records a gradient, which has been stored or added."""
+        if unit in self._complete:
+            self.changed(unit)
+        counted = self._arrived.get(unit)
+        if counted is None:
+            counted = self._arrived[unit] = Counter()
+            self._missing[unit] = self._expected.get(unit, Counter()).copy()
+        counted[segment] += 1
+        missing = self._missing[unit]
+        if segment not in missing:
+            return
+        missing[segment] -= 1
+        if not missing[segment]:
+            del missing[segment]
+        if not missing and self.guesses and unit not in self._complete and self._callbacks.is_last_micro_batch():
+            self.unit_complete(unit)
+
+    def told(self, add: Callable[[torch.Tensor], None], unit: int, segment: int) -> Callable[[torch.Tensor], None]:
+        """Returns `add`, after which a gradient has `arrived`."""
+
+        @uninterrupted
+        def add_and_tell(gradient: torch.Tensor) -> None:
+            add(gradient)
+            self.arrived(unit, segment)
+
+        return add_and_tell
+
+    def unit_complete(self, unit: int) -> None:
+        """Reports that no further gradient of `unit` is expected in this step."""
+        self._complete.add(unit)
+        self._callbacks.gradients_complete(unit)
+
+    def changed(self, unit: int) -> None:
+        """Reports that the gradient of a unit that was taken for complete has changed."""
+        if unit in self._complete:
+            self._callbacks.gradients_changed(unit)
+
+    def end_backward(self) -> None:
+        """Ends a backward, whose gradients are what the next one is expected to give."""
+        self._expected |= self._arrived
+        self._arrived, self._missing = {}, {}
+
+    def end_step(self) -> None:
+        """Forgets which units are complete: a step has used their gradients, or they were dropped."""
+        self._complete.clear()
+
+
+# -- device totals -------------------------------------------------------------------------------------
+#
+# Totals of a step's gradients in device memory, copied to the host once instead of after each micro-batch.
+#
+#     micro-batch   first ─► stored    further ─► added    last, or a read ─► copied to the host
+#
+# Once the copy of a total to the host has begun, the device drops the total; later gradients are added on the host.
+# Each addition is rounded once, as by the host's kernel, so a sum has the same bits on the device and on the host.
+#
+# Some units have memory for their totals for good. Where the micro-batches of a step take turns at a block, every unit
+# has totals: the first gradient itself becomes the total, until the last micro-batch has left the block.
+
+
+SegmentRange = tuple[int, int]
+"""Key of a range of a unit's gradient: the segment, and the range's first element within the segment."""
+
+
+class DeviceTotals:
+    """The totals on the device for some units.
+
+    Called by the thread that adds gradients or by the one that makes the step, never by both at once.
+    """
+
+    def __init__(self, memory: Mapping[int, torch.Tensor], dtype: torch.dtype) -> None:
+        """Takes device memory for the totals.
+
+        Args:
+            memory: for each unit (numel,) on the device.
+            dtype: the dtype in which gradients wait for their update.
+        """
+        self._memory, self._dtype = dict(memory), dtype
+        self._here: dict[int, dict[SegmentRange, torch.Tensor]] = {}
+        """By unit: each range whose total is on the device, (n,), with the total."""
+
+    def have(self, memory: Mapping[int, torch.Tensor]) -> None:
+        """Takes device memory for the totals of more units, between steps."""
+        self._memory |= memory
+
+    def leave(self, units: Collection[int]) -> dict[int, torch.Tensor]:
+        """Returns the memory of `units`, in the form that `have` takes. None of them may have a total left."""
+        assert not any(self._here.get(unit) for unit in units), "a total would be lost"
+        return {unit: self._memory.pop(unit) for unit in units}
+
+    def close(self) -> None:
+        """Lets go of all memory and totals."""
+        self._memory, self._here = {}, {}
+
+    def takes(self, unit: int) -> bool:
+        """Returns True if there is memory for the totals of `unit`."""
+        return unit in self._memory
+
+    def has(self, unit: int, segment_range: SegmentRange) -> bool:
+        """Returns True if a total of this range is on the device."""
+        return segment_range in self._here.get(unit, ())
+
+    def segments(self, unit: int) -> set[int]:
+        """Returns the segments of `unit` that have a total on the device."""
+        return {segment for segment, _ in self._here.get(unit, ())}
+
+    def add(self, unit: int, segment_range: SegmentRange, start: int, values: torch.Tensor) -> None:
+        """Stores or adds `values`, (n,) on the device, at position `start` of the unit's gradient.
+
+        Without memory for the unit, `values` become the total, which later calls change: they belong to this object.
+        """
+        here = self._here.setdefault(unit, {})
+        if segment_range in here:
+            here[segment_range].add_(values)
+        elif unit in self._memory:
+            here[segment_range] = self._memory[unit][start : start + len(values)]
+            here[segment_range].copy_(values)
+        else:
+            here[segment_range] = values.to(self._dtype)
+
+    def values(self, unit: int, segment_range: SegmentRange) -> torch.Tensor:
+        """Returns a total, (n,) on the device, perhaps a view of memory that later totals reuse."""
+        return self._here[unit][segment_range]
+
+    def ranges(self) -> Iterator[tuple[int, SegmentRange]]:
+        """Yields the range of every total on the device, with its unit; totals may be dropped meanwhile."""
+        for unit, here in list(self._here.items()):
+            for segment_range in list(here):
+                yield unit, segment_range
+
+    def forget(self, unit: int, segment: int | None = None) -> None:
+        """Drops the totals of a unit, or of one segment of it."""
+        here = self._here.get(unit, {})
+        for segment_range in [each for each in here if segment in (None, each[0])]:
+            del here[segment_range]
+
+    def left(self, unit: int, segment_range: SegmentRange) -> None:
+        """Drops a total whose copy to the host has begun; later gradients are added on the host."""
+        self._here[unit].pop(segment_range, None)
+
+
+# -- host gradients ------------------------------------------------------------------------------------
+#
+# Host memory of gradients: a host buffer for each unit, or a window of one that waits on DISK.
+
+
+def buffers_for(
+    parts: Sequence[range], arena: HostArena, dtype: torch.dtype, elsewhere: Collection[int]
+) -> list[torch.Tensor | None]:
+    """Returns host memory, (numel,), for the gradients of each unit; None for those whose gradients are `elsewhere`."""
+    memory: list[torch.Tensor | None] = []
+    for unit, part in enumerate(parts):
+        kept = part and unit not in elsewhere
+        host_buffer = arena.take_copied(len(part) * dtype.itemsize) if kept else None
+        assert host_buffer is not None or not kept, "the arena class of the host tier was sized for its gradients"
+        memory.append(None if host_buffer is None else host_buffer.tensor(dtype))
+    return memory
+
+
+class HostGradients:
+    """Gradients of all units on the host. The accumulator's lock guards every call."""
+
+    def __init__(
+        self,
+        memory: Sequence[torch.Tensor | None],
+        spill: DiskSpill | None,
+        layouts: Sequence[UnitLayout],
+        parts: Sequence[range],
+        addressable: bool,
+    ) -> None:
+        """Takes the memory.
+
+        Args:
+            memory: (numel,) of each unit's partition; None for a unit that spills, stays on the device, or is frozen.
+            spill: gradients of units that wait on DISK.
+            layouts: the segments of each unit.
+            parts: the elements of each unit that this rank updates.
+            addressable: True if the host can address the gradients of a backward.
+        """
+        self._memory, self._spill = memory, spill
+        self._sums: dict[tuple[int, int, int], Sum] = {}
+        """Checked memory of each chunk of a host buffer, by unit, first element and length."""
+        self._whole: dict[tuple[int, int], Sum] = {}
+        """Checked memory of parameters of one chunk, by unit and segment; see `adder`."""
+        for unit, (layout, part) in enumerate(zip(layouts, parts, strict=True)):
+            for position, segment in enumerate(layout.segments):
+                inside = part.start <= segment.start and segment.stop <= part.stop
+                if addressable and memory[unit] is not None and inside and 0 < segment.numel <= CHUNK:
+                    self._whole[unit, position] = self.sum(unit, segment.start - part.start, segment.numel)
+
+    def adder(
+        self,
+        unit: int,
+        segment: int,
+        add: Callable[[torch.Tensor], None],
+        lock: AbstractContextManager[Any],
+        reading: Collection[int],
+        squares: list[dict[tuple[int, int], float | torch.Tensor]],
+    ) -> Callable[[torch.Tensor], None]:
+        """Returns a function that stores or adds a gradient of one parameter as autograd has made it.
+
+        Args:
+            unit: the unit.
+            segment: the parameter.
+            add: does so in any case; what the function does where a gradient must be prepared, cut or wait.
+            lock: the accumulator's lock.
+            reading: units whose gradients an update reads.
+            squares: sums of squares of each unit, which say what was stored, and receive those of new values.
+        """
+        whole = self._whole.get((unit, segment))
+        return add if whole is None else DirectAdd(whole.take, add, lock, reading, squares, unit, segment).add
+
+    def spills(self, unit: int) -> bool:
+        """Returns True if the gradient of `unit` waits on DISK."""
+        return self._spill is not None and unit in self._spill
+
+    def values(self, unit: int, start: int, stop: int) -> torch.Tensor:
+        """Returns elements [start, stop) of a unit's gradient, valid until the next call."""
+        if self._spill is not None and unit in self._spill:
+            return self._spill.part(unit, start, stop)
+        memory = self._memory[unit]
+        assert memory is not None
+        return memory[start:stop]
+
+    def sum(self, unit: int, start: int, numel: int) -> Sum:
+        """Returns the sum of gradients in elements [start, start + numel), valid until the next call."""
+        found = self._sums.get((unit, start, numel))
+        if found is None:
+            found = Sum(self.values(unit, start, start + numel))
+            if not self.spills(unit):  # a window moves, a host buffer does not
+                self._sums[unit, start, numel] = found
+        return found
+
+
+# -- places --------------------------------------------------------------------------------------------
+#
+# Memory in which gradients wait for their updates.
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientPlaces:
+    """Memory in which gradients wait for their updates, other than host buffers of the HOST tier."""
+
+    spill: DiskSpill | None
+    """Gradients of units that wait on DISK."""
+    on_device: Mapping[int, torch.Tensor]
+    """(numel,) of the gradients' dtype for each unit whose gradients stay on the device."""
+    totals: Mapping[int, torch.Tensor]
+    """The same for units whose gradients are summed on the device over micro-batches and then copied to the host."""
+    downloads: DeviceToHost | None
+    """Copies from a device whose memory the host cannot address; None if the host can."""
+
+
+# -- values --------------------------------------------------------------------------------------------
+#
+# Flattening of one gradient, the chunks of its segment, and the sums of its squares.
+
+
+SUMMED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of gradients that the kernels add; others are converted."""
+
+
+def squares_of(values: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of squares of each `CHUNK` elements of `values`, (n,), as (chunks,) float64 on their device.
+
+    On a GPU the host does not wait. The bits are the same everywhere, and equal those of `kernels.accumulate`.
+    """
+    if values.is_cuda:
+        return cuda.sum_squares(values, CHUNK)
+    parts = (values[start : start + CHUNK] for start in range(0, len(values), CHUNK))
+    return torch.tensor([kernels.sum_squares(part) for part in parts], dtype=torch.float64, device="cpu")
+
+
+def total_of(
+    squares: Sequence[Mapping[tuple[int, int], float | torch.Tensor]], elsewhere: Container[tuple[int, int]] = ()
+) -> float:
+    """Returns the sum of the squares of all gradients, all of which must be numbers by now.
+
+    Added in layout order in float64, so that the norm has the same bits whatever order gradients arrived in.
+
+    Args:
+        squares: sums of squares of each unit's chunks, by (segment, first element).
+        elsewhere: parameters that another process counts, as (unit, segment).
+    """
+    total = 0.0
+    for unit, chunks in enumerate(squares):
+        for key in sorted(chunks):
+            value = chunks[key]
+            assert isinstance(value, float)
+            total += 0.0 if (unit, key[0]) in elsewhere else value
+    return total
+
+
+def flat(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns a gradient as (numel,), dense and contiguous, outside of autograd."""
+    if gradient.requires_grad:
+        gradient = gradient.detach()
+    if gradient.layout is not torch.strided:  # from an embedding with sparse=True
+        gradient = gradient.to_dense()
+    gradient = gradient.contiguous()
+    return gradient if gradient.dim() == 1 else gradient.view(-1)
+
+
+def borders(layout: UnitLayout, part: range) -> list[int]:
+    """Returns the positions in `part` at which chunks of a gradient begin, sorted, with 0 and the end of `part`."""
+    found = {0, len(part)}
+    for segment in layout.segments:
+        first, last = max(segment.start, part.start), min(segment.stop, part.stop)
+        found.update(start - part.start for start in range(first, last, CHUNK))
+    return sorted(found)
+
+
+def parameter_starts(layout: UnitLayout, part: range) -> list[int]:
+    """Returns the positions in `part` at which parameters begin, or go on from another rank's, sorted."""
+    return sorted(
+        max(segment.start, part.start) - part.start
+        for segment in layout.segments
+        if max(segment.start, part.start) < min(segment.stop, part.stop)
+    )
+
+
+# -- accumulator ---------------------------------------------------------------------------------------
+
+
+class GradientAccumulator:
+    """The gradient of each unit that trains, with each parameter's gradient at the position of the parameter's segment.
+
+    Any thread may call `add` and `put`, one at a time. The update worker calls `stays` and `segment_range`, and `free`
+    when an update has read a gradient. All other methods belong to the thread that calls `step()`.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[UnitLayout],
+        parts: Sequence[range],
+        arena: HostArena,
+        dtype: torch.dtype,
+        waiting: GradientPlaces,
+        callbacks: EngineCallbacks,
+        *,
+        timeline: Timeline = OFF,
+        compute: ComputeSpans = NO_SPANS,
+        completion: UnitCompletion | None = None,
+    ) -> None:
+        """Takes a host buffer for each unit whose gradients stay in HOST.
+
+        Args:
+            layouts: the segments of each unit.
+            parts: the elements of each unit that this rank updates.
+            arena: the host memory.
+            dtype: dtype of the stored gradients.
+            waiting: memory for gradients without a host buffer.
+            callbacks: the engine.
+            timeline: records each gradient as it arrives.
+            compute: records the unit to which a gradient belongs.
+            completion: notices units whose gradients are complete before `step()`; None if nobody asks.
+        """
+        self._timeline, self._compute = timeline, compute
+        self._recorded = timeline is not OFF or compute is not NO_SPANS
+        self._titles = [f"gradient of {layout.name or 'the root'}" for layout in layouts]
+        self.dtype, self._on_device = dtype, waiting.on_device
+        self.spill, self.downloads = waiting.spill, waiting.downloads
+        self.totals = DeviceTotals(waiting.totals, dtype)
+        self._callbacks, self._layouts, self._parts = callbacks, layouts, parts
+        self._lock = threading.Lock()
+        self.completion = completion
+        self._squares: list[dict[tuple[int, int], float | torch.Tensor]] = [{} for _ in layouts]
+        """For each unit: sum of squares of each chunk, by (segment, first element); a tensor is still on the device."""
+        self._reading: set[int] = set()
+        memory = buffers_for(parts, arena, dtype, {unit for unit in range(len(parts)) if not self.is_on_host(unit)})
+        self._host = HostGradients(memory, self.spill, layouts, parts, self.downloads is None)
+
+    def add_up_in(self, memory: Mapping[int, torch.Tensor]) -> None:
+        """Takes device memory, (nbytes,) uint8 by unit, for the totals of more units. Called between steps."""
+        self.totals.have({unit: each.view(self.dtype) for unit, each in memory.items()})
+
+    @uninterrupted
+    def stop_adding_up_in(self, units: Collection[int]) -> dict[int, torch.Tensor]:
+        """Copies totals of `units` to the host, not in a backward; returns their memory in the form of `add_up_in`."""
+        for unit in units:
+            self._send_totals(unit)
+        self._receive_all()
+        return {unit: memory.view(torch.uint8) for unit, memory in self.totals.leave(units).items()}
+
+    def adder(self, unit: int, segment: int) -> Callable[[torch.Tensor], None]:
+        """Returns `add` for one parameter; for a small one in host memory a shorter way with the same result."""
+        if self._recorded:
+            return functools.partial(self.add, unit, segment)
+        prepare = functools.partial(self._add, unit, segment)
+        add = self._host.adder(unit, segment, prepare, self._lock, self._reading, self._squares)
+        return add if self.completion is None else self.completion.told(add, unit, segment)
+
+    @uninterrupted
+    def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
+        """Stores the first gradient of a parameter in a step, or adds a further one. Runs on an autograd thread."""
+        if not self._recorded:
+            self._add(unit, segment, gradient)
+        else:
+            self._compute.leave_for(unit)
+            self._compute.turn_to(unit)
+            timeline = self._timeline if self.downloads is None else OFF  # else recorded on arrival
+            nbytes = gradient.numel() * gradient.element_size()  # a sparse one lacks `nbytes`
+            with timeline.span(Row.DOWNLOADS, self._titles[unit], nbytes):
+                self._add(unit, segment, gradient)
+        if self.completion is not None:
+            self.completion.arrived(unit, segment)
+
+    @uninterrupted
+    def _add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
+        """Stores or adds a gradient of this process; on several ranks overridden to collect a unit first."""
+        if self._layouts[unit].segments[segment].numel:
+            self.put(unit, segment, 0, flat(gradient))
+
+    def end_backward(self) -> None:
+        """Completes an outermost backward, or an aborted one, of which the gradients that have arrived are kept."""
+        self._compute.end_span()
+        self._flush()
+        if self.completion is not None:
+            self.completion.end_backward()
+        self._timeline.end_phase(Phase.BACKWARD)
+
+    def complete(self) -> None:
+        """Completes a backward before gradients are read or a step is decided."""
+        self.end_backward()
+
+    def _flush(self) -> None:
+        """Processes gradients that were set aside: small ones, which are copied together."""
+        if self.downloads is not None:
+            self.downloads.flush()
+
+    @property
+    def pending_unit(self) -> int:
+        """The unit whose gradients wait to be reduced with those of other ranks, or -1."""
+        return -1
+
+    @uninterrupted
+    def serve_reduce(self, unit: int, holders: Sequence[int]) -> None:
+        """Sums the gradients of `unit` that the ranks `holders` contribute. Every rank calls this at the same time."""
+        raise AssertionError("a process that trains alone reduces nothing")
+
+    def put(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
+        """Stores or adds `values`, (n,) on the device, as elements [first, first + n) of this rank's part of a segment.
+
+        Calls of one step whose ranges overlap must have the same range. A range begins a multiple of `CHUNK` elements
+        after this rank's first element of the segment.
+        """
+        if values.dtype not in SUMMED:
+            values = values.to(self.dtype)
+        if unit in self._reading:
+            self._callbacks.await_updates()  # a graph older than step() that needs no weights, such as an embedding's
+        if unit in self._on_device:
+            self._keep(unit, segment, first, values)
+        elif self.downloads is None:
+            self._accumulate(unit, segment, first, values, self._is_new(unit, segment, first))
+        # A gradient begins a total on the device, or is added to one, or is copied.
+        elif self.totals.has(unit, (segment, first)) or (self._is_new(unit, segment, first) and not self._leaves(unit)):
+            self._add_up(self.downloads, unit, segment, first, values)
+        else:
+            self._send(self.downloads, unit, segment, first, values, self._is_new(unit, segment, first))
+
+    def _is_new(self, unit: int, segment: int, first: int) -> bool:
+        """Returns True if no gradient was stored at this position since the last step."""
+        return (segment, first) not in self._squares[unit]
+
+    def _leaves(self, unit: int) -> bool:
+        """Returns True if no further gradient of `unit` is added up on the device in this step, or in its turns."""
+        if self._callbacks.is_last_micro_batch():
+            return True
+        return not self.totals.takes(unit) and ((turn := self._callbacks.turn()) is None or turn.last)
+
+    def _add_up(self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
+        """Adds `values` to the total on the device, and starts the copy to the host if the total leaves."""
+        start = self._start(unit, segment, first)
+        downloads.with_memory(lambda: self.totals.add(unit, (segment, first), start, values))
+        if self._leaves(unit):
+            self._send_total(downloads, unit, segment, first)
+
+    def _send_total(self, downloads: DeviceToHost, unit: int, segment: int, first: int) -> None:
+        """Starts the copy of a total to the host."""
+        self._send(downloads, unit, segment, first, self.totals.values(unit, (segment, first)), True)
+        self.totals.left(unit, (segment, first))
+
+    def _send(
+        self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor, new: bool
+    ) -> None:
+        """Starts the copy of `values` to the host, where they are stored if `new`, otherwise added."""
+        if new and values.element_size() > self.dtype.itemsize:
+            values = downloads.with_memory(functools.partial(values.to, self.dtype))  # here, for fewer bytes to copy
+        summed = downloads.sums and new and values.dtype == self.dtype
+        chunks = range(0, values.numel(), CHUNK)
+        squares: Sequence[float | torch.Tensor] = squares_of(values).unbind() if summed else [0.0] * len(chunks)
+        target, receive = None, None
+        if summed and not self._host.spills(unit):
+            start = self._start(unit, segment, first)
+            target = self._host.values(unit, start, start + len(values))
+        else:
+
+            def receive(position: int, some: torch.Tensor) -> None:
+                self._accumulate(unit, segment, first + position, some, new, summed)
+
+        # Never joined if the unit spills: small gradients that arrive late would read back windows already written.
+        place = None if self._host.spills(unit) else (unit, segment, first)
+        downloads.collect(self._titles[unit], place, values, target, receive)
+        # Recorded after the send, whose wait may raise. Sums that the receiving thread has recorded by then stay.
+        for chunk, value in zip(chunks, squares, strict=True):
+            if summed:
+                self._squares[unit][segment, first + chunk] = value
+            else:
+                self._squares[unit].setdefault((segment, first + chunk), value)
+
+    def _keep(self, unit: int, segment: int, first: int, values: torch.Tensor, add: bool = True) -> None:
+        """Stores or adds `values` on the device. A sum is rounded once, as by the host's kernel."""
+        start = self._start(unit, segment, first)
+        memory = self._on_device[unit][start : start + values.numel()]
+        if add and not self._is_new(unit, segment, first):
+            memory.add_(values)
+        else:
+            memory.copy_(values)
+        for number, value in enumerate(squares_of(memory).unbind()):
+            self._squares[unit][segment, first + number * CHUNK] = value
+
+    def _start(self, unit: int, segment: int, first: int) -> int:
+        """Returns the position in this rank's partition of element `first` of a segment."""
+        return self._layouts[unit].segments[segment].start - self._parts[unit].start + first
+
+    def _accumulate(
+        self, unit: int, segment: int, first: int, values: torch.Tensor, new: bool, summed: bool = False
+    ) -> None:
+        """Stores or adds `values` on the host, and sums their squares unless they are `summed` already."""
+        start = self._start(unit, segment, first)
+        numel = values.numel()  # `len` of a tensor is slow Python
+        with self._lock:
+            # The update worker frees units under the same lock, on its own thread.
+            assert unit not in self._reading
+            for chunk in range(0, numel, CHUNK):
+                more = values if numel <= CHUNK else values[chunk : chunk + CHUNK]
+                squares = self._host.sum(unit, start + chunk, more.numel()).accumulate(more, add=not new)
+                if not summed:
+                    self._squares[unit][segment, first + chunk] = squares
+
+    def known(self, elsewhere: Container[tuple[int, int]] = ()) -> GradientStats:
+        """Returns the statistics on which a step is decided. Waits until all gradients are copied from the device.
+
+        Parameters of `elsewhere`, as (unit, segment), are left out of the sum of squares: see `total_of`.
+        """
+        self.receive_totals()
+        present = [self.present(unit) for unit, _ in enumerate(self._squares)]
+        return GradientStats(sum_squares=total_of(self._squares, elsewhere), present=present)
+
+    def _send_totals(self, unit: int | None = None, segment: int | None = None) -> None:
+        """Starts the copies of all totals that are still on the device, or of those of a unit's segment."""
+        for each, (position, first) in self.totals.ranges():
+            if unit in (None, each) and segment in (None, position):
+                assert self.downloads is not None
+                self._send_total(self.downloads, each, position, first)
+
+    def receive_totals(self) -> None:
+        """Waits until all gradients are copied from the device; sums of squares there become numbers."""
+        self._send_totals()
+        if self.downloads is None:
+            return
+        self.downloads.drain()
+        found = [
+            (squares, key, value)
+            for squares in self._squares
+            for key, value in squares.items()
+            if isinstance(value, torch.Tensor)
+        ]
+        if found:
+            values = self.downloads.fetch(torch.stack([value for _, _, value in found]))
+            for (squares, key, _), value in zip(found, values.tolist(), strict=True):
+                squares[key] = value
+
+    def _receive_all(self) -> None:
+        if self.downloads is not None:
+            self.downloads.drain()
+
+    def present(self, unit: int) -> set[int]:
+        """Returns the segments of `unit` that have a gradient."""
+        return {segment for segment, _ in self._squares[unit]} | self.totals.segments(unit)
+
+    def is_on_host(self, unit: int) -> bool:
+        """Returns True if the gradient of `unit` waits in host memory of its own."""
+        return unit not in self._on_device and (self.spill is None or unit not in self.spill)
+
+    def when_received(self, unit: int, act: Callable[[], None]) -> None:
+        """Calls `act` once all gradients of `unit` so far are on the host: now, or on the receiving thread."""
+        self._send_totals(unit)
+        act() if self.downloads is None else self.downloads.when_received(act)
+
+    def has(self, unit: int, segment: int) -> bool:
+        """Returns True if this rank received a gradient of this parameter since the last step."""
+        return segment in self.present(unit)
+
+    @uninterrupted
+    def look(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
+        """Fills `values`, (n,) on the CPU, with elements [first, first + n) of a segment: all those of this rank."""
+        self._send_totals(unit, segment)
+        self._receive_all()
+        start = self._start(unit, segment, first)
+        if unit in self._on_device:
+            values.copy_(self._on_device[unit][start : start + len(values)])
+            return
+        with self._lock:
+            for chunk in range(0, len(values), CHUNK):
+                some = values[chunk : chunk + CHUNK]
+                some.copy_(self._host.values(unit, start + chunk, start + chunk + len(some)))
+
+    @uninterrupted
+    def replace(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
+        """Replaces the elements that `look` reads by `values`, (n,) fp32 on the CPU; n may be 0 on this rank."""
+        self._receive_all()
+        if self.completion is not None:
+            self.completion.changed(unit)
+        with self._lock:
+            self._squares[unit] = {key: each for key, each in self._squares[unit].items() if key[0] != segment}
+            self.totals.forget(unit, segment)
+        if unit in self._on_device:
+            self._keep(unit, segment, first, values, add=False)
+        else:
+            self._accumulate(unit, segment, first, values, new=True)
+
+    def give(self, units: Sequence[int]) -> None:
+        """Hands the gradients of `units` to their updates until `free`; none may be added meanwhile."""
+        if self.spill is not None:
+            self.spill.flush()
+        with self._lock:
+            for unit in units:
+                assert not self.totals.segments(unit), "all totals have left when the norm was known"
+                self._reading.add(unit)
+                self._squares[unit] = {}
+
+    def segment_range(
+        self, unit: int, start: int, stop: int, room: HostBuffer | None, offset: int
+    ) -> tuple[torch.Tensor, Sequence[Future]]:
+        """Returns elements [start, stop) for the update of `unit`, valid once the futures are done; see also `stays`.
+
+        A gradient on DISK is read into `room` from byte `offset` on. One that changes meanwhile drops its update.
+        """
+        assert unit in self._reading or self.completion is not None
+        if unit in self._on_device:
+            return self._on_device[unit][start:stop], ()
+        if room is not None and self.spill is not None and unit in self.spill:
+            end = offset + (stop - start) * self.dtype.itemsize
+            read = self.spill.read(unit, start, stop, room.buffer[offset:end])
+            return room.tensor(torch.uint8)[offset:end].view(self.dtype), (read,)
+        return self._host.values(unit, start, stop), ()
+
+    def stays(self, unit: int) -> bool:
+        """Returns True if the gradient of `unit` waits on the device, for an update on the device."""
+        return unit in self._on_device
+
+    def free(self, unit: int) -> None:
+        """Releases a gradient that the update has read: its memory may receive the next one."""
+        if self.spill is not None and unit in self.spill:
+            self.spill.forget(unit)
+        with self._lock:
+            self._reading.discard(unit)
+
+    def drop(self, unit: int) -> None:
+        """Drops the gradients of one unit, none of which may be on its way from the device."""
+        if self.spill is not None and unit in self.spill:
+            self.spill.forget(unit)
+        with self._lock:
+            self._squares[unit] = {}
+            self.totals.forget(unit)
+
+    def forget(self) -> None:
+        """Drops every gradient that no update has taken; of several ranks, together."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Drops every gradient that no update has taken, on this rank."""
+        self._receive_all()
+        for unit in range(len(self._layouts)):
+            if unit not in self._reading:
+                self.drop(unit)
+
+    def close(self) -> None:
+        """Joins the receiving thread and frees drives and device memory. The update worker must have ended."""
+        self._on_device = {}
+        for part in (self.downloads, self.spill, self.totals):
+            if part is not None:
+                part.close()
+
+
+# -- zero grad -----------------------------------------------------------------------------------------
+#
+# `ZeroGrad`, the `zero_grad` of a model whose gradients an engine holds.
+
+
+class ZeroGrad:
+    """`model.zero_grad()` under an engine, which holds the gradients.
+
+    A deep copy of the model receives the method of its class again.
+    """
+
+    def __init__(self, module: nn.Module, forget: Callable[[], None]) -> None:
+        self._module, self._forget = module, forget
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        """Drops the engine's gradients. `set_to_none` has no effect, since `.grad` is always None."""
+        self._forget()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Returns the class's own `zero_grad`, bound to the copied module."""
+        return types.MethodType(type(self._module).zero_grad, memo[id(self._module)])

@@ -1,1 +1,0 @@
-"""Gradients from autograd to the memory where updates read them."""

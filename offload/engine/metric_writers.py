@@ -1,0 +1,536 @@
+"""Destinations of the numbers of each step: a line for people, TensorBoard, CSV files, JSON lines, Weights & Biases.
+
+    Meter ─► Record ─► Reporter ─┬─► Line                          at once, on the thread that trains
+                                 └─► all others   on a thread of its own, one record after the other
+
+A record contains numbers by name; `events` gives them the names of DeepSpeed's files. The x axis of all events is
+samples, as in DeepSpeed. Only rank 0 has a reporter.
+
+Two rules make a reporter safe to leave on:
+
+* A writer that fails (a full disk, a lost server) is reported in one warning and receives no more records. Training
+  continues, and so do the other writers.
+* No step appears twice in a file. A run that resumes from a commit or a checkpoint trains some steps again: the first
+  record of each sequence of steps removes earlier records of the same steps and of later ones. Weights & Biases keeps
+  the first record of each step instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib
+import importlib.util
+import logging
+import math
+import os
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO, Any, NamedTuple, Protocol
+
+from offload.config import Config
+from offload.errors import ConfigError
+from offload.fileio import atomic_write
+from offload.fileio.jsonl import check_log, cut_log, hold_log, json_line
+from offload.notices import Headline, announce, show
+from offload.sizes import format_size
+
+# -- writers -------------------------------------------------------------------------------------------
+#
+# Files and services to which the numbers of each step are written.
+
+
+class Record(NamedTuple):
+    """The numbers of one step."""
+
+    step: int
+    samples: int
+    """Samples of all steps up to this one, on all ranks."""
+    values: Mapping[str, float]
+    """Numbers of the step by plain names: `*seconds` are seconds, `*_bytes` are bytes."""
+    drives: Mapping[str, int] = MappingProxyType({})
+    """Bytes that the run has written to each drive so far, including those before a resume."""
+
+
+class Evaluated(NamedTuple):
+    """The numbers of an evaluation between two steps."""
+
+    step: int
+    """Steps before the evaluation."""
+    samples: int
+    """Samples of these steps, on all ranks."""
+    loss: float
+    seconds: float
+
+    @property
+    def values(self) -> Mapping[str, float]:
+        """The numbers by plain names, as those of a step."""
+        return {"eval_loss": self.loss, "eval_seconds": self.seconds}
+
+
+class Writer(Protocol):
+    """Interface of a destination of records. All calls come from one thread; another thread may create the writer."""
+
+    def write(self, record: Record) -> None:
+        """Writes one more record. An exception ends this writer, and nothing else."""
+
+    def write_evaluation(self, evaluation: Evaluated) -> None:
+        """Writes an evaluation, behind the record of its step. Exceptions are as those of `write`."""
+
+    def close(self) -> None:
+        """Flushes and closes; no record follows."""
+
+
+_DEEPSPEED: dict[str, tuple[str, float]] = {
+    "loss": ("train_loss", 1),
+    "lr": ("lr", 1),
+    "loss_scale": ("loss_scale", 1),
+    "forward_seconds": ("elapsed_time_ms_forward", 1000),
+    "backward_seconds": ("elapsed_time_ms_backward", 1000),
+    "step_seconds": ("elapsed_time_ms_step", 1000),
+}
+"""Numbers that DeepSpeed writes too: DeepSpeed's name, and the factor to its unit."""
+
+
+def events(record: Record | Evaluated) -> dict[str, float]:
+    """Returns the numbers of a record by event name: DeepSpeed's name if it has one, otherwise `Offload/` and ours."""
+    named: dict[str, float] = {}
+    for name, value in record.values.items():
+        if name in _DEEPSPEED:
+            theirs, unit = _DEEPSPEED[name]
+            named[f"Train/Samples/{theirs}"] = value * unit
+        else:
+            named[f"Offload/{name}"] = value
+    return named
+
+
+def _replaces(first: Record) -> int:
+    """Returns the samples from which a sequence of steps replaces older data: 0, hence all, if it begins at step 1."""
+    return first.samples if first.step > 1 else 0
+
+
+class TensorBoard:
+    """Writer of event files in `folder`, by torch's own writer."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: Any = None
+        self._last = 0
+
+    def write(self, record: Record) -> None:
+        """Writes a record. After a return to an earlier step, a new file tells the viewer to drop later points."""
+        if self._files is None or record.samples <= self._last:  # the viewer drops its points from here on
+            self.close()
+            # Imported on first use: the package is optional, and its import is slow.
+            board = importlib.import_module("torch.utils.tensorboard")
+            self._files = board.SummaryWriter(str(self._folder), purge_step=_replaces(record))
+        self._add(record)
+        self._last = record.samples
+
+    def write_evaluation(self, evaluation: Evaluated) -> None:
+        """Writes an evaluation. One before the first record of this process is left out: the viewer would drop it."""
+        if self._files is not None:
+            self._add(evaluation)
+
+    def _add(self, record: Record | Evaluated) -> None:
+        for name, value in events(record).items():
+            self._files.add_scalar(name, value, record.samples)
+        # Flushed after each step, so that the viewer follows and a kill loses little.
+        self._files.flush()
+
+    def close(self) -> None:
+        """Closes the event file."""
+        if self._files is not None:
+            self._files.close()
+            self._files = None
+
+
+class CsvFiles:
+    """Writer of a CSV file for each event in `folder`, with lines `step,value`, in which step counts samples."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._last: int | None = None
+
+    def write(self, record: Record) -> None:
+        """Writes a record. The first one, and one after a return to an earlier step, cuts the files first."""
+        if self._last is None or record.samples <= self._last:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for path in sorted(self._folder.glob("*.csv")):
+                cut(path, _replaces(record))
+        self._add(record)
+        self._last = record.samples
+
+    def write_evaluation(self, evaluation: Evaluated) -> None:
+        """Writes an evaluation. One before the first record of this process is left out: that record cuts the files."""
+        if self._last is not None:
+            self._add(evaluation)
+
+    def _add(self, record: Record | Evaluated) -> None:
+        for event, value in events(record).items():
+            path, header = self._folder / f"{event.replace('/', '_')}.csv", ("step", event.rpartition("/")[2])
+            # Opened for each record, so that a kill loses at most one line.
+            with path.open("a", newline="", encoding="utf-8") as file:
+                lines = csv.writer(file)
+                if file.tell() == 0:
+                    lines.writerow(header)
+                lines.writerow((record.samples, value))
+
+    def close(self) -> None:
+        """Does nothing: each record closes its files."""
+
+
+def cut(path: Path, samples: int) -> None:
+    """Keeps the complete lines of a CSV file of ours that precede `samples`.
+
+    If no line would remain, the file is renamed to `.csv.old` instead, since an earlier run of this name may have
+    written it. An older `.csv.old` is replaced.
+    """
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        header, *lines = file.read().split("\n")  # the last is empty, or an incomplete line after a kill
+    name = header.rstrip("\r").partition(",")
+    if name[0] != "step" or not path.stem.endswith(name[2]):
+        return  # not a file of ours
+    # The last element is the rest after the last newline, never a complete line.
+    kept = [text for text in lines[:-1] if _samples_of(text) < samples]
+    if lines[len(kept) :] == [""]:
+        return
+    if not kept and len(lines) > 1:
+        # A new run under the same name must not delete the numbers of an earlier one.
+        os.replace(path, path.with_name(f"{path.name}.old"))
+        return
+    atomic_write(path, "".join(f"{text}\n" for text in (header, *kept)))
+
+
+def _samples_of(text: str) -> float:
+    """Returns the samples of a line; infinity for a line without a number, so that it is cut."""
+    try:
+        return float(text.partition(",")[0])
+    except ValueError:
+        return math.inf
+
+
+class JsonLines:
+    """Writer of a file with a JSON object for each step, from which `offload report` makes a page."""
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        """Prepares the writer.
+
+        Args:
+            path: the file.
+            about: facts about the run, written into the first line of each process.
+        """
+        self._path, self._about = path, about
+        self._last: int | None = None
+        self._held: IO[str] | None = None
+        """The file, open while no other run may write to it."""
+
+    def write(self, record: Record) -> None:
+        """Writes a record. The first one, and one after a return to an earlier step, cuts the file first."""
+        # The facts may differ between the processes of a run, so each process writes them again.
+        more: dict[str, Any] = {} if self._last is not None else {"about": self._about}
+        if self._last is None or record.step <= self._last:
+            self.close()  # a log that is cut is a new file, whose lock is another one
+            if (earlier := cut_log(self._path, record.step - 1)) is not None:
+                announce(Headline(f"the log of an earlier run is now {earlier}"))
+            self._held = hold_log(self._path)
+        self._add(
+            {"step": record.step, "samples": record.samples, "time": time.time()},
+            record.values,
+            drives=dict(record.drives),
+            **more,
+        )
+        self._last = record.step
+
+    def write_evaluation(self, evaluation: Evaluated) -> None:
+        """Writes an evaluation. One before the first record of this process is left out: that record cuts the file."""
+        if self._last is not None:
+            self._add({"step": evaluation.step, "time": time.time()}, evaluation.values)
+
+    def _add(self, head: Mapping[str, Any], values: Mapping[str, float], **more: Any) -> None:
+        # Opened for each line, so that a kill loses at most one.
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json_line({**head, **values, **more}) + "\n")
+
+    def close(self) -> None:
+        """Lets other runs write to the file."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+
+class Wandb:
+    """Writer to a run of Weights & Biases: the run that the user has begun, or one of our own, which `close` ends."""
+
+    def __init__(self, **settings: str | None) -> None:
+        """Joins the run of the user, or begins one with `settings` of `wandb.init`.
+
+        Raises:
+            ConfigError: if wandb begins no run.
+        """
+        wandb: Any = importlib.import_module("wandb")
+        self._own = wandb.run is None
+        try:
+            self._run = wandb.init(**settings) if self._own else wandb.run
+        except Exception as error:  # wandb raises classes of its own: no login, no server
+            raise ConfigError(
+                f"wandb cannot begin a run: {error}; log in (`wandb login`), set WANDB_MODE=offline, or leave the "
+                '"wandb" block out'
+            ) from error
+
+    def write(self, record: Record) -> None:
+        """Writes a record at `step=samples`."""
+        self._run.log(events(record), step=record.samples)  # wandb ignores a step below its newest
+
+    def write_evaluation(self, evaluation: Evaluated) -> None:
+        """Writes an evaluation at `step=samples`."""
+        self._run.log(events(evaluation), step=evaluation.samples)
+
+    def close(self) -> None:
+        """Ends the run if we began it."""
+        if self._own:
+            self._run.finish()
+
+
+# -- reporter ------------------------------------------------------------------------------------------
+
+
+logger = logging.getLogger("offload")
+
+
+# -- line for people ----------------------------------------------------------------------------------
+
+_PHASES = ("forward", "backward", "step")
+
+
+class Line:
+    """Writer of a line every `every` steps: to the log if a handler takes lines of level INFO, otherwise to stderr."""
+
+    def __init__(self, every: int, samples: int, memory: bool) -> None:
+        """Creates the writer, with no record in the means yet.
+
+        Args:
+            every: steps for each line.
+            samples: samples of the first step.
+            memory: True to include peaks of memory.
+        """
+        self._every, self._samples, self._memory = every, samples, memory
+        self._since: defaultdict[str, float] = defaultdict(float)
+        self._steps = 0
+        self._last: Record | None = None
+
+    def write(self, record: Record) -> None:
+        """Adds a record to the means, and writes a line if one is due."""
+        if self._last is not None and record.samples > self._last.samples:  # otherwise a load went back
+            self._samples = record.samples - self._last.samples
+        self._last = record
+        self._steps += 1
+        self._since["samples"] += self._samples
+        for name, value in record.values.items():
+            if name.endswith(("seconds", "_bytes", "collectives")):
+                self._since[name] += value
+        if record.step % self._every == 0:
+            mean = {name: total / self._steps for name, total in self._since.items()}
+            self._since.clear()
+            self._steps = 0
+            show(line(record, mean, mean["samples"], self._memory), logger)
+
+    def write_evaluation(self, evaluation: Evaluated) -> None:
+        """Does nothing: the loop that evaluates shows its result itself."""
+
+    def close(self) -> None:
+        """Does nothing: every line is written at once."""
+
+
+def line(record: Record, mean: Mapping[str, float], samples: float, memory: bool) -> str:
+    """Returns the line for a person: numbers of this step; seconds, bytes, collectives and samples as means."""
+    values = record.values
+    texts = [f"{name.replace('_', ' ')} {values[name]:.4g}" for name in ("loss", "lr", "grad_norm") if name in values]
+    if values.get("skipped_steps"):
+        texts.append(f"{values['skipped_steps']:.0f} skipped")
+    texts.append(f"{mean['seconds']:.3f} s a step, {samples / max(mean['seconds'], 1e-9):.1f} samples/s")
+    texts.append(f"{format_size(round(mean['read_bytes']))} read, {format_size(round(mean['written_bytes']))} written")
+    if "sent_bytes" in mean:
+        texts.append(f"{format_size(round(mean['sent_bytes']))} sent to ranks in {mean['collectives']:.0f} collectives")
+    parts = [f"step {record.step}: {', '.join(texts)}"]
+    if "forward_seconds" in mean:
+        phases = {name: mean[f"{name}_seconds"] for name in _PHASES}
+        phases["else"] = max(mean["seconds"] - sum(phases.values()), 0.0)
+        parts.append(", ".join(f"{name} {seconds:.3f} s" for name, seconds in phases.items()))
+        waits = {
+            name.removesuffix("_seconds").replace("wait_", ""): seconds
+            for name, seconds in mean.items()
+            if name.startswith("wait_") and seconds >= 0.0005
+        }
+        waited = ", ".join(f"{seconds:.3f} s {name.replace('_', ' ')}" for name, seconds in waits.items())
+        parts.append(f"waited {waited or 'for nothing'}")
+    if memory:
+        names = {"host_peak_bytes": "RAM", "device_peak_bytes": "device"}
+        peaks = [f"{texts} {format_size(int(values[name]))}" for name, texts in names.items() if name in values]
+        parts.append(f"peak of {', '.join(peaks)}")
+    return "; ".join(parts)
+
+
+# -- from a config ------------------------------------------------------------------------------------
+
+_PACKAGES = {"tensorboard": "offload[monitor]", "wandb": "wandb"}
+
+
+def check_monitor(config: Config) -> None:
+    """Raises `ConfigError` if a configured writer is not installed, or cannot write. Creates nothing."""
+    for package, what in _PACKAGES.items():
+        if getattr(config, package).enabled and not _is_installed(package):
+            raise ConfigError(
+                f'"{package}" is enabled, but the package {package} is not installed: run `pip install "{what}"`, or '
+                f'set "enabled": false'
+            )
+    if config.offload.log is not None:
+        check_log(Path(config.offload.log).absolute())
+    for key in ("tensorboard", "csv_monitor"):
+        if getattr(config, key).enabled:
+            folder = _folder(config, key)
+            # The folder is created later, by its writer, so the nearest parent that exists decides.
+            there = next(path for path in (folder, *folder.parents) if path.exists())
+            if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+                raise ConfigError(
+                    f'"{key}" cannot be written to {folder}: {there} is not a folder that you may write; change its '
+                    '"output_path"'
+                )
+
+
+def _is_installed(package: str) -> bool:
+    """Returns True if a package can be imported. A folder of that name, such as wandb makes, is no package."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def _folder(config: Config, key: str) -> Path:
+    """Returns the folder of a config block's files."""
+    block = getattr(config, key)
+    job = config.offload.run if block.job_name is None else block.job_name
+    return Path(block.output_path, job).absolute()
+
+
+def make_reporter(config: Config, samples: int, facts: Mapping[str, Any]) -> Reporter | None:
+    """Returns the reporter for everything that the config names, or None if nothing is to be measured.
+
+    Args:
+        config: the config.
+        samples: samples of a step.
+        facts: facts on the run for the log.
+    """
+    writers: dict[str, Callable[[], Writer]] = {}
+    if config.tensorboard.enabled:
+        writers["tensorboard"] = lambda: TensorBoard(_folder(config, "tensorboard"))
+    if config.csv_monitor.enabled:
+        writers["csv_monitor"] = lambda: CsvFiles(_folder(config, "csv_monitor"))
+    if config.wandb.enabled:
+        block = config.wandb
+        writers["wandb"] = lambda: Wandb(project=block.project, entity=block.team, group=block.group, name=block.name)
+    log = config.offload.log
+    if log is not None:
+        writers["log"] = lambda: JsonLines(Path(log).absolute(), facts)
+    every = config.steps_per_line
+    shown = Line(every, samples, config.memory_breakdown) if every else None
+    return Reporter(shown, writers) if shown is not None or writers or config.wall_clock_breakdown else None
+
+
+# -- the reporter -------------------------------------------------------------------------------------
+
+
+_MOST_PENDING = 1024
+"""Records that may wait for a slow writer. Beyond that a step waits for the writer, so that no record is lost."""
+
+
+class Reporter:
+    """Distributor of each record to a line and to writers. All methods belong to the thread that trains."""
+
+    def __init__(self, shown: Writer | None, writers: Mapping[str, Callable[[], Writer]]) -> None:
+        """Stores the writers' factories.
+
+        Args:
+            shown: the line, or None.
+            writers: factory of each writer, by the name for warnings; called by `open`.
+        """
+        self._shown, self._makers = shown, writers
+        # None ends the thread.
+        self._records: queue.Queue[Record | Evaluated | None] = queue.Queue(_MOST_PENDING)
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Creates the writers, and the thread that calls them.
+
+        Raises:
+            ConfigError: if a writer cannot be created.
+        """
+        writers: dict[str, Writer] = {}
+        try:
+            for name, make in self._makers.items():
+                writers[name] = make()
+        except BaseException:
+            for name, writer in writers.items():
+                _close(name, writer)
+            raise
+        if writers:
+            self._thread = threading.Thread(target=self._run, args=(writers,), name="offload-monitor", daemon=True)
+            self._thread.start()
+
+    def report(self, record: Record) -> None:
+        """Shows the record, and queues it for the writers."""
+        if self._shown is not None:
+            try:
+                self._shown.write(record)
+            except OSError as error:  # the console is gone
+                self._shown = None
+                logger.warning("steps are no longer logged: %s", error)
+        if self._thread is not None:
+            self._records.put(record)
+
+    def report_evaluation(self, evaluation: Evaluated) -> None:
+        """Queues an evaluation for the writers."""
+        if self._thread is not None:
+            self._records.put(evaluation)
+
+    def close(self) -> None:
+        """Waits until everything is written, and closes the writers. Idempotent."""
+        if self._thread is not None:
+            self._records.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self, writers: dict[str, Writer]) -> None:
+        """Writes every record with every writer, on the reporter's thread."""
+        while (record := self._records.get()) is not None:
+            # A copy of the items, since a writer that fails is removed in the loop.
+            for name, writer in list(writers.items()):
+                try:
+                    if isinstance(record, Record):
+                        writer.write(record)
+                    else:
+                        writer.write_evaluation(record)
+                except Exception as error:
+                    logger.warning(
+                        'writing to "%s" stopped after step %d, training continues: %s',
+                        name,
+                        record.step - isinstance(record, Record),
+                        error,
+                    )
+                    del writers[name]
+                    # The failure is reported already; an error while closing would add nothing.
+                    with contextlib.suppress(Exception):
+                        writer.close()
+        for name, writer in writers.items():
+            _close(name, writer)
+
+
+def _close(name: str, writer: Writer) -> None:
+    """Closes a writer; a failure becomes a warning."""
+    try:
+        writer.close()
+    except Exception as error:
+        logger.warning('closing "%s" failed: %s', name, error)

@@ -1,0 +1,382 @@
+"""Tensors without memory that stand for bytes of a frozen parameter, wherever those are.
+
+A module of bitsandbytes, torchao, GPTQ or AWQ keeps its codes and scales where it likes: in attributes of the
+parameter, in a state that an `autograd.Function` holds from forward to backward, in the module. A view of a device
+buffer, kept there, would pin the unit. So such code receives `PagedTensor`s for good. One answers what needs no
+element (shape, dtype, views of it) by itself. Every other operation receives, in its place, a view of the unit's device
+buffer, and the view is gone when the operation returns. The unit is fetched if it is not on the device, in a backward
+too.
+
+Between forwards and backwards an operation receives a copy. An operation that would write is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from offload.engine.callbacks import ParamOwner
+from offload.errors import UsageError
+from offload.layout.flat_layout import Segment
+from offload.layout.frozen import OWN, first_names, holders, inner_starts, inner_tensors_of, tensors_of
+from offload.torch_internals import NO_TORCH_FUNCTION, inner_tensors, make_subclass, make_wrapper, tree_map
+
+# -- paged tensor --------------------------------------------------------------------------------------
+
+
+_OURS = ("source", "geometry")
+"""Attributes of a paged tensor; others are those of the parameter that it replaces."""
+
+
+class Source(Protocol):
+    """The bytes of paged tensors."""
+
+    @property
+    def name(self) -> str:
+        """Name of the parameter, for messages."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which the tensors are, as far as they tell."""
+
+    def read(self, geometry: torch.Tensor) -> torch.Tensor:
+        """Returns elements as an ordinary tensor, with the shape, strides, dtype and offset of `geometry`, on meta."""
+
+
+class ParameterBytes:
+    """The bytes of one frozen parameter in a unit; implements `Source`."""
+
+    def __init__(self, name: str, unit: int, start: int, device: torch.device) -> None:
+        """Describes the bytes; they can be read once `owner` is set.
+
+        Args:
+            name: name of the parameter in the model.
+            unit: index of the unit that contains the parameter.
+            start: first byte of the parameter in the unit.
+            device: device on which the model computes.
+        """
+        self.name, self.unit, self.start, self.device = name, unit, start, device
+        self.owner: ParamOwner | None = None
+        """The object that reads the bytes. None before the engine is complete and after its end."""
+
+    def read(self, geometry: torch.Tensor) -> torch.Tensor:
+        """Returns elements as an ordinary tensor: a view of a device buffer in a forward or a backward, else a copy.
+
+        Args:
+            geometry: on meta; shape, strides and dtype, and the offset in the unit.
+
+        Raises:
+            UsageError: if the engine was destroyed.
+        """
+        if self.owner is None:
+            raise UsageError(
+                f"parameter {self.name} has no weights, because its engine was destroyed: call state_dict() before "
+                "destroy(), or resume the run, or `offload export` what it has kept"
+            )
+        return self.owner.read_view(self.unit, geometry)
+
+
+class PagedTensor(torch.Tensor):
+    """A tensor whose bytes are those of a frozen parameter, or some of them."""
+
+    source: Source
+    geometry: torch.Tensor
+    """Shape, strides, dtype and offset in the unit, as a tensor on meta."""
+    original: type[nn.Parameter] | None = None
+    """Class of the parameter that a paged tensor replaces; None for any other."""
+
+    __torch_function__ = NO_TORCH_FUNCTION
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensor = args[0] if args else None
+        if func.is_view and isinstance(tensor, PagedTensor):
+            # Called by the code of another subclass, torch leaves functions whole that may copy, such as `to`.
+            made = func.decompose(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
+            source, made = tensor.source, func(tensor.geometry, *args[1:], **kwargs)
+            return tree_map(
+                lambda each: paged(PagedTensor, source, each) if isinstance(each, torch.Tensor) else each, made
+            )
+        if func._schema.is_mutable:
+            _check_unwritten(func, args, kwargs)
+        args, kwargs = tree_map(lambda each: each.values() if isinstance(each, PagedTensor) else each, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def values(self) -> torch.Tensor:
+        """Returns an ordinary tensor with the elements: a view of a device buffer in a forward or a backward."""
+        return self.source.read(self.geometry)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = made = self._ordinary()
+            for name, value in vars(self).items():
+                if name not in _OURS:
+                    # A module that is being copied is in the memo; a parameter that is copied alone keeps its module.
+                    is_module = isinstance(value, nn.Module)
+                    made.__dict__[name] = memo.get(id(value), value) if is_module else copy.deepcopy(value, memo)
+        found: torch.Tensor = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copy.deepcopy(self).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"PagedTensor({self.source.name}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            "requires_grad=False)"
+        )
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Does what `torch.Tensor.to` does; a parameter stays on its device, where the engine's config puts it."""
+        made = torch.Tensor.to(self, *args, **kwargs)
+        if self.original is not None and made.device != self.device:
+            raise UsageError(
+                f"parameter {self.source.name} is on {self.device} while an engine manages it, and cannot become one "
+                f"on {made.device}; precision and device are set in the config"
+            )
+        return made
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Any:
+        """Does what `torch.Tensor.cpu` does, with the error of `to`."""
+        return self.to("cpu", *args, **kwargs)
+
+    def cuda(self, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Does what `torch.Tensor.cuda` does, with the error of `to`."""
+        return self.to("cuda" if device is None else device, *args, **kwargs)
+
+    def _ordinary(self) -> torch.Tensor:
+        """Returns a copy of the elements, of the class that the tensor had before, without its other attributes."""
+        values = self.values().detach().clone()
+        return values if self.original is None else make_subclass(self.original, values, False)
+
+
+def is_under_engine(tensor: torch.Tensor) -> bool:
+    """Returns True for a paged tensor whose bytes are in a unit."""
+    return isinstance(tensor, PagedTensor) and isinstance(tensor.source, ParameterBytes)
+
+
+def paged(kind: type[PagedTensor], source: Source, geometry: torch.Tensor) -> PagedTensor:
+    """Returns a paged tensor.
+
+    Args:
+        kind: its class.
+        source: bytes of a parameter.
+        geometry: on meta; shape, strides and dtype, and the offset in the unit.
+    """
+    made = make_wrapper(kind, geometry, source.device)
+    made.source, made.geometry = source, geometry
+    return made
+
+
+@functools.cache
+def paged_kind(original: type[nn.Parameter]) -> type[PagedTensor]:
+    """Returns a class of paged tensors that are parameters of class `original` to all who ask, by its name too."""
+    return type(original.__name__, (PagedTensor, original), {"original": original, "__module__": original.__module__})
+
+
+def _check_unwritten(func: Any, args: Any, kwargs: Any) -> None:
+    """Raises `UsageError` if `func` would write a paged tensor."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        target = kwargs.get(argument.name, args[position] if position < len(args) else None)
+        if isinstance(target, PagedTensor):
+            raise UsageError(
+                f"parameter {target.source.name} is frozen: its weights are stored once and never written again; "
+                "change them before offload.initialize"
+            )
+
+
+# -- buffers -------------------------------------------------------------------------------------------
+#
+# Layers whose quantized weights are buffers, as those of GPTQ and AWQ: their buffers become frozen parameters.
+#
+# The engine pages parameters. A buffer stays on the device for good.
+
+
+_CODES = "qweight"
+"""Name of the buffer of codes, in every layer of GPTQ and AWQ."""
+
+
+@contextlib.contextmanager
+def with_adopted_buffers(model: nn.Module) -> Iterator[None]:
+    """Makes frozen parameters of the buffers of quantized layers; they become buffers again if the body raises.
+
+    Args:
+        model: the model. Names, values and ties stay.
+    """
+    parameters: dict[int, nn.Parameter] = {}
+    taken: list[tuple[nn.Module, str, torch.Tensor]] = []
+    for module in model.modules():
+        codes = module._buffers.get(_CODES)
+        if codes is None or codes.is_floating_point():
+            continue
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                taken.append((module, name, buffer))
+                del module._buffers[name]
+                made = parameters.setdefault(id(buffer), nn.Parameter(buffer, requires_grad=False))
+                module.register_parameter(name, made)
+    try:
+        yield
+    except BaseException:
+        for module, name, buffer in taken:
+            del module._parameters[name]
+            module._buffers[name] = buffer
+        raise
+
+
+# -- takeover ------------------------------------------------------------------------------------------
+#
+# The move of a quantized parameter into a unit: its inner tensors are copied, and paged tensors take their places.
+
+
+_PACKS = "support_avx512bf16_for_cpu"
+"""Attribute of a Linear4bit: True if it packs its weight for the CPU."""
+
+
+def write_bytes(model: nn.Module, segment: Segment, memory: torch.Tensor) -> None:
+    """Copies the inner tensors of a parameter, or reads them from their file.
+
+    Args:
+        model: the model, with the parameter.
+        segment: the parameter.
+        memory: uint8 on the CPU that begin with the parameter's bytes; written.
+    """
+    starts = inner_starts(segment.inner)
+    for name, tensor in _inner(model, segment).items():
+        if name not in starts:
+            continue
+        nbytes = tensor.numel() * tensor.element_size()
+        place = memory[starts[name] : starts[name] + nbytes].view(tensor.dtype)
+        place = place.as_strided(tensor.size(), _stride(tensor), place.storage_offset())
+        place.copy_(tensor.values() if isinstance(tensor, PagedTensor) else _plain(tensor))
+
+
+def page_out(model: nn.Module, segment: Segment, source: ParameterBytes, in_place: bool = False) -> None:
+    """Replaces the inner tensors of a parameter by paged ones, which frees their memory. Identity and ties stay.
+
+    Args:
+        model: the model, with the parameter.
+        segment: the parameter.
+        source: its bytes.
+        in_place: True if those are read from the model's own files. What is in memory already, such as a code book,
+            then moves to the device and stays there.
+    """
+    parameter, owner = model.get_parameter(segment.name), _owner(model, segment)
+    tensors, starts = _inner(model, segment), inner_starts(segment.inner)
+    first = first_names(tensors)
+
+    def made(name: str, kind: type[PagedTensor] = PagedTensor) -> torch.Tensor:
+        if in_place and not isinstance(tensors[name], PagedTensor):
+            return tensors[name].to(source.device)
+        return paged(kind, source, _geometry(tensors[name], source.start + starts[first[name]]))
+
+    if inner_tensors(parameter) is not None:
+        wrapper = _rewrapped(parameter, "", made)
+        wrapper.__dict__.update({name: value for name, value in vars(parameter).items() if name not in vars(wrapper)})
+        wrapper.requires_grad_(False)
+        torch.utils.swap_tensors(parameter, wrapper)
+        return
+    for prefix, holder in list(holders(parameter, owner)):
+        for name in tensors_of(holder):
+            setattr(holder, name, made(f"{prefix}{name}"))
+    standin = made(OWN, paged_kind(getattr(parameter, "original", None) or type(parameter)))
+    standin.__dict__.update({name: value for name, value in vars(parameter).items() if name not in vars(standin)})
+    torch.utils.swap_tensors(parameter, standin)
+
+
+def keep_unpacked(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
+    """Stops modules of bitsandbytes from packing weights anew for the CPU, as a Linear4bit does that evaluates there.
+
+    Args:
+        model: the model.
+        names: names of parameters of the modules.
+
+    Returns:
+        A function that lets the modules pack again that did before.
+    """
+    owners: list[Any] = [model.get_submodule(name.rpartition(".")[0]) for name in names]
+    packing = [owner for owner in owners if getattr(owner, _PACKS, False)]
+
+    def switch(on: bool) -> None:
+        for owner in packing:
+            setattr(owner, _PACKS, on)
+
+    switch(False)
+    return partial(switch, True)
+
+
+def ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns `tensor` on the CPU with copies of what is paged out of it, of torch's or the wrapper's class.
+
+    Each inner tensor moves by itself: not every wrapper's class keeps its format when the wrapper is moved.
+    """
+
+    def made(name: str) -> torch.Tensor:
+        inner = tensor
+        for each in filter(None, name.split(".")):
+            inner = getattr(inner, each)
+        return (inner.values() if isinstance(inner, PagedTensor) else inner).to("cpu")
+
+    return _rewrapped(tensor, "", made)
+
+
+def _rewrapped(tensor: torch.Tensor, prefix: str, made: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """Returns a wrapper like `tensor` around other tensors, or one of those if `tensor` is no wrapper.
+
+    Args:
+        tensor: the wrapper.
+        prefix: prefix of the names of its inner tensors.
+        made: returns the tensor in place of an inner one, by name.
+    """
+    found = inner_tensors(tensor)
+    if found is None:
+        return made(prefix[:-1])
+    inner: Mapping[str, Any] = {
+        name: _rewrapped(value, f"{prefix}{name}.", made) if isinstance(value, torch.Tensor) else value
+        for name, value in found[0].items()
+    }
+    kind: Any = type(tensor)
+    wrapper: torch.Tensor = kind.__tensor_unflatten__(inner, found[1], tensor.size(), tensor.stride())
+    return wrapper
+
+
+def _inner(model: nn.Module, segment: Segment) -> dict[str, torch.Tensor]:
+    return inner_tensors_of(model.get_parameter(segment.name), _owner(model, segment))
+
+
+def _owner(model: nn.Module, segment: Segment) -> nn.Module:
+    """Returns the module that owns a parameter, under the parameter's first name."""
+    return model.get_submodule(segment.name.rpartition(".")[0])
+
+
+def _geometry(tensor: torch.Tensor, start: int) -> torch.Tensor:
+    """Returns a tensor on meta with the shape and dtype of `tensor`, at byte `start`."""
+    offset = start // tensor.dtype.itemsize
+    memory = torch.empty(offset + tensor.numel(), dtype=tensor.dtype, device="meta")
+    return memory.as_strided(tensor.size(), _stride(tensor), offset)
+
+
+def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns the strides with which a tensor is stored: its own, if those leave no gaps."""
+    if isinstance(tensor, PagedTensor):
+        return tensor.stride()
+    return torch.empty_like(_plain(tensor), device="meta").stride()
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor over the same memory, of torch's own class."""
+    return tensor.detach().as_subclass(torch.Tensor)

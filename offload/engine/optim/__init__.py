@@ -1,1 +1,0 @@
-"""The optimizer, its algorithms, and the worker that updates states tile by tile."""

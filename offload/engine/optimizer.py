@@ -1,0 +1,766 @@
+"""The optimizer that users and learning-rate schedules hold: parameter groups, without states of its own."""
+
+from __future__ import annotations
+
+import collections
+import math
+import types
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, Protocol, overload
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from offload import kernels
+from offload.engine.params import handle_of
+from offload.errors import ConfigError, UsageError
+from offload.fileio.plain_json import from_plain, to_plain
+from offload.layout.modes import ADAM, LAMB, MUON, SINKGD, TORCH
+from offload.layout.optimizer_states import MARK, MATRIX_RULES, WITHOUT_KERNEL, kernel_rule
+from offload.notices import announce
+from offload.optimizers.matrix_steps import MuonStep, SinkGDStep, muon, sinkgd
+from offload.optimizers.of_torch import TorchStep, numbers_of
+from offload.schedules.base import set_values
+from offload.sizes import count_of
+
+# -- algorithms ----------------------------------------------------------------------------------------
+#
+# Update rules of the optimizers: the kernel of each, its moments, and the numbers of a group that it reads.
+
+
+_FLAGS = ("decoupled", "nesterov", MARK)
+"""Keys of groups that a kernel reads as True or False."""
+
+
+class Rule(NamedTuple):
+    """An update rule: one of the kernels, or an optimizer of torch that runs by itself."""
+
+    name: str
+    """Name of the rule in the mode, which determines the moments."""
+    scheduled: tuple[str, ...]
+    """Keys of a group's numbers that may change between steps (OneCycleLR moves the betas too)."""
+    fixed: tuple[str, ...]
+    """Keys of a group's numbers that are constant."""
+    step: Callable[[Mapping[str, Any], int, float], kernels.Step | kernels.LambStep | TorchStep | MuonStep | SinkGDStep]
+    """Makes a kernel's arguments from a group, the count of the parameter's steps and the gradient's factor."""
+
+    known_as: str = ""
+    """Name of the optimizer, if it is not the capitalized name of the rule."""
+    defaults: tuple[str, ...] = ()
+    """Further keys that every group has from the optimizer's defaults, such as words."""
+
+    def title(self, group: Mapping[str, Any]) -> str:
+        """Returns the name by which the config knows the optimizer of `group`."""
+        if self.known_as:
+            return self.known_as
+        if self.name == ADAM:
+            return "AdamW" if group["decoupled"] else "Adam"
+        return "SGD" if self.name in ("sgd", "momentum") else self.name.capitalize()
+
+    def refused(self, group: Mapping[str, Any]) -> str | None:
+        """Returns an option that the group asks for and its kernel does not implement, or None.
+
+        The rule is chosen at `initialize`, but users may set options on a group later.
+        """
+        if self.name == TORCH:
+            return None
+        asked = [option for option in WITHOUT_KERNEL if group.get(option)]
+        if self.name == "sgd" and group.get("momentum"):  # the rule has no state for momentum
+            asked.append("momentum")
+        # The kernel's kind of decay was chosen at `initialize`; torch's own key may have been changed since.
+        if self.name == ADAM and bool(group.get("decoupled_weight_decay", group["decoupled"])) != group["decoupled"]:
+            asked.append("decoupled_weight_decay")
+        return asked[0] if asked else None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of a group that the rule reads."""
+        return (*self.scheduled, *self.fixed)
+
+
+def _floats(group: Mapping[str, Any], *names: str) -> dict[str, float]:
+    """Returns numbers of a group, which may be tensors there, as floats."""
+    return {name: float(group[name]) for name in names}
+
+
+def _betas(group: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the two betas of a group as the kernels name them."""
+    return {name: float(beta) for name, beta in zip(("beta1", "beta2"), group["betas"], strict=True)}
+
+
+def _adam(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
+    """Returns the arguments of the Adam and AdamW kernel."""
+    return kernels.AdamWStep(
+        **_floats(group, "lr", "eps", "weight_decay"),
+        **_betas(group),
+        step=count,
+        grad_scale=grad_scale,
+        decoupled=bool(group["decoupled"]),
+    )
+
+
+def _lamb(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.LambStep:
+    """Returns the arguments of the LAMB kernels."""
+    return kernels.LambStep(
+        **_floats(group, "lr", "eps", "weight_decay"),
+        **_betas(group),
+        step=count,
+        grad_scale=grad_scale,
+        min_ratio=float(group["min_coeff"]),
+        max_ratio=float(group["max_coeff"]),
+    )
+
+
+def _adagrad(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
+    """Returns the arguments of the Adagrad kernel."""
+    numbers = _floats(group, "lr", "lr_decay", "eps", "weight_decay")
+    return kernels.AdagradStep(**numbers, step=count, grad_scale=grad_scale)
+
+
+def _lion(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
+    """Returns the arguments of the Lion kernel."""
+    return kernels.LionStep(**_floats(group, "lr", "weight_decay"), **_betas(group), grad_scale=grad_scale)
+
+
+def _momentum(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
+    """Returns the arguments of the kernel of SGD with momentum."""
+    return kernels.SGDStep(
+        **_floats(group, "lr", "momentum", "dampening", "weight_decay"),
+        nesterov=bool(group["nesterov"]),
+        # torch starts the buffer with the first gradient undamped, so the kernel must know the first step.
+        first=count == 1,
+        grad_scale=grad_scale,
+    )
+
+
+def _sgd(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
+    """Returns the arguments of the kernel of SGD without momentum."""
+    return kernels.PlainSGDStep(**_floats(group, "lr", "weight_decay"), grad_scale=grad_scale)
+
+
+RULES = {
+    rule.name: rule
+    for rule in (
+        Rule(ADAM, ("lr", "betas", "eps", "weight_decay"), ("decoupled",), _adam),
+        Rule(LAMB, ("lr", "betas", "eps", "weight_decay"), ("min_coeff", "max_coeff"), _lamb),
+        Rule("adagrad", ("lr", "eps", "weight_decay"), ("lr_decay",), _adagrad),
+        Rule("lion", ("lr", "betas", "weight_decay"), (), _lion),
+        Rule("momentum", ("lr", "momentum", "weight_decay"), ("dampening", "nesterov"), _momentum),
+        Rule("sgd", ("lr", "weight_decay"), (), _sgd),
+        Rule(
+            MUON,
+            ("lr", "momentum", "betas", "eps", "weight_decay"),
+            (MARK, "nesterov", "ns_steps"),
+            muon,
+            defaults=("adjust_lr_fn", "ns_coefficients"),
+        ),
+        Rule(SINKGD, ("lr", "betas", "eps", "weight_decay"), (MARK, "iterations"), sinkgd, "SinkGD"),
+    )
+}
+"""Rules by name: those with a kernel, and those for matrices."""
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
+    """Returns the rule for a torch optimizer: a kernel's if one computes the same, else the optimizer's own code."""
+    name = kernel_rule(type(optimizer), optimizer.param_groups)
+    return RULES[name] if name in RULES else _by_itself(optimizer)
+
+
+def _by_itself(optimizer: torch.optim.Optimizer) -> Rule:
+    """Returns the rule of an optimizer without a kernel.
+
+    Any number of a group may change between steps, also one that is an integer now, such as torch's `weight_decay=0`.
+    Flags are no numbers.
+    """
+    scheduled = sorted(
+        {key for group in optimizer.param_groups for key, value in group.items() if _is_number_of(key, value)}
+    )
+    defaults = [key for key in optimizer.defaults if all(key in group for group in optimizer.param_groups)]
+    return Rule(TORCH, tuple(scheduled), (), partial(_by_torch, optimizer), type(optimizer).__name__, tuple(defaults))
+
+
+def _by_torch(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], count: int, grad_scale: float) -> TorchStep:
+    """Returns the arguments of a step by torch's own code; the parameter's attributes are added later."""
+    # Copies: the user may change the group and the optimizer while the update is in flight.
+    return TorchStep(numbers_of(group), grad_scale, {}, dict(vars(optimizer)))
+
+
+def _is_number_of(key: str, value: Any) -> bool:
+    """Returns True if a group's entry is an integer, or is or contains a float, but no parameter, name or flag."""
+    return key not in ("params", "param_names") and (type(value) is int or _is_float(value))
+
+
+def _is_float(value: Any) -> bool:
+    """Returns True for a float, a floating-point tensor of one element, or a sequence that contains one of them."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.is_floating_point()
+    return isinstance(value, float) or (isinstance(value, tuple | list) and any(map(_is_float, value)))
+
+
+# -- numbers of groups ------------------------------------------------------------------------------
+
+
+def check_numbers(groups: Iterable[Mapping[str, Any]], rule: Rule) -> None:
+    """Checks the groups before a step reads them.
+
+    Raises:
+        UsageError: a group lacks a key, or has a number that is not finite, or an option that its kernel lacks.
+    """
+    for number, group in enumerate(groups):
+        for key in (*rule.defaults, *(rule.keys if rule.name != TORCH else ())):
+            if key not in group:
+                raise UsageError(f"group {number} has no {key} any more; set it again; nothing was changed")
+        # A NaN in a group would reach every weight of the group with the next update.
+        for key in (key for key in rule.keys if key in group and key not in _FLAGS):
+            if not _is_valid(key, group[key], rule):
+                expected = "two finite numbers" if key == "betas" else "a finite number"
+                raise UsageError(f"{key} of group {number} is {group[key]!r}, expected {expected}; nothing was changed")
+        refused = rule.refused(group)
+        if refused is not None:
+            raise UsageError(
+                f"group {number} has {refused}={group[refused]!r} now, which its kernel does not support; set the "
+                "option before offload.initialize, which then chooses another kernel or torch's own code"
+            )
+
+
+def _is_valid(key: str, value: Any, rule: Rule) -> bool:
+    """Returns True if a group's entry is a finite number, or as many of them as the rule reads."""
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    if rule.name == TORCH:  # its own code knows how many it reads, and None may be one of them (Adafactor's eps)
+        return all(item is None or _is_finite(item) for item in items) and (key != "betas" or len(items) >= 2)
+    several = isinstance(value, list | tuple)
+    return all(map(_is_finite, items)) and (several and len(items) == 2 if key == "betas" else not several)
+
+
+def _is_finite(value: Any) -> bool:
+    """Returns True if `value` is a finite number; False for objects that are no number."""
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+_SET_BY_SCHEDULES = {"lr", "betas", "momentum"}
+
+
+def merge_values(
+    committed: Sequence[Mapping[str, Any]],
+    then: Sequence[Mapping[str, Any]],
+    now: Sequence[Mapping[str, Any]],
+    scheduled: bool,
+    unscheduled: bool,
+) -> list[dict[str, Any]]:
+    """Returns the groups' values of a resumed run.
+
+    A value is the committed one, unless its configured value has changed between the runs: then it is the new one. So
+    is a value that the commit lacks, because it was None in that run.
+
+    Args:
+        committed: the values of each group in the commit.
+        then: the values as configured in the run that made the commit.
+        now: the values as configured in this run.
+        scheduled: True if a schedule sets the learning rates, which then always are the committed ones.
+        unscheduled: True if a schedule set values in the run that made the commit, and none does now. The committed
+            ones are a point on its curve, often near 0, so those that schedules set are the new ones.
+    """
+    merged = []
+    for values, old, new in zip(committed, then, now, strict=True):
+        kept = {key for key in old if key in new and (old[key] == new[key] or (scheduled and key == "lr"))}
+        kept -= _SET_BY_SCHEDULES if unscheduled else set()
+        group = {key: values[key] if key in kept and key in values else new[key] for key in new}
+        merged.append({key: tuple(value) if isinstance(value, list) else value for key, value in group.items()})
+    return merged
+
+
+def plain(value: Any, rule_name: str) -> Any:
+    """Returns a group's number, which may be a tensor, as a float; several as a list of floats.
+
+    Args:
+        value: a number, a sequence of numbers, or None.
+        rule_name: name of the update rule. For torch's own code, which may count with it, an integer stays one.
+    """
+    if isinstance(value, list | tuple):
+        return [plain(item, "") for item in value]
+    return value if value is None or (rule_name == TORCH and type(value) is int) else float(value)
+
+
+# -- optimizer -----------------------------------------------------------------------------------------
+
+
+_OTHER_GROUPS = (
+    "parameters cannot be added to the optimizer or removed from it after offload.initialize: give the optimizer all "
+    "parameters that will ever train, and freeze with requires_grad_(False) those that train later; add_param_group "
+    "may then move them to a group of their own"
+)
+
+
+class States(Protocol):
+    """Access to the optimizer states of a parameter, which may have none; see `OptimizerStates`."""
+
+    def read(self, parameter: nn.Parameter) -> dict[str, Any]: ...
+    def check(self, parameter: nn.Parameter, state: Mapping[str, Any], number: int) -> None: ...
+    def write(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None: ...
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Optimizer of an engine, whose states are stored in the tiers of the engine's memory.
+
+    `param_groups` are read at each optimizer step, so schedules and users may change the numbers in them between steps.
+    Call `engine.step()` in place of `step()`.
+    """
+
+    def __init__(
+        self, groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any], rule: Rule = RULES[ADAM]
+    ) -> None:
+        """Makes an optimizer without an engine; `attach` gives it one.
+
+        Args:
+            groups: parameter groups as torch takes them.
+            defaults: numbers for groups that lack them.
+            rule: the update rule.
+        """
+        self._engine_step: Callable[[], None] | None = None
+        self.rule = rule
+        self.overflow = False
+        """True if the last optimizer step was skipped, because the norm of its gradient was not finite."""
+        self._loss_scale = 1.0
+        self._taken: Set[int] = frozenset()
+        """Ids of the parameters that an engine trains."""
+        self._matrices: Set[int] = frozenset()
+        """Ids of those whose states in the store are those of a matrix, for Muon and SinkGD."""
+        # torch's constructor calls `add_param_group`, which reads `_engine_step`.
+        super().__init__([dict(group) for group in groups], dict(defaults))
+        self._engine_zero_grad: Callable[[], None] | None = None
+        self._engine_regrouped: Callable[[], None] = lambda: None
+        self.replaced: torch.optim.Optimizer | None = None
+        """The user's torch optimizer that shares these groups, or None."""
+        self.states: States | None = None
+        """Access to the engine's states of each parameter; None without an engine."""
+
+    def attach(
+        self,
+        step: Callable[[], None],
+        zero_grad: Callable[[], None],
+        regrouped: Callable[[], None] = lambda: None,
+        states: States | None = None,
+    ) -> None:
+        """Makes this the optimizer of an engine, which trains the parameters that the groups contain now.
+
+        Args:
+            step: ends an optimizer step of the engine.
+            zero_grad: drops the gradients since the last optimizer step.
+            regrouped: runs after a group was added; may raise to refuse the group.
+            states: reads and writes the optimizer states of each parameter.
+        """
+        self._engine_step, self._engine_zero_grad, self._engine_regrouped = step, zero_grad, regrouped
+        self.states = states
+        self._taken = self.settings().keys()
+        self.state = _StatesOfEngine()
+        self._matrices = self._marked()
+        if self.replaced is not None:
+            self._replace(self.replaced)
+
+    def _replace(self, replaced: torch.optim.Optimizer) -> None:
+        """Redirects all that the torch optimizer would do, which the user passed and may still hold, to this one."""
+        # What was there is dropped: Adagrad's constructor has made its sums.
+        replaced.state = _StatesOfEngine()
+
+        def step(_: torch.optim.Optimizer, closure: Any = None) -> None:
+            self.step(closure)
+
+        vars(step)["_wrapped_by_lr_sched"] = True  # else a schedule warns that step() was replaced
+        replaced.__dict__["step"] = types.MethodType(step, replaced)
+        replaced.__dict__["zero_grad"] = self.zero_grad
+        # Its own would save a dict without states, and replace the list of groups that both share.
+        replaced.__dict__["state_dict"] = self.state_dict
+        replaced.__dict__["load_state_dict"] = self.load_state_dict
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Moves parameters of the engine into a new group, out of the groups that contained them.
+
+        Parameters that were frozen for a while can thus train on with other numbers. If the call raises, nothing has
+        changed. Before `attach` the call acts as torch's.
+
+        Args:
+            param_group: a dict with "params", parameters that the engine trains, and numbers; those that are missing
+                are taken from the defaults, else from the first group.
+
+        Raises:
+            UsageError: a parameter is none of the engine's, or the schedule has no learning rate for another group.
+        """
+        if self._engine_step is None:
+            super().add_param_group(param_group)
+            return
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise UsageError(f'a group of parameters is a dict with "params", got {type(param_group).__name__}')
+        given = param_group["params"]
+        moved = [given] if isinstance(given, torch.Tensor) else list(given)
+        # Other parameters have no states in the store, whose layout is fixed.
+        ids = {id(parameter) for parameter in moved}
+        if ids - self._taken:
+            raise UsageError(_OTHER_GROUPS)
+        before = [(group, group["params"]) for group in self.param_groups]
+        try:
+            for group, parameters in before:
+                group["params"] = [p for p in parameters if id(p) not in ids]
+            if self.rule.name in MATRIX_RULES:  # without a mark the parameters stay what they are
+                param_group = {MARK: ids <= self._matrices, **param_group}
+            group = (
+                {key: before[0][0][key] for key in self.rule.keys if key in before[0][0]} | self.defaults | param_group
+            )
+            check_numbers([group], self.rule)
+            self._check_marks(ids & self._matrices, ids if group.get(MARK) else set())
+            super().add_param_group({**group, "params": moved})
+            self._engine_regrouped()
+        # Also after a Ctrl-C: a parameter that has left its group and is in no other yet would be lost.
+        except BaseException:
+            self.param_groups[:] = [group for group, _ in before]
+            for group, parameters in before:
+                group["params"] = parameters
+            raise
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss of the next backward; other than 1 in fp16 only, whose block of the config chooses it."""
+        return self._loss_scale
+
+    @property
+    def cur_scale(self) -> float:
+        """DeepSpeed's name of `loss_scale`."""
+        return self.loss_scale
+
+    def record(self, overflow: bool, loss_scale: float) -> None:
+        """Sets the facts about the last optimizer step that users read.
+
+        Args:
+            overflow: True if the step was skipped.
+            loss_scale: factor of the loss of the next backward.
+        """
+        self.overflow, self._loss_scale = overflow, loss_scale
+
+    def check_groups(self) -> None:
+        """Checks that a step is possible with the groups, which a replaced optimizer shares.
+
+        Raises:
+            UsageError: parameters were added or removed, a number is not finite, a group has an option that its kernel
+                lacks, or the replaced optimizer has other groups.
+        """
+        # A schedule that holds the passed optimizer would act on groups that the engine does not read.
+        if self.replaced is not None and self.replaced.param_groups is not self.param_groups:
+            raise UsageError(
+                "the optimizer that was passed to offload.initialize no longer has the groups of the engine: its list "
+                "param_groups was replaced; change the groups in the list instead"
+            )
+        if self.settings().keys() != self._taken:
+            raise UsageError(_OTHER_GROUPS)
+        check_numbers(self.param_groups, self.rule)
+        self._check_marks(self._matrices, self._marked())
+
+    def _marked(self) -> set[int]:
+        """Returns the ids of the parameters in groups of matrices."""
+        return {id(parameter) for group in self.param_groups if group.get(MARK) for parameter in group["params"]}
+
+    def _check_marks(self, then: Set[int], now: Set[int]) -> None:
+        """Raises `UsageError` if a parameter that was a matrix `then` is none `now`, or the other way round."""
+        if self.rule.name in MATRIX_RULES and then != now:
+            raise UsageError(
+                f"the {MARK} of a group differs from that at offload.initialize for "
+                f"{count_of(len(then ^ now), 'parameter')}, whose states are stored already; set it back, and mark "
+                "parameters before offload.initialize"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns torch's state dict, with copies of all states on the CPU. Collective: every rank calls it.
+
+        The states must fit into the RAM. Commits and `save_checkpoint` store all states without this call.
+
+        Raises:
+            BudgetError: the memory for a parameter's states is not free.
+        """
+        if self.states is None:
+            return super().state_dict()
+        # The hooks that run afterwards get the states too.
+        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, collections.OrderedDict()
+        try:
+            found: dict[str, Any] = super().state_dict()
+        finally:
+            self._optimizer_state_dict_post_hooks = hooks
+        states = [self.states.read(parameter) for parameter in self._numbered()]
+        found["state"] = {number: state for number, state in enumerate(states) if state}
+        for hook in hooks.values():
+            replaced = hook(self, found)
+            found = found if replaced is None else replaced
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of this optimizer, or of a torch optimizer of its kind. Collective: every rank calls it.
+
+        The group objects stay the same.
+
+        Args:
+            state_dict: groups and states, with the parameters' numbers as keys of the states.
+
+        Raises:
+            UsageError: the state dict does not fit; nothing has changed.
+        """
+        # Without an engine no states exist, so only torch's own bookkeeping is needed.
+        if self.states is None:
+            super().load_state_dict(state_dict)
+            return
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        groups, states = _checked(state_dict, [len(group["params"]) for group in self.param_groups])
+        check_numbers([{**mine, **theirs} for mine, theirs in zip(self.param_groups, groups, strict=True)], self.rule)
+        parameters = self._numbered()
+        numbers = [number for group in groups for number in group["params"]]
+        known = set(numbers)
+        if strangers := [number for number in states if number not in known]:
+            raise UsageError(
+                "load_state_dict expects states of parameters by their numbers in the groups, got "
+                f"{count_of(len(strangers), 'state')} of other numbers, the first is {strangers[0]!r}; pass the "
+                "result of state_dict() unchanged"
+            )
+        work = [(each, states.get(number, {}), number) for each, number in zip(parameters, numbers, strict=True)]
+        # All states are checked before the first is written, so that an error leaves everything as it was.
+        for parameter, state, number in work:
+            self.states.check(parameter, state, number)
+        for mine, theirs in zip(self.param_groups, groups, strict=True):
+            set_values(mine, {key: value for key, value in theirs.items() if key != "params"})
+        for parameter, state, _ in work:
+            self.states.write(parameter, state)
+        trained = [bool(state) for parameter, state, _ in work if parameter.requires_grad]
+        if any(trained) and not all(trained):
+            without = count_of(trained.count(False), "parameter")
+            announce(
+                f"load_state_dict: the given dict lacks the state of {without}, of {len(trained)} that train; their "
+                "moments begin at zero"
+            )
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _numbered(self) -> list[nn.Parameter]:
+        """Returns the parameters in the order of their numbers in a state dict."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], Any]) -> NoReturn: ...
+    def step(self, closure: Any = None) -> None:
+        """Applies the gradients of this optimizer step. Call `engine.step()` instead, which also counts micro-batches.
+
+        Args:
+            closure: must be None; the parameter exists for torch's signature.
+
+        Raises:
+            UsageError: a closure is given, or no engine has this optimizer.
+        """
+        if closure is not None:
+            raise UsageError("a closure is not supported: the gradients are in the engine")
+        if self._engine_step is None:
+            raise UsageError("this optimizer has no engine yet; pass the optimizer to offload.initialize first")
+        self._engine_step()
+        # A schedule that was made for the torch optimizer reads this flag, and warns if no step preceded its own.
+        if self.replaced is not None:
+            vars(self.replaced)["_opt_called"] = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients that were accumulated since the last optimizer step.
+
+        Args:
+            set_to_none: has no effect; the parameter exists for torch's signature.
+        """
+        # Without an engine nothing has accumulated gradients yet.
+        if self._engine_zero_grad is not None:
+            self._engine_zero_grad()
+
+    def checksum(self, clip: float) -> int:
+        """Returns a checksum of all groups' settings, for comparison between ranks.
+
+        Args:
+            clip: the largest norm of the gradient, which the checksum includes.
+        """
+        groups = [numbers_of(group) for group in self.param_groups]
+        return zlib.crc32(repr([clip, *(sorted(group.items()) for group in groups)]).encode())
+
+    def notices(self) -> tuple[str, ...]:
+        """Returns lines about the optimizer's way to run that a user should read."""
+        if self.rule.name != TORCH:
+            return ()
+        return (
+            f"{self.rule.known_as} has no kernel for these options: its own code updates parameter by parameter on "
+            "the CPU",
+        )
+
+    def values(self) -> list[dict[str, Any]]:
+        """Returns the numbers of each group that may change between steps, also lists such as the betas."""
+        keys, name = self.rule.scheduled, self.rule.name
+        return [{key: plain(group[key], name) for key in keys if key in group} for group in self.param_groups]
+
+    def configured(self) -> list[dict[str, Any]]:
+        """Returns `values`, with learning rates as they were before a schedule moved them, if torch has noted them."""
+        return [
+            # torch's schedules store the learning rate under "initial_lr" before they change it.
+            {**values, "lr": plain(group.get("initial_lr", group["lr"]), self.rule.name)} if "lr" in values else values
+            for values, group in zip(self.values(), self.param_groups, strict=True)
+        ]
+
+    def settings(self) -> dict[int, Mapping[str, Any]]:
+        """Returns the group of each parameter, by the parameter's id."""
+        # Keys are ids, because tensors compare element by element.
+        return {id(parameter): group for group in self.param_groups for parameter in group["params"]}
+
+
+class _StatesOfEngine(collections.defaultdict[torch.Tensor, Any]):
+    """`state` of an optimizer that was passed: empty, and a look at a parameter's states is an error.
+
+    torch's own would make an empty dict, so that code of the optimizer, or a logger, would go on without states.
+    """
+
+    def __missing__(self, parameter: Any) -> NoReturn:
+        raise UsageError(
+            "the states of this optimizer are in the engine, so its state contains none: read them by "
+            "offload.safe_get_full_optimizer_state or engine.optimizer.state_dict()"
+        )
+
+
+def refuse_others() -> None:
+    """Makes every step of a foreign optimizer that holds parameters of an engine an error, from now on."""
+    # The hook is global to torch, and must be registered once for all engines of the process.
+    if not _refusing:
+        _refusing.append(register_optimizer_step_pre_hook(_refuse))
+
+
+_refusing: list[Any] = []
+"""Handle of the hook that sees all optimizers of this process; empty until it is registered."""
+
+
+def _refuse(optimizer: Any, *_: Any) -> None:
+    """Raises `UsageError` if `optimizer` is not an engine's but holds parameters of an engine's model."""
+    if isinstance(optimizer, Optimizer):
+        return
+    for group in optimizer.param_groups:
+        if any(handle_of(parameter) is not None for parameter in group["params"]):
+            raise UsageError(
+                f"this {type(optimizer).__name__} holds parameters of a model under an engine, whose gradients are in "
+                "the engine, so its step would do nothing: pass the optimizer to offload.initialize and call "
+                "engine.step(); with Accelerate, `from offload.hf import Accelerator` and prepare model and optimizer "
+                "together"
+            )
+
+
+def _checked(state_dict: Any, sizes: Sequence[int]) -> tuple[list[dict[str, Any]], Mapping[int, Mapping[str, Any]]]:
+    """Returns groups and states of a state dict.
+
+    Raises:
+        UsageError: the state dict has other keys, or groups of other sizes than `sizes`.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise UsageError(
+            'load_state_dict expects the result of an optimizer\'s state_dict(), a dict with "state" and '
+            '"param_groups", got '
+            f"{sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__}"
+        )
+    theirs = [len(group["params"]) for group in state_dict["param_groups"]]
+    if theirs != list(sizes):
+        raise UsageError(
+            f"the state contains groups of {theirs} parameters, this optimizer contains groups of {list(sizes)}"
+        )
+    return state_dict["param_groups"], state_dict["state"]
+
+
+# -- group options -------------------------------------------------------------------------------------
+#
+# Entries of an optimizer's groups beside the numbers of its rule: flags, words, and a script's own counters.
+#
+# torch saves every entry of a group, and so does a commit. Nearly all are constants that the script sets anew, so a
+# commit contains those alone that differ from what `initialize` found, each with what it found.
+
+
+_OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr", "base_momentum", "max_momentum")
+"""Entries that torch's schedules make for themselves, from the learning rates of their start."""
+_ADVICE = (
+    "a commit holds None, booleans, numbers, strings, small tensors, and lists, tuples and dicts of them. Keep other "
+    "objects outside of the optimizer's groups, and register those that change by engine.register_for_checkpointing"
+)
+
+
+_CONSTANT = (bool, int, float, str)
+_ABSENT = object()
+
+
+class GroupOptions:
+    """Changes of such entries since `initialize`."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._first = [self._of(group) for group in optimizer.param_groups]
+        """The entries of each group as they were, as JSON; functions and classes as they are."""
+        self._objects = [dict(group) for group in optimizer.param_groups]
+
+    def _of(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the entries of a group that are none of its rule's numbers."""
+        return {key: _plain(key, group[key]) for key in group if self._has(key)}
+
+    def _has(self, key: str) -> bool:
+        return key not in ("params", "param_names", *self._optimizer.rule.scheduled, *_OF_SCHEDULES)
+
+    def changes(self) -> list[dict[str, Any]]:
+        """Returns the entries of each group that differ, as JSON: the value, after the first one if there was one.
+
+        Raises:
+            UsageError: an entry is no plain value.
+        """
+        found: list[dict[str, Any]] = []
+        for first, objects, group in zip(self._first, self._objects, self._optimizer.param_groups, strict=True):
+            found.append({})
+            for key in group:
+                # At each step: an object that cannot change is compared by identity.
+                same = group[key] is objects.get(key) and (group[key] is None or isinstance(group[key], _CONSTANT))
+                if same or not self._has(key) or (now := _plain(key, group[key])) == first.get(key, _ABSENT):
+                    continue
+                if _is_code(now) or _is_code(first.get(key)):
+                    raise UsageError(
+                        f"{key} of a group of the optimizer is another {type(now).__name__} now; {_ADVICE}"
+                    )
+                found[-1][key] = [*([first[key]] if key in first else ()), now]
+        return found
+
+    def apply(self, changes: Sequence[Mapping[str, Sequence[Any]]]) -> None:
+        """Gives the groups entries of a commit, but for those that this script sets otherwise than the former one."""
+        for first, group, changed in zip(self._first, self._optimizer.param_groups, changes, strict=False):
+            for key, (*former, value) in changed.items():
+                if former == ([first[key]] if key in first else []):
+                    group[key] = from_plain(value)
+
+    def regrouped(self) -> None:
+        """Takes in a group that was added: its entries are those that it begins with."""
+        added = self._optimizer.param_groups[len(self._first) :]
+        self._first += [self._of(group) for group in added]
+        self._objects += [dict(group) for group in added]
+
+
+def check_options(optimizer: Optimizer) -> None:
+    """Raises `ConfigError` if a group contains an object that no commit could contain."""
+    try:
+        GroupOptions(optimizer)
+    except UsageError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _is_code(value: Any) -> bool:
+    """Returns True for functions, classes and the like, which the script makes anew."""
+    return callable(value) and not isinstance(value, torch.Tensor)
+
+
+def _plain(key: str, value: Any) -> Any:
+    """Returns an entry as JSON; functions, classes and the like as they are."""
+    if _is_code(value):
+        return value
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+    return to_plain(value, f"{key} of a group of the optimizer", _ADVICE, tensors=True)

@@ -1,0 +1,465 @@
+"""Placeholders for parameters whose weights are paged out, and the handle that materializes and releases them.
+
+A `PagedParameter` answers questions about itself (shape, dtype, device, hooks, `zeros_like`) without its weights. It
+occupies no memory of its own: its storage is one NaN, expanded to the shape. Any other torch function that receives a
+placeholder is dispatched to this module:
+
+    a hooked module is running        the weights are fetched, and stay while that module runs
+    a backward is running             the weights are fetched, and stay until the backward ends
+    neither                           the function receives a copy of the weights. The copy's gradient reaches the
+                                      engine like any other. An in-place change of the copy becomes an edit, that is
+                                      an update without a gradient
+    neither, and the result would     `UsageError`, which names the parameter
+    be a view of the copy
+
+So `load_state_dict`, `copy.deepcopy`, an EMA, `parameter.norm()` and an L2 penalty give the same result as with an
+ordinary model, and no NaN enters a result silently. A materialized parameter has its original class again and
+costs nothing per call. That of a unit that stays on the device keeps its memory, and only changes its class.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from offload.engine.callbacks import ParamOwner
+from offload.errors import BudgetError, UsageError
+from offload.torch_internals import make_subclass, plain_tensors, set_data, tree_leaves, tree_map
+
+# -- harmless functions --------------------------------------------------------------------------------
+#
+# The functions of torch that need no element of a parameter, and calls of them on placeholders.
+
+
+def asks_for_no_element(func: Any) -> bool:
+    """Returns True if a function of torch, called with a parameter, needs none of its values."""
+    return func in _HARMLESS or is_harmless_property(func)
+
+
+def call_plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls `func` on placeholders as they are, without dispatch to `__torch_function__`."""
+    with plain_tensors():
+        return func(*args, **kwargs)
+
+
+TENSOR: Any = torch.Tensor
+"""`torch.Tensor`, typed as Any: in the stubs its properties are tensors, on the class they are descriptors."""
+
+
+_HARMLESS: frozenset[Any] = frozenset(
+    {
+        *(
+            getattr(TENSOR, name)
+            for name in (
+                "size dim ndimension numel nelement __len__ element_size is_floating_point is_complex is_signed "
+                "is_contiguous stride storage_offset data_ptr untyped_storage get_device is_pinned is_inference "
+                "is_shared register_hook retain_grad _is_view new_empty new_zeros new_ones new_full new_tensor "
+                "is_same_size"
+            ).split()
+        ),
+        *(
+            getattr(torch, name)
+            for name in (
+                "numel is_floating_point is_complex is_same_size empty_like zeros_like ones_like full_like rand_like "
+                "randn_like result_type can_cast"
+            ).split()
+        ),
+        torch.autograd.grad,
+        torch.autograd.backward,
+    }
+)
+"""Functions that need no element; `grad` and `backward` identify a parameter by its autograd node alone."""
+
+
+_WITH_DATA = frozenset({"data", "T", "H", "mT", "mH", "real", "imag", "__cuda_array_interface__"})
+"""Properties that return the elements themselves, or their address."""
+
+
+def is_harmless_property(func: Any) -> bool:
+    """Returns True for the getter, setter or deleter of a property that does not return the elements."""
+    if getattr(func, "__name__", "") not in ("__get__", "__set__", "__delete__"):
+        return False
+    name = getattr(getattr(func, "__self__", None), "__name__", None)
+    return name is not None and name not in _WITH_DATA
+
+
+def name_of(func: Any) -> str:
+    """Returns the name of a torch function for messages; for a property, the property's name."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return name
+
+
+# -- paged parameter -----------------------------------------------------------------------------------
+
+
+class ParamHandle:
+    """One parameter of a model under an engine, switched between placeholder and weights on behalf of its owner."""
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        name: str,
+        unit: int,
+        position: int,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        device: torch.device,
+        rules: Mapping[Any, Callable[..., Any]],
+    ) -> None:
+        """Describes a parameter that is still an ordinary one; `release` makes it a placeholder.
+
+        Args:
+            parameter: the parameter of the model. Its identity never changes.
+            name: name of the parameter in the model.
+            unit: index of the unit that contains the parameter.
+            position: index of the parameter's segment in the unit.
+            dtype: dtype of the weights that the model computes with.
+            shape: shape of the parameter.
+            device: device on which the model computes.
+            rules: replacement for a torch function, by function; see `torch_function_rules.RULES`.
+        """
+        self.parameter, self.name, self.unit, self.position = parameter, name, unit, position
+        self.owner: ParamOwner | None = None
+        """The object that serves this parameter. None before the engine is complete and after its end; see `attach`."""
+        self.trainable = parameter.requires_grad
+        self.gradient_hook: Any = None
+        """torch's handle of the engine's gradient hook, which must remain the last hook of the parameter."""
+        self.take_gradient: Callable[[torch.Tensor], None] | None = None
+        """The engine's gradient hook: moves `.grad` of the parameter, or of a copy, into the engine's gradients."""
+        self.gathered = False
+        """True while `offload.gathered` gives the parameter memory of its own."""
+        self.device, self.rules, self.shape, self._class = device, rules, shape, type(parameter)
+        self._version = self._address = -1
+        self._aliases: weakref.WeakValueDictionary[int, PagedParameterView] = weakref.WeakValueDictionary()
+        # One element, expanded to the shape; NaN makes any use of the element visible.
+        self._nan = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
+        self.storage_address = self._nan.untyped_storage().data_ptr()
+        self._own, self._own_address = self._nan, self.storage_address
+        """Memory of the placeholder: of one element, or of the weights where the unit stays on the device."""
+
+    def attach(self, owner: ParamOwner) -> None:
+        """Makes `owner` the object that fetches, reads and edits this parameter."""
+        self.owner = owner
+
+    def detach(self) -> None:
+        """Removes the owner and the gradient hook, at the end of the engine."""
+        self.owner = self.take_gradient = self.gradient_hook = None
+
+    def hook_gradient(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        """Registers the hook that moves `.grad` into the engine's gradients, and returns torch's handle of the hook.
+
+        Args:
+            hook: receives this parameter, or a copy of it, after `.grad` was accumulated. Runs on an autograd thread.
+        """
+        self.take_gradient = hook
+        self.gradient_hook = self.parameter.register_post_accumulate_grad_hook(hook)
+        return self.gradient_hook
+
+    @staticmethod
+    def materialize(handles: Iterable[ParamHandle], values: Iterable[torch.Tensor]) -> None:
+        """Makes parameters ordinary ones over the memory of `values`, which must have their shapes."""
+        # One call for all parameters of a unit, as in `show` and `release`: these run at each use.
+        for handle, memory in zip(handles, values, strict=True):
+            parameter = handle.parameter
+            # The class comes first: an assignment to `.data` of a placeholder would dispatch to its rule.
+            parameter.__class__ = handle._class
+            parameter.data = memory
+            handle._version, handle._address = parameter._version, parameter.data_ptr()
+            parameter.__dict__.pop("offload_handle", None)
+
+    def settle_in(self, weights: torch.Tensor) -> None:
+        """Makes the parameter an ordinary one over `weights`, memory that it keeps when it becomes a placeholder."""
+        self._own, self._own_address = weights, weights.data_ptr()
+        self.materialize([self], [weights])
+
+    def move_out(self) -> None:
+        """Takes away the memory of `settle_in`."""
+        self.show([self])
+        self._own, self._own_address = self._nan, self.storage_address
+        self.release([self])
+
+    @staticmethod
+    def show(handles: Iterable[ParamHandle]) -> None:
+        """Makes parameters that have memory of their own (`settle_in`) ordinary ones again."""
+        for handle in handles:
+            parameter = handle.parameter
+            parameter.__class__ = handle._class
+            handle._version, handle._address = parameter._version, handle._own_address
+            parameter.__dict__.pop("offload_handle", None)
+
+    @staticmethod
+    def release(handles: Iterable[ParamHandle]) -> list[ParamHandle]:
+        """Makes parameters placeholders, unless gathered; returns those changed in place or given other memory."""
+        changed = []
+        for handle in handles:
+            parameter = handle.parameter
+            if handle.gathered or type(parameter) is PagedParameter:
+                continue
+            address = parameter.data_ptr()
+            if parameter._version != handle._version or address != handle._address:
+                changed.append(handle)
+            # The data comes first, while the parameter is still an ordinary one: see `materialize`.
+            if address != handle._own_address:
+                try:
+                    parameter.data = handle._own
+                except RuntimeError:  # a type of device that torch treats otherwise
+                    set_data(parameter, handle._own)
+            parameter.__dict__["offload_handle"] = handle
+            parameter.__class__ = PagedParameter
+        return changed
+
+    def forgive_changes(self) -> None:
+        """Takes the parameter as unchanged, whatever torch has counted; see `release`."""
+        self._version = self.parameter._version
+
+    @property
+    def thawed(self) -> bool:
+        """True if a frozen parameter was set to train while materialized, when no placeholder could refuse."""
+        return not self.trainable and self.parameter.requires_grad
+
+    def cannot_train(self) -> UsageError:
+        """Returns the error that `requires_grad_(True)` of a frozen parameter raises."""
+        return UsageError(
+            f"parameter {self.name} was frozen when offload.initialize took the model, so it has no optimizer states; "
+            "set requires_grad before offload.initialize. A parameter that shall train later may be frozen after "
+            "offload.initialize"
+        )
+
+    @property
+    def materialized(self) -> bool:
+        """True if the parameter is an ordinary one now, over real memory."""
+        return type(self.parameter) is not PagedParameter  # nn.Parameter's isinstance is slow Python
+
+    def gather(self, values: torch.Tensor) -> None:
+        """Gives the parameter the memory of `values` until `let_go`; no module may use the parameter meanwhile."""
+        self.materialize([self], [values])
+        self.gathered = True
+
+    def let_go(self) -> torch.Tensor:
+        """Ends `gather` and returns its memory, with all changes that the user has written to it."""
+        values = self.parameter.data
+        self.gathered = False
+        self.release([self])
+        return values
+
+    def alias(self, view: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the result of `parameter.data` and `parameter.detach()`: a placeholder outside of autograd.
+
+        Args:
+            view: A view of the whole placeholder, which becomes the alias, as one of another shape.
+        """
+        alias: Any = make_subclass(PagedParameterView, self._nan, False) if view is None else view
+        alias.__class__ = PagedParameterView
+        alias.__dict__["offload_handle"] = self
+        # Held weakly: only an alias that the user still holds needs its weights copied in `leave_aliases`.
+        self._aliases[id(alias)] = alias
+        return cast("torch.Tensor", alias)
+
+    def leave_aliases(self) -> None:
+        """Detaches all aliases before the parameter receives other memory.
+
+        Each alias receives a copy of the present weights, because in torch an alias keeps the memory it was made of.
+        """
+        for alias in list(self._aliases.values()):
+            alias.own = alias._values()
+        self._aliases.clear()
+
+    def copy(self, requires_grad: bool) -> torch.Tensor:
+        """Returns an ordinary parameter with the same weights, which belongs to no engine."""
+        values = self.read()
+        with plain_tensors():
+            copy: torch.Tensor = nn.Parameter(values, requires_grad)
+        copy.__class__ = self._class
+        return copy
+
+    def fetch(self, stays: bool = False) -> bool:
+        """Materializes the unit if a hooked module or a backward is running, and returns True if one is."""
+        return self.engine.fetch(self.unit, stays)
+
+    def here(self) -> torch.Tensor | None:
+        """Returns the parameter, or a view of it, if a hooked module or a backward is running; None otherwise."""
+        if not self.fetch():
+            return None
+        return self.parameter if self.materialized else self.engine.frozen_view(self.unit, self.position)
+
+    def read(self) -> torch.Tensor:
+        """Returns a copy of the newest weights, on the compute device."""
+        return self.engine.read(self.unit, self.position)
+
+    def read_with_gradient(self) -> torch.Tensor:
+        """Returns a copy of the newest weights as an autograd leaf, whose gradient becomes the parameter's."""
+        values, updates = self.read(), self.engine.updates(self.unit)
+
+        def take(copy: torch.Tensor) -> None:
+            # Runs on an autograd thread, any time later: a step in between would make it a gradient of old weights.
+            if self.engine.updates(self.unit) != updates:
+                raise UsageError(
+                    f"backward through a graph made before step(): the weights of {self.name} have changed since"
+                )
+            assert self.take_gradient is not None
+            self.take_gradient(copy)
+
+        values.requires_grad_(True)
+        values.register_post_accumulate_grad_hook(take)
+        return values
+
+    def edit(self, values: torch.Tensor) -> None:
+        """Replaces the weights by `values`, which must have the parameter's shape."""
+        self.engine.edit(self.unit, self.position, values)
+
+    @property
+    def engine(self) -> ParamOwner:
+        """The owner. Raises `UsageError` if the engine was destroyed."""
+        if self.owner is None:
+            raise UsageError(
+                f"parameter {self.name} has no weights, because its engine was destroyed: call state_dict() before "
+                "destroy(), or resume the run, or `offload export` what it has kept"
+            )
+        return self.owner
+
+
+class PagedParameterView(torch.Tensor):
+    """A placeholder outside of autograd: `detach()` and `.data` of a paged parameter, or a view of all of it."""
+
+    offload_handle: ParamHandle
+    own: torch.Tensor | None = None
+    """Memory of this view's own, set once the parameter has received other memory."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self._values()
+        return cast("torch.Tensor", memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._values().__reduce_ex__(protocol)
+
+    def _values(self) -> torch.Tensor:
+        return self.offload_handle.read().view(self.shape) if self.own is None else self.own.clone()
+
+
+class PagedParameter(nn.Parameter):
+    """A parameter whose weights are paged out; `ParamHandle.release` makes one of an ordinary parameter."""
+
+    offload_handle: ParamHandle
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self.offload_handle.copy(self.requires_grad)
+        return cast("torch.Tensor", memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.offload_handle.copy(self.requires_grad).__reduce_ex__(protocol)
+
+
+def handle_of(tensor: Any) -> ParamHandle | None:
+    """Returns the handle of a placeholder, or None for any other object."""
+    # By type, since nn.Parameter's isinstance is slow Python; neither class has subclasses.
+    return tensor.offload_handle if type(tensor) in (PagedParameter, PagedParameterView) else None
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Applies the rule of `func`, if there is one; otherwise calls `func` with weights if it needs any element."""
+    handle = next((found for value in (*args, *kwargs.values()) if (found := handle_of(value)) is not None), None)
+    rule = None if handle is None else handle.rules.get(func)
+    if rule is not None:
+        return rule(func, *args, **kwargs)
+    if asks_for_no_element(func):
+        return call_plainly(func, *args, **kwargs)
+    return call_with_weights(func, args, kwargs)
+
+
+def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls `func` with weights in place of the placeholders among its arguments, which may be nested.
+
+    In a running module or backward the parameters are fetched and materialized. Otherwise `func` receives copies: an
+    in-place change of a copy is written back as an edit, and a result that is a copy is replaced by its placeholder.
+
+    Raises:
+        BudgetError: if the units of all arguments do not fit on the device together.
+        UsageError: if the result would be a view of a copy, or if an in-place change alters shape, dtype or device.
+    """
+    given: dict[int, Any] = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if handle_of(leaf) is not None}
+    handles: dict[int, ParamHandle] = {key: leaf.offload_handle for key, leaf in given.items()}
+    # A fetched parameter is an ordinary one from now on: torch does not dispatch to this module for it again.
+    here = {key: handles[key].here() for key, leaf in given.items() if getattr(leaf, "own", None) is None}
+    outside = [key for key, found in here.items() if found is None]
+    real: dict[int, torch.Tensor] = {}
+    for key, leaf in given.items():
+        found: Any = here.get(key)
+        if key in outside:
+            with_gradient = torch.is_grad_enabled() and leaf.requires_grad
+            real[key] = handles[key].read_with_gradient() if with_gradient else handles[key].read().view(leaf.shape)
+        elif isinstance(leaf, PagedParameterView):
+            real[key] = found.detach().view(leaf.shape) if leaf.own is None else leaf.own
+        elif found is not None and found is not handles[key].parameter:
+            real[key] = found
+        # A later fetch has released the unit of an earlier one to make room.
+        elif not handles[key].materialized:
+            raise BudgetError(
+                f"{name_of(func)} needs {', '.join(each.name for each in handles.values())} on the device at one time, "
+                'but their units do not fit together; raise "device_memory" in the "offload" block'
+            )
+    # Copies: outside of a run, and of a stack of experts, whose rows lie in units of their own.
+    copied = [key for key in real if not isinstance(given[key], PagedParameterView) or key in outside]
+    before = {key: real[key]._version for key in copied}
+    args, kwargs = tree_map(lambda value: real.get(id(value), value), (args, kwargs))
+    result = func(*args, **kwargs)
+    for key in copied:
+        # The version counter is torch's own record of in-place changes, so `func` needs no table of mutating functions.
+        if real[key]._version != before[key]:
+            check_kind(handles[key], given[key], real[key])
+            handles[key].edit(real[key].view(handles[key].shape))
+    originals = {id(real[key]): given[key] for key in outside}
+    storages = {real[key].untyped_storage().data_ptr(): given[key] for key in outside if real[key].numel()}
+    return tree_map(lambda value: _returned(func, value, originals, storages), result) if outside else result
+
+
+def _returned(func: Any, value: Any, originals: dict[int, Any], storages: dict[int, Any]) -> Any:
+    """Returns the result that the user receives for one leaf `value` of a result of `func`.
+
+    A copy of weights becomes its placeholder again (`originals`, by the copy's id). A view of a copy (`storages`, by
+    address) would look like the weights while writes to it were lost: such a tensor is refused, and such a numpy array
+    becomes read-only.
+    """
+    if id(value) in originals:
+        return originals[id(value)]
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        of = storages.get(value.untyped_storage().data_ptr())
+        if of is not None:
+            raise UsageError(
+                f"{name_of(func)} would give a view of {of.offload_handle.name}, whose weights are in the swap tiers: "
+                "writes to the view would be lost. Use `with offload.gathered(parameter):`, or clone() first"
+            )
+    elif type(value).__module__ == "numpy" and hasattr(value, "flags"):
+        value.flags.writeable = False  # a view by numpy() or asarray()
+    return value
+
+
+def check_kind(handle: ParamHandle, tensor: Any, values: Any) -> None:
+    """Raises `UsageError` unless `values` have the shape, dtype, memory order and device of `tensor`."""
+    mine, given = _kind(tensor), _kind(values)
+    if mine != given:
+        raise UsageError(
+            f"parameter {handle.name} is {mine} while an engine manages it, and cannot become {given}; precision and "
+            "device are set in the config"
+        )
+
+
+def _kind(tensor: Any) -> str:
+    """Returns shape, dtype, memory order and device of a tensor as text."""
+    order = "" if handle_of(tensor) is not None or tensor.is_contiguous() else ", not contiguous,"
+    return f"{list(tensor.shape)} {tensor.dtype}{order} on {tensor.device}"

@@ -1,1 +1,0 @@
-"""Parameters between and during their uses: placeholders, views, hooks, edits."""

@@ -1,1 +1,0 @@
-"""What code does to parameters without values while a model is built."""

@@ -1,1 +1,0 @@
-"""Stacked parameters whose rows, one for each expert, are in units of their own."""

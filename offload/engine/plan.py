@@ -1,0 +1,1175 @@
+"""The plan of an engine: all decisions, made from config, model, free memory and drives before anything is changed.
+
+`initialize` carries a plan out. With several ranks each makes its own plan, and the ranks compare the facts that must
+be equal.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload import precision
+from offload.activations.checkpoints import blocks_of, check_tier
+from offload.activations.tiles import choose as choose_mlps
+from offload.activations.tiles import notices as tile_notices
+from offload.checkpoint.files import find, read_manifest
+from offload.config import Batch, Config, load_config, read_json
+from offload.distributed.process_group import Mesh, Ranks, as_the_first
+from offload.engine.deferred import is_deferred, origin_of
+from offload.engine.opaque import is_under_engine
+from offload.engine.optimizer import Optimizer
+from offload.engine.params import PagedParameter
+from offload.engine.saved_state import ModuleEntries
+from offload.engine.shared_memory import check_shared_memory
+from offload.engine.snapshot import Snapshot, persistent_buffers
+from offload.engine.state import Differences
+from offload.errors import ConfigError, StoreError, UsageError
+from offload.hardware.mounts import check_folders, folder_notices
+from offload.kernels import cuda
+from offload.layout.experts import rows_of
+from offload.layout.flat_layout import Segment, StateField, UnitLayout, laid_out_for, layouts_of
+from offload.layout.frozen import frozen_notices, is_of_bitsandbytes, is_packed, stored_weights, waits_for_quantization
+from offload.layout.memory_plan import (
+    MemoryPlan,
+    MemoryRequest,
+    PlacedStates,
+    buffer_dtype,
+    divide,
+    division_of,
+    mode_of,
+    place_states,
+    plan_memory,
+    wanted_slots,
+)
+from offload.layout.modes import LAMB, MUON, Mode, dtype_name
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, Choice, choose_schedule
+from offload.layout.placement import Machine, Placement
+from offload.layout.tiers import Partitions, check_node
+from offload.layout.units import Units, tied_numel
+from offload.notices import Headline, Remark, shell_command
+from offload.optimizers.matrices import in_bf16
+from offload.parallel.sequence import SequenceParallel
+from offload.parallel.sharded_params import FoundShards, Site, is_dtensor
+from offload.parallel.tensor import TensorParallel
+from offload.precision import Choice as DtypeChoice
+from offload.sizes import count_of, format_size
+from offload.states import State
+from offload.swapper.memory.device import Device, compute_device
+from offload.swapper.memory.host_arena import process_memory
+from offload.swapper.memory.limits import free_host_memory
+from offload.swapper.store import (
+    Shortage,
+    StoreSpec,
+    check_unused,
+    find_removal,
+    find_shortage,
+    other_runs,
+    rank_folders,
+    read_closed,
+    run_status,
+)
+from offload.swapper.store.folder import CLOSED
+from offload.swapper.store.format import layout_difference
+from offload.swapper.store.inspection import look
+from offload.swapper.store.model_files import UnitImage
+from offload.torch_internals import inner_tensors
+
+# -- checks --------------------------------------------------------------------------------------------
+#
+# Checks of a model before an engine takes it over, and of the equality of all ranks' arguments.
+
+
+def check_alone(config: Config, model: nn.Module, grid: TensorParallel | None) -> None:
+    """Checks what a rank can check without the others.
+
+    Args:
+        config: The whole config.
+        model: The model.
+        grid: The place of this process in the grid of tensor parallelism; None without one.
+
+    Raises:
+        ConfigError: If the model, a tier or a folder for swap files cannot be used.
+    """
+    check_model(model)
+    _check_partitioned_activations(config, grid)
+    check_tier(config.activation_tier, bool(config.drives))
+    if config.wants_store or config.activation_tier not in (None, "device"):
+        check_folders(config.drives)
+
+
+def _check_partitioned_activations(config: Config, grid: TensorParallel | None) -> None:
+    """Raises `ConfigError` if inputs are to be partitioned over ranks that share a batch.
+
+    Data-parallel ranks have inputs of their own: there is nothing to partition, in DeepSpeed either.
+    """
+    if config.activation_checkpointing.partition_activations and grid is not None and grid.size > 1:
+        raise ConfigError(
+            "activation_checkpointing.partition_activations divides an input over the ranks of a model-parallel group, "
+            f"of which this run has {grid.size}; that is not supported: leave it out, and set "
+            '"activations" to "cpu" in the "offload" block to free device memory'
+        )
+
+
+def check_same(
+    ranks: Ranks | None,
+    config: Config,
+    batch: Batch,
+    mode: Mode,
+    layouts: Sequence[UnitLayout],
+    model: nn.Module,
+    device: Device,
+    grid: TensorParallel | None,
+) -> None:
+    """Compares config and model of all processes. Collective.
+
+    Called before the disks are inspected: ranks with different configs would look for different runs.
+
+    Args:
+        ranks: All processes; None if there is only one.
+        config: The whole config.
+        batch: Sizes of batches.
+        mode: States and dtypes.
+        layouts: All units.
+        model: The model before it is taken over.
+        device: The compute device.
+        grid: The place of this process in tensor parallelism; None without it.
+
+    Raises:
+        ConfigError: If the ranks differ, on every rank.
+    """
+    if ranks is None:
+        return
+    # Facts that decide the layout, the collectives or the numbers. Values of weights and buffers are not among them:
+    # all ranks receive those of rank 0. Paths may differ: each machine has its own drives.
+    facts = {
+        "batch": list(batch),
+        "weights": config.weight_tier,
+        "states": config.optimizer_tier,
+        "mode": mode.name,
+        "accumulation dtype": config.data_types.grad_accum_dtype,
+        "clip": config.gradient_clipping,
+        "torch_autocast": config.torch_autocast.model_dump(),
+        "auto_cast": config.casts_inputs is not False,
+        "fp16": config.fp16.model_dump(exclude={"auto_cast"}) if config.dtype == "fp16" else None,
+        "buffer_dtype": config.data_types.buffer_dtype,
+        "seed": config.offload.seed,
+        "on_nonfinite": config.offload.on_nonfinite,
+        # The columns of tensor parallelism have runs of their own.
+        "run": config.offload.run.removesuffix("" if grid is None else grid.suffix),
+        "durability": repr(config.offload.durability),
+        "resume": config.offload.resume,
+        "blocks computed again": [
+            config.activation_tier is not None,
+            config.activation_checkpointing.number_checkpoints,
+        ],
+        "units": [layout.name for layout in layouts],
+        "parameters": [_compared(segment, grid) for layout in layouts for segment in layout.segments],
+        "frozen": config.offload.frozen,
+        # What decides the order, the lengths and the dtypes of what ranks send.
+        **{name: getattr(config.zero_optimization, name) for name in _OF_COLLECTIVES},
+        "communication_data_type": config.communication_data_type,
+        "schedule": config.offload.schedule,
+        # Ranks send each other matrices of Muon in this dtype.
+        "dtype of Muon's products": ("bf16" if in_bf16(device) else "fp32") if mode.optimizer == MUON else None,
+        "quantized weights": [[s.name, s.kind, *s.inner] for layout in layouts for s in layout.segments if s.inner],
+        "buffers": [[name, str(b.dtype), list(b.shape)] for name, b in model.named_buffers()],
+        "weights given": [name for name, parameter in model.named_parameters() if not parameter.is_meta],
+        "weights to be read": [
+            name for name, parameter in model.named_parameters() if origin_of(parameter) is not None
+        ],
+    }
+    # Every rank receives all facts and raises the same error, so that no rank waits for another.
+    _compare(ranks.share(facts), grid)
+
+
+_OF_COLLECTIVES = (
+    *("stage", "overlap_comm", "zero_hpz_partition_size"),
+    *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
+)
+"""Keys of ZeRO that decide what ranks send each other, and when."""
+_SHORT = 4
+"""Items of a list up to which a message has all of them."""
+_OF_LAYERS = (
+    *("blocks computed again", "units", "parameters", "quantized weights", "buffers"),
+    *("weights given", "weights to be read"),
+)
+"""Facts in which the stages of a pipeline differ."""
+
+
+def _compare(everyone: Sequence[dict[str, Any]], grid: TensorParallel | None) -> None:
+    """Raises `ConfigError` if the facts of any rank differ from those of rank 0, or of the first of its stage."""
+    for name in everyone[0]:
+        for rank, others in enumerate(everyone):
+            first = 0 if grid is None or name not in _OF_LAYERS else grid.first_of_stage(rank)
+            mine = everyone[first][name]
+            if others[name] != mine:
+                theirs, own = _first_difference(others[name], mine)
+                raise ConfigError(
+                    f"the {name} of rank {rank} and of rank {first} differ: {theirs}, not {own}; "
+                    "give every rank the same model and config"
+                )
+
+
+def _first_difference(theirs: Any, own: Any) -> tuple[str, str]:
+    """Returns two values that differ as short texts: of lists, which may have thousands of items, the first such."""
+    if isinstance(theirs, list) and isinstance(own, list) and max(len(theirs), len(own)) > _SHORT:
+        pairs = itertools.zip_longest(theirs, own, fillvalue="none more")
+        theirs, own = next((one, other) for one, other in pairs if one != other)
+    return _brief(theirs), _brief(own)
+
+
+def _compared(segment: Segment, grid: TensorParallel | None) -> list[Any]:
+    """Returns what all processes must have alike of a parameter. Shards of tensor parallelism may differ in size."""
+    sharded = grid is not None and grid.is_sharded(segment.parameter)
+    return [segment.name, "sharded" if sharded else list(segment.shape), segment.trainable]
+
+
+def check_groups(grid: TensorParallel | None, shards: FoundShards, device: torch.device) -> None:
+    """Raises `ConfigError` if the groups of tensor parallelism are not those that an engine forms.
+
+    Args:
+        grid: The place of this process; None without tensor parallelism.
+        shards: What the model and `mpu` say.
+        device: The device on which the model will compute.
+    """
+    for name, form in shards.dtensors.items():
+        if form.mesh.device_type != device.type:
+            raise ConfigError(
+                f"parameter {name} is a DTensor on a mesh of {form.mesh.device_type}, and this engine computes on "
+                f'{device.type}: make the mesh by init_device_mesh("{device.type}", …)'
+            )
+    if grid is None or shards.data_ranks is None:
+        return
+    column = (grid.everyone.rank,) if grid.zero is None else grid.zero.members
+    if set(shards.data_ranks) != set(column):
+        raise ConfigError(
+            f"mpu= has the data-parallel group {list(shards.data_ranks)}; expected {list(column)}, the processes with "
+            "the same place in their groups of model parallelism"
+        )
+
+
+def check_tensor_parallel(
+    grid: TensorParallel | None,
+    mode: Mode,
+    layouts: Sequence[UnitLayout],
+    experts: bool,
+    tiled: bool,
+    codes: bool,
+) -> None:
+    """Raises `ConfigError` for what does not go together with tensor parallelism.
+
+    Args:
+        grid: The place of this process in the grid; all is allowed without tensor parallelism.
+        mode: States and dtypes.
+        layouts: All units.
+        experts: True if experts of the model are units.
+        tiled: True if the config tiles MLPs.
+        codes: True if ranks send codes.
+    """
+    if grid is None or grid.size == 1:
+        return
+    segments = [segment for layout in layouts for segment in layout.segments]
+    whole = mode.steps_whole or mode.optimizer == LAMB
+    refused = (
+        (whole, "an optimizer that needs whole parameters", "take AdamW, Adam, Lion, Adagrad or SGD with a kernel"),
+        (any(each.form or each.inner for each in segments), "quantized frozen weights", 'leave "frozen" out'),
+        (experts, "experts that are units of their own", 'name the class of their module in "units"'),
+        (tiled, "tiled MLPs", 'leave "tile_mlp" out'),
+        # A block may span a parameter that is divided and one that is whole, whose copies in a row would differ.
+        (codes, "codes of weights and gradients", 'leave the keys "zero_quantized_..." out'),
+    )
+    for holds, what, cure in refused:
+        if holds:
+            raise ConfigError(f"tensor parallelism does not go together with {what} here: {cure}")
+
+
+def check_nodes(config: Config, ranks: Ranks | None, grid: TensorParallel | None) -> None:
+    """Raises `ConfigError` if the processes cannot be divided into nodes that keep a secondary partition.
+
+    Args:
+        config: The config.
+        ranks: All processes; None if there is only one.
+        grid: The place of this process in a grid of pipeline and tensor parallelism; None without it.
+    """
+    size = config.zero_optimization.zero_hpz_partition_size
+    if size == 1:
+        return
+    if grid is not None:
+        raise ConfigError(
+            "zero_optimization.zero_hpz_partition_size divides all processes into nodes, and with tensor parallelism "
+            "or a pipeline not all of them share weights: leave it out"
+        )
+    check_node(size, 1 if ranks is None else ranks.size)
+
+
+def _brief(value: Any) -> str:
+    """Returns a value as text, shortened for a message."""
+    text = str(value)
+    return text if len(text) <= 100 else f"{text[:80]}…"
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises `ConfigError` or `UsageError` if an engine cannot take over `model`."""
+    _check_values(model)
+    _check_renormed(model)
+    _check_quantized(model)
+    check_shared_memory(model)
+    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if lost:
+        raise ConfigError(
+            f"buffer {lost[0]} is on the meta device, so its values are gone; build the model inside offload.init, "
+            "which leaves buffers real, but a module that computes buffers from weights (spectral_norm, pruning) "
+            "outside of it, on the CPU"
+        )
+    left = next((name for name, parameter in model.named_parameters() if is_dtensor(parameter)), None)
+    if left is not None:
+        raise ConfigError(
+            f"parameter {left} is a DTensor, which offload.initialize takes alone: give this call a model before "
+            "parallelize_module"
+        )
+    _check_absent(model)
+    if any(isinstance(parameter, PagedParameter) or is_under_engine(parameter) for parameter in model.parameters()):
+        raise UsageError(
+            "this model is under an engine already, and destroy() does not restore its weights: build a new model"
+        )
+
+
+def _check_values(model: nn.Module) -> None:
+    """Raises `ConfigError` if a parameter has no values yet, or complex ones, which a cast would make real."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ConfigError(
+                f"parameter {name} belongs to a lazy module and has no shape yet: call the model once with a batch "
+                "before offload.initialize"
+            )
+        if parameter.is_complex():
+            raise ConfigError(
+                f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, and offload stores real numbers; "
+                "make the parameter of torch.view_as_real(values), and use torch.view_as_complex(parameter.float()) in "
+                "the forward (complex buffers stay as they are)"
+            )
+
+
+def _check_renormed(model: nn.Module) -> None:
+    """Raises `ConfigError` if an embedding changes its own weight in its forward, as one with `max_norm` does."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ConfigError(
+                f"{name or 'the model'} is an embedding with max_norm={module.max_norm:g}, which changes its weight in "
+                "each forward; set max_norm to None, and shorten long rows between steps, under torch.no_grad()"
+            )
+
+
+def _check_quantized(model: nn.Module) -> None:
+    """Raises `ConfigError` if a quantized parameter is not quantized yet, or shall train."""
+    named = dict(model.named_parameters())
+    waiting = [name for name, parameter in named.items() if waits_for_quantization(parameter)]
+    if waiting:
+        raise ConfigError(
+            f"{count_of(len(waiting), 'weight is', 'weights are')} of a class of bitsandbytes and not quantized yet, "
+            f'the first is {waiting[0]}: move the model to a device, model.to("cpu") for one, before offload.initialize'
+        )
+    packed = [name for name, parameter in named.items() if is_packed(parameter)]
+    if packed:
+        raise ConfigError(
+            f"{count_of(len(packed), 'weight was', 'weights were')} packed for the CPU by bitsandbytes, as the model "
+            f"ran in evaluation mode, the first is {packed[0]}; load the model anew and call offload.initialize "
+            "before the model runs"
+        )
+    training = [
+        name
+        for name, parameter in named.items()
+        if parameter.requires_grad and (is_of_bitsandbytes(parameter) or inner_tensors(parameter) is not None)
+    ]
+    if training:
+        raise ConfigError(
+            f"{count_of(len(training), 'parameter that shall train is', 'parameters that shall train are')} quantized, "
+            f"the first is {training[0]}; offload trains bf16, fp16 and fp32 weights: freeze quantized ones by "
+            "requires_grad_(False) and train adapters on them, or give the model before quantization"
+        )
+
+
+def _check_absent(model: nn.Module) -> None:
+    """Raises `ConfigError` if a parameter has lost its values, or its shape differs from its file's.
+
+    Values are also lost in a module that is made from another module's weights before these are read.
+    """
+    named = dict(model.named_parameters())
+    lost = [name for name, parameter in named.items() if parameter.is_meta and not is_deferred(parameter)]
+    if lost and any(map(is_deferred, named.values())):
+        raise ConfigError(
+            f"parameter {lost[0]} was put on the meta device outside of offload.init and load_pretrained, or computed "
+            "from another parameter inside, so its values are gone; create the parameter on the CPU, or inside of "
+            "offload.init; build a model that computes parameters from others outside of it"
+        )
+    for name, parameter in named.items():
+        origin = origin_of(parameter)
+        if origin is not None and origin.shape != tuple(parameter.shape):
+            raise ConfigError(
+                f"parameter {name} has shape {list(parameter.shape)} now, but load_pretrained found shape "
+                f"{list(origin.shape)} in the folder; resize the model before its folder is written, or build the "
+                "model in its new size and load with ignore_mismatched_sizes=True"
+            )
+
+
+def check_batch_norm(model: nn.Module, mode: Mode, device: torch.device, buffer_dtype: torch.dtype | None) -> None:
+    """Raises `ConfigError` if a BatchNorm on the CPU has statistics in another dtype than its weights.
+
+    torch's CPU kernel refuses them too, but only in the first forward.
+
+    Args:
+        model: The model.
+        mode: Gives the dtype of weights.
+        device: The compute device.
+        buffer_dtype: Configured dtype of buffers; None leaves them unchanged.
+    """
+    dtype = mode.weight_dtype
+    if device.type != "cpu":
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and isinstance(module.running_mean, torch.Tensor):
+            # `buffer_dtype` is applied when the engine takes the model over, so it decides if given.
+            have = buffer_dtype or module.running_mean.dtype
+            if module.weight is not None and have != dtype:
+                raise ConfigError(
+                    f"{name} is a BatchNorm, whose statistics are {have} and whose weights are {dtype}, which torch "
+                    f'cannot compute with on the CPU; set "data_types": {{"buffer_dtype": "{dtype_name(dtype)}"}}'
+                )
+
+
+# -- resume --------------------------------------------------------------------------------------------
+#
+# Inspection of the drives at the start: the run to resume or replace, room for two slots, leftovers of other runs.
+
+
+_COLUMN = re.compile(r"(?:-pp\d+of(\d+))?(?:-tp\d+of(\d+))?")
+"""End of the name of a run that is a column of a pipeline and of tensor parallelism."""
+_SHOWN = 5
+"""Number of names in a notice."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundRun:
+    """The run of the configured name on the drives, as all ranks agree on it."""
+
+    on_disk: bool
+    """True if any rank has states whose tier is DISK."""
+    resume: bool
+    replaced: tuple[str, ...]
+    """Notice about the run that this start replaces; empty if there is none."""
+
+
+def find_run(config: Config, on_disk: bool, ranks: Ranks | None) -> FoundRun:
+    """Returns the run that a start finds. Collective.
+
+    Args:
+        config: The whole config.
+        on_disk: True if this rank has states whose tier is DISK.
+        ranks: All ranks; None if there is only one.
+
+    Raises:
+        StoreError: If the run on the drives and the configured "resume" contradict each other.
+    """
+    if ranks is not None:
+        # Tiers may differ between ranks with different free memory, but either all ranks have a store or none.
+        on_disk = any(ranks.share(on_disk))
+    resume, replaced = _resume(config, on_disk)
+    if ranks is not None:
+        # One rank's drive may be empty, if a kill interrupted the first start: `initialize` decides then by the
+        # commits.
+        resume = any(ranks.share(resume))
+    return FoundRun(on_disk=on_disk, resume=resume, replaced=replaced)
+
+
+def check_division(drives: Sequence[str], run: str, own: str, resume: str) -> None:
+    """Raises `StoreError` if a start would resume a run that is divided otherwise by tensor parallelism or a pipeline.
+
+    Args:
+        drives: Folders of the drives; empty without any.
+        run: Name of the run, without the end by which the columns of tensor parallelism differ.
+        own: That end, such as "-tp0of2" or "-pp0of2"; empty without.
+        resume: The configured "resume".
+    """
+    if not drives or resume not in ("auto", "must"):
+        return
+    for folder in sorted(Path(drives[0]).glob(f"{run}*")):
+        end = folder.name.removeprefix(run)
+        # Columns of one grid have one size, and differ in their coordinate alone.
+        is_ours = _COLUMN.fullmatch(end) is not None
+        if not is_ours or _size(end) == _size(own) or not run_status(drives, folder.name).exists:
+            continue
+        raise StoreError(
+            f"{folder} is a run with {_size(end)}, and this start has {_size(own)}: resume with "
+            "the division that the run had, or choose another run name"
+        )
+
+
+def _size(end: str) -> str:
+    """Returns the sizes of the pipeline and of tensor parallelism that the end of a run's name tells, in words."""
+    found = _COLUMN.fullmatch(end)
+    assert found is not None, "the names of other runs were left out"
+    pipeline, tensor = found.groups()
+    tensors = f"tensor parallelism of {tensor}" if tensor else "no tensor parallelism"
+    return f"a pipeline of {pipeline} and {tensors}" if pipeline else tensors
+
+
+def no_room(config: Config, placed: PlacedStates, ranks: Ranks | None) -> str | None:
+    """Returns a notice if the drives of any rank have no room for two slots, else None. Collective.
+
+    Args:
+        config: The whole config.
+        placed: The states in their tiers.
+        ranks: All ranks; None if there is only one.
+    """
+    short = find_shortage(config.drives, placed.two_slots_nbytes * (1 if ranks is None else ranks.here))
+    if ranks is not None:
+        short = next((Shortage(*found) for found in ranks.share(short) if found is not None), None)
+    if short is None:
+        return None
+    return (
+        f"durability none: two slots need {format_size(short.need)}, {short.path} has {format_size(short.free)} free; "
+        "one slot is used and overwritten in place, so a killed run cannot be resumed"
+    )
+
+
+def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
+    """Returns True to resume, and a notice about the run that this start replaces."""
+    offload = config.offload
+    if not config.drives or not (on_disk or offload.wants_store):
+        return _resume_without_store(config), ()
+    status = run_status(config.drives, offload.run)
+    folder = os.path.join(config.drives[0], offload.run)
+    if status.exists and offload.resume in ("never", "restart"):
+        _check_ended(folder, closed=status.closed, restart=offload.resume == "restart")
+        size = format_size(find_removal(Path(folder)).nbytes)
+        how = "which was closed at its end" if status.closed else "which did not end"
+        keeps = '"resume": "auto" would resume such a run, another run name keeps it'
+        return False, (f"the run in {folder} ({size}), {how}, is replaced; {keeps}",)
+    if status.finished is not None and not status.exists and offload.resume not in ("never", "restart"):
+        raise StoreError(
+            f"{folder} was finished at step {status.finished.get('steps')}, so no step is left to resume; choose "
+            'another run name, or start over with "resume": "never" in the "offload" block (offload train: '
+            "--resume never)"
+        )
+    if not status.exists and offload.resume == "must":
+        raise StoreError(f'"resume" is must, but {folder} holds no committed step')
+    return status.exists, ()
+
+
+def _resume_without_store(config: Config) -> bool:
+    """Returns True if a start that needs no store keeps that of the run it finds, and resumes it."""
+    offload = config.offload
+    # Nothing of such a run is committed, so no later start can resume it either.
+    if offload.resume == "must":
+        raise StoreError('"resume" is must, but this configuration keeps no store to resume from')
+    if offload.resume != "auto" or not config.drives or not run_status(config.drives, offload.run).exists:
+        return False
+    if offload.durability == "auto":
+        return True  # the machine has more memory now, or tiers changed: keep the store
+    raise StoreError(
+        f"{os.path.join(config.drives[0], offload.run)} contains a run, but this configuration keeps no "
+        'store: give the config the tiers of the run, or set "durability": "step", or choose another run name'
+    )
+
+
+def _check_ended(folder: str, *, closed: bool, restart: bool) -> None:
+    """Raises `StoreError` if a start may not replace the run in `folder`.
+
+    Args:
+        folder: The run's folder on the first drive.
+        closed: True if the run was closed at its end.
+        restart: True if the user asks to replace a run that did not end, too.
+    """
+    # A run in use must not be deleted under the process that trains it.
+    check_unused(Path(folder))
+    # A run that was closed may go; `check_replaced` asks later whether its last step was saved.
+    if not (closed or restart):
+        raise StoreError(
+            f"{folder} holds a run that did not end, or that was kept (--keep, destroy(remove=False)); resume the run "
+            'with "resume": "auto" in the "offload" block, or start over with "resume": "restart" there (offload '
+            "train: --resume auto, --resume restart), or "
+            f"delete the run with `{shell_command('rm', folder)}`, or choose another run name"
+        )
+
+
+def check_replaced(folder: Path, spec: StoreSpec, job: Mapping[str, Any]) -> None:
+    """Checks that nothing is lost if this start replaces the run in `folder`, which was closed at its end.
+
+    Nothing is if the user has saved the last step, or if this start does the same job: it makes the run again.
+
+    Args:
+        folder: the folder of the run on its first drive.
+        spec: what this start stores.
+        job: made by `job_of`.
+
+    Raises:
+        StoreError: if the run was another job, or if that cannot be told. Nothing was changed.
+    """
+    note = read_closed(folder)
+    if note is None or note.get("saved"):
+        return
+    found = next((each.manifest for each in map(look, rank_folders(folder)) if each.manifest is not None), None)
+    layout = "its manifest cannot be read" if found is None else layout_difference(spec, found.spec)
+    differences = [str(Differences(note.get("job", {}), job)), layout or ""]
+    if "job" not in note:
+        differences = [f"its note {CLOSED} does not say what it was"]
+    if not any(differences):
+        return
+    raise StoreError(
+        f"{folder} holds a run that ended at step {note.get('steps', '?')} and that nothing has saved since, such as "
+        f"save_checkpoint or save_pretrained, and this start is another job: {', '.join(filter(None, differences))}. "
+        'Give this start another run name ("run" in the "offload" block, offload train: --run) or another nvme_path, '
+        'or replace the run with "resume": "restart" there (--resume restart). '
+        f"`{shell_command('export', folder, 'FOLDER')}` writes its weights, and any start may then replace it"
+    )
+
+
+def about_folders(config: Config) -> tuple[str, ...]:
+    """Returns warnings of folders that may be on the wrong drive, and a notice of other runs in them."""
+    misplaced = (line for line in folder_notices(config.drives) if not isinstance(line, Remark))
+    return (*(misplaced if config.wants_store else ()), *_leftovers(config))
+
+
+def _leftovers(config: Config) -> tuple[str, ...]:
+    """Returns a notice if other runs that no process uses take room on the drives. They are never deleted here."""
+    found = other_runs(config.drives, config.offload.run)
+    if not found:
+        return ()
+    shown = ", ".join(f"{each.path} ({format_size(each.nbytes)})" for each in found[:_SHOWN])
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    are = "other run that no process uses takes" if len(found) == 1 else "other runs that no process uses take"
+    return (
+        Remark(
+            f"{len(found)} {are} {format_size(sum(each.nbytes for each in found))}: {shown}{more}; "
+            f"`{shell_command('inspect', found[0].path.parent)}` describes them, `offload rm` deletes one"
+        ),
+    )
+
+
+def check_fits(progress: Snapshot, model: nn.Module, optimizer: Optimizer) -> None:
+    """Raises `StoreError` if buffers, further entries of the state dict or parameter groups differ from the run's."""
+    mine = {name: list(buffer.shape) for name, buffer in persistent_buffers(model).items()}
+    theirs = {name: list(buffer.shape) for name, buffer in progress.buffers.items()}
+    if mine != theirs:
+        name = next(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
+        raise StoreError(f"buffer {name} has shape {theirs.get(name)} in the run and {mine.get(name)} in this model")
+    ModuleEntries(model, commits=False).check_fits(progress.entries, "the run")
+    if len(progress.facts["groups"]) != len(optimizer.param_groups):
+        raise StoreError(
+            f"the run contains {count_of(len(progress.facts['groups']), 'group')} of parameters, this optimizer "
+            f"contains {len(optimizer.param_groups)}"
+        )
+
+
+# -- plan ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """All decisions, made before a file, a byte of memory or the model is touched."""
+
+    config: Config
+    batch: Batch
+    device: Device
+    ranks: Ranks | None
+    """The ranks among which ZeRO divides; None if this process is alone there."""
+    mode: Mode
+    units: Units
+    layouts: tuple[UnitLayout, ...]
+    parts: Partitions
+    placement: Placement
+    slots: int
+    """Slots of each partition in the store: 2 if durable, 1 if written in place, 0 without a store."""
+    buffer_dtype: torch.dtype | None
+    """Dtype of floating-point buffers; None leaves them unchanged."""
+    commit_every: int
+    """Steps between commits; 0 without commits."""
+    resume: bool
+    replace: bool
+    """True if an existing run of this name is deleted. With "never" a closed one is too, with a notice."""
+    device_kernels: bool
+    """True if the device has kernels of its own for AdamW and for sums of squares."""
+    tiled_mlps: tuple[str, ...]
+    """Modules that the config tiles, by name."""
+    schedule: Choice
+    """Order in which the micro-batches of a step pass through the model, for steps that the engine runs as one call."""
+    notices: tuple[str, ...]
+    grid: TensorParallel | None = None
+    """This process's place in tensor parallelism; None without it."""
+    sites: tuple[Site, ...] = ()
+    """The modules that compute with DTensors."""
+    sequence: SequenceParallel | None = None
+    """This process's place in sequence parallelism; None without it."""
+    node: Ranks | None = None
+    """The ranks that keep a secondary partition of the weights together; None without one."""
+    images: tuple[UnitImage | None, ...] = ()
+    """Each unit as it lies in the model's own files, None for one that is not read there. Empty if none is."""
+
+    @property
+    def in_place(self) -> frozenset[int]:
+        """Units that are read from the model's own files."""
+        return frozenset(unit for unit, image in enumerate(self.images) if image is not None)
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process among those that ZeRO divides over."""
+        return 0 if self.ranks is None else self.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of those ranks."""
+        return 1 if self.ranks is None else self.ranks.size
+
+    @property
+    def mesh(self) -> Mesh:
+        """Arrangement of the ranks."""
+        return Mesh() if self.ranks is None else self.ranks.mesh
+
+    @property
+    def everyone(self) -> Ranks | None:
+        """All processes that train together; None if this one trains alone."""
+        return self.ranks if self.grid is None else self.grid.everyone
+
+    @property
+    def process(self) -> int:
+        """Number of this process among all that train together."""
+        return 0 if self.everyone is None else self.everyone.rank
+
+    @property
+    def processes(self) -> int:
+        """Number of all processes that train together."""
+        return 1 if self.everyone is None else self.everyone.size
+
+    @property
+    def trainable(self) -> tuple[range, ...]:
+        """Elements of each unit that this rank updates."""
+        return tuple(trainable for trainable, _ in self.shares)
+
+    @property
+    def shares(self) -> tuple[tuple[range, range], ...]:
+        """This rank's trainable and frozen elements of each unit."""
+        mesh = self.mesh
+        shard, shards = mesh.shard_of(self.rank), mesh.shards
+        return tuple((layout.trainable(shard, shards), layout.frozen(shard, shards)) for layout in self.layouts)
+
+
+def decide(
+    config: Config,
+    batch: Batch,
+    model: nn.Module,
+    device: Device,
+    ranks: Ranks | None,
+    optimizer: str,
+    kept: Mapping[str, tuple[StateField, ...]],
+    matrices: Collection[str] | None,
+    find_images: Callable[[Sequence[UnitLayout], Mode], tuple[UnitImage | None, ...]] | None = None,
+    grid: TensorParallel | None = None,
+) -> Plan:
+    """Returns the plan of this rank. Collective. Changes nothing; disks are only inspected.
+
+    Args:
+        config: The whole config.
+        batch: Sizes of batches, which follow from the config and the number of ranks.
+        model: The model with all its parameters, real or deferred.
+        device: The compute device.
+        ranks: The ranks among which ZeRO divides; None if there is only one.
+        optimizer: Name of the optimizer's rule.
+        kept: States that an optimizer of torch keeps of each parameter.
+        matrices: Names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
+        find_images: Returns `Plan.images`; None if the weights have the tier of the config.
+        grid: The place of this process in tensor parallelism; None without it.
+
+    Raises:
+        ConfigError: If model and config do not fit each other.
+        BudgetError: If a budget is too small.
+        StoreError: If the run on the drives does not fit the configured "resume".
+    """
+    mesh, everyone = Mesh() if ranks is None else ranks.mesh, ranks if grid is None else grid.everyone
+    # What needs no other rank comes first, so that its error is the one that is reported.
+    check_alone(config, model, grid)
+    tiled_mlps = choose_mlps(model, config.offload.tile_mlp)
+    mode, buffers = mode_of(config, optimizer), buffer_dtype(config)
+    units, stacks, experts = divide(model, division_of(config, optimizer))
+    stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, rows_of(stacks))
+    layouts = laid_out_for(layouts_of(model, units, mesh.shards, kept, stored, matrices), mode, mesh.shards)
+    tiles = tile_notices(model, tiled_mlps, config.offload.tile_mlp)
+    more = (*frozen_notices(config.offload.frozen, layouts, mode.weight_dtype.itemsize), *experts, *tiles)
+    check_batch_norm(model, mode, device.torch, buffers)
+    check_same(everyone, config, batch, mode, layouts, model, device, grid)
+    device_kernels, why_not = _device_kernels(device)
+    images = () if find_images is None else find_images(layouts, mode)
+    request = _request(config, layouts, optimizer, batch, device, ranks, everyone, device_kernels, images)
+    memory, found = _with_disks(place_states(request), everyone)
+    schedule, schedule_notices = _schedule(config, batch, model, memory, request.machine, everyone)
+    return Plan(
+        config=config,
+        batch=batch,
+        device=device,
+        ranks=ranks,
+        mode=memory.mode,
+        units=units,
+        layouts=layouts,
+        parts=memory.parts,
+        placement=memory.placement,
+        slots=memory.slots,
+        buffer_dtype=buffers,
+        commit_every=memory.commit_every,
+        resume=found.resume,
+        replace=config.offload.resume == "restart" or bool(found.replaced),
+        device_kernels=device_kernels,
+        tiled_mlps=tiled_mlps,
+        schedule=schedule,
+        notices=(*_notices(config, found, memory, why_not, everyone, mesh), *more, *schedule_notices),
+        images=images,
+    )
+
+
+def _request(
+    config: Config,
+    layouts: tuple[UnitLayout, ...],
+    optimizer: str,
+    batch: Batch,
+    device: Device,
+    ranks: Ranks | None,
+    everyone: Ranks | None,
+    device_kernels: bool,
+    images: tuple[UnitImage | None, ...],
+) -> MemoryRequest:
+    """Returns all on which the placement of this rank's states depends."""
+    mesh = Mesh() if ranks is None else ranks.mesh
+    return MemoryRequest(
+        config=config,
+        layouts=layouts,
+        optimizer=optimizer,
+        accumulation=batch.accumulation,
+        # Units that are not read from the model's files are kept in host memory: there is no store beside the files.
+        machine=_machine(config, device, everyone, device_kernels, bool(config.drives) and not images),
+        rank=0 if ranks is None else ranks.shard,
+        world_size=mesh.shards,
+        replicas=mesh.replicas,
+        images=images,
+    )
+
+
+def _schedule(
+    config: Config, batch: Batch, model: nn.Module, memory: MemoryPlan, machine: Machine, ranks: Ranks | None
+) -> tuple[Choice, tuple[str, ...]]:
+    """Returns the order of micro-batches and blocks, and lines on it where it matters.
+
+    Args:
+        config: the whole config.
+        batch: sizes of a batch.
+        model: the model.
+        memory: tiers and budgets of this rank.
+        machine: what is free; memory that the device shares with the host counts as unknown.
+        ranks: all that train together; None if this process is alone.
+    """
+    asked, blocks = config.offload.schedule, blocks_of(model, config.units)
+    # A block of transformers that checkpoints itself has this attribute.
+    by_itself = all(getattr(model.get_submodule(name), "gradient_checkpointing", False) for name in blocks)
+    checkpointed = config.activation_tier is not None or by_itself
+    moves = not all(memory.parts.stays(unit, row) for unit, row in enumerate(memory.placement.tiers))
+    free = None if machine.host_addressable else machine.free_device - memory.placement.device_nbytes
+    if free is not None and ranks is not None:
+        # All ranks pass through the blocks in one order, so the device with the least memory decides.
+        free = min(ranks.share(free))
+    choice = choose_schedule(
+        asked=asked,
+        # A step of one micro-batch by the config may have several by the loop, if it asks for the order by name.
+        micro_batches=max(batch.accumulation, 2 if asked == LAYER_MAJOR else 1),
+        blocks=len(blocks),
+        moves=moves,
+        checkpointed=checkpointed,
+        activation_nbytes=None,
+        free_nbytes=free,
+        # The newest micro-batch's is among the gradients that any order needs.
+        tied_nbytes=(batch.accumulation - 1) * tied_numel(model) * memory.mode.weight_dtype.itemsize,
+    )
+    if asked == LAYER_MAJOR and choice.schedule != LAYER_MAJOR:
+        return choice, (f'"schedule": "layer_major" has no effect: {choice.reason}',)
+    if batch.accumulation < 2 or not moves or asked == MICRO_BATCH_MAJOR:
+        return choice, ()
+    if choice.schedule == MICRO_BATCH_MAJOR:
+        return choice, (Remark(f"micro-batches pass through the model one after the other: {choice.reason}"),)
+    kept = "their blocks' inputs" if checkpointed else "their activations"
+    told = (
+        f"train_batch and accumulate take all {batch.accumulation} micro-batches of a step through a block before the "
+        f"next, so each weight is fetched twice a step; {kept} are kept at once"
+    )
+    return choice, (Remark(told),)
+
+
+def _notices(
+    config: Config,
+    found: FoundRun,
+    memory: MemoryPlan,
+    why_not: tuple[str, ...],
+    everyone: Ranks | None,
+    mesh: Mesh,
+) -> tuple[str, ...]:
+    """Returns the lines that the plan has for the user, in the order in which they are reported."""
+    if everyone is not None and everyone.rank:
+        # Every rank finds the same run, and one notice is enough.
+        return (*config.notices, *memory.notices, *why_not)
+    return (*config.notices, *_mesh_notices(mesh), *found.replaced, *memory.notices, *why_not, *about_folders(config))
+
+
+def _mesh_notices(mesh: Mesh) -> tuple[str, ...]:
+    """Returns a line on the replicas, if there are several."""
+    if mesh.replicas == 1:
+        return ()
+    part = "all" if mesh.shards == 1 else f"1/{mesh.shards}"
+    told = "weights are gathered within a replica, and the sums of gradients are added up over the replicas"
+    if mesh.shards == 1:
+        told = "gradients are added up over all ranks; ZeRO stages 1 to 3 without mics_shard_size divide all of them"
+    return (Remark(f"{mesh}: each rank has {part} of the weights, gradients and states; {told}"),)
+
+
+def _with_disks(placed: PlacedStates, ranks: Ranks | None) -> tuple[MemoryPlan, FoundRun]:
+    """Returns the memory plan that fits the room and the runs on all ranks' drives, and the run that was found."""
+    config = placed.request.config
+    found = find_run(config, placed.placement.on_disk and not placed.request.images, ranks)
+    # Room is measured only if it can change the result.
+    wanted = wanted_slots(placed, on_disk=found.on_disk, resume=found.resume)
+    full = no_room(config, placed, ranks) if wanted.depends_on_room else None
+    return plan_memory(placed, wanted, full), found
+
+
+def _machine(config: Config, device: Device, ranks: Ranks | None, device_kernels: bool, drives: bool) -> Machine:
+    """Returns the resources of this machine that one of its ranks may use.
+
+    Args:
+        config: The whole config.
+        device: The compute device.
+        ranks: All ranks; None if there is only one.
+        device_kernels: True if the device has kernels of ours.
+        drives: True if there are drives for swap files.
+    """
+    return Machine(
+        # The ranks of one machine divide its free memory evenly.
+        free_host=free_host_memory() // (1 if ranks is None else ranks.here),
+        free_device=device.free_bytes(),
+        host_addressable=device.host_addressable,
+        drives=drives,
+        other_engines=process_memory().needed_bytes,
+        device_kernels=device_kernels,
+    )
+
+
+def _device_kernels(device: Device) -> tuple[bool, tuple[str, ...]]:
+    """Returns whether the device has kernels of ours, and a notice if it could have them but has not."""
+    # Memory that the CPU can address is updated by the CPU kernels.
+    if device.host_addressable:
+        return False, ()
+    why_not = cuda.why_not(device.torch) if device.torch.type == "cuda" else None
+    # A device of type cpu that the host cannot address is one of the tests; its kernels are those of the CPU.
+    if device.torch.type not in ("cpu", "cuda"):
+        why_not = f"there are kernels for CUDA alone, and this device is {device.torch.type}"
+    if why_not is None:
+        return True, ()
+    slower = "the CPU, not the GPU, sums the squares of gradients and updates weights on the GPU, which is slower"
+    return False, (f"{slower}: {why_not}",)
+
+
+def _durability(plan: Plan) -> str:
+    """Returns the part of the summary about commits."""
+    if not plan.commit_every:
+        return ""
+    often = "each step" if plan.commit_every == 1 else f"every {plan.commit_every} steps"
+    without = plan.placement.store(plan.parts, 1).nbytes
+    return f" (durable {often}; {format_size(without)} with durability none)"
+
+
+def summary(plan: Plan) -> str:
+    """Returns one line about the tier and the size of each kind of state; without states if nothing trains."""
+    placement = plan.placement
+    stored = placement.store(plan.parts, plan.slots).nbytes
+    states, clipped = "", ""
+    if any(plan.parts.trainable_numel):
+        clip = plan.config.gradient_clipping
+        clipped = f"; gradients clipped to a norm of {clip:g}" if clip else "; gradients not clipped"
+        tiers = placement.tiers_of(*(state for state in plan.mode.states if state is not State.WEIGHT))
+        # SGD without momentum keeps no state.
+        kept = f"states on {tiers}" if tiers else "no states"
+        states = f", {kept}{', gradients on disk' if placement.spilled else ''}"
+    return Headline(
+        f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}{states}; "
+        f"host {format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
+        f"{format_size(stored)}{_durability(plan)}{clipped}"
+    )
+
+
+# -- dtype choice --------------------------------------------------------------------------------------
+#
+# Choice between bf16 and fp32 if the config sets no dtype, and a warning if its dtype is slow on this machine.
+#
+# A resumed run keeps the dtype that it was begun in, whatever this machine would choose: its files are in this dtype.
+
+
+logger = logging.getLogger("offload")
+
+_WARNED_FROM = 1.5
+"""Warning threshold, as a multiple of the time of fp32; below it, the memory saved may be the reason for the choice."""
+warned: set[str] = set()
+"""Dtypes that this process has already been warned of."""
+
+
+def auto_dtype(
+    config: Mapping[str, Any] | str | os.PathLike[str], checkpoint: str | os.PathLike[str] | None = None
+) -> dict[str, Any]:
+    """Returns a copy of `config` with bf16 switched on or off, unless the config chooses a dtype itself.
+
+    bf16 is switched on if this machine multiplies bf16 at least as fast as fp32: on GPUs with arithmetic for it, and on
+    a processor according to one measurement of about 20 ms, which is cached. A resumed run keeps its dtype. With
+    several ranks all must call this, and all receive the choice of rank 0. A config that chooses bf16, fp16 or
+    torch_autocast is unchanged, and one whose "master" is bf24 gets bf16.
+
+    Args:
+        config: The config as a dict, or the path of a JSON file.
+        checkpoint: Folder of a checkpoint, or of several, as `save_checkpoint` makes it; its dtype is kept.
+    """
+    content = dict(config) if isinstance(config, Mapping) else read_json(config)
+    content, line = settle(content, checkpoint)
+    if line is not None:
+        logger.info(line)
+    return content
+
+
+def settle(
+    content: Mapping[str, Any], checkpoint: str | os.PathLike[str] | None = None
+) -> tuple[dict[str, Any], str | None]:
+    """Returns the result of `auto_dtype`, and a line for the user if fp32 was chosen for this machine, else None."""
+    config = load_config(content)
+    if not _is_open(content, config):
+        return dict(content), None
+    # Ranks on different machines would choose differently, so rank 0 chooses for all.
+    chosen = DtypeChoice(*as_the_first(lambda: _choose(config, checkpoint), "choose the dtype"))
+    return _with_dtype(content, chosen.dtype), chosen.line
+
+
+def _choose(config: Config, checkpoint: str | os.PathLike[str] | None) -> DtypeChoice:
+    """Returns the dtype of the checkpoint or of the run, or else the choice for this machine."""
+    # The measurement takes time and is needed only for a new run.
+    begun = _of_checkpoint(checkpoint) if checkpoint is not None else _of_run(config)
+    if begun is None and config.offload.master != "fp32":
+        return DtypeChoice("bf16")  # no other weights have such a master
+    return precision.choose(compute_device(config.offload.device)) if begun is None else DtypeChoice(begun)
+
+
+def _is_open(content: Mapping[str, Any], config: Config) -> bool:
+    """Returns whether a config sets no dtype, or "auto"."""
+    block = _keys_of(content, "bfloat16") or _keys_of(content, "bf16")
+    # A config without a dtype means fp32, so any other dtype was chosen.
+    return block.get("enabled") in (None, "auto") and config.dtype == "fp32" and not config.torch_autocast.enabled
+
+
+def _keys_of(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Returns a copy of the block `name`; empty if the block is missing, null or "auto"."""
+    block = content.get(name)
+    return dict(block) if isinstance(block, Mapping) else {}
+
+
+def _with_dtype(content: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Returns a copy of a config with an open dtype set to bf16 or fp32, or to fp16 if the run was begun so."""
+    # "bfloat16" is DeepSpeed's older name of the block; a config keeps the name that it has.
+    name = "bfloat16" if "bfloat16" in content else "bf16"
+    block = {name: _keys_of(content, name) | {"enabled": dtype == "bf16"}}
+    if dtype == "fp16":
+        block["fp16"] = _keys_of(content, "fp16") | {"enabled": True}
+    return {**content, **block}
+
+
+def _of_run(config: Config) -> str | None:
+    """Returns the dtype of the run that `config` resumes; None for a new run."""
+    if (
+        config.offload.resume in ("never", "restart")
+        or not config.drives
+        or not run_status(config.drives, config.offload.run).exists
+    ):
+        return None
+    found = (look(folder).manifest for folder in rank_folders(Path(config.drives[0]) / config.offload.run))
+    return next((_precision(each.spec.fingerprint) for each in found if each is not None), None)
+
+
+def _of_checkpoint(folder: str | os.PathLike[str]) -> str | None:
+    """Returns the dtype of a checkpoint, or of the latest in a folder of checkpoints; None if there is none."""
+    found = find(folder, None)
+    return None if found is None else _precision(read_manifest(Path(found)).layout)
+
+
+def _precision(layout: Mapping[str, Any]) -> str:
+    """Returns the dtype in the name of a mode."""
+    return str(layout["mode"]).partition(" ")[0]
+
+
+# -- explicitly chosen dtypes -------------------------------------------------------------------------
+
+
+def warn_if_slow(config: Config, device: torch.device, goes_on: bool) -> None:
+    """Warns once in a process if this machine is slow in the config's dtype.
+
+    A processor is measured, and slow if it multiplies the dtype much slower than fp32. A GPU is asked whether it has
+    arithmetic in bf16.
+
+    Args:
+        config: The whole config.
+        device: The compute device.
+        goes_on: True if a run is resumed, whose dtype cannot change.
+    """
+    dtype = config.torch_autocast.dtype if config.torch_autocast.enabled else config.dtype
+    # Each dtype is worth one warning.
+    if dtype == "fp32" or dtype in warned:
+        return
+    warned.add(dtype)
+    if device.type == "cuda":
+        if dtype == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            logger.warning("offload: %s", _emulated(torch.cuda.get_device_name(device), config, goes_on))
+        return
+    found = precision.rates(dtype)
+    if found.slower >= _WARNED_FROM:
+        block = "torch_autocast" if config.torch_autocast.enabled else dtype
+        logger.warning("offload: %s", _slow(dtype, found.slower, block, goes_on and config.dtype != "fp32"))
+
+
+def _emulated(gpu: str, config: Config, goes_on: bool) -> str:
+    """Returns the warning for a GPU without arithmetic in bf16, with its advice."""
+    # Whoever reads this knows which of the ways is theirs; the config that arrives here does not tell.
+    cure = (
+        'choose fp16 where bf16 was chosen: "fp16": {"enabled": true} in the config, fp16=True in TrainingArguments, '
+        'mixed_precision="fp16" in Accelerator, dtype="fp16" in initialize; offload train: --dtype fp16'
+    )
+    if config.torch_autocast.enabled:
+        cure = 'leave the block "torch_autocast" out of the config, and set "fp16": {"enabled": true}'
+    elif goes_on:
+        cure = "a resumed run keeps its dtype; start another run in fp16, or resume this run on a newer GPU"
+    return f"{gpu} has no arithmetic in bf16, which torch emulates slowly: {cure}"
+
+
+def _slow(dtype: str, slower: float, block: str, kept: bool) -> str:
+    """Returns the warning with its advice.
+
+    Args:
+        dtype: The slow dtype.
+        slower: Time as a multiple of that of fp32.
+        block: Block of the config that chooses the dtype.
+        kept: True if a resumed run must keep the dtype.
+    """
+    cure = f'leave the block "{block}" out of the config'
+    if block == dtype:
+        cure = (
+            f'leave out what chose it: the block "{dtype}" of the config, {dtype}=True of TrainingArguments, '
+            f'mixed_precision="{dtype}" of Accelerator, dtype="{dtype}" of initialize; offload train: --dtype fp32'
+        )
+    if kept:
+        cure = "a resumed run keeps its dtype; start another run in fp32, or resume this run on another machine"
+    return f"{dtype} products are {slower:.1f} times slower than fp32 on this processor: {cure}"

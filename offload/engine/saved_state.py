@@ -1,0 +1,287 @@
+"""What a model's `state_dict()` makes of its parameters and buffers: names, parts, and entries of other kinds.
+
+Classes and hooks rename, split, leave out and add entries. The model's own code runs here over stand-ins of its
+parameters, on the meta device, so that nothing is read. An entry that is a view of a stand-in is that part of the
+parameter, and can be streamed; any other entry on meta is computed, and needs the values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError, StoreError, UsageError
+from offload.fileio.plain_json import from_plain, to_plain
+from offload.layout.frozen import is_of_bitsandbytes
+from offload.torch_internals import TorchDispatchMode, inner_tensors, storage_key
+
+# -- saved state ---------------------------------------------------------------------------------------
+
+
+EXTRA_STATE = "_extra_state"
+"""Name of the entry of `get_extra_state` in a module, as torch has it."""
+
+
+class Part(NamedTuple):
+    """Consecutive elements of a parameter or a buffer."""
+
+    source: str
+    """First name of the parameter or buffer."""
+    start: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedState:
+    """Entries of a state dict, in its order."""
+
+    parts: Mapping[str, Part]
+    others: Mapping[str, Any]
+    """Entries that are no part of a parameter or buffer, such as those of `get_extra_state`."""
+    computed: str | None
+    """Why values are needed to know all entries; None if they are not."""
+
+
+class _Copies(TorchDispatchMode):
+    """Makes a copy on meta an alias, since its values are those of the original."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func is aten.clone.default and args[0].is_meta:
+            return aten.alias.default(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the modules whose class has `get_extra_state`, by the first name of their entry in a state dict."""
+    return {
+        f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE: module
+        for path, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def saved_state(model: nn.Module, also: Any = None) -> SavedState:
+    """Returns what `model.state_dict()` contains.
+
+    Args:
+        model: A model, also one under an engine. Entries of modules whose weights another library has quantized are
+            left out where they are neither parameters nor buffers: they are stored with those weights.
+        also: A function that changes the state dict further, or None.
+    """
+    with _stand_ins(model) as sources:
+        try:
+            with torch.no_grad(), _Copies():  # type: ignore[no-untyped-call]
+                state = model.state_dict()
+                state = state if also is None else also(dict(state))
+        except Exception as error:  # any code of the model's
+            return SavedState(
+                parts={},
+                others={},
+                computed=f"state_dict() of {type(model).__name__} needs values of weights ({error})",
+            )
+        buffers = {storage_key(value): (name, value) for name, value in reversed([*model.named_buffers()])}
+        quantized = tuple(
+            f"{path}." if path else ""
+            for path, module in model.named_modules(remove_duplicate=False)
+            if any(map(_is_quantized, module.parameters(recurse=False)))
+        )
+        parts: dict[str, Part] = {}
+        others: dict[str, Any] = {}
+        computed = None
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                others[name] = value
+                continue
+            part = _part(value, sources)
+            source, buffer = buffers.get(storage_key(value), ("", None)) if value.numel() else ("", None)
+            if part is not None:
+                parts[name] = part
+            elif buffer is not None and _same_view(value, buffer):
+                parts[name] = Part(source, 0, tuple(value.shape))
+            elif value.is_meta:
+                computed = computed or f"entry {name} of its state_dict() is computed from weights"
+            else:
+                others[name] = value
+    if quantized:
+        others = {name: value for name, value in others.items() if not name.startswith(quantized)}
+    return SavedState(parts=parts, others=others, computed=computed)
+
+
+def _part(value: torch.Tensor, sources: Mapping[int, tuple[str, torch.Tensor]]) -> Part | None:
+    """Returns the elements of a stand-in that a tensor on meta consists of; None if they are not consecutive."""
+    source = sources.get(storage_key(value))
+    if source is None or value.dtype != source[1].dtype or not value.is_contiguous():
+        return None
+    return Part(source[0], int(value.storage_offset()), tuple(value.shape))
+
+
+def _same_view(value: torch.Tensor, buffer: torch.Tensor) -> bool:
+    """Returns True if two tensors over one storage have the same elements in the same order."""
+    return (value.dtype, value.shape, value.stride(), value.storage_offset()) == (
+        *(buffer.dtype, buffer.shape, buffer.stride(), buffer.storage_offset()),
+    )
+
+
+def _is_quantized(parameter: nn.Parameter) -> bool:
+    """Returns True for a parameter whose module saves it in a form of its own."""
+    return is_of_bitsandbytes(parameter) or inner_tensors(parameter) is not None or not parameter.is_floating_point()
+
+
+@contextlib.contextmanager
+def _stand_ins(model: nn.Module) -> Iterator[Mapping[int, tuple[str, torch.Tensor]]]:
+    """Puts parameters on meta into the place of the model's; yields name and stand-in of each, by its storage."""
+    stand_ins: dict[int, nn.Parameter] = {}
+    sources: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if not _is_quantized(parameter):
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            stand_ins[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+            sources[storage_key(empty)] = (name, empty)
+    own: list[tuple[dict[str, Any], str, nn.Parameter]] = [
+        (module._parameters, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and id(parameter) in stand_ins
+    ]
+    try:
+        for place, name, parameter in own:
+            place[name] = stand_ins[id(parameter)]
+        yield sources
+    finally:
+        for place, name, parameter in own:
+            place[name] = parameter
+
+
+# -- module entries ------------------------------------------------------------------------------------
+#
+# Entries of a model's `state_dict()` that are neither parameters nor buffers: in each commit and checkpoint.
+#
+# Modules make them by `get_extra_state`, and by hooks or methods of their own, and take them back in `load_state_dict`.
+
+
+_ADVICE = (
+    "commits and checkpoints hold None, booleans, numbers, strings, bytes, dense tensors, and lists, tuples and dicts "
+    "of them, never pickles. Let get_extra_state return such values, or register tensors as buffers"
+)
+
+
+class Entries(NamedTuple):
+    """Entries as a commit holds them."""
+
+    plain: Mapping[str, Any]
+    """Entries by name, as JSON."""
+    tensors: Mapping[str, torch.Tensor]
+    """The tensors in them, as bytes, by the numbers that `plain` has for them."""
+
+
+NO_ENTRIES = Entries({}, {})
+
+
+class ModuleEntries:
+    """The entries of one model."""
+
+    def __init__(self, model: nn.Module, commits: bool) -> None:
+        """Finds out which entries there are.
+
+        Args:
+            model: The model, before or after an engine takes it over.
+            commits: True to refuse entries that a commit cannot hold.
+
+        Raises:
+            ConfigError: If a module cannot take its entries back, or, with `commits`, they are not plain values.
+        """
+        self._model, self._device_type = model, "cpu"
+        self._extra = extra_states(model)
+        others = {name for name in saved_state(model).others if name not in self._extra}
+        self._others = _taken_back(model, others)
+        self.problem = ""
+        """Why no commit or checkpoint can contain the entries; empty if they can."""
+        for module in self._extra.values():
+            if type(module).set_extra_state is nn.Module.set_extra_state:
+                raise ConfigError(
+                    f"{type(module).__name__} has get_extra_state without set_extra_state, so what it returns could "
+                    "not be restored in a resumed run: add set_extra_state to the class"
+                )
+        try:
+            self.take()
+        except UsageError as error:
+            self.problem = str(error)
+            if commits:
+                raise ConfigError(
+                    f'{error}; or set "durability": "none" in the "offload" block for a run without commits'
+                ) from None
+
+    def take(self) -> Entries:
+        """Returns the present entries.
+
+        Raises:
+            UsageError: If an entry contains an object that is not plain.
+        """
+        if not self._extra and not self._others:
+            return NO_ENTRIES
+        found = {name: module.get_extra_state() for name, module in self._extra.items()}
+        if self._others:
+            found |= {name: value for name, value in saved_state(self._model).others.items() if name in self._others}
+        tensors: list[torch.Tensor] = []
+        plain = {name: to_plain(value, self._words(name), _ADVICE, tensors) for name, value in found.items()}
+        return Entries(plain, {str(number): tensor for number, tensor in enumerate(tensors)})
+
+    def check_fits(self, entries: Entries, what: str) -> None:
+        """Raises `StoreError` if this model has other entries than a commit or checkpoint, which is called `what`."""
+        for name in entries.plain:
+            if name not in self._extra and name not in self._others:
+                raise StoreError(
+                    f"{what} contains the entry {name} of the model's state_dict(), which this model does not have: "
+                    "give the model of the run"
+                )
+
+    def restore(self, entries: Entries, device: torch.device) -> list[str]:
+        """Gives the entries back to the modules; returns notices about those that were not saved.
+
+        Args:
+            entries: The entries of a commit or checkpoint.
+            device: Receives tensors that were on an accelerator.
+        """
+        held = {name: from_plain(value, entries.tensors, device) for name, value in entries.plain.items()}
+        for name, module in self._extra.items():
+            if name in held:
+                module.set_extra_state(held.pop(name))
+        if held:
+            self._model.load_state_dict(held, strict=False)
+        absent = [name for name in (*self._extra, *self._others) if name not in entries.plain]
+        if not absent:
+            return []
+        return [f"{', '.join(absent)} of the model's state_dict() was not saved, and stays as the script has made it"]
+
+    def _words(self, name: str) -> str:
+        """Returns an entry's name for a message."""
+        module = self._extra.get(name)
+        return (
+            f"entry {name} of state_dict()" if module is None else f"{type(module).__name__}.get_extra_state() ({name})"
+        )
+
+
+def _taken_back(model: nn.Module, names: set[str]) -> set[str]:
+    """Returns which of the entries the model's `load_state_dict` takes; others are made of weights, or constant.
+
+    Raises:
+        ConfigError: If that cannot be told.
+    """
+    if not names:
+        return set()
+    others = {name: value for name, value in saved_state(model).others.items() if name in names}
+    try:
+        result = model.load_state_dict(others, strict=False)
+    except Exception as error:  # any code of the model's
+        raise ConfigError(
+            f"state_dict() of {type(model).__name__} contains {min(names)}, which is neither a parameter nor a buffer, "
+            f"and load_state_dict() does not take it alone ({error}); keep it by get_extra_state and set_extra_state, "
+            "or register it as a buffer"
+        ) from error
+    return names - set(result.unexpected_keys)

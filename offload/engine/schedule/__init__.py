@@ -1,1 +1,0 @@
-"""The order in which the micro-batches of a step pass through the units of a model."""

@@ -1,1 +1,0 @@
-"""From a model and a config to an engine: decisions first, then components."""

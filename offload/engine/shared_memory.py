@@ -1,0 +1,174 @@
+"""Memory that a model's tensors share: what an engine would cut apart in silence is refused before it takes over.
+
+An engine stores each parameter apart, and its updates write there. Another parameter, a buffer or an attribute in the
+same memory follows the parameter in plain PyTorch; under an engine it would keep its first values. One parameter
+object under several names is one parameter, and frozen parameters never change: both stay as they are.
+
+    every tensor ─► interval of addresses ─► sorted ─► two that overlap, one of them a parameter that trains: an error
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from offload.engine.opaque import PagedTensor
+from offload.engine.params import handle_of
+from offload.errors import ConfigError
+from offload.torch_internals import inner_tensors
+
+_DEPTH = 3
+"""Containers within each other in which an attribute's tensors are looked for."""
+
+
+class _Interval(NamedTuple):
+    """Addresses of a tensor's elements."""
+
+    device: str
+    first: int
+    stop: int
+    name: str
+    """In words: "buffer lookup"."""
+    tensor: torch.Tensor
+
+    @property
+    def trains(self) -> bool:
+        """True if updates write the tensor."""
+        return isinstance(self.tensor, nn.Parameter) and self.tensor.requires_grad
+
+
+def check_shared_memory(model: nn.Module) -> None:
+    """Raises `ConfigError` if updates of a parameter would not reach another tensor in its memory, as they must."""
+    parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, buffer in model.named_buffers():
+        if (same := parameters.get(id(buffer))) is not None:
+            raise ConfigError(
+                f"buffer {name} is the parameter {same} itself, which an engine cannot store as both: leave out "
+                "register_buffer, and read the parameter in its place, by a property for one"
+            )
+    found = sorted(_intervals(model), key=lambda each: (each.device, each.first))
+    before: list[_Interval] = []
+    for each in found:
+        # Only what reaches into this interval may reach into a later one.
+        before = [other for other in before if other.device == each.device and other.stop > each.first]
+        for other in before:
+            if (each.trains or other.trains) and each.tensor is not other.tensor and _overlap(other, each):
+                raise _untied(other, each, parameters)
+        before.append(each)
+
+
+def _untied(one: _Interval, other: _Interval, parameters: Mapping[int, str]) -> ConfigError:
+    """Returns the error about two tensors that share memory; at least one of them is a parameter that trains."""
+    both = [each for each in (one, other) if id(each.tensor) in parameters]
+    if len(both) == 2:
+        names = [parameters[id(each.tensor)] for each in both]
+        first, second = sorted(names, key=list(parameters.values()).index)
+        return ConfigError(
+            f"parameters {first} and {second} share memory without being one parameter, so they would be untied; "
+            "tie them by one object (head.weight = embedding.weight, without .data), take slices of one parameter in "
+            "the forward, or clone() one"
+        )
+    other = next(each for each in (one, other) if each is not both[0])
+    return ConfigError(
+        f"{other.name} lies in the memory of parameter {parameters[id(both[0].tensor)]}, which trains, so it would "
+        "keep the first values; compute it from the parameter in the forward, or clone() it before offload.initialize"
+    )
+
+
+def _intervals(model: nn.Module) -> Iterator[_Interval]:
+    """Yields the interval of every tensor with memory: parameters, buffers, and tensors in attributes of modules.
+
+    Raises:
+        ConfigError: a parameter that trains has elements that share memory with each other.
+    """
+    seen: set[int] = set()
+
+    def interval(name: str, tensor: torch.Tensor) -> Iterator[_Interval]:
+        if id(tensor) not in seen and _has_memory(tensor):
+            seen.add(id(tensor))
+            first = tensor.data_ptr()
+            yield _Interval(str(tensor.device), first, first + _extent(tensor) * tensor.itemsize, name, tensor)
+
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and _has_memory(parameter) and _folded(parameter):
+            raise ConfigError(
+                f"elements of parameter {name} share memory with each other, as after expand(), so they cannot train "
+                "apart; clone() it, or keep the small parameter and expand it in the forward"
+            )
+        yield from interval(f"parameter {name}", parameter)
+    for name, buffer in model.named_buffers():
+        yield from interval(f"buffer {name}", buffer)
+    modules = {id(module) for module in model.modules()}
+    for path, module in model.named_modules():
+        computed = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
+        for attribute, value in vars(module).items():
+            # The hook computes the attribute anew before each forward.
+            if attribute not in _OF_MODULES and attribute not in computed:
+                name = f"attribute {attribute} of {path or 'the model'}"
+                for tensor in _tensors(value, modules, _DEPTH):
+                    yield from interval(name, tensor)
+    for name, parameter in model.named_parameters():
+        for attribute, value in vars(parameter).items():
+            for tensor in _tensors(value, modules, _DEPTH):
+                yield from interval(f"attribute {attribute} of parameter {name}", tensor)
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes of every module, which contain no tensors but parameters and buffers."""
+
+
+def _tensors(value: object, modules: set[int], depth: int) -> Iterator[torch.Tensor]:
+    """Yields the tensors in an attribute: itself, in containers, and in modules that are no part of the model."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        if id(value) not in modules:
+            yield from value.parameters()
+            yield from value.buffers()
+    elif depth and isinstance(value, list | tuple | set | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item, modules, depth - 1)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Returns True if the tensor has elements at an address of its own."""
+    # Wrappers of other tensors, sparse tensors, tensors on meta and placeholders of an engine have none.
+    wraps = isinstance(tensor, PagedTensor) or handle_of(tensor) is not None or inner_tensors(tensor) is not None
+    return not wraps and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Returns the elements from the first one of a tensor to its last one, also those between that are not its own."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _folded(tensor: torch.Tensor) -> bool:
+    """Returns True if two elements of a tensor have one address."""
+    reach = 0
+    # Elements are apart if each stride is longer than all that the smaller ones reach.
+    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def _overlap(one: _Interval, other: _Interval) -> bool:
+    """Returns True if two tensors whose intervals overlap have an element in common: columns of a matrix may not."""
+    pair = (one.tensor, other.tensor)
+    if all(tensor.is_contiguous() for tensor in pair) or one.tensor.itemsize != other.tensor.itemsize:
+        return True
+    start, itemsize = one.first, one.tensor.itemsize
+    if (other.first - start) % itemsize:
+        return True
+    used = torch.zeros((max(one.stop, other.stop) - start) // itemsize, dtype=torch.bool, device="cpu")
+    mine, theirs = (
+        used.as_strided(tensor.shape, tensor.stride(), (first - start) // itemsize)
+        for tensor, first in zip(pair, (one.first, other.first), strict=True)
+    )
+    mine.fill_(True)
+    return bool(theirs.any())

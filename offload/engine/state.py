@@ -1,0 +1,874 @@
+"""State of training besides weights and moments: all that a commit contains, taken and restored as a `Snapshot`.
+
+A commit of step n must contain the state as of the first engine call after step n: before that call the loop may step a
+schedule or change `client_state`, which belongs to step n. Random generators are the exception: the next batch may be
+loaded before that call too, so their states before the load are stored in addition (`before_next`).
+
+Threads. Everything runs on the thread that runs the model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from offload.config import Config, Fp16
+from offload.engine.data import Loader
+from offload.engine.optimizer import GroupOptions, Optimizer, merge_values
+from offload.engine.saved_state import ModuleEntries
+from offload.engine.snapshot import (
+    DECOUPLED,
+    Snapshot,
+    is_held,
+    persistent_buffers,
+    read_generators,
+    scheduler_state,
+    write_buffers,
+    write_generators,
+)
+from offload.errors import StoreError, UsageError
+from offload.fileio.plain_json import from_plain, to_plain
+from offload.layout.flat_layout import UnitLayout
+from offload.layout.placement import DeviceNeed
+from offload.schedules.base import Schedule, set_values
+from offload.sizes import count_of
+
+# -- registered objects --------------------------------------------------------------------------------
+#
+# Registered objects of the user, whose states each commit contains, in the order of their registration.
+#
+# a new run        objects may be registered at any time; each commit after that contains them a resumed run    as many
+# objects as the commit contains must be registered before the first step, of the same types and
+#                  in the same order; each receives its state at once. After that step more may be registered
+# a load           each registered object receives its state at once. Further objects of the checkpoint must be
+# registered
+#                  as in a resumed run; objects that the checkpoint lacks stay as they are
+#
+# A commit contains a loader's state as of the step's end, since the loop draws the next batch before it calls the
+# engine again; of all other objects as of the first call after the step.
+
+
+_ADVICE = (
+    "a commit holds None, booleans, numbers, strings, and lists, tuples and dicts of them. Let state_dict() return "
+    "such values, and tensors of the CPU of at most 64 KiB; larger ones can be buffers of the model, which each commit "
+    "holds"
+)
+
+
+class RegisteredObjects:
+    """Objects of `engine.register_for_checkpointing`."""
+
+    def __init__(self) -> None:
+        self._objects: list[Any] = []
+        self._waiting: list[Mapping[str, Any]] = []
+        """States from the resumed commit or checkpoint whose objects are not registered yet."""
+        self._positions: dict[int, Mapping[str, Any]] = {}
+        """States of the loaders among the objects, by their number, as of the step's end."""
+        # True if objects may be registered for which the commit contains no state.
+        self._may_grow = True
+
+    def check_fits(self, states: Sequence[Mapping[str, Any]], what: str) -> None:
+        """Raises `StoreError` if the registered objects are not of the types of the first `states`.
+
+        Args:
+            states: states of registered objects in a checkpoint.
+            what: name of the checkpoint for the message.
+        """
+        for position, (thing, held) in enumerate(zip(self._objects, states, strict=False), 1):
+            if held["type"] != type(thing).__name__:
+                raise StoreError(
+                    f"{what} contains the registered objects {_names(states)}; number {position} of this engine is a "
+                    f"{type(thing).__name__}: register the same objects in the same order, or load the weights alone "
+                    "(load_module_only=True)"
+                )
+
+    def restore(self, states: Sequence[Mapping[str, Any]], may_grow: bool) -> int:
+        """Gives each object its state; returns the number of objects without one, which stay as they are.
+
+        Args:
+            states: states of the commit or checkpoint; those without an object are stored until one is registered.
+            may_grow: True if objects without a state may be registered before the next step.
+        """
+        for thing, held in zip(self._objects, states, strict=False):
+            thing.load_state_dict(from_plain(held["state"]))
+        # Objects without a state show that the user knows of more objects than the checkpoint, so others may follow.
+        self._keep_positions()
+        more = max(0, len(self._objects) - len(states))
+        self._waiting, self._may_grow = list(states[len(self._objects) :]), may_grow or more > 0
+        return more
+
+    @property
+    def complete(self) -> bool:
+        """True if all objects of the resumed run or loaded checkpoint are registered."""
+        return not self._waiting
+
+    @property
+    def schedules(self) -> bool:
+        """True if any object can be stepped, as a learning-rate schedule can."""
+        # Any object with `step` counts: schedules have no base class in common.
+        return any(hasattr(thing, "step") for thing in self._objects)
+
+    def add(self, objects: Sequence[Any]) -> None:
+        """Registers `objects`, and on a resumed run loads their states.
+
+        Raises:
+            UsageError: one of `objects` cannot be registered. After this and any error of an object's own
+                `load_state_dict` none of them is registered, so that the same call may be repeated.
+        """
+        for position, thing in enumerate(objects, len(self._objects) + 1):
+            missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(thing, name, None))]
+            if missing:
+                raise UsageError(
+                    f"register_for_checkpointing expects objects with state_dict() and load_state_dict(), got a "
+                    f"{type(thing).__name__} without {' and '.join(missing)}; put single values into "
+                    f"engine.client_state"
+                )
+            # Fails now, at the call that the user can change, and not at the first commit.
+            _state(thing, position)
+        # Before the first step of a resumed run an extra object is more likely a changed order than a new object.
+        if not self._may_grow and len(objects) > len(self._waiting):
+            raise UsageError(
+                "the loaded commit or checkpoint contains "
+                f"{count_of(len(self._objects) + len(self._waiting), 'registered object')}, and this would be number "
+                f"{len(self._objects) + len(self._waiting) + 1}: register the same objects as in that run. A new "
+                "object can be registered after the first step()"
+            )
+        for thing, held in zip(objects, self._waiting, strict=False):
+            if held["type"] != type(thing).__name__:
+                raise UsageError(
+                    f"the loaded commit or checkpoint contains {_names(self._waiting)} next, got a "
+                    f"{type(thing).__name__}: register the same objects in the same order"
+                )
+        # All checks have passed; only `load_state_dict` of an object can fail, and nothing is registered before that.
+        for thing, held in zip(objects, self._waiting, strict=False):
+            thing.load_state_dict(from_plain(held["state"]))
+        self._waiting = self._waiting[len(objects) :]
+        self._objects.extend(objects)
+        self._keep_positions()
+
+    def check_complete(self) -> None:
+        """Raises `UsageError` if the next step would lose the state of an object that is not registered."""
+        if self._waiting:
+            raise UsageError(
+                "the loaded commit or checkpoint contains "
+                f"{count_of(len(self._objects) + len(self._waiting), 'registered object')}, of which "
+                f"{count_of(len(self._objects), 'is', 'are')} registered: {_names(self._waiting)} would be lost with "
+                "this step. Call engine.register_for_checkpointing with all of them before the step"
+            )
+
+    def stepped(self) -> None:
+        """Takes the positions of loaders at a step's end, and allows new objects, also in a resumed run."""
+        self._may_grow = True
+        self._keep_positions()
+
+    def states(self) -> list[Mapping[str, Any]]:
+        """Returns the states for the next commit as JSON, including those whose objects are not registered yet."""
+        numbered = enumerate(self._objects, 1)
+        return [self._positions.get(number) or _state(thing, number) for number, thing in numbered] + self._waiting
+
+    def _keep_positions(self) -> None:
+        """Takes the states of all loaders: of objects that are iterated."""
+        numbered = enumerate(self._objects, 1)
+        self._positions = {number: _state(thing, number) for number, thing in numbered if hasattr(thing, "__iter__")}
+
+
+def _state(thing: Any, number: int) -> Mapping[str, Any]:
+    """Returns type and state of an object as JSON."""
+    what = f"registered object {number}, {type(thing).__name__}: its state_dict()"
+    return {"type": type(thing).__name__, "state": to_plain(thing.state_dict(), what, _ADVICE, tensors=True)}
+
+
+def _names(states: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the types of states in words."""
+    return ", ".join(f"a {state['type']}" for state in states)
+
+
+# -- loss scale ----------------------------------------------------------------------------------------
+#
+# Scale of an fp16 loss, which keeps small gradients above zero and large ones below infinity.
+
+
+_FACTOR = 2.0
+"""Factor by which the scale changes."""
+
+
+class LossScaler:
+    """Loss scale, fixed or, if the config says 0, adapted during training as in Micikevicius et al. 2018.
+
+    A gradient that is not finite is an overflow, and its step is skipped. The first `hysteresis` - 1 overflows keep the
+    scale, each further one halves it, down to `min_loss_scale`. `loss_scale_window` steps in a row without overflow
+    double the scale and restore the hysteresis; with `consecutive_hysteresis` every step without overflow restores
+    the hysteresis.
+    """
+
+    def __init__(self, config: Fp16) -> None:
+        self._config = config
+        self.dynamic = config.loss_scale == 0
+        self.scale = 2.0**config.initial_scale_power if self.dynamic else config.loss_scale
+        self._steps = 0
+        self._overflowed_at = -1
+        self._patience = config.hysteresis
+        self._multiplied = 0
+        """Losses that were multiplied and whose backward has not begun."""
+
+    def multiply(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns `loss` times the scale, in fp32, for one backward."""
+        self._multiplied += 1
+        return loss.float() * self.scale
+
+    def begin_backward(self) -> None:
+        """Raises `UsageError` if no loss was multiplied for the backward that begins."""
+        if not self._multiplied:
+            raise UsageError(
+                f"in fp16 the loss must be multiplied by the loss scale, {self.scale:g} now: call "
+                "engine.backward(loss), or engine.scale(loss).backward(), for each backward; in a loop of Accelerate, "
+                "use offload.hf.Accelerator"
+            )
+        self._multiplied -= 1
+
+    def forget_multiplied(self) -> None:
+        """Forgets multiplied losses at the end of a step: their backward will not come any more."""
+        self._multiplied = 0
+
+    @property
+    def kind(self) -> str | float:
+        """The fixed scale, or "dynamic"."""
+        return "dynamic" if self.dynamic else self.scale
+
+    @property
+    def exhausted(self) -> bool:
+        """True if the next overflow would need a scale below the smallest."""
+        return self.dynamic and self._patience == 1 and self.scale <= self._config.min_loss_scale
+
+    def stepped(self, overflow: bool) -> None:
+        """Adapts the scale after a step.
+
+        Args:
+            overflow: True if the step was skipped because of an overflow.
+        """
+        config = self._config
+        if not self.dynamic:
+            return
+        if overflow:
+            self._overflowed_at = self._steps
+            if self._patience > 1:
+                self._patience -= 1
+            else:
+                self.scale = max(self.scale / _FACTOR, config.min_loss_scale)
+        else:
+            window_is_over = (self._steps - self._overflowed_at) % config.loss_scale_window == 0
+            if config.consecutive_hysteresis or window_is_over:
+                self._patience = config.hysteresis
+            if window_is_over:
+                self.scale *= _FACTOR
+        self._steps += 1
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state as JSON, for `restore`."""
+        return {
+            "dynamic": self.dynamic,
+            "scale": self.scale,
+            "steps": self._steps,
+            "overflowed_at": self._overflowed_at,
+            "patience": self._patience,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues from `state`; a fixed scale stays as configured, and no dynamic one goes on from a fixed one."""
+        if self.dynamic and state.get("dynamic", True):  # states of before do not say it
+            # The lower bound may have been raised since.
+            self.scale, self._steps = max(state["scale"], self._config.min_loss_scale), state["steps"]
+            self._overflowed_at, self._patience = state["overflowed_at"], state["patience"]
+
+
+# -- step settings -------------------------------------------------------------------------------------
+#
+# Settings of an optimizer step, their change by `set_train_batch_size`, and how those of two starts differ.
+
+
+_LABELS = {"lr": "learning rates", "weight_decay": "weight decay"}
+_OF_SCHEDULE = "the schedule's "
+"""Prefix of the names of settings that are parameters of the schedule."""
+_OF_BATCH = ("micro-batch size", "accumulation")
+_TOTAL = "samples of a step"
+"""Name of the samples of a step over all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """The config's settings of an optimizer step.
+
+    `micro_batch_size` counts samples of one rank, `accumulation` the micro-batches of a step, and `total_batch_size`
+    the samples of a step over all ranks.
+    """
+
+    micro_batch_size: int
+    accumulation: int
+    total_batch_size: int
+    clip: float
+    """Largest global norm of the gradient; 0 does not clip."""
+    skip_nonfinite: bool
+    """True if a norm that is inf or NaN skips the step; otherwise the step raises."""
+    seed: int
+    overlap: bool
+    """True if updates run during the next forward (`Placement.overlaps_updates`)."""
+    config: Config
+    """The config, for all other settings."""
+    scaler: LossScaler | None = None
+    """Loss scaler in fp16, else None."""
+    device_need: DeviceNeed
+
+
+def resized(settings: StepSettings, total: int, ranks: int, gradients: torch.dtype | None) -> StepSettings:
+    """Returns the settings for steps of `total` samples.
+
+    Args:
+        settings: the current settings.
+        total: samples of a step over all ranks.
+        ranks: number of ranks.
+        gradients: dtype that the engine chose for the gradients; None if the config names one.
+
+    Raises:
+        UsageError: `total` is no multiple of a micro-batch of all ranks, or several micro-batches would accumulate in
+            16 bits.
+    """
+    samples = settings.micro_batch_size * ranks
+    if isinstance(total, bool) or not isinstance(total, int) or total < 1 or total % samples:
+        raise UsageError(
+            f"train_batch_size must be a multiple of train_micro_batch_size_per_gpu * ranks, which is "
+            f"{settings.micro_batch_size} * {ranks}, got {total!r}"
+        )
+    accumulation = total // samples
+    if accumulation > 1 and gradients is not None and gradients.itemsize < 4:
+        raise UsageError(
+            f"a step of {total} samples contains {accumulation} micro-batches, but gradients are kept in {gradients}, "
+            "because the config has one micro-batch a step: to add up several, set data_types.grad_accum_dtype to fp32"
+        )
+    return replace(settings, accumulation=accumulation, total_batch_size=total)
+
+
+def named_settings(
+    settings: StepSettings, optimizer: Optimizer, configured: Sequence[Mapping[str, Any]], lr_scheduler: Any
+) -> dict[str, Any]:
+    """Returns the settings that may differ in a resumed run, each under its name in notices.
+
+    Args:
+        settings: the settings of a step.
+        optimizer: the engine's optimizer.
+        configured: the values of its groups as `initialize` found them; see `Optimizer.configured`.
+        lr_scheduler: the schedule, or None.
+    """
+    parameters = lr_scheduler.parameters if isinstance(lr_scheduler, Schedule) else {}
+    groups, config = optimizer.param_groups, settings.config
+    return {
+        "seed": settings.seed,
+        "micro-batch size": settings.micro_batch_size,
+        "accumulation": settings.accumulation,
+        _TOTAL: settings.total_batch_size,
+        "gradient clipping": settings.clip,
+        "autocast": config.torch_autocast.dtype if config.torch_autocast.enabled else "off",
+        "dtype of sums of gradients": config.data_types.grad_accum_dtype or "auto",
+        **({} if settings.scaler is None else {"loss scale": settings.scaler.kind}),
+        "optimizer": optimizer.rule.known_as or optimizer.rule.name,
+        **{_LABELS.get(key, key): [group.get(key) for group in configured] for key in optimizer.rule.scheduled},
+        **({DECOUPLED: [group["decoupled"] for group in groups]} if "decoupled" in groups[0] else {}),
+        "schedule": None if lr_scheduler is None else type(lr_scheduler).__name__,
+        **{_OF_SCHEDULE + name: value for name, value in parameters.items()},
+    }
+
+
+def job_of(model: nn.Module, settings: StepSettings, optimizer: Optimizer, lr_scheduler: Any) -> dict[str, Any]:
+    """Returns what tells the job of a run from others that have the same layout: plain JSON.
+
+    Args:
+        model: the model.
+        settings: the settings of a step, as `initialize` made them.
+        optimizer: the engine's optimizer, before the first step.
+        lr_scheduler: the schedule, or None.
+    """
+    # Of models of transformers that come from folders, the folder: others of the same shape have other weights.
+    source = getattr(getattr(model, "config", None), "_name_or_path", "")
+    named = named_settings(settings, optimizer, optimizer.configured(), lr_scheduler)
+    job = {"model": f"{type(model).__name__} {source}".strip(), **named}
+    return cast(dict[str, Any], json.loads(json.dumps(job, default=str)))
+
+
+class Differences:
+    """Settings in which a resumed run differs from the run that was committed, by name, each with both values."""
+
+    def __init__(
+        self,
+        then: Mapping[str, Any],
+        now: Mapping[str, Any],
+        scheduled: bool = False,
+        groups: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Compares the settings that both have.
+
+        Args:
+            then: what `named_settings` returned in the run.
+            now: what it returns here.
+            scheduled: True if learning rates go on from those of a restored schedule, whatever the config has.
+            groups: groups of the optimizer, which a schedule outside the engine may have marked as its own.
+        """
+        self.changed = {name: (then[name], now[name]) for name in now if name in then and then[name] != now[name]}
+        self._scheduled = scheduled
+        # torch's schedules store the first rate of a group there. Only the loop knows if it restores such a schedule.
+        self._by_loop = not scheduled and now.get("schedule") is None and any("initial_lr" in each for each in groups)
+        self._samples = [math.prod(each.get(name, 1) for name in _OF_BATCH) for each in ({**now, **then}, now)]
+        # Checkpoints of earlier versions, and of other programs, do not say the total.
+        self._has_total = _TOTAL in then and _TOTAL in now
+        self._then, self._now = then, now
+
+    def __bool__(self) -> bool:
+        """Returns True if there is any."""
+        return bool(self.changed)
+
+    @property
+    def of_schedule(self) -> bool:
+        """True if a parameter of the schedule has changed."""
+        return any(name.startswith(_OF_SCHEDULE) for name in self.changed)
+
+    def __str__(self) -> str:
+        """Returns all of them in words: from what to what."""
+        return ", ".join(f"{name} {old} is now {new}{self._remark(name)}" for name, (old, new) in self.changed.items())
+
+    @property
+    def _divides_otherwise(self) -> bool:
+        """True if a step has as many samples as it had, and nothing has changed but how micro-batches divide them."""
+        counts = {name for name in self.changed if not self._remark(name)} <= set(_OF_BATCH)
+        return counts and self._has_total and _TOTAL not in self.changed
+
+    @property
+    def _ranks(self) -> str:
+        """How many ranks the former values need, in words, where they are not those of now."""
+        if not self._has_total or not all(name in each for name in _OF_BATCH for each in (self._then, self._now)):
+            return ""
+        then, now = (each[_TOTAL] // math.prod(each[name] for name in _OF_BATCH) for each in (self._then, self._now))
+        return "" if then == now else f", on {count_of(then, 'rank')}"
+
+    def consequences(self) -> str:
+        """Returns what follows for the steps of a resumed run, in words; at least one thing does."""
+        found = []
+        if not self._has_total and self._samples[0] != self._samples[1]:
+            found.append(f"a step has {self._samples[1]} samples a rank in place of {self._samples[0]}")
+        if "schedule" in self.changed and self.changed["schedule"][1] is not None:
+            found.append(f"{self.changed['schedule'][1]} begins at its start")
+        elif "schedule" in self.changed:
+            found.append("without a schedule the optimizer's own learning rates count")
+        if self._by_loop and all(self._remark(name) for name in self.changed):
+            found.append(
+                "the schedule of the loop makes the learning rates: those that the run would have had where the loop "
+                "restores it, as the Trainer does, and the present ones where it begins anew"
+            )
+        elif all(self._remark(name) for name in self.changed):
+            found.append(
+                "the steps are those that the run would have made; the present rate would count without the schedule "
+                "(offload train: --schedule constant), or in a new run of the weights that offload export writes"
+            )
+        elif self._divides_otherwise:
+            found.append(
+                f"a step has {self._now[_TOTAL]} samples as before, in other micro-batches: where each sample weighs "
+                "as much as any other, and without dropout, losses and weights differ by rounding alone from those "
+                "that the run would have had"
+            )
+        else:
+            but = " but for the learning rates" if any(self._remark(name) for name in self.changed) else ""
+            found.append(
+                f"the steps from here on take the present values{but}, so losses and weights are not those that the "
+                f"run would have had; the former values give those{self._ranks}"
+            )
+        return "; ".join(found)
+
+    def _remark(self, name: str) -> str:
+        """Returns what keeps a setting from having an effect, in brackets, or nothing."""
+        if name != _LABELS["lr"] or not (self._scheduled or self._by_loop):
+            return ""
+        return " (set by the schedule of the loop)" if self._by_loop else " (a schedule continues from the former)"
+
+
+# -- training state ------------------------------------------------------------------------------------
+
+
+_BEFORE_NEXT = "before_next."
+"""Prefix of a generator's name in a blob, for the state before the next batch was loaded, if that differs.
+
+If user code loads the batches, the state at the end of the step is stored instead.
+"""
+
+
+class TrainingState:
+    """Counters, schedule, loader, random generators, buffers, and objects of the user."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        optimizer: Optimizer,
+        lr_scheduler: Any,
+        loader: Loader | None,
+        settings: StepSettings,
+        layouts: Sequence[UnitLayout],
+        commits: bool,
+    ) -> None:
+        """Starts a new run; `restore` continues another one.
+
+        Args:
+            module: the model, whose persistent buffers each commit contains.
+            device: the compute device, for its random generator.
+            optimizer: the engine's optimizer, whose groups' values each commit contains.
+            lr_scheduler: the schedule, or None.
+            loader: the loader of `training_data`, or None.
+            settings: settings of a step.
+            layouts: the layout of each unit.
+            commits: True if the run makes commits.
+        """
+        self._module, self.device, self.optimizer, self.settings = module, device, optimizer, settings
+        self.entries = ModuleEntries(module, commits)
+        self.commits = commits
+        self.scaler = settings.scaler
+        self.lr_scheduler, self.loader = lr_scheduler, loader
+        self.global_steps, self.skipped_steps, self.micro_steps, self.global_samples = 0, 0, 0, 0
+        """Counters, described at the engine's properties of the same names."""
+        self._micro_steps = 0
+        """Micro-steps at the last optimizer step: gradients of later micro-batches are in no commit."""
+        self._names = {id(each): name for name, each in module.named_parameters() if each.requires_grad}
+        self.parameter_steps = [[0] * len(layout.segments) for layout in layouts]
+        """Number of updates of each parameter, by unit."""
+        self.client_state: dict[str, Any] = {}
+        self.registered = RegisteredObjects()
+        self._generators: Mapping[str, torch.Tensor] | None = None
+        """States of the generators to restore at the next engine call."""
+        self._before_next: Mapping[str, torch.Tensor] | None = None
+        """States that `restore_generators` restores; None in a new run, and from the first step on."""
+        self._at_end: Mapping[str, torch.Tensor] | None = None
+        """States at the end of the last step, if user code loads the batches."""
+        self._after_step: Snapshot | None = None
+        """Content of a commit of the last step: the state as of the first engine call after that step."""
+        self.after_step_is_due = False  # True from a step to the next engine call, if the run makes commits
+        self.edited = False
+        """True if the user has set weights or states since the last step or commit."""
+        self._configured = optimizer.configured()
+        self._options = GroupOptions(optimizer)
+        self.job = job_of(module, settings, optimizer, lr_scheduler) if commits else {}
+        """The job of this run, for the note of its end."""
+        self._saved_step: int | None = 0
+        """The step that may be replaced without a loss; None if edits, or a run before, are in no other files."""
+        self._due: Mapping[str, Any] | None = None
+        """Facts of the resumed run until `put_values` has given their values to the groups; None afterwards."""
+        self._schedule_changed = False
+        """True if the schedule continues with other parameters than in the resumed run."""
+        self._data = None if loader is None else loader.where()
+        """Position of the loader at the last optimizer step."""
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss of the next backward; 1 except in fp16."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    def take(self) -> Snapshot:
+        """Returns the present state besides weights and moments."""
+        facts = {
+            "global_steps": self.global_steps,
+            "skipped_steps": self.skipped_steps,
+            "micro_steps": self._micro_steps,
+            "global_samples": self.global_samples,
+            "parameter_steps": self.parameter_steps,
+            "scheduler": scheduler_state(self.lr_scheduler),
+            "loss_scale": None if self.scaler is None else self.scaler.state(),
+            **self.of_the_user(),
+            "data": self._data,
+            # Until `put_values` the groups do not have the resumed values yet, but a commit must contain them.
+            "groups": self.optimizer.values() if self._due is None else self._due["groups"],
+            "configured": self._configured if self._due is None else self._due["configured"],
+            "settings": self._settings(),
+            **self._members(),
+            **self._changed_options(),
+        }
+        generators = read_generators(self.device)
+        before = self._at_end if self.loader is None else self.loader.before_next
+        if before is not None:
+            generators |= {
+                _BEFORE_NEXT + name: state
+                for name, state in before.items()
+                if name not in generators or not torch.equal(state, generators[name])
+            }
+        # Clones, because a forward may change the buffers before the commit writes them.
+        buffers = {
+            name: buffer.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, buffer in persistent_buffers(self._module).items()
+        }
+        return Snapshot(facts, generators, buffers, self.entries.take())
+
+    def notices(self) -> list[str]:
+        """Returns notices for the start of a run, about state that no commit will contain."""
+        lost = [f"no checkpoint of this run can be saved: {self.entries.problem}"] if self.entries.problem else []
+        if not self.commits or self.lr_scheduler is None or is_held(self.lr_scheduler):
+            return lost
+        return [
+            *lost,
+            f"the schedule {type(self.lr_scheduler).__name__} has no state_dict() and load_state_dict(), so commits "
+            "do not contain its position, and a resumed run starts the schedule anew. Add both methods, or step the "
+            "schedule engine.global_steps times after initialize",
+        ]
+
+    def where_data_goes_on(self) -> str:
+        """Returns words on the loader's position in a resumed run, to follow those on its step; none without one."""
+        where = None if self.loader is None else self.loader.where()
+        if where is None or not (where["epoch"] or where["batch"]):
+            return ""
+        sample = where["batch"] * where["samples_of_a_batch"]
+        return f", and training_data after sample {sample} of pass {where['epoch']}: skip no batches in the loop"
+
+    def restore(self, progress: Snapshot, schedule: bool = True, states: bool = True) -> list[str]:
+        """Continues from `progress`; returns notices for the user.
+
+        Random generators are restored at the next engine call, or earlier, before the loader loads a batch; those of a
+        snapshot at step 0 are restored at once.
+
+        Args:
+            progress: the snapshot of a commit or checkpoint.
+            schedule: False to keep the schedule of `initialize` and, if there is one, all values of the groups.
+            states: False to keep all values of the groups where no schedule continues.
+        """
+        facts, mine, notices = progress.facts, self._settings(), list[str]()
+        self._saved_step = None
+        # A checkpoint of another program says neither, and is taken for one of the same schedule and optimizer.
+        then = {name: mine[name] for name in ("schedule", "optimizer")}
+        then |= {name: value for name, value in facts["settings"].items() if name in mine}
+        same_schedule = schedule and then["schedule"] == mine["schedule"]
+        scheduled = (facts["scheduler"] is not None and same_schedule) or bool(facts["registered"])
+        changed = Differences(then, mine, scheduled, self.optimizer.param_groups)
+        # Until the first step a commit contains exactly what was restored; the parameters of a group are this script's.
+        self._after_step = progress._replace(facts={**facts, **self._members()})
+        if changed:
+            notices.append(f"resumed with other settings than the run had: {changed}; {changed.consequences()}")
+        self.global_steps, self.skipped_steps = facts["global_steps"], facts["skipped_steps"]
+        self.micro_steps = self._micro_steps = facts["micro_steps"]
+        self.parameter_steps = facts["parameter_steps"]
+        if self.scaler is not None and facts["loss_scale"] is not None:
+            self.scaler.restore(facts["loss_scale"])
+            self.optimizer.record(self.optimizer.overflow, self.loss_scale)
+        self.global_samples = facts["global_samples"]
+        self.client_state = from_plain(facts["client_state"])
+        # Parameters of the same schedule have changed: its state is restored, then the new parameters apply to it.
+        self._schedule_changed = same_schedule and changed.of_schedule
+        notices += self._restore_schedule(facts["scheduler"]) if same_schedule else ()
+        # The first commit precedes every registration, so a run resumed from it may register any number of objects.
+        more = self.registered.restore(facts["registered"], may_grow=not self.global_steps)
+        if more:
+            notices.append(
+                f"the last {count_of(more, 'registered object was', 'registered objects were')} not saved and stay "
+                "unchanged"
+            )
+        # Another schedule sets the values, from its own position. Those of another optimizer have no meaning here.
+        takes = then["optimizer"] == mine["optimizer"] and (states or scheduled)
+        self._due = facts if takes and (same_schedule or self.lr_scheduler is None) else None
+        self.put_values()
+        self._restore_generators(progress.generators)
+        write_buffers(persistent_buffers(self._module), progress.buffers)
+        notices += self.entries.restore(progress.entries, self.device)
+        return notices + self._restore_data(facts["data"])
+
+    def _restore_schedule(self, saved: Mapping[str, Any] | None) -> list[str]:
+        """Restores the state of the same schedule, None if it was not saved; returns notices for the user."""
+        if saved is not None and is_held(self.lr_scheduler):
+            self.lr_scheduler.load_state_dict(from_plain(saved))
+        elif self.lr_scheduler is not None and self.global_steps:
+            return [
+                f"the schedule {type(self.lr_scheduler).__name__} keeps the state that this script created, at step "
+                f"{self.global_steps}: the resumed run could not save the schedule's position"
+            ]
+        return []
+
+    def _restore_data(self, saved: dict[str, int] | None) -> list[str]:
+        """Continues the loader at its saved position, None if the run had no loader; returns notices for the user."""
+        notice = None
+        if self.loader is None:
+            self._data = saved
+        elif saved is not None:
+            notice = self.loader.go_on(saved, self._before_next)
+            self._data = self.loader.where()
+        elif self.global_steps:
+            notice = "the run had no training_data: the training_data of this engine begins at its first pass"
+        return [notice] if notice else []
+
+    def _restore_generators(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Restores random generators at the next engine call or load of a batch; those of step 0 at once."""
+        generators = {name: t for name, t in states.items() if not name.startswith(_BEFORE_NEXT)}
+        before = {n.removeprefix(_BEFORE_NEXT): t for n, t in states.items() if n not in generators}
+        self._at_end, self._before_next = None, None
+        if self.global_steps:
+            self._generators = generators
+            self._before_next = {**generators, **before}
+        else:
+            write_generators(generators, self.device)  # a new run takes its first snapshot at this point too
+
+    def enter(self) -> None:
+        """Prepares an engine call: restores generators of a resumed run, and takes the state after a step, if due."""
+        if self._generators is not None:
+            # If the loader was iterated meanwhile, it has restored them, and its batch may have drawn numbers since.
+            # Those of an earlier resume do not count: a checkpoint without a position of data is no news to the loader.
+            if self.loader is None or self.loader.restored is not self._before_next:
+                write_generators(self._generators, self.device)
+            self._generators = None
+        if self.after_step_is_due:
+            self._after_step, self.after_step_is_due = self.take(), False
+
+    def restore_generators(self) -> None:
+        """Restores the generators as before the load of a resumed run's next batch: `Engine.restore_generators`."""
+        if self._before_next is not None:
+            write_generators(self._before_next, self.device)
+            self._generators = None  # the next engine call must not restore generators again
+
+    def ended(self) -> None:
+        """Reads the generators at the end of a step, because a resumed run repeats later draws of the user's loader."""
+        if self.loader is None and self.after_step_is_due:
+            self._at_end = read_generators(self.device)
+
+    @property
+    def after_step(self) -> Snapshot | None:
+        """Content of a commit of the last step; None until an engine call takes it, or in a run without commits."""
+        return self._after_step
+
+    def for_commit(self) -> Snapshot:
+        """Returns the content of a commit made now.
+
+        This is the state after the last step: a forward that was abandoned since may have drawn random numbers and
+        changed buffers. If weights were edited since, it is the present state, except for the generators.
+        """
+        if self._after_step is None:
+            return self.take()
+        return self.take()._replace(generators=self._after_step.generators) if self.edited else self._after_step
+
+    def stepped(self, micro_batches: int, overflow: bool) -> None:
+        """Counts an optimizer step, and drops the snapshot that was taken after the step before.
+
+        Args:
+            micro_batches: micro-batches of the step.
+            overflow: True if the norm was not finite and the step was skipped.
+        """
+        self._after_step, self.after_step_is_due, self.edited = None, self.commits, False
+        self._before_next = self._at_end = None
+        self.global_steps += 1
+        # A commit counts the micro-batches up to here; later ones are repeated by a resumed run.
+        self._micro_steps = self.micro_steps
+        self.skipped_steps += overflow
+        if self.scaler is not None:
+            self.scaler.stepped(overflow)
+        self.optimizer.record(overflow, self.loss_scale)
+        # `micro_batches` may differ from the accumulation: the user may set the boundary.
+        self.global_samples += self.settings.total_batch_size // self.settings.accumulation * micro_batches
+        self.registered.stepped()
+        if self.loader is not None:
+            self._data = self.loader.trained()
+
+    def mark_edited(self, edited: bool = True) -> None:
+        """Records whether the user has set weights or states since the last step or commit."""
+        self.edited = edited
+        if edited:
+            self._saved_step = None
+
+    def mark_saved(self) -> None:
+        """Records that the weights are now those in files of the user's: of a checkpoint, or a model."""
+        self._saved_step = self.global_steps
+
+    @property
+    def saved(self) -> bool:
+        """True if a start that replaces the run loses nothing: the user has saved the last step, or changed nothing."""
+        return self._saved_step == self.global_steps
+
+    def count_micro_steps(self, passed: int) -> None:
+        """Adds the micro-batches of a `step()` to the count."""
+        self.micro_steps += passed
+
+    def change_settings(self, settings: StepSettings) -> None:
+        """Continues with other settings of a step."""
+        self.settings = settings
+
+    def set_client_state(self, value: dict[str, Any]) -> None:
+        """Replaces the user's dict that each commit contains."""
+        self.client_state = value
+
+    def set_lr_scheduler(self, value: Any) -> None:
+        """Replaces the schedule that each step advances."""
+        self.lr_scheduler = value
+
+    def put_values(self) -> None:
+        """Gives the groups the committed values if all objects of the resumed run are registered, else does nothing.
+
+        Registered objects may be schedules, and the constructor of a schedule changes the groups' learning rates, so
+        values that were set before would be lost.
+        """
+        if self._due is not None and self.registered.complete:
+            # A schedule continues from its own state, whatever learning rate is configured now.
+            scheduled = self.lr_scheduler is not None or self.registered.schedules
+            left = not scheduled and self._due["settings"].get("schedule") is not None
+            merged = merge_values(self._due["groups"], self._due["configured"], self._configured, scheduled, left)
+            for group, values in zip(self.optimizer.param_groups, merged, strict=True):
+                set_values(group, values)
+            self._options.apply(self._due.get("options", ()))
+            if self._schedule_changed:
+                self.lr_scheduler.apply()
+            self._due = None
+
+    def regrouped(self) -> None:
+        """Adapts schedule and settings to a group that was added to the optimizer.
+
+        Raises:
+            UsageError: the groups of a resumed run are not restored yet, or the schedule has no learning rate for the
+                group.
+        """
+        groups, schedule = self.optimizer.param_groups, self.lr_scheduler
+        if self._due is not None:
+            raise UsageError("a resumed run restores its groups once all objects are registered; add groups after that")
+        # Our schedules adapt to a new group; one of torch has a fixed list of learning rates, one for each group.
+        if isinstance(schedule, Schedule):
+            schedule.take_in()
+        elif schedule is not None and len(getattr(schedule, "base_lrs", groups)) != len(groups):
+            raise UsageError(
+                f"the {type(schedule).__name__} was made for {count_of(len(schedule.base_lrs), 'group')} of "
+                f"parameters, there would be {len(groups)} now: give the optimizer all groups before the schedule is "
+                "made, and change the numbers in them later"
+            )
+        self._options.regrouped()  # may raise, so it comes first
+        self._configured = [*self._configured, self.optimizer.configured()[-1]]
+
+    def of_the_user(self) -> dict[str, Any]:
+        """Returns the user's own state as JSON.
+
+        Raises:
+            UsageError: `client_state` is not a dict, or a state contains objects that JSON cannot represent.
+        """
+        if not isinstance(self.client_state, dict):
+            raise UsageError(f"engine.client_state must be a dict, got {type(self.client_state).__name__}")
+        advice = (
+            "a commit holds None, booleans, numbers, strings, and lists, tuples and dicts of them. Remove or convert "
+            "the value (float(x), x.tolist()) and continue: nothing is lost"
+        )
+        state = to_plain(self.client_state, "engine.client_state", advice)
+        return {"client_state": state, "registered": self.registered.states()}
+
+    def _members(self) -> dict[str, Any]:
+        """Returns the fact `members`, which a single group, of all that trains, does not need."""
+        groups = self.optimizer.param_groups
+        if len(groups) == 1:
+            return {}
+        # Asked for anew each time: a user may move parameters from one group into another between steps.
+        found = [[self._names.get(id(each)) for each in group["params"]] for group in groups]
+        return {"members": [[name for name in names if name] for names in found]}
+
+    def _changed_options(self) -> dict[str, Any]:
+        """Returns the fact `options`, which groups need whose entries have changed since `initialize`."""
+        changes = self._options.changes() if self._due is None else self._due.get("options", ())
+        return {"options": changes} if any(changes) else {}
+
+    def _settings(self) -> dict[str, Any]:
+        """Returns settings that may differ in a resumed run; see `named_settings`."""
+        return named_settings(self.settings, self.optimizer, self._configured, self.lr_scheduler)

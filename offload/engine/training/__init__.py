@@ -1,1 +1,0 @@
-"""Components, settings and state of training."""

@@ -1,0 +1,430 @@
+"""Interface between the update worker and the arithmetic of an update.
+
+    worker      tiles, reads, copies, writes, publication of weights, commits
+    strategy    number of passes over the tiles, content of a tile for each state, arithmetic on a tile
+
+Each way to step has one strategy: `fused` (one kernel, in one pass), `lamb` (norms first), `matrices` (Muon and SinkGD)
+and `torch_updates` (an optimizer of torch). Values that a user sets are written by `EditSteps`, under every strategy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from offload import kernels
+from offload.engine.callbacks import Edit
+from offload.engine.gradients import GradientAccumulator
+from offload.engine.optimizer import Optimizer
+from offload.kernels import cuda
+from offload.layout import optimizer_states
+from offload.layout.flat_layout import UnitLayout
+from offload.layout.modes import Mode
+from offload.layout.optimizer_states import put_weight, split
+from offload.optimizers.matrix_steps import MatrixSegment, MuonStep, SinkGDStep
+from offload.optimizers.of_torch import TorchSegment, TorchStep, attributes_of
+from offload.states import State
+from offload.swapper.memory.device import Device
+
+# -- unit updates --------------------------------------------------------------------------------------
+#
+# Updates of the units in one optimizer step, made once the gradient norm is known, in the order of their next use.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitUpdate:
+    """Update of one unit in an optimizer step. Elements outside of all segments are copied unchanged."""
+
+    unit: int
+    numel: int
+    """Elements of the trainable shard of this rank's partition."""
+    segments: tuple[kernels.Segment | TorchSegment | MatrixSegment, ...] = ()
+    edits: tuple[Edit, ...] = ()
+    """Values set by the user; an update contains segments or edits, or neither if other ranks hold all of them."""
+    parameters: tuple[int, ...] = ()
+    """Index in the unit of each segment's parameter."""
+    ratios: tuple[float, ...] = ()
+    """Trust ratio of each segment, for LAMB on several ranks; see `lamb_norms`."""
+    shared: tuple[int, ...] = ()
+    """Indices in the unit of parameters that several ranks step as a whole, together; the same on every rank."""
+
+    @property
+    def changes(self) -> bool:
+        """True if the update changes this rank's elements, or takes part in steps of other ranks."""
+        return bool(self.segments or self.edits or self.shared)
+
+
+def grad_scale(norm: float, clip: float, loss_scale: float) -> float:
+    """Returns the factor of every gradient: `torch.nn.utils.clip_grad_norm_`'s, over the loss scale.
+
+    Args:
+        norm: global norm of the gradient, without the loss scale.
+        clip: the largest norm; 0 does not clip.
+        loss_scale: factor of the loss.
+    """
+    # 1e-6 is torch's own, for equal bits.
+    return (min(1.0, clip / (norm + 1e-6)) if clip else 1.0) / loss_scale
+
+
+def part_of(part: range, start: int, stop: int) -> tuple[int, int]:
+    """Returns the intersection of a unit's elements [start, stop) with this rank's `part`.
+
+    Both ends are counted from the first element of `part`. If nothing intersects, the first end is not below the other.
+    """
+    return max(start, part.start) - part.start, min(stop, part.stop) - part.start
+
+
+def cut(edits: Sequence[Edit], part: range) -> tuple[Edit, ...]:
+    """Returns the edits of a unit, limited to this rank's `part` and counted from the first element of `part`."""
+    mine: list[Edit] = []
+    for edit in edits:
+        start, stop = part_of(part, edit.start, edit.stop)
+        if start < stop:
+            first = start + part.start - edit.start
+            values = edit.values[first : first + stop - start]
+            mine.append(dataclasses.replace(edit, start=start, stop=stop, values=values))
+    return tuple(mine)
+
+
+class UpdateBuilder:
+    """Builder of an optimizer step's updates. Steps are counted for each parameter, as torch does."""
+
+    def __init__(
+        self,
+        *,
+        layouts: Sequence[UnitLayout],
+        trainable: Sequence[range],
+        module: nn.Module,
+        optimizer: Optimizer,
+        noise_seed: int | None,
+    ) -> None:
+        """Looks up the parameters of each unit.
+
+        Args:
+            layouts: the layout of each unit.
+            trainable: elements of each unit that this rank updates.
+            module: the model.
+            optimizer: its groups give the numbers of each step.
+            noise_seed: seed of the stochastic rounding of moments and masters; None if they are fp32.
+        """
+        self._layouts, self._trainable, self._optimizer = layouts, trainable, optimizer
+        self._noise_seed = noise_seed
+        self._parameters = [[module.get_parameter(s.parameter) for s in layout.segments] for layout in layouts]
+
+    def updates(
+        self, present: Sequence[set[int]], order: Sequence[int], scale: float, counts: list[list[int]]
+    ) -> list[UnitUpdate]:
+        """Returns an update of each unit with a gradient, in the `order` in which the next forward needs the units.
+
+        Args:
+            present: for each unit the segments that have a gradient.
+            order: units in the order of their next use; may repeat.
+            scale: factor of the gradients.
+            counts: number of updates of each parameter, by unit; incremented in place.
+        """
+        settings = self._optimizer.settings()
+        updates: dict[int, UnitUpdate] = {}
+        for unit, positions in enumerate(present):
+            for position in positions:
+                counts[unit][position] += 1
+            # Units whose gradients are all on other ranks get an empty update, because all ranks must update the same
+            # units.
+            if positions:
+                updates[unit] = self.update_of(unit, positions, scale, counts[unit], settings)
+        # Reversed, so that the first use of a unit overwrites later ones.
+        first_use = {unit: position for position, unit in reversed(list(enumerate(order)))}
+        return [updates[unit] for unit in sorted(updates, key=lambda u: (first_use.get(u, len(order)), u))]
+
+    def settings(self) -> Mapping[int, Mapping[str, Any]]:
+        """Returns the group of each parameter, by the parameter's id: an argument of `update_of`."""
+        return self._optimizer.settings()
+
+    def update_of(
+        self,
+        unit: int,
+        present: set[int],
+        scale: float,
+        counts: Sequence[int],
+        settings: Mapping[int, Mapping[str, Any]],
+    ) -> UnitUpdate:
+        """Returns the update of one unit.
+
+        Args:
+            unit: index of the unit.
+            present: the segments that have a gradient.
+            scale: factor of the gradients.
+            counts: number of updates of each parameter, this one included.
+            settings: the group of each parameter.
+        """
+        part = self._trainable[unit]
+        segments: list[kernels.Segment | TorchSegment | MatrixSegment] = []
+        parameters: list[int] = []
+        shared: list[int] = []
+        for position in sorted(present):
+            segment = self._layouts[unit].segments[position]
+            start, stop = part_of(part, segment.start, segment.stop)
+            group = settings[id(self._parameters[unit][position])]
+            step = self._optimizer.rule.step(group, counts[position], scale)
+            # Ranks have equally many elements of a unit each.
+            borders = segment.start // len(part), (segment.stop - 1) // len(part)
+            if isinstance(step, TorchStep | MuonStep | SinkGDStep) and segment.numel and borders[0] < borders[1]:
+                shared.append(position)
+            if start < stop:
+                if isinstance(step, TorchStep):
+                    attributes = attributes_of(self._parameters[unit][position])
+                    segments.append(TorchSegment(start, stop, step._replace(attributes=attributes)))
+                elif isinstance(step, MuonStep | SinkGDStep):
+                    segments.append(MatrixSegment(start, stop, step, self._noise(unit, counts[position], part, start)))
+                else:
+                    segments.append(
+                        kernels.Segment(start, stop, step, self._noise(unit, counts[position], part, start))
+                    )
+                parameters.append(position)
+        return UnitUpdate(
+            unit=unit,
+            numel=len(part),
+            segments=tuple(segments),
+            parameters=tuple(parameters),
+            shared=tuple(shared),
+        )
+
+    def _noise(self, unit: int, count: int, part: range, start: int) -> kernels.Noise | None:
+        """Returns the noise that rounds states from element `start` of `part` on; None if all are fp32.
+
+        Elements are numbered in the whole unit, and updates are counted for each parameter and committed. So neither
+        ranks nor tiles nor a resume change a bit.
+        """
+        if self._noise_seed is None:
+            return None
+        return kernels.Noise(kernels.noise_stream(self._noise_seed, unit, count), part.start + start)
+
+
+# -- update strategy -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileContent:
+    """Elements [start, stop) of the trainable shard of a unit, in memory on which arithmetic can work.
+
+    The memory belongs to the worker, and is valid until `UnitSteps.run` returns.
+    """
+
+    start: int
+    stop: int
+    states: Mapping[State, torch.Tensor]
+    """Each (n,) in the mode's dtype; n is stop - start, unless `UpdateStrategy.part` says otherwise."""
+    gradient: torch.Tensor | None
+    """(stop - start,); None if the update has edits."""
+
+
+class UnitSteps(Protocol):
+    """One unit's update in flight. The update worker alone calls it, tile after tile, in order."""
+
+    @property
+    def passes(self) -> int:
+        """Number of times that all tiles of the unit are read and run. Only results of the last pass are kept."""
+
+    @property
+    def in_place(self) -> bool:
+        """True if states and gradient are updated in their own memory on the device, without a copy to the host."""
+
+    @property
+    def cuts(self) -> Sequence[range]:
+        """Elements of each tile, in order; empty for tiles of the worker's own size."""
+
+    @property
+    def drafts(self) -> Sequence[State]:
+        """States that a pass before the last one changes.
+
+        The worker copies them for such a pass, so that the next pass reads the originals.
+        """
+
+    def run(self, tile: TileContent, last: bool) -> None:
+        """Updates the elements of a tile in place, and returns when the arithmetic is done.
+
+        Args:
+            tile: the elements; the memory is the worker's.
+            last: True in the last pass, whose results are kept.
+        """
+
+
+class UpdateStrategy(Protocol):
+    """A way to update units, one object for all units of an engine."""
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes that the strategy takes from the host arena's class of tiles."""
+
+    def part(self, unit: int, state: State, start: int, stop: int) -> range:
+        """Returns the elements of `state` that a tile with the elements [start, stop) of a unit contains.
+
+        Args:
+            unit: index of the unit.
+            state: the state.
+            start: first element of the tile, in the trainable shard.
+            stop: end of the tile.
+        """
+
+    def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
+        """Returns the steps of a unit whose update begins.
+
+        Args:
+            update: the update, which contains segments.
+            tile_numel: largest number of elements of a tile.
+        """
+
+
+class EditSteps:
+    """Writes of new values from the user in place of an optimizer's step: one pass, no gradient."""
+
+    passes = 1
+    in_place = False
+    cuts: Sequence[range] = ()
+    drafts: Sequence[State] = ()
+
+    def __init__(self, edits: Sequence[Edit], mode: Mode) -> None:
+        self._edits, self._mode = edits, mode
+
+    def run(self, tile: TileContent, last: bool) -> None:
+        """Copies the values that concern the tile. Edits apply in their order, so later ones win."""
+        for edit in self._edits:
+            start, stop = max(edit.start, tile.start), min(edit.stop, tile.stop)
+            if start < stop:
+                self._set(tile, start, stop, edit.state, edit.values[start - edit.start : stop - edit.start])
+
+    def _set(self, tile: TileContent, start: int, stop: int, state: State, values: torch.Tensor) -> None:
+        """Writes the values of an edit to elements [start, stop) of a state; see `Edit.values`.
+
+        Args:
+            tile: the memory of the states.
+            start: first element, in the trainable shard and inside of the tile.
+            stop: end of the elements.
+            state: the state to set; WEIGHT sets the master too.
+            values: (stop - start,), in fp32 or the state's dtype.
+        """
+        part = slice(start - tile.start, stop - tile.start)
+        if state is not State.WEIGHT:
+            optimizer_states.write(self._mode, tile.states, state, part.start, values)
+            return
+        states = {state: tile.states[state][part] for state in self._mode.weights}
+        # fp32 values set the master exactly. Values in the weight's dtype keep the master of elements that do not
+        # change.
+        if values.dtype is torch.float32:
+            split(values, states)
+        else:
+            put_weight(values, states)
+
+
+# -- for strategies that run kernels of ours ----------------------------------------------------------
+
+
+def partition_of(mode: Mode, states: Mapping[State, torch.Tensor], gradient: torch.Tensor) -> kernels.Partition:
+    """Returns states and gradient of some elements, (n,) each, in the form that the kernels take."""
+    # Both forms of a master may be absent: in fp32 the weight is the master.
+    scales = states.get(State.SCALES)
+    return kernels.Partition(
+        states[State.WEIGHT],
+        gradient,
+        tuple(states[moment] for moment in mode.moments),
+        states.get(State.MASTER_LOW_BITS),
+        states.get(State.MASTER),
+        # Those of a tile fill whole pages.
+        None if scales is None else optimizer_states.scales_of(mode, scales, len(gradient)),
+    )
+
+
+def segments_in(update: UnitUpdate, tile: TileContent) -> list[tuple[int, kernels.Segment]]:
+    """Returns the segments of the update that overlap the tile: number in the update, and elements in the tile."""
+    # Segments of torch's optimizers are skipped: their strategy cuts them itself.
+    return [
+        (number, _cut(each, tile.start, tile.stop))
+        for number, each in enumerate(update.segments)
+        if isinstance(each, kernels.Segment) and each.start < tile.stop and each.stop > tile.start
+    ]
+
+
+def _cut(segment: kernels.Segment, start: int, stop: int) -> kernels.Segment:
+    """Returns the part of a segment within elements [start, stop), counted from `start`."""
+    first = max(segment.start, start)
+    noise = segment.noise and segment.noise.after(first - segment.start)
+    return kernels.Segment(first - start, min(segment.stop, stop) - start, segment.step, noise)
+
+
+# -- fused ---------------------------------------------------------------------------------------------
+#
+# Updates by one fused kernel in one pass: AdamW, Adagrad, Lion, SGD, which all step element by element.
+#
+# A unit whose gradient waits on the device is updated by the device's own kernel; all others are updated on the host.
+
+
+class FusedUpdates:
+    """Strategy of every optimizer whose kernel needs one pass."""
+
+    scratch_nbytes = 0
+
+    def __init__(self, *, mode: Mode, device: Device, gradients: GradientAccumulator) -> None:
+        self._mode, self._device, self._gradients = mode, device, gradients
+
+    def part(self, unit: int, state: State, start: int, stop: int) -> range:
+        """Returns the same elements of every state, and the scales of their blocks."""
+        return self._mode.padded_part(state, start, stop)
+
+    def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
+        """Returns the steps of a unit, on the device if its gradient stays on the device."""
+        if self._gradients.stays(update.unit):
+            return _DeviceSteps(update, self._mode, self._device)
+        return _HostSteps(update, self._mode)
+
+
+class _HostSteps:
+    """Steps of one unit by the kernel on the host."""
+
+    passes = 1
+    in_place = False
+    cuts: Sequence[range] = ()
+    drafts: Sequence[State] = ()
+
+    def __init__(self, update: UnitUpdate, mode: Mode) -> None:
+        self._update, self._mode = update, mode
+
+    def run(self, tile: TileContent, last: bool) -> None:
+        """Steps all segments in the tile."""
+        segments = [segment for _, segment in segments_in(self._update, tile)]
+        if segments:
+            assert tile.gradient is not None
+            kernels.update(partition_of(self._mode, tile.states, tile.gradient), segments)
+
+
+class _DeviceSteps:
+    """Steps of one unit by the kernel on the device, in the memory of its states."""
+
+    passes = 1
+    in_place = True
+    cuts: Sequence[range] = ()
+    drafts: Sequence[State] = ()
+
+    def __init__(self, update: UnitUpdate, mode: Mode, device: Device) -> None:
+        self._update, self._mode, self._device = update, mode, device
+
+    def run(self, tile: TileContent, last: bool) -> None:
+        """Steps all segments in the tile, and waits for the kernel.
+
+        No event has to precede the kernel. The norm is known, so the gradient is complete; every reader of the unit
+        waits for its update.
+        """
+        segments = [segment for _, segment in segments_in(self._update, tile)]
+        if not segments:
+            return
+        assert tile.gradient is not None
+        partition = partition_of(self._mode, tile.states, tile.gradient)
+        # The update stream is not the one of compute, so the next forward overlaps with the update. The CPU as a
+        # compute device has no such stream and runs the host's kernel.
+        with self._device.updating():
+            (cuda.update if partition.weight.is_cuda else kernels.update)(partition, segments)
+            done = self._device.updated()
+        done.wait()  # blocks this thread alone
