@@ -64,7 +64,7 @@ _MODULE_OF = {
     "ConfigError": "offload.errors",
     "Engine": "offload.engine.engine",
     "EngineFailed": "offload.errors",
-    "InferenceEngine": "offload.inference.inference",
+    "InferenceEngine": "offload.engine.inference",
     "IoError": "offload.errors",
     "NumericsError": "offload.errors",
     "OffloadError": "offload.errors",
@@ -79,7 +79,7 @@ _MODULE_OF = {
     "estimate_zero3_model_states_mem_needs_all_cold": "offload.planner.deepspeed_estimates",
     "estimate_zero3_model_states_mem_needs_all_live": "offload.planner.deepspeed_estimates",
     "gathered": "offload.engine.access",
-    "inference": "offload.inference.inference",
+    "inference": "offload.engine.inference",
     "init": "offload.model_io.load",
     "initialize": "offload.engine.setup",
     "load_pretrained": "offload.model_io.load",
@@ -151,6 +151,7 @@ if TYPE_CHECKING:
         unregister_external_parameter,
     )
     from offload.engine.engine import Engine
+    from offload.engine.inference import InferenceEngine, inference
     from offload.engine.plan import auto_dtype
     from offload.engine.setup import initialize
     from offload.errors import (
@@ -164,7 +165,6 @@ if TYPE_CHECKING:
         StoreError,
         UsageError,
     )
-    from offload.inference.inference import InferenceEngine, inference
     from offload.model_io.load import init, load_pretrained
     from offload.parallel.stages import PipelineStages
     from offload.planner.deepspeed_estimates import (

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -39,8 +41,10 @@ from offload.layout.fingerprint import described_layouts, described_mode
 from offload.layout.flat_layout import Segment, SegmentShard, UnitLayout, segment_shards
 from offload.layout.modes import MOMENT_BLOCK, Mode, moments_name
 from offload.layout.optimizer_states import KEPT, join, split
+from offload.model_io.source import Reading
 from offload.records import fields, parse, read
 from offload.states import State
+from offload.swapper.store import Compared
 from offload.swapper.store.format import tensors_in
 
 # -- saved states --------------------------------------------------------------------------------------
@@ -553,3 +557,67 @@ def in_words(saved: Mode, mine: Mode, states: bool) -> str | None:
         f"loaded into another form than it was saved in: {', '.join(changed)}; losses from here on are not those that "
         "the run would have had"
     )
+
+
+# -- checkpoint source ---------------------------------------------------------------------------------
+#
+# Weights and states of a checkpoint that `save_checkpoint` made, read without the model's code.
+
+
+class CheckpointSource:
+    """A checkpoint as source of weights. Changes nothing; implements `Source`.
+
+    Damage of a tensor shows when its last byte has been read.
+
+    Args:
+        checkpoint: Folder of the checkpoint.
+        queue: Queue for the reads; owned by the caller.
+
+    Raises:
+        StoreError: If a file is missing or of another size, or if anything but a tensor of states is damaged.
+    """
+
+    def __init__(self, checkpoint: Path, queue: Queue) -> None:
+        self._found = look(checkpoint, 0, 0, {})
+        manifest = self._found.manifest
+        self._queue = queue
+        self._sums: dict[tuple[int, str], int] = {}
+        self._files = open_states(self._found)
+        self.description, self.about, self.step = manifest.layout, manifest.about, manifest.step
+        self.frozen = manifest.frozen
+        self.progress = self._found.progress
+        self.buffers, self.client_state = self.progress.buffers, self._found.client_state
+
+    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
+        """Begins to read bytes of a rank's partition; see `Source.read`."""
+        name = tensor_name(unit, state)
+        place = self._found.places[rank][name]
+        assert start + len(buffer) <= place.tensor.nbytes
+        future = self._queue.read(self._files[rank], place.offset + start, buffer, checksum=True)
+        return Compared(future, partial(self._compare, rank, name, start))
+
+    def _compare(self, rank: int, name: str, start: int, nbytes: int, crc: int) -> None:
+        """Joins the CRC-32C of bytes to that of the bytes before, and compares the result at the end of the tensor.
+
+        Args:
+            rank: Rank of the partition.
+            name: Name of the tensor.
+            start: First byte; reads of a tensor end in order.
+            nbytes: Number of bytes.
+            crc: Their CRC-32C.
+
+        Raises:
+            IoError: If the tensor has been read completely and differs from the saved one.
+        """
+        place, file = self._found.places[rank][name], states_file(rank)
+        total = crc32c_joined(self._sums.pop((rank, name), 0), crc, nbytes)
+        if start + nbytes < place.tensor.nbytes:
+            self._sums[rank, name] = total
+        elif total != self._found.manifest.files[file].sums[name]:
+            path = str(self._found.folder / file)
+            raise IoError(path, place.offset, place.tensor.nbytes, errno.EBADMSG, f"use {name},")
+
+    def close(self) -> None:
+        """Closes the files; idempotent."""
+        for file in self._files:
+            file.close()

@@ -10,11 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from offload.aio import crc32c_joined
 from offload.aio.protocols import Queue
-from offload.checkpoint.files import refuse_rank, states_file, tensor_name
-from offload.checkpoint.load import look as look_into_checkpoint
-from offload.checkpoint.load import open_states
+from offload.checkpoint.files import refuse_rank
 from offload.errors import IoError, StoreError
 from offload.states import State
 from offload.swapper.store import Compared, bytes_of, rank_folders
@@ -22,7 +19,7 @@ from offload.swapper.store.folder import FINISHED, RESHARDED, Lock, Use
 from offload.swapper.store.format import Extents, Manifest, Passages, check_rank, check_whole, last_of_all
 from offload.swapper.store.inspection import Commit, Found, is_rank, look
 from offload.swapper.store.recovery import check_one_run
-from offload.swapper.store.verify import Undo
+from offload.swapper.store.undo import Undo
 
 if TYPE_CHECKING:
     import torch
@@ -303,67 +300,3 @@ def _manifest(found: Found) -> Manifest:
     """Returns the manifest of a folder that contains a complete commit."""
     assert found.manifest is not None, "a commit that is whole holds one"
     return found.manifest
-
-
-# -- checkpoint source ---------------------------------------------------------------------------------
-#
-# Weights and states of a checkpoint that `save_checkpoint` made, read without the model's code.
-
-
-class CheckpointSource:
-    """A checkpoint as source of weights. Changes nothing; implements `Source`.
-
-    Damage of a tensor shows when its last byte has been read.
-
-    Args:
-        checkpoint: Folder of the checkpoint.
-        queue: Queue for the reads; owned by the caller.
-
-    Raises:
-        StoreError: If a file is missing or of another size, or if anything but a tensor of states is damaged.
-    """
-
-    def __init__(self, checkpoint: Path, queue: Queue) -> None:
-        self._found = look_into_checkpoint(checkpoint, 0, 0, {})
-        manifest = self._found.manifest
-        self._queue = queue
-        self._sums: dict[tuple[int, str], int] = {}
-        self._files = open_states(self._found)
-        self.description, self.about, self.step = manifest.layout, manifest.about, manifest.step
-        self.frozen = manifest.frozen
-        self.progress = self._found.progress
-        self.buffers, self.client_state = self.progress.buffers, self._found.client_state
-
-    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
-        """Begins to read bytes of a rank's partition; see `Source.read`."""
-        name = tensor_name(unit, state)
-        place = self._found.places[rank][name]
-        assert start + len(buffer) <= place.tensor.nbytes
-        future = self._queue.read(self._files[rank], place.offset + start, buffer, checksum=True)
-        return Compared(future, partial(self._compare, rank, name, start))
-
-    def _compare(self, rank: int, name: str, start: int, nbytes: int, crc: int) -> None:
-        """Joins the CRC-32C of bytes to that of the bytes before, and compares the result at the end of the tensor.
-
-        Args:
-            rank: Rank of the partition.
-            name: Name of the tensor.
-            start: First byte; reads of a tensor end in order.
-            nbytes: Number of bytes.
-            crc: Their CRC-32C.
-
-        Raises:
-            IoError: If the tensor has been read completely and differs from the saved one.
-        """
-        place, file = self._found.places[rank][name], states_file(rank)
-        total = crc32c_joined(self._sums.pop((rank, name), 0), crc, nbytes)
-        if start + nbytes < place.tensor.nbytes:
-            self._sums[rank, name] = total
-        elif total != self._found.manifest.files[file].sums[name]:
-            path = str(self._found.folder / file)
-            raise IoError(path, place.offset, place.tensor.nbytes, errno.EBADMSG, f"use {name},")
-
-    def close(self) -> None:
-        """Closes the files; idempotent."""
-        for file in self._files:
-            file.close()

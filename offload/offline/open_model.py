@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from offload.config import read_json
+from offload.engine.inference import InferenceEngine, inference, read_model
 from offload.errors import ConfigError, UsageError
 from offload.finetune.model import read_tokenizer
-from offload.inference.inference import InferenceEngine, inference, read_model
 from offload.losses import chunk_loss_of
 from offload.offline.static_cache import beside_cache, cache_nbytes, device_nbytes, value_nbytes
 from offload.presets import check_folder, check_positions, error_message, positions_of, require_transformers

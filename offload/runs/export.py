@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from offload.aio.protocols import Queue
 from offload.checkpoint.files import read_manifest
+from offload.checkpoint.load import CheckpointSource
 from offload.errors import StoreError
 from offload.layout.modes import dtype_name
 from offload.model_io.grid import WholeSource, whole_of_checkpoint
@@ -30,7 +31,7 @@ from offload.model_io.save import (
     tokenizer_files,
 )
 from offload.model_io.saved_names import described_names
-from offload.model_io.source import CheckpointSource, Source, StoreSource
+from offload.model_io.source import Source, StoreSource
 from offload.runs.own_checkpoint import find_own
 from offload.swapper.store import note_saved as write_note
 

@@ -28,7 +28,7 @@ from tests.support.oracle import train_step
 
 AREA = "Activation checkpointing"
 DEEP = JOB._replace(model=stack(12))
-WATCHED = ("/offload/engine/activations/", "/tests/support/drives/fault_injection.py")
+WATCHED = ("/offload/activations/", "/tests/support/drives/fault_injection.py")
 """Where calls are counted. The second has the waits for I/O."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-_PACKAGE = "offload.engine.activations"
+_PACKAGE = "offload.activations"
 
 
 def _streams(name: str, module: str, old: str, new: str) -> Mutant:
@@ -52,7 +52,7 @@ MUTANTS = (
     ),
     _streams(
         "give a block away with its copies forgotten",
-        "host_blocks",
+        "kept_inputs",
         "block.after = tuple(event for event in block.after if not event.done())",
         "block.after = ()",
     ),
@@ -64,13 +64,13 @@ MUTANTS = (
     ),
     _streams(
         "write before the download",
-        "staging",
+        "kept_inputs",
         "        memory.downloaded.wait()  # the drive reads what the device has written\n",
         "",
     ),
     _streams(
         "read into a block that the device reads",
-        "staging",
+        "kept_inputs",
         "                event.wait()\n            memory.reading",
         "                pass\n            memory.reading",
     ),
@@ -83,49 +83,49 @@ MUTANTS = (
     # -- I/O
     _input(
         "give a block away under its write",
-        "staging",
+        "kept_inputs",
         "                memory.writing.wait()\n",
         "                pass\n",
         "faults",
     ),
     _input(
         "use a block under its read",
-        "staging",
+        "kept_inputs",
         "                memory.reading.wait()\n",
         "                pass\n",
         "faults",
     ),
     _input(
         "count a write that did not start",
-        "staging",
+        "kept_inputs",
         "        slot = self._slots.take(kept.nbytes)\n        try:\n",
         "        memory.slot = slot = self._slots.take(kept.nbytes)\n        try:\n",
         "faults",
     ),
     _input(
         "count a read that did not start",
-        "staging",
+        "kept_inputs",
         "        try:\n            for event in block.after:",
         "        memory.block = block\n        try:\n            for event in block.after:",
         "faults",
     ),
     _input(
         "take a failed write for a good one",
-        "staging",
+        "kept_inputs",
         "            slot, memory.slot, memory.writing = memory.slot, None, None\n",
         "            slot, memory.writing = None, None\n",
         "faults",
     ),
     _input(
         "take a failed read for a good one",
-        "staging",
+        "kept_inputs",
         "            block, memory.block, memory.reading = memory.block, None, None\n",
         "            block, memory.reading = None, None\n",
         "faults",
     ),
     _input(
         "give the block of a dropped input away under its transfer",
-        "staging",
+        "kept_inputs",
         "        memory.settle()\n        self.check_open()",
         "        memory.writing = memory.reading = None\n        self.check_open()",
         "in_flight",
@@ -133,35 +133,35 @@ MUTANTS = (
     # -- Ctrl-C
     _input(
         "take a Ctrl-C for the end of a write",
-        "staging",
+        "kept_inputs",
         "        except IoError:  # no other error: after a Ctrl-C the drive still reads the block",
         "        except BaseException:",
         "in_flight",
     ),
     _input(
         "take a Ctrl-C for the end of a read",
-        "staging",
+        "kept_inputs",
         "        except IoError:  # no other error: after a Ctrl-C the drive still writes to the block",
         "        except BaseException:",
         "in_flight",
     ),
     _input(
         "lose a Ctrl-C where a graph ends",
-        "kept_input",
+        "kept_inputs",
         "    @uninterrupted  # Python drops what is raised in here, a Ctrl-C too\n",
         "",
         "interrupts",
     ),
     _input(
         "go on after a handler has destroyed the engine",
-        "staging",
+        "kept_inputs",
         "        if self.closed:\n",
         "        if False:\n",
         "interrupts",
     ),
     _input(
         "close a generator that runs",
-        "unit_checkpoints",
+        "checkpoints",
         "        next(generator)  # may wait for I/O, and so run a handler that calls `abandon`\n"
         "        call.generator = generator\n",
         "        call.generator = generator\n        next(generator)\n",
@@ -189,7 +189,7 @@ MUTANTS = (
         "return tensor",
         "inputs_kept",
     ),
-    _input("copy bytes that are not values", "kept_input", "        and not tensor.is_conj()\n", "", "input_forms"),
+    _input("copy bytes that are not values", "kept_inputs", "        and not tensor.is_conj()\n", "", "input_forms"),
     _input("remember what was dropped for ever", "kept_inputs", "2 * len(alive) + _MOST_SHARED", "1 << 30", "graphs"),
     _input(
         "keep memory of a graph that outlives its engine",
@@ -200,7 +200,7 @@ MUTANTS = (
     ),
     _input(
         "leave blocks of another size where they are",
-        "staging",
+        "kept_inputs",
         "found = [each for each in kept if _has_block(each.memory)]",
         "found = [e for e in kept if _has_block(e.memory) and e.memory.block.buffer.nbytes >= nbytes]",
         "memory",
@@ -208,28 +208,28 @@ MUTANTS = (
     # -- what is computed again
     _input(
         "change statistics twice",
-        "unit_checkpoints",
+        "checkpoints",
         "return self.tensor._version != self.version or isinstance(self.owner, nn.modules.batchnorm._NormBase)",
         "return self.tensor._version != self.version",
         "buffers",
     ),
     _input(
         "miss a buffer that is replaced",
-        "unit_checkpoints",
+        "checkpoints",
         "each.tensor._version != each.version or _differs(now, each.tensor)",
         "each.tensor._version != each.version",
         "buffers",
     ),
     _input(
         "leave out a cache that is in use",
-        "unit_checkpoints",
+        "checkpoints",
         "return module.training and _length_of(cache, module) == 0",
         "return True",
         "input_caches",
     ),
     _input(
         "give a block copies of the caller's lists",
-        "unit_checkpoints",
+        "checkpoints",
         "        return args, kwargs\n    args = tuple",
         "        return tree_unflatten(*tree_flatten((args, kwargs)))\n    args = tuple",
         "input_forms",

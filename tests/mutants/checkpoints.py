@@ -85,7 +85,7 @@ MUTANTS = (
     Mutant(
         "leave out the low bits of masters in a universal checkpoint",
         "offload.runs.states_by_parameter",
-        "return {MASTER: sources(self.mode.weights), **moments}",
+        "return {MASTER: master_sources(self.mode.weights), **moments}",
         "return {MASTER: (State.WEIGHT,), **moments}",
         "tests/deepspeed/test_deepspeed_checkpoints.py",
     ),

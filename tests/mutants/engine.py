@@ -50,7 +50,7 @@ MUTANTS = (
     Mutant(
         "take `sys.exit` with a failure for a normal end",
         "offload.engine.shutdown",
-        " or exit_status.failure()\n",
+        " or exit_failure()\n",
         "\n",
         "tests/failures/test_exit_status.py",
     ),
@@ -182,7 +182,7 @@ MUTANTS = (
     ),
     Mutant(
         "read in place what the files have in another dtype",
-        "offload.inference.inference",
+        "offload.engine.inference",
         "        if other is not None:",
         "        if False:",
         "tests/inference/test_inference.py",

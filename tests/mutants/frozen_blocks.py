@@ -36,7 +36,7 @@ MUTANTS = (
     Mutant(
         "read blocks of the second shard of an export over those of the first",
         "offload.model_io.save",
-        "        at += shard.numel * itemsize\n",
+        "        at += part.numel * itemsize\n",
         "",
         "tests/frozen/test_frozen_blocks_processes.py",
     ),

@@ -162,7 +162,7 @@ MUTANTS = (
     Mutant(
         "look at a master without its residual",
         "offload.engine.access",
-        "sources(mode.weights) if joined else moment_values.sources(mode, state)",
+        "master_sources(mode.weights) if joined else optimizer_states.moment_sources(mode, state)",
         "(state,)",
         "tests/deepspeed/test_safe_get.py",
     ),

@@ -50,20 +50,22 @@ MUTANTS = (
     _mutant(
         "adopt weights of an early update beside the old ones",
         "offload.swapper.pager",
-        "            self._host_cache.forget(entry)\n",
-        "            pass\n",
+        "                self._host_cache.finish_read(entry)\n            self._host_cache.forget(entry)\n",
+        "                self._host_cache.finish_read(entry)\n",
     ),
     _mutant(
         "write weights where an upload still reads",
         "offload.swapper.pager",
+        "        assert entry.size.tier is not Tier.DEVICE\n"
         "        entry.copied.wait()  # the worker is about to write where an upload may still read\n",
-        "",
+        "        assert entry.size.tier is not Tier.DEVICE\n",
     ),
     _mutant(
         "begin an early update where an upload still reads",
         "offload.swapper.pager",
-        "        entry.copied.wait()  # the worker is about to write where an upload may still read\n",
-        "",
+        "        entry.copied.wait()  # the worker is about to write where an upload may still read\n"
+        "        entry.host_buffer, entry.fresh, entry.fresh_stays = None, fresh, True\n",
+        "        entry.host_buffer, entry.fresh, entry.fresh_stays = None, fresh, True\n",
     ),
     _mutant(
         "give weights to a use while their update, which has no host buffer, is written",

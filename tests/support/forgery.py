@@ -103,7 +103,7 @@ def _add_undo(rank: Path) -> None:
     from offload.states import State
     from offload.swapper.store.format import own_nbytes
     from offload.swapper.store.inspection import look
-    from offload.swapper.store.verify import _Entry
+    from offload.swapper.store.undo import _Entry
 
     found = look(rank)
     assert found.manifest is not None

@@ -62,7 +62,8 @@ from offload.swapper.store.format import (
 from offload.swapper.store.inspection import allocated_nbytes
 from offload.swapper.store.recovery import check_drives, check_sizes
 from offload.swapper.store.requests import NO_SPANS, CheckedRead, DriveSpans, Written, bytes_of, clone_extents
-from offload.swapper.store.verify import Damage, Undo, first_damage
+from offload.swapper.store.undo import Undo
+from offload.swapper.store.verify import Damage, first_damage
 from offload.timeline import Row, now
 
 if TYPE_CHECKING:
