@@ -408,8 +408,6 @@ POINTS: Mapping[str, Sequence[str]] = {
     "size.chunk": (
         "offload.layout.placement:CHUNK",
         "offload.engine.gradients:CHUNK",
-        "offload.engine.gradients:CHUNK",
-        "offload.engine.gradients:CHUNK",
         "offload.distributed.reduce_scatter:CHUNK",
         "offload.optimizers.lamb:CHUNK",
     ),
@@ -439,10 +437,9 @@ POINTS: Mapping[str, Sequence[str]] = {
     "size.stripe": ("offload.swapper.store.drives:_STRIPE_BYTES",),
     "size.least_checksum": ("offload.swapper.store.format:_MIN_CHECKSUM_NBYTES",),
     # What the machine says.
-    "clock.steps": ("offload.engine.metrics:now",),
+    "clock.steps": ("offload.engine.metrics:wall_clock",),
     "clock.interrupts": ("offload.interrupts:_RETRY_S",),
     "memory.free": (
-        "offload.engine.access:free_host_memory",
         "offload.engine.access:free_host_memory",
         "offload.engine.edits:free_host_memory",
         "offload.swapper.memory.device:free_host_memory",

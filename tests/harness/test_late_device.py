@@ -19,6 +19,9 @@ from tests.support.devices.backward_thread import use_backward_thread
 from tests.support.devices.late_device import LateDevice, Ticks, use_device
 from tests.support.oracle import processes, start, train_step
 
+SQUARES_OF_THE_HOST = gradients.squares_of
+"""As it is before a device replaces it."""
+
 TWOS = 16
 """Elements of the memory that the accesses below reach, all of value 2."""
 
@@ -109,7 +112,7 @@ def _train(folder: str, fault: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         use_device(patch, device)
         if fault:
-            testing.replace(patch, "gradient.squares", gradients.squares_of)
+            testing.replace(patch, "gradient.squares", SQUARES_OF_THE_HOST)
         engine = start(models.GPT2, ("none", "none"), Path(folder), device_memory=1 << 24)
         with Ticks(device):
             train_step(engine, models.GPT2, 0)
