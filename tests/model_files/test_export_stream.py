@@ -135,8 +135,9 @@ def test_memory_is_that_of_the_buffers_for_any_model(
     with IoQueue() as queue:
         written(run, tmp_path / "out", "fp32", queue)
     numel, gaps = save._CHUNK_NUMEL, save._GAPS
-    assert most[0] == save._READS * 4 * numel + save._WRITES * (4 * numel + gaps)
-    assert most[0] < 100 << 20 and now[0] == 0
+    values = 4 * save.VALUES  # of a chunk of blocks, which a model without blocks does not use
+    assert most[0] == save._READS * 4 * numel + save._WRITES * (4 * numel + gaps) + values
+    assert most[0] < 104 << 20 and now[0] == 0
 
 
 # -- where the bytes of a chunk go --------------------------------------------------------------------

@@ -53,4 +53,4 @@ def test_only_move_assigns_a_residency() -> None:
     """Of the engine's pager; the simulated one has its own."""
     modules = (path for path in PACKAGE.rglob("*.py") if "simulation" not in path.parts)
     found = [path.name for path in modules for _ in re.finditer(r"\.residency(: \w+)? = ", path.read_text())]
-    assert found == ["unit_table.py"]
+    assert found == ["table.py"]
