@@ -20,8 +20,8 @@ import offload
 from bench.measure import median_ratio, report, seconds
 from bench.update import make_engine
 from offload.aio import DirectFile, IoQueue, aligned_empty
+from offload.aio.file import WINDOW_BYTES, window_bytes
 from offload.aio.measure import move, remove
-from offload.aio.windows import WINDOW_BYTES, window_bytes
 from offload.sizes import MIB
 
 _ORDERS = {"at_once": 0, "windows": WINDOW_BYTES}

@@ -26,7 +26,7 @@ from torch import nn
 
 from bench.measure import report
 from offload.kernels import AdamWStep, CPUAdamW, Noise, Partition, Segment, noise_stream, split_master, update
-from offload.kernels.moments import blocks_of
+from offload.kernels.update import blocks_of
 
 _BLOCK = 256
 _EVALUATED = 32

@@ -21,15 +21,14 @@ from typing import Any
 import offload
 from bench.measure import apart, median_ratio, options, random_ids, report, resident, seconds
 from bench.throttle import throttled
-from offload.config.blocks.offload_block import OffloadBlock
+from offload.config.blocks import OffloadBlock
 from offload.hardware.probe import DTYPES, probe
 from offload.layout.pass_order import MICRO_BATCH_MAJOR
-from offload.planner import memory
-from offload.planner import recommend as choice
-from offload.planner.activations.load import Load
+from offload.planner import memory, recommend
+from offload.planner.activations import Load
 from offload.planner.hardware import Hardware, probed
-from offload.planner.measure_model import compute_seconds, measured
 from offload.planner.model_shape import Shape, from_name
+from offload.planner.request import compute_seconds, measured
 from offload.presets import build
 from offload.sizes import parse_size
 from offload.swapper.memory.limits import free_host_memory
@@ -123,11 +122,11 @@ def _run(
     content = memory.settings(*tiers, dtype=given.dtype, paths=[str(given.folder)], **sizes)
     dtype = DTYPES[given.dtype]
     content["offload"] |= {"device": "cpu", "run": "bench-predict", "durability": "auto", **keys}
-    by_probe = choice.plan(shape, hardware, load, content)
+    by_probe = recommend.plan(shape, hardware, load, content)
     before = apart(measured, hardware, shape, load, dtype)
     came = apart(_train, given.model, given.batch_size, given.seq_len, given.steps, content)
     after = apart(measured, hardware, shape, load, dtype)
-    by_model = [choice.plan(shape, model, load, content) for model in (before, after)]
+    by_model = [recommend.plan(shape, model, load, content) for model in (before, after)]
     return {
         **came,
         "compute": statistics.fmean(compute_seconds(shape, model, load.batch) for model in (before, after)),

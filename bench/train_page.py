@@ -17,9 +17,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from offload.bench.train import figures, output
+from offload.bench.train import figures
+from offload.bench.train import figures as output
+from offload.bench.train.loops import measure
 from offload.bench.train.plan import make_plan
-from offload.bench.train.rounds import measure
 from offload.errors import UsageError
 from offload.hardware.info import machine
 from offload.sizes import format_size

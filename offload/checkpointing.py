@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils import checkpoint as torch_checkpoint
 
 from offload.config import Config, load_config
-from offload.config.blocks.activations import ActivationCheckpointing
+from offload.config.blocks import ActivationCheckpointing
 from offload.errors import UsageError
 
 __all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]

@@ -15,7 +15,7 @@ from offload.aio._native import crc32c as _crc32c
 from offload.aio._native import crc32c_joined as _crc32c_joined
 from offload.aio._native import crc32c_of_zeros as _crc32c_of_zeros
 from offload.aio.backend import BACKENDS
-from offload.aio.file import DirectFile
+from offload.aio.file import DirectFile, StripedFile
 from offload.aio.future import File, IoFuture
 from offload.aio.measure import Bandwidth, bandwidths
 from offload.aio.memory import (
@@ -27,7 +27,6 @@ from offload.aio.memory import (
     resident_bytes,
 )
 from offload.aio.queue import IoQueue, Priority
-from offload.aio.stripes import StripedFile
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

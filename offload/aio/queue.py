@@ -13,9 +13,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from offload.aio.backend import open_native
-from offload.aio.file import DirectFile
+from offload.aio.file import DirectFile, StripedFile
 from offload.aio.future import Callbacks, File, IoFuture, exiting, of_the_parent
-from offload.aio.stripes import StripedFile
 from offload.errors import UsageError
 from offload.sizes import GIB, PAGE
 

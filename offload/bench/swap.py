@@ -10,22 +10,472 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import nn
 
 import offload
+from offload.aio import BACKENDS
+from offload.aio.backend import refusals
 from offload.bench.drive import Rates, drive_rates, kernel_bytes, median_rates
-from offload.bench.swap_figures import Result, Turn, make_row
-from offload.bench.swap_plan import BACKWARD, Plan
-from offload.errors import OffloadError
+from offload.bench.output import rounded
+from offload.errors import ConfigError, OffloadError
 from offload.notices import Remark
-from offload.sizes import count_of, format_size
+from offload.sizes import MIB, PAGE, align_up, count_of, format_size
+
+# -- swap plan -----------------------------------------------------------------------------------------
+#
+# The plan of `offload bench swap`, validated before any file is created.
+
+
+TIERS = ("none", "cpu", "nvme")
+DURABILITIES = ("auto", "step", "none")
+BACKWARD = 2
+"""Compute time of a backward as a multiple of the forward's."""
+
+_WEIGHT, _STATES = 2, 10
+"""Bytes of a parameter's bf16 weight; and of its other states: 16 low bits of the master and two fp32 moments."""
+# For the estimate of memory: host memory of the engine's tiles, and units for which the device arena has room.
+_TILES = 96 * MIB
+_DEVICE_UNITS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The settings of a measurement."""
+
+    folders: tuple[str, ...]
+    units: int
+    unit_bytes: int
+    compute_ms: tuple[float, ...]
+    """Simulated compute times of one unit's forward, in milliseconds; the benchmark runs with each."""
+    steps: int
+    """Timed steps of a turn, without the steps at its start that are not timed."""
+    rounds: int
+    """Turns of each of the drive by itself, the swapped model and the model in memory."""
+    accumulation: int
+    """Micro-batches of a step."""
+    weights: str
+    states: str
+    """Tier of the optimizer states, one of `TIERS`; `weights` is the tier of the weights."""
+    durability: str
+    host_memory: int | None
+    device_memory: int | None
+    """Device budget in bytes; `host_memory` is the host budget. None for the engine's defaults."""
+    overlap: bool
+    """True if updates run during the next forward."""
+    busy: bool
+    """True if compute keeps a core busy instead of sleeping."""
+    in_memory: bool
+    """True if the compute time is measured with the same model in memory; False if it is calculated."""
+    backend: str
+    block_bytes: int | None
+    depth: int | None
+    """I/O blocks in flight. None stands for the backend's default, here and for `block_bytes`."""
+    probe_bytes: int
+
+    @property
+    def unit_numel(self) -> int:
+        """Returns the number of parameters of a unit."""
+        return self.unit_bytes // _WEIGHT
+
+    @property
+    def parameters(self) -> int:
+        """Returns the number of parameters of the model."""
+        return self.units * self.unit_numel
+
+    @property
+    def update_read_bytes(self) -> int:
+        """Returns the bytes that the updates of a step read at most. A step's other reads are weights for compute."""
+        return self.parameters * (_WEIGHT * (self.weights == "nvme") + _STATES * (self.states == "nvme"))
+
+    def forward_seconds(self, compute_ms: float) -> float:
+        """Returns the compute time of the first micro-batch's forward."""
+        return self.units * compute_ms / 1e3
+
+    def pure_seconds(self, compute_ms: float) -> float:
+        """Returns the compute time of a step: forwards and backwards of all micro-batches, without the optimizer."""
+        return self.forward_seconds(compute_ms) * (1 + BACKWARD) * self.accumulation
+
+
+def make_plan(
+    folders: Sequence[str],
+    *,
+    units: int = 16,
+    unit_bytes: int = 64 * MIB,
+    compute_ms: Sequence[float] = (),
+    steps: int = 4,
+    rounds: int = 3,
+    accumulation: int = 1,
+    weights: str = "nvme",
+    states: str = "nvme",
+    durability: str = "auto",
+    host_memory: int | None = None,
+    device_memory: int | None = None,
+    overlap: bool = True,
+    busy: bool = False,
+    in_memory: bool | None = None,
+    backend: str = "auto",
+    block_bytes: int | None = None,
+    depth: int | None = None,
+    probe_bytes: int = 256 * MIB,
+) -> Plan:
+    """Returns the plan of the settings, named as in `Plan`, and validates it; creates no file, allocates no memory.
+
+    Args:
+        folders: folders on the drives to measure.
+        unit_bytes: bytes of a unit's weights, rounded down to pages.
+        compute_ms: simulated compute times of one unit's forward, in milliseconds; empty for 50.
+        in_memory: True to measure the compute time with the same model in memory, False to calculate it; None to
+            measure it if memory suffices.
+        probe_bytes: bytes of the file that measures the drive, rounded up to pages.
+
+    Raises:
+        ConfigError: a setting is out of range, or memory or the drive is too small.
+    """
+    plan = Plan(
+        folders=tuple(folders),
+        units=units,
+        unit_bytes=unit_bytes // PAGE * PAGE,
+        compute_ms=tuple(dict.fromkeys(compute_ms or (50.0,))),
+        steps=steps,
+        rounds=rounds,
+        accumulation=accumulation,
+        weights=weights,
+        states=states,
+        durability=durability,
+        host_memory=host_memory,
+        device_memory=device_memory,
+        overlap=overlap,
+        busy=busy,
+        in_memory=True,
+        backend=backend,
+        block_bytes=block_bytes,
+        depth=depth,
+        probe_bytes=align_up(probe_bytes),
+    )
+    _check_numbers(plan, unit_bytes, probe_bytes)
+    _check_choices(plan)
+    _check_room(plan)
+    # Last: the estimate of memory needs valid settings.
+    return replace(plan, in_memory=_fits_in_memory(plan, in_memory))
+
+
+def _check_numbers(plan: Plan, unit_bytes: int, probe_bytes: int) -> None:
+    """Raises `ConfigError` if a number is out of range."""
+    for name in ("units", "steps", "rounds", "accumulation"):
+        if getattr(plan, name) < 1:
+            raise ConfigError(f"expected {name} >= 1, got {getattr(plan, name)}")
+    for each in plan.compute_ms:
+        if not 0 <= each <= 1e6:
+            raise ConfigError(f"expected compute-ms from 0 to 1000000, got {each:g}")
+    for name, nbytes in (("unit-size", unit_bytes), ("probe-size", probe_bytes)):
+        if nbytes < PAGE:
+            raise ConfigError(f"expected {name} of at least {PAGE} bytes, got {nbytes}")
+
+
+def _check_choices(plan: Plan) -> None:
+    """Raises `ConfigError` if a choice is unknown, the backend is refused, or nothing would be swapped."""
+    known = {"weights": TIERS, "states": TIERS, "durability": DURABILITIES, "backend": ("auto", *BACKENDS)}
+    for name, choices in known.items():
+        if getattr(plan, name) not in choices:
+            raise ConfigError(f"there is no {name} {getattr(plan, name)!r}: expected {', '.join(choices)}")
+    refused = refusals().get(plan.backend)
+    if refused:
+        raise ConfigError(f"{refused}; take another backend")
+    if "nvme" not in (plan.weights, plan.states) and plan.durability != "step":
+        raise ConfigError(
+            "nothing would be swapped: give --weights nvme, --states nvme, or --durability step, which writes a "
+            "copy of all states each step"
+        )
+
+
+def _check_room(plan: Plan) -> None:
+    """Raises `ConfigError` if a folder is missing or its drive has too little free space."""
+    if not plan.folders:
+        raise ConfigError("give at least one folder, on the drive to measure")
+    two_slots, in_place = 2 * (_WEIGHT + _STATES) * plan.parameters, plan.update_read_bytes
+    # A durable run keeps two slots of every state; otherwise states are overwritten in place.
+    need = two_slots if plan.durability == "step" else in_place
+    share = -(-(need + plan.probe_bytes) // len(plan.folders))
+    asked: dict[int, int] = {}
+    for folder in plan.folders:
+        if not os.path.isdir(folder):
+            raise ConfigError(f"there is no folder {folder}")
+        # Folders of one file system share its free space, so their needs add up.
+        device = os.stat(folder).st_dev
+        asked[device] = asked.get(device, 0) + share
+        free = shutil.disk_usage(folder).free
+        if free < asked[device]:
+            raise ConfigError(
+                f"{folder} has {format_size(free)} free, the files take {format_size(asked[device])}: give fewer "
+                f"--units or a smaller --unit-size"
+            )
+
+
+def _fits_in_memory(plan: Plan, wanted: bool | None) -> bool:
+    """Returns `wanted` or, if that is None, True if memory has room for the same model beside the swapped one.
+
+    Raises `ConfigError` if the swapped model alone does not fit, or the second one does not although it is requested.
+    """
+    available = psutil.virtual_memory().available
+    # Gradients are bf16, or fp32 if they are accumulated over micro-batches.
+    gradients = plan.parameters * (2 if plan.accumulation == 1 else 4)
+    in_tier = {
+        tier: (_WEIGHT * (plan.weights == tier) + _STATES * (plan.states == tier)) * plan.parameters for tier in TIERS
+    }
+    host = plan.host_memory or gradients + in_tier["cpu"] + _TILES + 2 * plan.unit_bytes
+    budgets = host + (plan.device_memory or in_tier["none"] + _DEVICE_UNITS * plan.unit_bytes)
+    working = plan.probe_bytes + 6 * plan.unit_bytes  # the drive's probe, a gradient, weights while they are made
+    beside = (_WEIGHT + _STATES) * plan.parameters + gradients + _TILES
+    if available < budgets + working:
+        raise ConfigError(
+            f"{format_size(available)} of memory are free, budgets and gradients take "
+            f"{format_size(budgets + working)}: give fewer --units, a smaller --unit-size or smaller budgets"
+        )
+    if wanted and available < budgets + working + beside:
+        raise ConfigError(
+            f"{format_size(available)} of memory are free, the model beside its copy in memory takes "
+            f"{format_size(budgets + working + beside)}: leave --in-memory out, and compute is calculated"
+        )
+    # A margin of 10 %, since other processes allocate too; an explicit request needs no margin.
+    return available >= (budgets + working + beside) * 1.1 if wanted is None else wanted
+
+
+# -- swap figures --------------------------------------------------------------------------------------
+#
+# Figures and conclusions of `offload bench swap`. Pure functions.
+#
+# A step is compared with three bounds: compute, the time of the same step in memory; the drive, the time to move the
+# step's bytes without compute; and the order of a step, which follows from both:
+#
+#     forward    a unit's update must precede its use, so only the first forward hides the updates' I/O
+#     the rest   the compute after the first forward hides reads of weights, and nothing else
+
+
+_NEAR = 0.05
+"""Fraction of a bound within which a step counts as having reached the bound."""
+
+
+class Turn(NamedTuple):
+    """Consecutive steps. Bytes are those of one step."""
+
+    seconds: tuple[float, ...]
+    read_bytes: float
+    written_bytes: float
+    kernel_read_bytes: float | None
+    """Bytes fetched from drives for this process according to /proc/self/io; None if unavailable."""
+    kernel_written_bytes: float | None
+    """Bytes sent to drives for this process according to /proc/self/io; None if unavailable."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A step at one `compute_ms`: medians of all counted steps of all rounds; bytes are means."""
+
+    compute_ms: float
+    step_seconds: float
+    compute_seconds: float
+    """Seconds of the same step in memory or, if that was not measured, of its forwards and backwards."""
+    io_seconds: float
+    """Seconds in which the drives move the step's bytes without compute."""
+    order_seconds: float
+    """Lower bound of a step in which updates precede their use; see the module's docstring."""
+    exposed_seconds: float
+    """Seconds by which the step exceeds compute."""
+    hidden_seconds: float
+    hidden_percent: float | None
+    """Hidden time in percent of `io_seconds`."""
+    efficiency: float
+    """The longer one of compute and I/O over the step: 1 if one hides the other completely."""
+    read_bytes: float
+    written_bytes: float
+    bytes_per_parameter: float
+    kernel_read_bytes: float | None
+    kernel_written_bytes: float | None
+    hiding_compute_ms: float | None
+    """Least `compute_ms` at which the order of a step lets all I/O be hidden; None without overlap."""
+    limit: str
+    """The bound that determines the step: compute, drive, order, or budgets."""
+
+
+class Result(NamedTuple):
+    """All measurements."""
+
+    file_bytes: int
+    host_memory: int
+    device_memory: int
+    durable: bool
+    notices: tuple[str, ...]
+    """What the machine or the drive has refused, such as a backend of I/O."""
+    rates: Rates
+    rows: tuple[Row, ...]
+
+
+# -- conclusions --------------------------------------------------------------------------------------
+
+
+def make_row(
+    plan: Plan, compute_ms: float, rates: Rates, swapped: Sequence[Turn], in_memory: Sequence[Turn] = ()
+) -> Row:
+    """Derives a row from measurements.
+
+    Args:
+        plan: the settings.
+        compute_ms: milliseconds of one unit's forward.
+        rates: bandwidth of the drives.
+        swapped: turns of the model that is swapped.
+        in_memory: turns of the same model in memory; if empty, compute is calculated.
+    """
+    step = _median_step(swapped)
+    pure, forward = plan.pure_seconds(compute_ms), plan.forward_seconds(compute_ms)
+    # The step in memory contains the optimizer, which the calculated time lacks.
+    compute = max(_median_step(in_memory), pure) if in_memory else pure
+    read = statistics.mean(turn.read_bytes for turn in swapped)
+    written = statistics.mean(turn.written_bytes for turn in swapped)
+    io = rates.seconds(read, written)
+    # Reads of updates are known from the plan; the others are reads of weights for compute.
+    updates_read = min(read, plan.update_read_bytes)
+    updates = rates.seconds(updates_read, written)
+    weights = (read - updates_read) / rates.read
+    # Updates run during the first forward, or with overlap switched off before it.
+    first = max(updates, forward) if plan.overlap else updates + forward
+    order = max(first + max(compute - forward, weights), compute)
+    exposed = max(step - compute, 0.0)
+    hidden = min(max(io - exposed, 0.0), io)
+    # Passes over the units after the first forward: the other forwards, and backwards that take `BACKWARD` forwards.
+    passes_after = (1 + BACKWARD) * plan.accumulation - 1
+    return Row(
+        compute_ms=compute_ms,
+        step_seconds=step,
+        compute_seconds=compute,
+        io_seconds=io,
+        order_seconds=order,
+        exposed_seconds=exposed,
+        hidden_seconds=hidden,
+        hidden_percent=100 * hidden / io if io else None,
+        efficiency=max(compute, io) / step,
+        read_bytes=read,
+        written_bytes=written,
+        bytes_per_parameter=(read + written) / plan.parameters,
+        kernel_read_bytes=_mean_of_known([turn.kernel_read_bytes for turn in swapped]),
+        kernel_written_bytes=_mean_of_known([turn.kernel_written_bytes for turn in swapped]),
+        hiding_compute_ms=1e3 * max(updates, weights / passes_after) / plan.units if plan.overlap else None,
+        limit=find_limit(step, compute, io, order),
+    )
+
+
+def find_limit(step: float, compute: float, io: float, order: float) -> str:
+    """Returns the bound that determines a step: "compute", "drive", "order" or "budgets".
+
+    Args:
+        step: seconds of the step.
+        compute: seconds of compute alone.
+        io: seconds of I/O alone.
+        order: the least seconds of a step whose updates precede their use.
+    """
+    if step <= compute * (1 + _NEAR):
+        return "compute"
+    # Well above every bound of drive and compute, only the budgets are left as a cause.
+    if step > order * (1 + 4 * _NEAR):
+        return "budgets"
+    return "drive" if max(io, compute) == io and io >= order * (1 - _NEAR) else "order"
+
+
+def _median_step(turns: Sequence[Turn]) -> float:
+    """Returns the median seconds of all steps of all turns."""
+    return statistics.median(seconds for turn in turns for seconds in turn.seconds)
+
+
+def _mean_of_known(values: Sequence[float | None]) -> float | None:
+    """Returns the mean of the values that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return statistics.mean(known) if known else None
+
+
+# -- output -------------------------------------------------------------------------------------------
+
+
+def as_json(machine: dict[str, Any], plan: Plan, result: Result) -> dict[str, Any]:
+    """Returns the content that `--json` prints."""
+    return {
+        "machine": machine,
+        "paths": list(plan.folders),
+        "parameters": plan.parameters,
+        "units": plan.units,
+        "unit_bytes": plan.unit_bytes,
+        "accumulation": plan.accumulation,
+        "weights": plan.weights,
+        "states": plan.states,
+        "durability": "step" if result.durable else "none",
+        "overlap": plan.overlap,
+        "busy": plan.busy,
+        "host_memory": result.host_memory,
+        "device_memory": result.device_memory,
+        "file_bytes": result.file_bytes,
+        "notices": list(result.notices),
+        "steps": plan.steps,
+        "rounds": plan.rounds,
+        "compute_measured": plan.in_memory,
+        "drive": {
+            f"{name}_gb_per_s": rounded(value / 1e9) for name, value in zip(Rates._fields, result.rates, strict=True)
+        },
+        "rows": [{key: rounded(value) for key, value in asdict(row).items()} for row in result.rows],
+    }
+
+
+def heading(plan: Plan, result: Result) -> list[str]:
+    """Returns the lines above the table."""
+    rates, row = result.rates, result.rows[0]
+    counted = ""
+    if row.kernel_read_bytes is not None and row.kernel_written_bytes is not None:
+        counted = f" (the kernel counts {format_size(row.kernel_read_bytes)}, {format_size(row.kernel_written_bytes)})"
+    return [
+        *result.notices,
+        f"{count_of(plan.units, 'unit')} of {format_size(plan.unit_bytes)}, {plan.parameters / 1e6:.0f} M parameters; "
+        f"weights on {plan.weights}, states on {plan.states}",
+        f"{format_size(result.file_bytes)} in files, durability {'step' if result.durable else 'none'}; host budget "
+        f"{format_size(result.host_memory)}, device budget {format_size(result.device_memory)}",
+        f"the drive alone reads {rates.read / 1e9:.1f}, writes {rates.write / 1e9:.1f}, both at once "
+        f"{rates.mixed / 1e9:.1f} GB/s; a step reads {format_size(row.read_bytes)}, writes "
+        f"{format_size(row.written_bytes)}{counted}",
+        f"compute is {'that of the same model in memory' if plan.in_memory else 'calculated'}; seconds of a step:",
+    ]
+
+
+def in_words(plan: Plan, row: Row) -> str:
+    """Returns a sentence about the limit of a step, and about a change that would lift it."""
+    start = f"at {row.compute_ms:g} ms a unit"
+    if row.limit == "compute":
+        part = "all of" if row.exposed_seconds < 0.005 else f"all but {row.exposed_seconds:.2f} s of"
+        return f"{start} compute limits: {part} the {row.io_seconds:.2f} s of I/O are hidden"
+    # A row that has that time already was slower than the order of a step allows: it would say nothing true.
+    hides = row.hiding_compute_ms is not None and row.hiding_compute_ms > row.compute_ms
+    enough = f"; from about {row.hiding_compute_ms:.0f} ms on all could be hidden" if hides else ""
+    compute, io, order = (f"{each:.2f} s" for each in (row.compute_seconds, row.io_seconds, row.order_seconds))
+    if row.limit == "drive":
+        return f"{start} the drive limits: {io} of I/O beside {compute} of compute{enough}"
+    if row.limit == "order":
+        forward = plan.forward_seconds(row.compute_ms)
+        return (
+            f"{start} the drive limits: updates must come before the weights are used, so only the first forward, "
+            f"{forward:.2f} s, hides their I/O, and a step takes at least {order}{enough}"
+        )
+    return (
+        f"{start} budgets limit: compute and drive would allow {order}, the step takes {row.step_seconds:.2f} s; try a "
+        f"larger --host-memory (if this does not help, another process uses the cores)"
+    )
+
+
+# -- swap ----------------------------------------------------------------------------------------------
+
 
 UNCOUNTED = 2
 """Steps at the start of each turn that are not timed: no update runs beside the first, which records the access order.

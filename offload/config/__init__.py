@@ -17,11 +17,17 @@ the block "offload", which DeepSpeed ignores.
 from __future__ import annotations
 
 from offload.config.batch import Batch, effective, resolve_batch
-from offload.config.blocks.block import Block
-from offload.config.blocks.optimizer import OPTIMIZER_DEFAULTS, OptimizerBlock
-from offload.config.blocks.precision import Fp16
-from offload.config.blocks.scheduler import SCHEDULES, TORCH_SCHEDULES, SchedulerBlock
-from offload.config.blocks.zero import Aio, ZeroOptimization
+from offload.config.blocks import (
+    OPTIMIZER_DEFAULTS,
+    SCHEDULES,
+    TORCH_SCHEDULES,
+    Aio,
+    Block,
+    Fp16,
+    OptimizerBlock,
+    SchedulerBlock,
+    ZeroOptimization,
+)
 from offload.config.documentation import document
 from offload.config.load import check_order, examine, load_config, read_json, schedule_params
 from offload.config.schema import Config

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from offload.config.blocks.block import Block
-from offload.config.blocks.scheduler import SCHEDULES
+from offload.config.blocks import SCHEDULES, Block
 from offload.config.load import schedule_params
 from offload.config.schema import Config
 from offload.errors import ConfigError

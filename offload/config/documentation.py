@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from offload.config.blocks.block import Block, all_blocks
-from offload.config.blocks.scheduler import SCHEDULES, SchedulerBlock
-from offload.config.blocks.zero import OLD_SWITCHES
+from offload.config.blocks import OLD_SWITCHES, SCHEDULES, Block, SchedulerBlock, all_blocks
 from offload.config.schema import Config
 
 _INTRODUCTION = """# Configuration

@@ -3,24 +3,241 @@
 from __future__ import annotations
 
 import base64
+import difflib
 import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pydantic
+from pydantic_core import ErrorDetails
 
-from offload.config.blocks.block import Block, inner_block
-from offload.config.blocks.scheduler import SCHEDULES, ScheduleParams, SchedulerBlock
-from offload.config.blocks.values import unpacked
-from offload.config.blocks.zero import OLD_SWITCHES
-from offload.config.contradictions import find_contradictions
-from offload.config.explain import blocks_with_key, explain, nearest, one_error, unknown_key
+from offload.config.blocks import (
+    OLD_SWITCHES,
+    SCHEDULES,
+    Block,
+    Every,
+    ScheduleParams,
+    SchedulerBlock,
+    all_blocks,
+    inner_block,
+    unpacked,
+)
 from offload.config.schema import Config, Findings, no_findings
 from offload.errors import ConfigError
+
+# -- contradictions ------------------------------------------------------------------------------------
+#
+# Contradictions between blocks of a config, each of which is right by itself.
+
+
+def find_contradictions(config: Config) -> Iterator[ConfigError]:
+    """Yields an error for each contradiction between blocks that are right: a wrong key may be what makes one."""
+    yield from _of_precision(config)
+    yield from _of_ranks(config)
+    yield from _of_tiers(config)
+
+
+def _of_precision(config: Config) -> Iterator[ConfigError]:
+    """Yields an error for each two keys that ask for different dtypes of weights, moments or computation."""
+    if config.fp16.enabled and config.bf16.enabled:
+        yield ConfigError("fp16 and bf16 are both enabled; leave one of them on")
+    if config.torch_autocast.enabled and config.dtype != "fp32":
+        yield ConfigError(
+            f"torch_autocast and {config.dtype} are both enabled: autocast is for fp32 weights; leave one of them on"
+        )
+    if config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16":
+        yield ConfigError(
+            "torch_autocast.dtype is fp16, whose gradients need a loss scale that only the fp16 block has; set it to "
+            "bf16, or enable fp16 in place of torch_autocast"
+        )
+    if config.bf16.enabled and config.bf16.bf16_optimizer_states and config.moments != "bf16":
+        yield ConfigError(
+            'bf16.bf16_optimizer_states asks for moments in bf16, and "moments" in the block "offload" for '
+            f"{config.moments}; leave one of them out"
+        )
+    if config.moments != "fp32" and config.optimizer is not None and config.optimizer.params.fp32_optimizer_states:
+        yield ConfigError(
+            f"optimizer.params.fp32_optimizer_states asks for moments in fp32, and another key for {config.moments}; "
+            "leave one of them out"
+        )
+    wanted = config.data_types.param_dtype
+    if wanted is not None and wanted != config.dtype:
+        mode = "switch bf16 and fp16 off" if wanted == "fp32" else f'set "{wanted}": {{"enabled": true}}'
+        yield ConfigError(
+            f"data_types.param_dtype is {wanted}, but the weights are {config.dtype}; {mode}, or leave it out"
+        )
+
+
+def _of_ranks(config: Config) -> Iterator[ConfigError]:
+    """Yields an error for each two keys that have ranks divide weights, or send gradients, in different ways."""
+    zero = config.zero_optimization
+    # Codes have a format of their own, so no dtype can be asked of them beside.
+    if zero.zero_quantized_gradients and config.communication_data_type is not None:
+        yield ConfigError(
+            "zero_optimization.zero_quantized_gradients has ranks send gradients as int8 codes, and "
+            f"communication_data_type in {config.communication_data_type}; leave one of them out"
+        )
+    if zero.zero_hpz_partition_size > 1 and zero.stage < 3:
+        yield ConfigError(
+            f"zero_optimization.zero_hpz_partition_size is {zero.zero_hpz_partition_size} in stage {zero.stage}, and "
+            'ranks divide weights in stage 3: set "stage" to 3, or leave it out'
+        )
+    elif zero.zero_hpz_partition_size > 1 and zero.mics_shard_size > 0:
+        yield ConfigError(
+            "zero_optimization.zero_hpz_partition_size keeps a copy of the weights in each node, and mics_shard_size "
+            "the weights and states themselves; leave one of them out"
+        )
+
+
+def _of_tiers(config: Config) -> Iterator[ConfigError]:
+    """Yields an error for each block that places states on drives where no folder is given."""
+    for name, tier in (("offload_param", config.weight_tier), ("offload_optimizer", config.optimizer_tier)):
+        if tier == "nvme" and not config.drives:
+            yield ConfigError(
+                f'zero_optimization.{name}.device is nvme, but no "nvme_path" is given; set it beside the device, or '
+                'once in the "offload" block'
+            )
+
+
+# -- explain -------------------------------------------------------------------------------------------
+#
+# Error messages of the config: the key, what was expected, what was given, and what to do.
+
+
+def nearest(model: type[Block], key: str) -> str | None:
+    """Returns the key of `model` whose spelling is nearest to `key`, or None if none is close."""
+    known = (*model.keys(), *model.OLD_NAMES, *model.TUNING, *model.UNSUPPORTED, *model.REFUSED)
+    return next(iter(difflib.get_close_matches(key, known, 1, 0.6)), None)
+
+
+def blocks_with_key(model: type[Block], key: str, path: str) -> str:
+    """Returns the dotted names of `key` in the blocks inside `model`, joined by "or"; "" for none or over three."""
+    inside = [name for name, block in all_blocks(model, "") if name and key in block.model_fields]
+    return " or ".join(f"{path}{name}.{key}" for name in inside) if len(inside) <= 3 else ""
+
+
+def unknown_key(model: type[Block], near: str | None, matches: str, dotted: str) -> str:
+    """Returns the message about an unknown key.
+
+    Args:
+        model: the block in which the key was found.
+        near: a known key of similar spelling, or None.
+        matches: dotted names of the same key in inner blocks, or "".
+        dotted: dotted name of the unknown key.
+    """
+    if matches:
+        return f"unknown key {dotted}; did you mean {matches}?"
+    name = dotted.rpartition(".")[2]
+    if name in Config.model_fields:
+        return f'unknown key {dotted}; "{name}" belongs at the top level, beside the other blocks'
+    keys = f"; keys with an effect are {', '.join(model.keys())}" if model.keys() else ""
+    hint = f'did you mean "{near}"?' if near else f"remove it{keys}"
+    return f"unknown key {dotted}; {hint}"
+
+
+_EXPECTED = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "should be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "should be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "should be true or false"),
+    "model_type": "should be a block, as {...}",
+    "dict_type": "should be a block, as {...}",
+    "tuple_type": "should be a list",
+    "string_type": "should be text",
+    "missing": "is required",
+    "string_too_short": "should not be empty",
+}
+# By key, or by the beginning of a dotted key.
+_ADVICE = {
+    "gradient_clipping": "0 switches clipping off",
+    "gradient_allreduce_op": "for a sum multiply the loss by the number of ranks",
+    "managed_gradient_accumulation": "to mark the end of a step, call engine.set_gradient_accumulation_boundary",
+    "offload.run": "it names a folder: letters, digits, '.', '_' and '-', the first a letter or digit",
+    "offload.durability": 'give "auto", "step", "none", or {"every": 10}, which commits every tenth step',
+    "scheduler.params.total_num_steps": (
+        'give the steps of the complete training; only `offload train` and a Trainer fill "auto"'
+    ),
+    "optimizer.type": "set one of these, or pass optimizer= to offload.initialize",
+}
+
+
+def explain(error: pydantic.ValidationError, path: str = "") -> list[str]:
+    """Returns a message for each wrong key: its path, what was expected, what was given, and what to do.
+
+    Args:
+        error: the error of pydantic.
+        path: dotted prefix of the block that was validated; "" for the whole config.
+    """
+    # pydantic reports an error for each type that a value may have; all of them belong to one key.
+    of_key: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
+    for each in error.errors(include_url=False):
+        place = tuple(itertools.takewhile(lambda part: not _is_choice(part), each["loc"]))
+        # An error inside of a value that was wrong already adds nothing.
+        whole = next((known for known in of_key if place[: len(known)] == known), place)
+        of_key.setdefault(whole, []).append(each)
+    return [_explain_key(errors, path) for errors in of_key.values()]
+
+
+def _explain_key(errors: Sequence[ErrorDetails], path: str) -> str:
+    """Returns the message about a key with one or several errors of pydantic."""
+    # If a block was given, the error of the block type is the useful one; it comes second.
+    several = len(errors) > 1 and _is_choice(errors[0]["loc"][-1]) and isinstance(errors[0]["input"], Mapping)
+    first = errors[1] if several else errors[0]
+    key = path + ".".join(str(part) for part in first["loc"] if not _is_choice(part))
+    ours = first["type"] == "value_error"  # our own validators may quote the value, or name the key of a block
+    names_value = first["type"] == "missing" or (
+        ours and (repr(first["input"]) in first["msg"] or isinstance(first["input"], Mapping))
+    )
+    got = "" if names_value else f", got {first['input']!r}"
+    expected = re.sub("^(Value error, |Input |String |Tuple )", "", first["msg"]).replace(
+        " after validation, not", ", not"
+    )
+    # `parse_size` has no subject for its message, and the config has one: the key.
+    expected = re.sub("^expected a size", "should be a size", expected)
+    expected = _EXPECTED.get(first["type"], expected)
+    if first["type"] == "string_too_short" and re.search(r"nvme_path\.\d+$", key):
+        key = key.rpartition(".")[0]  # a single folder may be given without a list
+        expected = "should be a folder on the drive, or a list of folders, one for each drive"
+    advice = next((f"; {words}" for name, words in _ADVICE.items() if key == name or key.startswith(f"{name}.")), "")
+    if first["type"] == "missing" and isinstance(first["loc"][-1], int):
+        key, expected = key.rpartition(".")[0], f"should be a longer list: item {first['loc'][-1] + 1} is missing"
+    if first["type"] == "model_type" and not path:
+        advice = _suggestion(key, first["input"]) or advice
+    return f"{key} {expected}{got}{advice}"
+
+
+def _suggestion(key: str, value: Any) -> str:
+    """Returns advice on what to write in place of `value`, which was given instead of a block; "" without any."""
+    block = dict(all_blocks(Config, "")).get(key)
+    if block is None or not block.SUGGESTION:
+        return ""
+    # If the value fits the first key of the block, it is part of the suggestion; else the example stays as it is.
+    first = next(iter(block.SUGGESTION))
+    content = {**block.SUGGESTION, first: value}
+    try:
+        block.model_validate(content)
+    except pydantic.ValidationError:
+        content = dict(block.SUGGESTION)
+    return f'; write "{key.rpartition(".")[2]}": {json.dumps(content)}'
+
+
+def one_error(errors: Sequence[ConfigError]) -> ConfigError:
+    """Returns an error for all that is wrong with a config: a single one as it is, several on lines of their own."""
+    if len(errors) == 1:
+        return errors[0]
+    return ConfigError(f"{len(errors)} things are wrong with the config:" + "".join(f"\n* {each}" for each in errors))
+
+
+def _is_choice(part: object) -> bool:
+    """Returns True if a part of an error's location is one of a value's possible types rather than a key."""
+    return isinstance(part, str) and (part.startswith("literal[") or part == Every.__name__)
+
+
+# -- load ----------------------------------------------------------------------------------------------
+
 
 _NOTES = ("_comment", "//", "#")
 """Prefixes of keys that are notes: plain JSON has no comments."""

@@ -7,17 +7,48 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
-from offload.config.blocks.activations import ActivationCheckpointing
-from offload.config.blocks.block import CHANGES_TRAINING, Block, missing, split_names
-from offload.config.blocks.monitors import CsvMonitor, TensorBoard, Wandb
-from offload.config.blocks.offload_block import OffloadBlock
-from offload.config.blocks.optimizer import OptimizerBlock
-from offload.config.blocks.precision import Bf16, DataTypes, Fp16, TorchAutocast
-from offload.config.blocks.scheduler import SchedulerBlock
-from offload.config.blocks.values import Count, Number, SumDtype, Tier, steps_or_never
-from offload.config.blocks.zero import Aio, ZeroOptimization
-from offload.config.elsewhere import Checkpoint
+from offload.config.blocks import (
+    CHANGES_TRAINING,
+    ActivationCheckpointing,
+    Aio,
+    Bf16,
+    Block,
+    Count,
+    CsvMonitor,
+    DataTypes,
+    Fp16,
+    Number,
+    OffloadBlock,
+    OptimizerBlock,
+    SchedulerBlock,
+    SumDtype,
+    TensorBoard,
+    Tier,
+    TorchAutocast,
+    Wandb,
+    ZeroOptimization,
+    missing,
+    split_names,
+    steps_or_never,
+)
 from offload.errors import ConfigError
+
+# -- elsewhere -----------------------------------------------------------------------------------------
+#
+# Blocks of DeepSpeed of which no key changes what this library does.
+
+
+class Checkpoint(Block):
+    """How DeepSpeed writes and reads checkpoints: none of it has an effect on the ones of this library."""
+
+    UNSUPPORTED = split_names("tag_validation use_node_local_storage parallel_write checkpoint_serialization writer")
+
+    load_universal: bool = Field(
+        False, description="universal checkpoints are recognized by their files, with this key and without it"
+    )
+
+
+# -- schema --------------------------------------------------------------------------------------------
 
 
 class Findings(NamedTuple):

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from offload.config.blocks.values import spelled_number
+from offload.config.blocks import spelled_number
 from offload.config.load import read_json
 from offload.errors import ConfigError
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from offload.config import read_json
-from offload.config.blocks.values import TORCH_OPTIMIZERS
+from offload.config.blocks import TORCH_OPTIMIZERS
 from offload.deepspeed.accelerate_checks import check_paths
 from offload.notices import announce
 

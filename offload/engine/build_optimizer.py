@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from offload.config import OptimizerBlock, SchedulerBlock
-from offload.config.blocks.values import spelled_number
+from offload.config.blocks import spelled_number
 from offload.engine.optimizer import RULES, Optimizer, plain, rule_of
 from offload.errors import ConfigError
 from offload.layout.flat_layout import StateField

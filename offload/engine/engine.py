@@ -31,7 +31,7 @@ from torch.utils.data import Dataset
 from offload.checkpoint.load import LoadOptions
 from offload.checkpoint.manager import Checkpoints
 from offload.checkpoint.save import SaveRequest
-from offload.config.blocks.values import unpacked
+from offload.config.blocks import unpacked
 from offload.distributed.process_group import Communication
 from offload.engine import step
 from offload.engine.access import StackAccess

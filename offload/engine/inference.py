@@ -32,7 +32,7 @@ from offload.engine.optimizer import Optimizer
 from offload.engine.plan import Plan, decide
 from offload.engine.setup import STARTING, build, let_segments_grow
 from offload.errors import ConfigError, UsageError
-from offload.fileio.stamp import Stamp
+from offload.fileio.cache_file import Stamp
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.frozen import OWN, inner_starts, inner_tensors_of, opaque_parameters
 from offload.layout.modes import DTYPES, Mode, dtype_name

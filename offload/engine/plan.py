@@ -34,7 +34,7 @@ from offload.engine.shared_memory import check_shared_memory
 from offload.engine.snapshot import Snapshot, persistent_buffers
 from offload.engine.state import Differences
 from offload.errors import ConfigError, StoreError, UsageError
-from offload.hardware.mounts import check_folders, folder_notices
+from offload.hardware.system import check_folders, folder_notices
 from offload.kernels import cuda
 from offload.layout.experts import rows_of
 from offload.layout.flat_layout import Segment, StateField, UnitLayout, laid_out_for, layouts_of

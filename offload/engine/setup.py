@@ -82,7 +82,7 @@ from offload.engine.unit_views import UnitViews
 from offload.engine.update import RunFacts, UpdateWorker, run_may_speculate
 from offload.engine.update_strategy import FusedUpdates, UpdateStrategy
 from offload.errors import ConfigError, StoreError, UsageError
-from offload.fileio.stamp import Stamp
+from offload.fileio.cache_file import Stamp
 from offload.hardware.probe import kept_window
 from offload.launch.environment import rank_number
 from offload.layout.fingerprint import describe

@@ -7,11 +7,15 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from offload.errors import StoreError
 from offload.fileio.atomic_write import atomic_write
 from offload.fileio.inner_files import inner_folder, open_inner
 from offload.sizes import MIB
+
+# -- cache file ----------------------------------------------------------------------------------------
+
 
 _MOST = 64 * MIB
 """Bytes of a cached file at most: machine code, or a measurement."""
@@ -77,3 +81,21 @@ def _depth(path: Path) -> int:
     """Returns the number of names at the end of a path that the user has not given, this library's name the first."""
     user = cache_folder().parent
     return len(path.relative_to(user).parts) if path.is_relative_to(user) else 1
+
+
+# -- stamp ---------------------------------------------------------------------------------------------
+#
+# Properties of a file that show a change of its content.
+
+
+class Stamp(NamedTuple):
+    """Properties of a file that show a change of its content."""
+
+    inode: int
+    nbytes: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Stamp:
+        """Returns the stamp of the file with this status."""
+        return cls(status.st_ino, status.st_size, status.st_mtime_ns)

@@ -25,7 +25,6 @@ from offload.errors import ConfigError, OffloadError, StoreError
 from offload.fileio.jsonl import check_log, cut_log
 from offload.finetune.corpus.byte_tokenizer import byte_tokenizer
 from offload.finetune.corpus.data import Data, Share, find_files, read_files, steps_of
-from offload.finetune.finished import Finished, find_finished
 from offload.finetune.identity import Identity, differences, is_identity, other_model, weights_of
 from offload.finetune.lora import Lora, adapt, parse_lora, require_peft
 from offload.finetune.model import (
@@ -38,26 +37,36 @@ from offload.finetune.model import (
     read_tokenizer,
     without_cache,
 )
-from offload.finetune.option_checks import batch_of, check
 from offload.finetune.options import (
     DEFAULT_STEPS,
     Options,
     Start,
+    batch_of,
+    check,
     chooses_dtype,
     keep,
     merge,
     schedule,
     settings_of,
 )
-from offload.finetune.output import MARK, check_apart, check_output, has_mark, is_marked, output_of
+from offload.finetune.output import (
+    MARK,
+    Finished,
+    check_apart,
+    check_output,
+    find_finished,
+    has_mark,
+    is_marked,
+    output_of,
+)
 from offload.hardware import probe
-from offload.hardware.mounts import folder_notices
+from offload.hardware.system import folder_notices
 from offload.launch.environment import rank_number
 from offload.losses.choice import ChosenLoss, as_begun, choose_loss, would_be_chunked
 from offload.notices import Remark
 from offload.planner.model_shape import config_of
+from offload.planner.output import in_short
 from offload.planner.predict_run import as_step, predict
-from offload.planner.report.text import in_short
 from offload.presets import check_positions, require_transformers
 from offload.swapper.store import run_status
 from offload.timeline import path_of

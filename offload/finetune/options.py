@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import enum
+import functools
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offload.config.blocks.values import spelled_number
+from offload.config import Config, resolve_batch
+from offload.config.batch import Batch
+from offload.config.blocks import spelled_number
 from offload.errors import ConfigError
+from offload.sizes import format_size
+from offload.swapper.memory.limits import free_host_memory
+
+# -- options -------------------------------------------------------------------------------------------
+
 
 DEFAULT_BATCH_SIZE = 8
 DEFAULT_STEPS = 200
@@ -383,3 +392,135 @@ def keep(content: dict[str, Any]) -> tuple[str, ...]:
         return ()
     _set(content, path, "step")
     return ("--keep sets durability to step, since only committed steps can be exported or resumed",)
+
+
+# -- option names --------------------------------------------------------------------------------------
+#
+# Errors about a config in the words of the command line: `--host-memory` in the place of `"host_memory"`.
+
+
+_OTHERS = (
+    ("lr", ("optimizer", "params", "lr")),
+    ("nvme_path", ("offload", "nvme_path")),
+    ("durability", ("offload", "durability", "every")),
+    ("batch_size", ("train_micro_batch_size_per_gpu",)),
+    ("accumulation", ("gradient_accumulation_steps",)),
+)
+"""Options with a merge of their own, and their key in the config."""
+_WITHOUT_NAME = ("frozen",)
+"""Options whose name on the command line is not that of their field."""
+_VALUE = r'(?::\s*(?:"(?P<word>[^"]*)"|\{"every":\s*(?P<every>\d+)\}|(?P<number>[0-9.]+)))?'
+_PLACE = r'(?: in (?:the |its )?(?:block )?"offload"(?: block)?| in "offload"| of the config)?'
+_ASIDE = re.compile(r"(?: there)? \(offload train: [^)]*\)")
+"""What messages add for the command line, which is not needed beside the names of options."""
+
+
+def in_options(message: str, options: Options) -> str:
+    """Returns a message in which options of the command stand for the keys that they set.
+
+    Without a config file every value came from an option or from the command's defaults. With one, only keys whose
+    option was given are replaced: the user may have written the others.
+
+    Args:
+        message: the text of an error.
+        options: the options as they were typed.
+    """
+    found = message
+    for flag, path in _replaced(options):
+        found = _pattern(path).sub(functools.partial(_spelled, flag), found)
+    return found if found == message else _ASIDE.sub("", found)
+
+
+def _replaced(options: Options) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yields the options that stand for their keys, each with the path of its key."""
+    for name, path in (*((name, path) for name, path, _ in KEYS), *_OTHERS):
+        given = getattr(options, name) not in (None, ())
+        if name not in _WITHOUT_NAME and (given or options.config is None):
+            yield f"--{name.replace('_', '-')}", path
+
+
+def _pattern(path: tuple[str, ...]) -> re.Pattern[str]:
+    """Returns the pattern of a key as messages write it: dotted, or in quotes if the name alone is clear."""
+    names = [rf"(?<![\w.\"]){re.escape('.'.join(path))}(?![\w.])"]
+    if len(path) == 1 or (path[0] == "offload" and len(path) == 2):
+        names.append(f'"{path[-1]}"')
+    return re.compile(f"(?:{'|'.join(names)}){_VALUE}{_PLACE}")
+
+
+def _spelled(flag: str, match: re.Match[str]) -> str:
+    """Returns an option with the value that a message gives to its key, if it gives one."""
+    value = next((match[name] for name in ("word", "every", "number") if match[name] is not None), None)
+    return flag if value is None else f"{flag} {value}"
+
+
+# -- option checks -------------------------------------------------------------------------------------
+#
+# Checks of the options of `offload train`, before a file of data is read.
+
+
+_LARGEST = 2**31 - 1
+"""Largest number of steps, sequences or tokens: what numpy and torch index must not overflow."""
+
+
+def check(options: Options) -> None:
+    """Raises `ConfigError` for options that are out of range or contradict each other."""
+    for name in ("steps", "batch_size", "accumulation", "seq_len", "save_every", "log_every"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if value is not None and value > _LARGEST:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at most {_LARGEST}, got {value}")
+    for name in ("lr", "weight_decay", "grad_clip", "warmup", "eval_every"):
+        value = getattr(options, name)
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"--{name.replace('_', '-')} must be a number of at least 0, got {value}")
+    if options.seq_len < 2:
+        raise ConfigError("--seq-len must be at least 2: a model learns to predict the next token")
+    if options.warmup is not None and options.warmup >= 1 and options.warmup % 1:
+        raise ConfigError(f"--warmup must be a fraction of the steps below 1, or a number, got {options.warmup}")
+    if options.epochs is not None and not (math.isfinite(options.epochs) and options.epochs > 0):
+        raise ConfigError(f"--epochs must be a number above 0, got {options.epochs}")
+    if options.steps is not None and options.epochs is not None:
+        raise ConfigError("--steps and --epochs both set the length of the training; give one of them")
+    if options.text and options.data:
+        raise ConfigError("--text and --data are two ways to read: segments of text, or documents; give one of them")
+    if options.eval_data and options.eval_every == 0:
+        raise ConfigError("--eval-data is not used with --eval-every 0, which never evaluates; leave one of them out")
+    if (
+        options.log is not None
+        and options.trace is not None
+        and Path(options.trace).absolute() == options.log.absolute()
+    ):
+        raise ConfigError(f"--log and --trace need two files, got {options.log} for both")
+    if options.load_in_4bit and options.load_in_8bit:
+        raise ConfigError("--load-in-4bit and --load-in-8bit exclude each other; give one of them")
+    if options.frozen is not None and options.lora is None:
+        raise ConfigError(
+            f"{FLAGS[options.frozen]} stores frozen weights in fewer bits, and without --lora none is frozen; give "
+            "--lora too"
+        )
+    if options.no_output and options.output is not None:
+        raise ConfigError(f"--no-output and --output {options.output} exclude each other; give one of them")
+    if options.save_every is not None and options.no_output:
+        raise ConfigError("--save-every writes the model below --output, and --no-output writes none; leave one out")
+
+
+def batch_of(config: Config, seq_len: int, world_size: int) -> Batch:
+    """Returns the batch sizes of a run, whose token ids of a step fit into the free memory.
+
+    Args:
+        config: the config.
+        seq_len: tokens of a sequence.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: the sizes contradict each other, or the ids alone do not fit.
+    """
+    batch = resolve_batch(config, world_size)
+    ids, free = batch.micro * batch.accumulation * seq_len * 8, free_host_memory()  # int64
+    if ids > free:
+        raise ConfigError(
+            f"--batch-size, --accumulation and --seq-len give each rank token ids of {format_size(ids)} a step, and "
+            f"{format_size(free)} are free; make one of them smaller"
+        )
+    return batch

@@ -7,7 +7,7 @@ import torch
 from offload import kernels
 from offload.aio import aligned_empty
 from offload.kernels import AdamWStep, Partition
-from offload.kernels.moments import blocks_of, encode_moments
+from offload.kernels.update import blocks_of, encode_moments
 
 STEP = AdamWStep(1e-4, 0.9, 0.999, 1e-8, 0.01, 11)
 

@@ -22,8 +22,7 @@ from offload.aio.backend import DEFAULTS, refusals
 from offload.aio.file import open_new
 from offload.aio.measure import remove
 from offload.errors import IoError
-from offload.hardware.mounts import mount_of
-from offload.hardware.system import arithmetic, disks, gpus, memory, nodes, processor, text
+from offload.hardware.system import arithmetic, disks, gpus, memory, mount_of, nodes, processor, text
 from offload.sizes import MIB, count_of, format_size
 
 _PACKAGES = ("offload", "torch", "numpy", "transformers", "safetensors", "pydantic")

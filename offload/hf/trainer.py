@@ -41,8 +41,16 @@ from offload.errors import ConfigError
 from offload.hf.accelerator import Accelerator
 from offload.hf.arguments import check_arguments, check_kinds, check_model, check_optim, values_of_arguments
 from offload.hf.auto_values import schedule_values
-from offload.hf.checkpoint_folder import SCHEDULER, check_resumable, has_adapters, has_engine, last_complete, load_into
-from offload.hf.last_checkpoint import LastCheckpoint, announced_end
+from offload.hf.checkpoint_folder import (
+    SCHEDULER,
+    LastCheckpoint,
+    announced_end,
+    check_resumable,
+    has_adapters,
+    has_engine,
+    last_complete,
+    load_into,
+)
 from offload.hf.loss import evaluation_of, loss_of, resumed, state_of
 from offload.hf.micro_batches import StepAtOnce, losses_to_hand_over
 from offload.losses.causal_model import without_logits

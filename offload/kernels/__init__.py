@@ -14,12 +14,25 @@ import os
 
 from offload.kernels import _native
 from offload.kernels.lamb import LambSegment, lamb, lamb_moments, lamb_move, lamb_ratio
-from offload.kernels.noise import Noise, noise_stream
 from offload.kernels.optimizer import CPUAdamW
 from offload.kernels.settings import available_cores, isa_from, threads_beside_device, threads_from
-from offload.kernels.steps import AdagradStep, AdamWStep, LambStep, LionStep, PlainSGDStep, Segment, SGDStep, Step
 from offload.kernels.sums import accumulate, join_master, split_master, sum_squares
-from offload.kernels.update import Partition, adamw, probe, update
+from offload.kernels.update import (
+    AdagradStep,
+    AdamWStep,
+    LambStep,
+    LionStep,
+    Noise,
+    Partition,
+    PlainSGDStep,
+    Segment,
+    SGDStep,
+    Step,
+    adamw,
+    noise_stream,
+    probe,
+    update,
+)
 
 __all__ = [
     "AdagradStep",

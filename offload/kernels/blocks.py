@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from offload.kernels import _native
-from offload.kernels.arrays import FLOATS, UINT8, address, element, length
+from offload.kernels.update import FLOATS, UINT8, address, element, length
 
 _SCALE_NBYTES = 2
 

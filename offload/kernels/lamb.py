@@ -15,9 +15,7 @@ from typing import NamedTuple
 import torch
 
 from offload.kernels import _native
-from offload.kernels.noise import Noise
-from offload.kernels.steps import LambStep
-from offload.kernels.update import Partition, addresses, check_blocks, check_noise, native_segment, run
+from offload.kernels.update import LambStep, Noise, Partition, addresses, check_blocks, check_noise, native_segment, run
 
 BLOCK = 4096
 """Elements of a block of the sums."""

@@ -9,9 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from offload.errors import ConfigError
-from offload.kernels.noise import Noise, noise_stream
-from offload.kernels.steps import AdamWStep, Segment
-from offload.kernels.update import Partition, update
+from offload.kernels.update import AdamWStep, Noise, Partition, Segment, noise_stream, update
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 
 from offload.kernels import _native
-from offload.kernels.arrays import BF16, ELEMENTS, FLOAT, FLOATS, INT8, LOW_BITS, address, element, length
-from offload.kernels.noise import Noise
+from offload.kernels.update import BF16, ELEMENTS, FLOAT, FLOATS, INT8, LOW_BITS, Noise, address, element, length
 
 
 def split_master(

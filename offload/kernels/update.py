@@ -2,30 +2,353 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from offload.kernels import _native
-from offload.kernels.arrays import (
-    BF16,
-    BF24_ELEMENT,
-    CODE_ELEMENT,
-    CODES,
-    FLOAT,
-    FLOATS,
-    INT8,
-    INT16,
-    LOW_BITS,
-    UINT8,
-    address,
-    element,
-    length,
-)
-from offload.kernels.moments import BLOCK, blocks_of
-from offload.kernels.noise import Noise
-from offload.kernels.steps import ROOTS, RULES, AdagradStep, AdamWStep, LambStep, Segment, Step
+
+# -- noise ---------------------------------------------------------------------------------------------
+#
+# Random bits with which moments and masters are rounded: see [Note: stochastic rounding] in native/noise.h.
+
+
+_WORD = (1 << 64) - 1
+_RANGE = 1 << 32
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class Noise(NamedTuple):
+    """The random bits of a segment: a stream, and the number of the segment's first element in the stream."""
+
+    stream: int
+    """Selects one of 2**64 streams; see `noise_stream`."""
+    element: int
+    """From 0 to below 2**64."""
+
+    def after(self, count: int) -> Noise:
+        """Returns the noise from `count` elements on."""
+        return Noise(self.stream, self.element + count)
+
+
+class Keyed(NamedTuple):
+    """Elements [start, stop) whose numbers in their stream agree in all but the lower 32 bits, and their key."""
+
+    start: int
+    stop: int
+    before: int
+    between: int
+    element: int
+    """The lower 32 bits of the number of element `start`."""
+
+
+def keyed(start: int, stop: int, noise: Noise) -> Iterator[Keyed]:
+    """Yields the parts of a segment, mostly one, each of which has one key of its noise."""
+    stream, element = noise
+    while start < stop:
+        high, low = divmod(element, _RANGE)
+        key = _mixed(stream + _GOLDEN * high & _WORD)
+        end = min(stop, start + _RANGE - low)
+        yield Keyed(start, end, key % _RANGE, key // _RANGE, low)
+        element += end - start
+        start = end
+
+
+def noise_stream(seed: int, unit: int, step: int) -> int:
+    """Returns the stream of one update of a parameter.
+
+    Args:
+        seed: the seed of the run.
+        unit: index of the parameter's unit.
+        step: number of updates of the parameter, this one included.
+    """
+    # SplitMix64: streams of neighbouring numbers have nothing in common.
+    stream = 0
+    for part in (seed, unit, step):
+        stream = _mixed((stream ^ part) + _GOLDEN & _WORD)
+    return stream
+
+
+def master_stream(stream: int) -> int:
+    """Returns the stream that rounds masters, beside `stream`, which rounds moments; as native/noise.h has it."""
+    return _mixed(stream ^ 0x6D6173746572)
+
+
+def _mixed(value: int) -> int:
+    """Returns the finalizer of SplitMix64, as `mixed` of native/noise.h computes it."""
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _WORD
+    return value ^ (value >> 31)
+
+
+# -- steps ---------------------------------------------------------------------------------------------
+#
+# Hyperparameters of one step of each update rule, named as in `torch.optim`.
+
+
+class AdamWStep(NamedTuple):
+    """A step of AdamW (Loshchilov & Hutter 2019), or of Adam with `decoupled=False`. Moments: exp_avg, exp_avg_sq."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    """Number of this step, from 1."""
+    grad_scale: float = 1.0
+    """Factor of the gradient: the clip coefficient over the loss scale."""
+    decoupled: bool = True
+    """False adds the decay to the gradient (L2), as `torch.optim.Adam` does."""
+
+
+class AdagradStep(NamedTuple):
+    """A step of `torch.optim.Adagrad` (Duchi, Hazan & Singer 2011). Moment: the sum of squares."""
+
+    lr: float
+    lr_decay: float
+    eps: float
+    weight_decay: float
+    step: int
+    """Number of this step, from 1."""
+    grad_scale: float = 1.0
+
+
+class LionStep(NamedTuple):
+    """A step of Lion (Chen et al. 2023) with decoupled decay. Moment: exp_avg."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+    grad_scale: float = 1.0
+
+
+class SGDStep(NamedTuple):
+    """A step of `torch.optim.SGD` with momentum. Moment: momentum_buffer."""
+
+    lr: float
+    momentum: float
+    """0 leaves the momentum buffer as it is, and dampens nothing."""
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    first: bool
+    """True in the first step, which sets the momentum buffer to the gradient."""
+    grad_scale: float = 1.0
+
+
+class PlainSGDStep(NamedTuple):
+    """A step of `torch.optim.SGD` without momentum. No moments."""
+
+    lr: float
+    weight_decay: float
+    grad_scale: float = 1.0
+
+
+class LambStep(NamedTuple):
+    """A step of LAMB (You et al. 2020), whose length has the correction of the bias, as in DeepSpeed: `kernels.lamb`.
+
+    Moments: exp_avg, exp_avg_sq.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    """Number of this step, from 1."""
+    grad_scale: float = 1.0
+    min_ratio: float = 0.01
+    max_ratio: float = 10.0
+    """Upper bound of the trust ratio; `min_ratio` is the lower one. Both defaults are DeepSpeed's."""
+
+
+# The rules that need one pass over the elements. LAMB needs two: see `kernels.lamb`.
+Step: TypeAlias = AdamWStep | AdagradStep | LionStep | SGDStep | PlainSGDStep
+
+RULES: dict[type, tuple[str, int]] = {
+    AdamWStep: ("adamw", 2),
+    AdagradStep: ("adagrad", 1),
+    LionStep: ("lion", 1),
+    SGDStep: ("sgd", 1),
+    PlainSGDStep: ("plain_sgd", 0),
+}
+"""Name of the native rule and number of moments for each kind of step."""
+
+ROOTS: dict[str, tuple[bool, ...]] = {
+    "adamw": (False, True),
+    "adagrad": (True,),
+    "lion": (False,),
+    "sgd": (False,),
+    "lamb": (False, True),
+    "probe": (False, True),
+}
+"""For each moment of a native rule whether moments in 8 bits hold its root, since it has no sign."""
+
+
+class Segment(NamedTuple):
+    """A range of elements, [start, stop), and the step to perform on them."""
+
+    start: int
+    stop: int
+    step: Step | LambStep
+    """Hyperparameters. `update` does not accept a `LambStep`, since LAMB needs two passes."""
+    noise: Noise | None = None
+    """Rounds bf16 and 8-bit moments, and bf24 masters; None where all are fp32, on which a noise has no effect."""
+
+
+# -- arrays --------------------------------------------------------------------------------------------
+#
+# Validation of tensors for the native kernels, which receive addresses.
+
+
+FLOAT = (torch.float32,)
+BF16 = (torch.bfloat16,)
+INT16 = (torch.int16,)
+INT8 = (torch.int8,)
+UINT8 = (torch.uint8,)
+CODES = (*INT8, *UINT8)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The number that the native code uses for each of `FLOATS`."""
+CODE_ELEMENT = 3
+"""The number that it uses for moments in 8 bits."""
+BF24_ELEMENT = 4
+"""The number that it uses for bf16 weights whose masters have 8 low bits."""
+LOW_BITS = (*INT16, *INT8)
+"""Dtypes of the low bits of a bf16 weight's master: of 16 bits, or of 8."""
+
+
+def element(dtype: torch.dtype) -> int:
+    """Returns the number that the native code uses for `dtype`."""
+    return ELEMENTS[dtype]
+
+
+def length(name: str, tensor: torch.Tensor) -> int:
+    """Returns the number of elements of `tensor`.
+
+    Args:
+        name: name of the argument, for the message.
+        tensor: any tensor.
+
+    Raises:
+        TypeError: the argument is no tensor.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    return tensor.numel()
+
+
+def address(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], numel: int, when: str = "") -> int:
+    """Returns the address of the data of `tensor`, once every property that the native code relies on is checked.
+
+    Args:
+        name: name of the argument, for messages.
+        tensor: (numel,), contiguous, on the CPU; the caller remains its owner.
+        dtypes: dtypes that are allowed.
+        numel: expected number of elements.
+        when: words for messages that explain under which condition `dtypes` holds.
+
+    Raises:
+        TypeError: wrong type or dtype.
+        ValueError: wrong device, shape, stride or storage.
+    """
+    if type(tensor) is not torch.Tensor:
+        length(name, tensor)  # a Parameter or another subclass is accepted
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype) for dtype in dtypes)
+        raise TypeError(f"{name}: expected {when}a tensor of {expected}, got {tensor.dtype}")
+    if not tensor.is_cpu:
+        raise ValueError(f"{name}: expected a tensor on the CPU, got one on {tensor.device}")
+    if tensor.dim() != 1 or tensor.numel() != numel:
+        raise ValueError(f"{name}: expected shape ({numel},), got {tuple(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got stride {tensor.stride()}")
+    if tensor.is_neg():
+        raise ValueError(f"{name}: expected a tensor whose bytes are its values: call .resolve_neg()")
+    if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + numel) * tensor.itemsize:
+        raise ValueError(f"{name}: its storage was resized and does not hold {numel} elements")
+    return tensor.data_ptr()
+
+
+# -- moments -------------------------------------------------------------------------------------------
+#
+# Moments in 8 bits: codes in blocks of 256 elements, with a scale for each block and moment.
+#
+# The scales of a block's moments follow one another. See [Note: codes of moments] in native/moments.h.
+
+
+BLOCK = 256
+"""Elements of a block."""
+
+
+def blocks_of(numel: int) -> int:
+    """Returns the number of blocks that `numel` elements have."""
+    return -(-numel // BLOCK)
+
+
+def encode_moments(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, moment: int) -> None:
+    """Rounds values to nearest: each differs from its code's by at most half of the block's scale.
+
+    The root is stored for codes without a sign: there the bound is one of the roots, and the least code that is not
+    zero stands for all smaller values but zero. A value of inf or NaN makes its block NaN.
+
+    Args:
+        values: (numel,) fp32 on the CPU, only read; from 0 on for codes without a sign. The first is one of a block.
+        codes: (numel,) int8, or uint8 for roots; overwritten.
+        scales: (blocks, moments) fp32; the column of this moment is overwritten.
+        moment: number of the moment, from 0.
+
+    Raises:
+        TypeError: a tensor of a wrong dtype.
+        ValueError: a tensor of a wrong shape, stride or device.
+    """
+    numel = length("values", values)
+    at = address("values", values, FLOAT, numel)
+    _native.encode_moments(at, _coded(codes, scales, moment, numel, 0), numel)
+
+
+def decode_moments(
+    codes: torch.Tensor, scales: torch.Tensor, moment: int, values: torch.Tensor, offset: int = 0
+) -> None:
+    """Writes the moments that codes stand for, with the same bits on every processor.
+
+    Args:
+        codes: (numel,) int8, or uint8 for roots; only read.
+        scales: (blocks, moments) fp32, only read.
+        moment: number of the moment, from 0.
+        values: (numel,) fp32 on the CPU, overwritten.
+        offset: number of the first code in the first block of `scales`.
+
+    Raises:
+        TypeError: a tensor of a wrong dtype.
+        ValueError: a tensor of a wrong shape, stride or device.
+    """
+    numel = length("values", values)
+    at = address("values", values, FLOAT, numel)
+    _native.decode_moments(_coded(codes, scales, moment, numel, offset), offset, at, numel)
+
+
+def _coded(
+    codes: torch.Tensor, scales: torch.Tensor, moment: int, numel: int, offset: int
+) -> tuple[int, int, int, bool]:
+    """Returns a moment as the native code takes it: codes, first scale, distance of two scales, whether roots."""
+    blocks, moments = blocks_of(offset + numel), scales.shape[-1]
+    if tuple(scales.shape) != (blocks, moments) or not 0 <= moment < moments or not 0 <= offset < BLOCK:
+        raise ValueError(
+            f"scales: expected shape ({blocks}, moments), got {tuple(scales.shape)}, with moment {moment} and offset "
+            f"{offset}"
+        )
+    at = address("codes", codes, CODES, numel)
+    first = address("scales", scales.view(-1), FLOAT, blocks * moments)
+    return at, first + moment * scales.itemsize, moments, codes.dtype is torch.uint8
+
+
+# -- update --------------------------------------------------------------------------------------------
 
 
 class Partition(NamedTuple):

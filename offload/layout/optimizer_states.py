@@ -22,7 +22,7 @@ from torch import nn
 
 from offload import kernels
 from offload.errors import ConfigError
-from offload.kernels.moments import decode_moments, encode_moments
+from offload.kernels.update import decode_moments, encode_moments
 from offload.layout.flat_layout import (
     Segment,
     StateField,

@@ -13,10 +13,7 @@ from offload.errors import ConfigError
 from offload.finetune.corpus.documents import Chat, Prompt
 from offload.finetune.corpus.packing import encode_prompt
 from offload.finetune.model import check_model
-from offload.offline.finite import FiniteLogits
-from offload.offline.open_model import OpenModel
-from offload.offline.rows import in_groups, padded
-from offload.offline.static_cache import is_paged, static_cache
+from offload.offline.open_model import FiniteLogits, OpenModel, in_groups, is_paged, padded, static_cache
 from offload.presets import positions_of
 
 

@@ -2,21 +2,157 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+import torch
 from torch import nn
 
 from offload.config import read_json
 from offload.engine.inference import InferenceEngine, inference, read_model
-from offload.errors import ConfigError, UsageError
+from offload.errors import BudgetError, ConfigError, NumericsError, UsageError
+from offload.finetune.corpus.packing import Document
 from offload.finetune.model import read_tokenizer
 from offload.losses import chunk_loss_of
-from offload.offline.static_cache import beside_cache, cache_nbytes, device_nbytes, value_nbytes
 from offload.presets import check_folder, check_positions, error_message, positions_of, require_transformers
-from offload.sizes import count_of, format_size
+from offload.sizes import count_of, format_size, parse_size
+
+# -- static cache --------------------------------------------------------------------------------------
+#
+# The static cache of keys and values of `offload generate`: how much memory it takes, before a token is computed.
+
+
+_DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of a value by the name of its dtype."""
+
+
+_MOVING = 3
+"""Layers of a cache in host memory that are on an accelerator at a time: one is used, one comes, one goes."""
+
+
+def static_cache(config: Any, length: int, paged: bool = False) -> Any:
+    """Returns an empty cache of transformers, whose memory is taken at the first token.
+
+    Args:
+        config: Config of the model.
+        length: Most tokens of a prompt and its continuation.
+        paged: True if transformers shall keep each layer's part in host memory between its uses on a GPU.
+
+    Raises:
+        ConfigError: The model keeps other values from token to token than keys and values of its heads.
+    """
+    from transformers import StaticCache
+
+    text = config.get_text_config(decoder=True)
+    try:
+        cache = StaticCache(config, max_cache_len=length, offloading=paged, offload_only_non_sliding=False)
+        plain = all(getattr(layer, "max_cache_len", 0) for layer in cache.layers)
+    # transformers raises these for kinds of layers that it has no static form of.
+    except (AttributeError, KeyError, TypeError, ValueError):
+        plain = False
+    # Latent attention compresses keys and values, whose width is then not that of a head.
+    if not plain or config.is_encoder_decoder or getattr(text, "kv_lora_rank", None):
+        raise ConfigError(
+            f"{config.model_type} keeps other values from token to token than the keys and values of its heads, for "
+            "which there is no static cache: leave --static-cache out"
+        )
+    return cache
+
+
+def is_paged(on_host: bool, device: torch.device) -> bool:
+    """Returns whether the parts of a static cache move between host and device.
+
+    Args:
+        on_host: True if the cache shall be in host memory.
+        device: Where the model computes. A CPU's memory is the host's.
+
+    Raises:
+        ConfigError: transformers moves caches to GPUs of CUDA alone.
+    """
+    if on_host and device.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"--static-cache-on host is for GPUs of CUDA and for the CPU, and the model computes on {device.type}: "
+            "leave it out"
+        )
+    return on_host and device.type == "cuda"
+
+
+def device_nbytes(config: Any, length: int, nbytes: int, on_host: bool) -> int:
+    """Returns the bytes of a static cache that are on the device at a time.
+
+    Args:
+        config: Config of the model.
+        length: Most tokens of a prompt and its continuation.
+        nbytes: Bytes of the whole cache, as `cache_nbytes` gives them.
+        on_host: True if the cache is in host memory.
+    """
+    if not on_host:
+        return nbytes
+    tokens: list[int] = [layer.max_cache_len for layer in static_cache(config, length).layers]
+    return min(nbytes, _MOVING * max(tokens) * nbytes // sum(tokens))
+
+
+def cache_nbytes(config: Any, length: int, rows: int, itemsize: int) -> int:
+    """Returns the bytes of the static cache of a batch.
+
+    Args:
+        config: Config of the model.
+        length: Most tokens of a prompt and its continuation; layers with a sliding window keep no more than it.
+        rows: Prompts of a batch.
+        itemsize: Bytes of a value.
+
+    Raises:
+        ConfigError: See `static_cache`.
+    """
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    tokens = sum(layer.max_cache_len for layer in static_cache(config, length).layers)
+    return 2 * rows * int(heads) * int(width) * int(tokens) * itemsize
+
+
+def value_nbytes(content: Mapping[str, Any], config: Any) -> int:
+    """Returns the bytes of a key's value: those of the dtype in which the model computes.
+
+    Args:
+        content: Config of the engine.
+        config: Config of the model, which says the dtype of its files.
+    """
+    for name in ("bf16", "bfloat16", "fp16"):
+        if name in content:
+            return 2 if content[name].get("enabled") else 4
+    return _DTYPES.get(str(config.dtype).removeprefix("torch."), 4)
+
+
+def beside_cache(content: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
+    """Returns the config of the engine, with a device budget, if there is one, for what the cache leaves of it.
+
+    Args:
+        content: Config of the engine.
+        nbytes: Bytes of the cache on the device.
+
+    Raises:
+        BudgetError: The cache leaves nothing.
+    """
+    block = content.get("offload", {})
+    given = block.get("device_memory", "auto")
+    if given == "auto":
+        return dict(content)
+    left = parse_size(given) - nbytes
+    if left <= 0:
+        raise BudgetError(
+            f"the static cache takes {format_size(nbytes)} there, and the device budget is {given}: raise "
+            "--device-memory, lower --static-cache or --batch-size, or try --static-cache-on host"
+        )
+    return {**content, "offload": {**block, "device_memory": left}}
+
+
+# -- open model ----------------------------------------------------------------------------------------
+
 
 _LONGEST = 1024
 """Default of the longest row, for models that have more positions."""
@@ -159,3 +295,102 @@ def _prepare(model: nn.Module, rewards: bool) -> tuple[bool, tuple[str, ...]]:
     except UsageError as error:
         return False, (f"all logits of a micro-batch are held at once: {error}",)
     return True, ()
+
+
+# -- rows ----------------------------------------------------------------------------------------------
+#
+# Rows of tokens: the records of files as a model takes them, and batches that are padded to their longest row.
+
+
+IGNORED = -100
+"""Label of a token that does not count, as in torch's cross entropy."""
+
+_T = TypeVar("_T")
+
+
+class Row(NamedTuple):
+    """A row of tokens of one record."""
+
+    ids: np.ndarray
+    """(n,) int32"""
+    labels: np.ndarray
+    """(n,) int32; -100 for tokens that do not count."""
+
+    @property
+    def counted(self) -> int:
+        """Tokens whose likelihood counts: those with a label, but the first, which nothing precedes."""
+        return int((self.labels[1:] != IGNORED).sum())
+
+
+def rows_of(document: Document, length: int) -> list[Row]:
+    """Returns the rows of a record, each of at most `length` tokens.
+
+    A text is cut into windows, of which the next begins with the last token of the one before: so each token but the
+    first counts once. A chat or a completion is one row, of its first tokens.
+
+    Args:
+        document: tokens of the record.
+        length: most tokens of a row, at least 2.
+    """
+    # The label of a row's first token is ignored by the shift of the loss, as nothing precedes that token.
+    labels = np.where(document.learned, document.ids, np.int32(IGNORED))
+    last = max(len(document.ids) - 1, 1) if document.divisible else 1
+    starts = range(0, last, length - 1)
+    return [Row(document.ids[start : start + length], labels[start : start + length]) for start in starts]
+
+
+def in_groups(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
+    """Yields lists of `size` items, the last of which may be shorter."""
+    group: list[_T] = []
+    for item in items:
+        group.append(item)
+        if len(group) == size:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def padded(rows: Sequence[np.ndarray], fill: int, left: bool = False) -> torch.Tensor:
+    """Returns rows as (rows, longest) int64, padded with `fill` behind each row, or before it if `left`."""
+    longest = max(len(row) for row in rows)
+    found = np.full((len(rows), longest), fill, np.int64)  # embeddings take no int32 on every device
+    for at, row in enumerate(rows):
+        found[at, longest - len(row) :] = row if left else found[at, longest - len(row) :]
+        if not left:
+            found[at, : len(row)] = row
+    return torch.from_numpy(found)
+
+
+# -- finite --------------------------------------------------------------------------------------------
+#
+# The check that a model's logits are numbers: a model whose weights contain NaN gives nothing but NaN, in silence.
+
+
+def refuse(place: str) -> NumericsError:
+    """Returns the error for a record or prompt whose logits are not finite."""
+    return NumericsError(
+        f"the model's logits are not finite at {place}: its weights contain inf or NaN, or their products overflow in "
+        "this dtype; look at the files of its folder, or give another --dtype, such as fp32"
+    )
+
+
+class FiniteLogits:
+    """A logits processor of transformers that changes nothing."""
+
+    def __init__(self, places: Sequence[str]) -> None:
+        """Takes the places of a batch's prompts, each of which has as many rows."""
+        self._places = places
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Returns `scores`, (rows, vocabulary).
+
+        Raises:
+            NumericsError: a row contains NaN or inf; -inf stands for tokens that the model must not generate.
+        """
+        # NaN is its own maximum.
+        wrong = ~(scores.amax(-1) < math.inf)
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            raise refuse(self._places[row * len(self._places) // len(scores)])
+        return scores

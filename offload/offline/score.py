@@ -15,9 +15,7 @@ from torch.nn import functional as F
 from offload.finetune.corpus.documents import Record
 from offload.finetune.corpus.packing import encode_record
 from offload.finetune.model import check_model, without_cache
-from offload.offline.finite import refuse
-from offload.offline.open_model import OpenModel
-from offload.offline.rows import IGNORED, Row, in_groups, padded, rows_of
+from offload.offline.open_model import IGNORED, OpenModel, Row, in_groups, padded, refuse, rows_of
 
 
 @dataclass(frozen=True, kw_only=True)

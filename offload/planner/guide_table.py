@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offload.errors import BudgetError
-from offload.planner import recommend as choice
-from offload.planner.activations.load import Load
-from offload.planner.gpus import GPUS, Gpu
+from offload.planner import output, recommend
+from offload.planner.activations import Load
+from offload.planner.gpus import GPUS, Gpu, Rate
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.memory import settings
 from offload.planner.model_shape import Shape, from_count
-from offload.planner.rate import Rate
 from offload.planner.recommend import Planned
-from offload.planner.report import text as report
 from offload.sizes import GIB, format_size, format_time
 
 # tests/planner/test_plan_table.py generates rows anew and compares them with the pages: write these after any change.
@@ -184,7 +182,7 @@ def card_machine(ram: int) -> Hardware:
 
 def card_row(ram: int, load: Load, durability: str) -> str:
     """Returns the row of a 13B model on one card of 24 GB with one drive and `ram` GB of RAM."""
-    planned = choice.choose(card_shape(), card_machine(ram), load, None, durability=durability)
+    planned = recommend.choose(card_shape(), card_machine(ram), load, None, durability=durability)
     memory, timing, zero = planned.memory, planned.timing, planned.memory.config.zero_optimization
     cells = (
         f"{ram} GB",
@@ -256,7 +254,7 @@ def step_row(step: Step) -> str:
     shape = from_count(step.model[0] * 10**9, step.model[1], step.sequence)
     on = replace(described(step.gpu), gpu_memory=1 << 50)
     content = settings("none", "none", batch=step.batch)
-    plans = (choice.plan(shape, on, Load(step.batch, 1, again), content) for again in (False, True))
+    plans = (recommend.plan(shape, on, Load(step.batch, 1, again), content) for again in (False, True))
     cells = (
         step.words,
         step.gpu,
@@ -317,8 +315,8 @@ def _limit(planned: Planned) -> str:
 
 def _drive_life(planned: Planned, endurance: float) -> str:
     """Returns the time until `endurance` bytes are written by training day and night; empty if nothing is written."""
-    years = report.years(planned, report.Asked(endurance=int(endurance)))
-    return "" if years is None else format_time(years * report.YEAR)
+    years = output.years(planned, output.Asked(endurance=int(endurance)))
+    return "" if years is None else format_time(years * output.YEAR)
 
 
 def _fastest(billions: int, layers: int, hardware: Hardware) -> Planned:
@@ -327,7 +325,7 @@ def _fastest(billions: int, layers: int, hardware: Hardware) -> Planned:
     best: Planned | None = None
     for batch in _BATCHES:
         try:
-            found = choice.choose(shape, hardware, Load(batch, _ACCUMULATION, chunked_loss=True), None)
+            found = recommend.choose(shape, hardware, Load(batch, _ACCUMULATION, chunked_loss=True), None)
         except BudgetError:
             # Not even one sequence fits: the error says why.
             if batch == _BATCHES[-1] and best is None:

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offload.aio.windows import rate_of_both
+from offload.aio.file import rate_of_both
 from offload.errors import ConfigError
 from offload.hardware.probe import DriveRates, Probed, drive_under
 from offload.notices import shell_command
 from offload.planner import gpus
-from offload.planner.gpus import find_gpu
-from offload.planner.rate import Origin, Rate, sentences
+from offload.planner.gpus import Origin, Rate, find_gpu, sentences
 from offload.sizes import GIB, format_size, parse_size
 
 KERNEL_BYTES = {"bf16": 26, "fp32": 28, "fp16": 28}
@@ -52,7 +51,7 @@ class Drive(NamedTuple):
     write: float
     mixed: float
     """Total rate while half of the bytes are read and half written: both at once, or in windows where those are faster
-    (`offload.aio.windows`)."""
+    (`offload.aio.file`)."""
     free: int | None = None
     """Free bytes; None if unknown."""
 

@@ -15,8 +15,8 @@ from offload.hardware.probe import Probed
 from offload.layout.memory_plan import division_of
 from offload.layout.modes import DTYPES
 from offload.layout.pass_order import MICRO_BATCH_MAJOR, makes_early_updates
-from offload.planner import recommend as choice
-from offload.planner.activations.load import Load
+from offload.planner import recommend
+from offload.planner.activations import Load
 from offload.planner.hardware import Hardware, probed
 from offload.planner.model_shape import from_training
 from offload.planner.recommend import Planned
@@ -63,7 +63,7 @@ def predict(
         schedule=_schedule(config, recompute),
         speculate=makes_early_updates(config.offload.speculate, machine.on_cpu),
     )
-    return choice.plan(shape, machine, load, content)
+    return recommend.plan(shape, machine, load, content)
 
 
 def _schedule(config: Config, recompute: bool) -> str:

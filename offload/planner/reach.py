@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
-from offload.planner.activations.kept import wish_of
-from offload.planner.activations.load import Load
-from offload.planner.activations.room import HOST_SHARE, largest_batch, longest_sequence, room_of
+from offload.planner.activations import HOST_SHARE, Load, largest_batch, longest_sequence, room_of, wish_of
 from offload.planner.hardware import Hardware
 from offload.planner.memory import PATH, Memory
 from offload.planner.model_shape import Shape

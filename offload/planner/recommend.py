@@ -5,30 +5,43 @@ Every candidate is tried by a prediction of its own.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
+
+import torch
 
 from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import UnitLayout
-from offload.layout.pass_order import MICRO_BATCH_MAJOR, Choice
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, Choice
 from offload.layout.placement import growth
-from offload.planner.activations import room as activation_room
-from offload.planner.activations.budgets import beside_weights, host_peak
-from offload.planner.activations.formulas import Need, need
-from offload.planner.activations.kept import wish_of, with_host_memory
-from offload.planner.activations.load import Load
-from offload.planner.activations.room import Room as ActivationRoom
-from offload.planner.activations.room import for_device, room_of
+from offload.planner import activations
+from offload.planner.activations import (
+    Load,
+    Need,
+    beside_weights,
+    for_device,
+    host_peak,
+    need,
+    room_of,
+    wish_of,
+    with_host_memory,
+)
+from offload.planner.activations import Room as ActivationRoom
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import Shape
 from offload.planner.step_time import Timing, choice_of, lower_bound, predict
-from offload.sizes import PAGE
+from offload.sizes import PAGE, format_size
 from offload.states import State
 from offload.swapper.memory.device import DeviceRoom
+
+# -- recommend -----------------------------------------------------------------------------------------
+
 
 PLACEMENTS = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("nvme", "nvme"))
 """Devices of weights and of optimizer states; the fastest first, if all fit."""
@@ -141,8 +154,8 @@ def _timed(
     chosen = load._replace(schedule=found.schedule)
     room = room_of(hardware, memory, wish, shape, chosen, chosen.alive > 1)
     # Activations are checked before the arena grows, which takes only memory that they leave free.
-    chosen = activation_room.within(shape, chosen, wish, room)
-    activation_room.check(shape, chosen, wish, room)
+    chosen = activations.within(shape, chosen, wish, room)
+    activations.check(shape, chosen, wish, room)
     memory = _grown(memory, shape, hardware, chosen)
     if before is not None and lower_bound(memory, shape, hardware, chosen) >= before.timing.seconds:
         return before  # no simulation is needed to know
@@ -318,9 +331,9 @@ def _check_device(shape: Shape, hardware: Hardware, load: Load, content: Mapping
         return
     wish = wish_of(load_config(content))
     whole = ActivationRoom(hardware.gpu_memory, 1 << 62, 1 << 62, drives=bool(hardware.drives))
-    if not whole.has(need(shape, activation_room.within(shape, load, wish, whole))):
+    if not whole.has(need(shape, activations.within(shape, load, wish, whole))):
         room = room_of(hardware, settled(shape, hardware, load, content), wish, shape, load)
-        raise activation_room.too_long(shape, activation_room.within(shape, load, wish, room), wish, room)
+        raise activations.too_long(shape, activations.within(shape, load, wish, room), wish, room)
 
 
 def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, Any], tiers: tuple[str, str]) -> Planned:
@@ -345,9 +358,7 @@ def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, An
         memory = settle(shape.layouts, content, _room(hardware), matrices=shape.matrices)
         wish = wish_of(memory.config)
         # With no room on the device all inputs leave it that can.
-        least = activation_room.within(
-            shape, load, wish, room_of(hardware, memory, wish, shape, load)._replace(device=0)
-        )
+        least = activations.within(shape, load, wish, room_of(hardware, memory, wish, shape, load)._replace(device=0))
         room = for_device(hardware, memory) - beside_weights(memory, shape, least)
         content["offload"]["device_memory"] = max(room // PAGE * PAGE, 0)
         planned = plan(shape, hardware, load, content)
@@ -387,3 +398,150 @@ def _check_moved(planned: Planned, tiers: tuple[str, str]) -> None:
     """Raises `BudgetError` if states that should stay in memory are placed on DISK, as in another candidate."""
     if "nvme" not in tiers and planned.memory.placement.on_disk:
         raise BudgetError(f"the host budget has no room for {' and '.join(dict.fromkeys(tiers))}")
+
+
+# -- advice --------------------------------------------------------------------------------------------
+#
+# Advice on a plan: what to change, the host budget that pays, and the step in each order of micro-batches.
+#
+# Every change and every order is tried by a prediction of its own.
+
+
+_GAIN = 1.05
+"""Speed-up from which a change is reported."""
+
+
+class Advice(NamedTuple):
+    """Advice on a plan."""
+
+    changes: tuple[Change, ...]
+    """Changes, the best first."""
+    host: int
+    """Bytes of the recommended host budget."""
+
+
+class Change(NamedTuple):
+    """One change of a plan and its predicted effect."""
+
+    words: str
+    seconds: float
+    gain: float
+    """Tokens per second with the change, divided by those without it."""
+    option: str = ""
+    """The option of `offload plan` that makes the change; empty for a change of the machine."""
+
+    @property
+    def sentence(self) -> str:
+        """Returns the change, its option and its gain."""
+        option = f" ({self.option})" if self.option else ""
+        return f"{self.words}{option}: {self.gain:.2f} times the tokens a second"
+
+
+class Ordered(NamedTuple):
+    """A step in one order."""
+
+    schedule: str
+    speculate: bool
+    """True if units are updated under the backward."""
+    planned: Planned | None
+    """The plan of the step; None if its activations do not fit."""
+
+
+def advise(planned: Planned) -> Advice:
+    """Returns the changes that are predicted to make the run faster, and the recommended host budget."""
+    found: list[Change] = []
+    for words, option, act in _ideas(planned):
+        try:
+            other = act()
+        except (BudgetError, ConfigError):
+            continue
+        # Tokens per second, not seconds: some changes alter the number of tokens in a step.
+        gain = other.timing.tokens_per_second / planned.timing.tokens_per_second
+        if gain >= _GAIN:
+            found.append(Change(words, other.timing.seconds, gain, option))
+    return Advice(tuple(sorted(found, key=lambda change: -change.gain)), recommended_host(planned))
+
+
+def _ideas(planned: Planned) -> Iterator[tuple[str, str, Callable[[], Planned]]]:
+    """Yields candidate changes: a description, the option, and a function that predicts the changed run."""
+    shape, hardware, load, content = planned.shape, planned.hardware, planned.given, planned.content
+    sequence = shape.sequence
+    for times in (2, 4):
+        more = load._replace(batch=load.batch * times)
+        words, option = f"micro-batches of {more.batch} x {sequence} tokens", f"--batch-size {more.batch}"
+        yield words, option, partial(plan, shape, hardware, more, content)
+    many = load._replace(accumulation=load.accumulation * 4)
+    words, option = f"{many.accumulation} micro-batches a step", f"--accumulation {many.accumulation}"
+    yield words, option, lambda: plan(shape, hardware, many, content)
+    if planned.load.recompute:
+        kept = {
+            **content,
+            "offload": {**content.get("offload", {}), "activations": None},
+            "activation_checkpointing": {},
+        }
+        words, option = "no recomputation", "--no-gradient-checkpointing"
+        yield words, option, lambda: plan(shape, hardware, load._replace(recompute=False), kept)
+    if hardware.drives and planned.memory.slots:
+        one = hardware.drives[0]
+        # Files are spread evenly over all drives, so one more drive speeds up reads and writes.
+        wider = replace(hardware, drives=(*hardware.drives, one._replace(name="one more")))
+        yield "one more drive like the first", "", lambda: plan(shape, wider, load, content)
+    if planned.memory.slots == 2:
+        block = {**content.get("offload", {}), "durability": "none"}
+        yield (
+            "no resume after a kill",
+            "--durability none",
+            lambda: plan(shape, hardware, load, {**content, "offload": block}),
+        )
+    mode = planned.memory.mode
+    narrower = {torch.float32: ("bf16", "int8"), torch.bfloat16: ("int8",)}.get(mode.moment_dtype, ())
+    for form in narrower if planned.memory.slots and mode.moments and State.PACKED not in mode.moments else ():
+        fewer = {**content, "offload": {**content.get("offload", {}), "moments": form}}
+        yield f"moments in {form}", f"--moments {form}", partial(plan, shape, hardware, load, fewer)
+    if planned.memory.slots and State.MASTER_LOW_BITS in mode.weights and mode.master == "fp32":
+        fewer = {**content, "offload": {**content.get("offload", {}), "master": "bf24"}}
+        yield "masters in bf24", "--master bf24", partial(plan, shape, hardware, load, fewer)
+    double = replace(hardware, ram=2 * hardware.ram)
+    if planned.memory.slots:
+        yield f"{format_size(double.ram)} of free RAM", "", lambda: with_host_budget(plan(shape, double, load, content))
+
+
+def recommended_host(planned: Planned) -> int:
+    """Returns the bytes of the recommended host budget, regardless of the budget in the config."""
+    content = copy.deepcopy(dict(planned.content))
+    for name in ("host_memory", "activation_memory"):
+        content.get("offload", {}).pop(name, None)
+    try:
+        base = plan(planned.shape, planned.hardware, planned.given, content)
+    except BudgetError:
+        return planned.memory.host
+    return with_host_budget(base).memory.host
+
+
+def compare(planned: Planned) -> list[Ordered]:
+    """Returns the plan's step in each order that its model allows, the oldest one first.
+
+    A step that moves nothing, or has one micro-batch, has fewer orders; a single one is no comparison, and left out.
+    """
+    found = [
+        Ordered(schedule, speculate, _plan(planned, schedule, speculate))
+        for schedule in (MICRO_BATCH_MAJOR, LAYER_MAJOR)
+        for speculate in (False, True)
+    ]
+    shown = [each for each in found if each.planned is None or _differs(each, each.planned)]
+    return shown if len(shown) > 1 else []
+
+
+def _differs(each: Ordered, planned: Planned) -> bool:
+    """Returns True if a step has the order that it was asked for, and one that no other step of the table has."""
+    # A model that is no chain has one order. Without a unit that can be updated early both steps are the same.
+    return planned.load.schedule == each.schedule and bool(not each.speculate or planned.timing.simulation.speculated)
+
+
+def _plan(planned: Planned, schedule: str, speculate: bool) -> Planned | None:
+    """Returns the plan with another order; None if its activations do not fit."""
+    load = planned.given._replace(schedule=schedule, speculate=speculate)
+    try:
+        return plan(planned.shape, planned.hardware, load, planned.content)
+    except BudgetError:
+        return None

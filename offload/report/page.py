@@ -23,10 +23,10 @@ from offload.report.charts import (
     seconds_unit,
     stack,
 )
+from offload.report.figures import time_of, words
 from offload.report.links import LINKS
 from offload.report.log import Log, number
 from offload.report.phases import PARTS, parts, verdict
-from offload.report.prediction import time_of, words
 from offload.report.render import render
 from offload.report.timeline_view import Window, rows
 from offload.sizes import count_of, format_decimal, format_time

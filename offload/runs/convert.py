@@ -10,20 +10,212 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.aio.protocols import Queue
+import torch
+
+from offload.aio.protocols import Future, Pending, Queue
+from offload.checkpoint.load import SavedMoments, SavedStates
 from offload.errors import StoreError
+from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
+from offload.layout import optimizer_states
 from offload.layout.fingerprint import described_layouts, described_mode, store_specs
-from offload.layout.flat_layout import placed_for
+from offload.layout.flat_layout import Segment, UnitLayout, placed_for, segment_shards
 from offload.layout.modes import Mode, make_mode, moments_name
+from offload.layout.optimizer_states import join, split
 from offload.model_io.source import StoreSource
-from offload.runs.converted_states import Side, StateConverter
 from offload.states import State
 from offload.swapper.store import Store
 from offload.swapper.store.format import StoreSpec
+
+# -- converted states ----------------------------------------------------------------------------------
+#
+# Reads one rank's states of a run and writes them in another form, chunk by chunk.
+#
+# A parameter may begin elsewhere in its unit than before: moments in 8 bits are in blocks, in which parameters begin,
+# and states of a byte an element make partitions longer. So each chunk of a new partition is gathered from the
+# parameters that it contains.
+
+
+class Side(NamedTuple):
+    """Layouts and mode of a run, before its conversion or after it."""
+
+    layouts: tuple[UnitLayout, ...]
+    mode: Mode
+    world_size: int
+
+
+class _Chunk(NamedTuple):
+    """Elements of a new partition: of one state that is copied, or of all states that hold masters, or moments."""
+
+    unit: int
+    states: tuple[State, ...]
+    """States that are written."""
+    sources: tuple[State, ...]
+    """States of the run before that are converted to them; none if they are copied."""
+    start: int
+    """First element, counted in the rank's partition."""
+    first: int
+    """The same, counted in the unit."""
+    numel: int
+
+
+class _Run(NamedTuple):
+    """Elements of one parameter in a chunk."""
+
+    at: int
+    """First element, counted in the chunk."""
+    numel: int
+    segment: Segment
+    """The parameter before the conversion."""
+    position: int
+    """First element, counted in the parameter."""
+
+
+class StateConverter:
+    """Conversion of one rank's states."""
+
+    def __init__(
+        self, source: StoreSource, before: Side, after: Side, rank: int, store: Store, progress: Callable[[int], None]
+    ) -> None:
+        """Stores the arguments.
+
+        Args:
+            source: the run that is converted.
+            before: its layouts and mode.
+            after: those of the new run.
+            rank: the rank whose states are written.
+            store: the new run's store of the rank.
+            progress: called with the number of bytes after each write.
+        """
+        self._source, self._before, self._after = source, before, after
+        self._rank, self._store, self._progress = rank, store, progress
+        self._written: list[dict[State, list[tuple[int, Future]]]] = [{} for _ in after.layouts]
+        self._saved = SavedStates(*before, source)
+
+    def run(self) -> None:
+        """Writes all states to the first slot, which then is the newest of each unit."""
+        flow(flow_buffers(), self._chunks(), self._begin, self._end, self._ended)
+        for unit, writes in enumerate(self._written):
+            self._store.wrote(unit, 0, writes)
+
+    def _chunks(self) -> Iterator[_Chunk]:
+        """Yields the chunks of each unit, state after state, and all moments together."""
+        layouts, mode, size = self._after
+        for unit, layout in enumerate(layouts):
+            trainable, frozen = layout.trainable(self._rank, size), layout.frozen(self._rank, size)
+            if mode.weights == self._before.mode.weights:
+                for state in mode.weights:
+                    yield from self._cut(unit, (state,), (), 0, trainable)
+            else:
+                yield from self._cut(unit, tuple(mode.weights), tuple(self._before.mode.weights), 0, trainable)
+            yield from self._cut(unit, (State.WEIGHT,), (), len(trainable), frozen)
+            # Matrices, which come last, may lack some moments.
+            rest = len(layout.rest(self._rank, size))
+            of_matrices = tuple(state for state in mode.optimizer_states if state not in mode.partial)
+            for states, start, share in (
+                (mode.optimizer_states, 0, trainable[:rest]),
+                (of_matrices, rest, trainable[rest:]),
+            ):
+                moments = tuple(state for state in states if state in mode.moments)
+                yield from self._cut(unit, states, moments, start, share)
+
+    def _cut(
+        self, unit: int, states: tuple[State, ...], sources: tuple[State, ...], start: int, share: range
+    ) -> Iterator[_Chunk]:
+        """Yields the chunks of a share of a unit that begins at `start` of the partition. Both forms share a buffer."""
+        if not states:
+            return
+        mode = self._after.mode
+        step = mode.tile_step if State.SCALES in states else mode.page_step
+        nbytes = sum(self._nbytes(state, step) for state in states)
+        nbytes += step * sum(self._before.mode.states[state].itemsize for state in sources)
+        numel = BUFFER_NBYTES // nbytes * step
+        for first in range(0, len(share), numel):
+            last = min(first + numel, len(share))
+            yield _Chunk(unit, states, sources, start + first, share.start + first, last - first)
+
+    def _begin(self, chunk: _Chunk, buffer: memoryview) -> Sequence[Pending]:
+        """Begins to read what a chunk contains. Padding is zero."""
+        new, old = self._regions(chunk, buffer)
+        torch.frombuffer(buffer, dtype=torch.uint8).zero_()
+        reads: list[Pending] = []
+        layout, size = self._before.layouts[chunk.unit], self._before.world_size
+        for run in self._runs(chunk):
+            for state, memory in (old or new).items():
+                itemsize = self._before.mode.states[state].itemsize
+                stop = run.position + run.numel
+                for shard in segment_shards(layout, size, run.segment, run.position, stop):
+                    first = (run.at + shard.position - run.position) * itemsize
+                    part = memory[first : first + shard.numel * itemsize]
+                    reads.append(self._source.read(shard.rank, chunk.unit, state, shard.start * itemsize, part))
+        return reads
+
+    def _end(self, chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
+        """Converts a chunk, unless it is copied, and begins to write it."""
+        new, old = self._regions(chunk, buffer)
+        mode = self._after.mode
+        if old:
+            states = {state: torch.frombuffer(each, dtype=mode.states[state]) for state, each in new.items()}
+            saved = {
+                state: torch.frombuffer(each, dtype=self._before.mode.states[state]) for state, each in old.items()
+            }
+            for run in self._runs(chunk):
+                part = {state: each[run.at : run.at + run.numel] for state, each in saved.items()}
+                if State.WEIGHT in states:
+                    split(join(part), {state: each[run.at : run.at + run.numel] for state, each in states.items()})
+                else:
+                    self._convert_moments(chunk, run, part, states)
+        writes = []
+        for state, memory in new.items():
+            start = mode.part(state, chunk.start, chunk.start).start * mode.states[state].itemsize
+            writes.append(self._store.write(chunk.unit, state, 0, start, memory))
+            self._written[chunk.unit].setdefault(state, []).append((start, writes[-1]))
+        return writes
+
+    def _convert_moments(
+        self, chunk: _Chunk, run: _Run, saved: Mapping[State, torch.Tensor], states: Mapping[State, torch.Tensor]
+    ) -> None:
+        """Converts the moments of a run of elements. Those whose form stays are encoded to the same bits."""
+        scales = self._saved.scales(chunk.unit) if self._before.mode.in_blocks else None
+        moments = SavedMoments(self._before.mode, saved, scales, run.segment.start + run.position)
+        for state in chunk.sources:
+            optimizer_states.write(self._after.mode, states, state, run.at, moments.values(state))
+
+    def _ended(self, chunk: _Chunk, writes: Sequence[Future]) -> None:
+        self._progress(sum(self._nbytes(state, chunk.numel) for state in chunk.states))
+
+    def _regions(self, chunk: _Chunk, buffer: memoryview) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
+        """Returns the memory of each new state, and of each state that is converted; none if they are copied."""
+        new: dict[State, memoryview] = {}
+        old: dict[State, memoryview] = {}
+        end = 0
+        for state in chunk.states:
+            start, end = end, end + self._nbytes(state, chunk.numel)
+            new[state] = buffer[start:end]
+        for state in chunk.sources:
+            start, end = end, end + chunk.numel * self._before.mode.states[state].itemsize
+            old[state] = buffer[start:end]
+        return new, old
+
+    def _nbytes(self, state: State, numel: int) -> int:
+        """Returns the bytes of a new state of `numel` elements from the start of a page of it on."""
+        mode = self._after.mode
+        return len(mode.padded_part(state, 0, numel)) * mode.states[state].itemsize
+
+    def _runs(self, chunk: _Chunk) -> Iterator[_Run]:
+        """Yields the parameters of a chunk. Both layouts have a unit's parameters in one order."""
+        old = self._before.layouts[chunk.unit].segments
+        for before, after in zip(old, self._after.layouts[chunk.unit].segments, strict=True):
+            first, last = max(after.start, chunk.first), min(after.stop, chunk.first + chunk.numel)
+            if first < last:
+                yield _Run(first - chunk.first, last - first, before, first - after.start)
+
+
+# -- convert -------------------------------------------------------------------------------------------
+
 
 __all__ = ["Conversion", "Converted", "StoreSource", "convert", "plan"]
 

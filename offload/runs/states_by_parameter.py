@@ -19,7 +19,7 @@ from offload.engine.snapshot import Snapshot
 from offload.errors import StoreError
 from offload.fileio.buffered_copy import flow
 from offload.fileio.safetensors_stream import Tensor
-from offload.fileio.torch_file_writer import TorchFileWriter
+from offload.fileio.torch_file import TorchFileWriter
 from offload.layout.fingerprint import described_layouts, described_mode
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.modes import ADAM, Mode

@@ -23,7 +23,7 @@ from offload.errors import StoreError
 from offload.fileio import inner_name
 from offload.fileio.plain_json import from_plain
 from offload.fileio.safetensors_stream import Tensor
-from offload.fileio.torch_file_writer import write_torch_file
+from offload.fileio.torch_file import write_torch_file
 from offload.model_io.save import arriving, check_room
 from offload.runs.export import Exported, check_target
 from offload.runs.states_by_parameter import StatesPlan, TrainedSource, write_states

@@ -9,9 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from offload.config import check_order
-from offload.config.blocks.scheduler import (
-    ScheduleParams,
-)
+from offload.config.blocks import ScheduleParams
 from offload.errors import ConfigError, UsageError
 from offload.sizes import count_of
 

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from offload.config import schedule_params
-from offload.config.blocks.scheduler import (
-    OneCycleParams,
-    RangeTestParams,
-)
+from offload.config.blocks import OneCycleParams, RangeTestParams
 from offload.errors import ConfigError
 from offload.schedules.base import Schedule
 from offload.sizes import count_of

@@ -8,11 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from offload.config import schedule_params
-from offload.config.blocks.scheduler import (
-    WarmupCosineParams,
-    WarmupDecayParams,
-    WarmupParams,
-)
+from offload.config.blocks import WarmupCosineParams, WarmupDecayParams, WarmupParams
 from offload.schedules.base import Schedule
 
 logger = logging.getLogger("offload")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.aio import DirectFile, IoQueue, StripedFile
-from offload.aio.stripes import Layout, whole_weights
+from offload.aio.file import Layout, whole_weights
 from offload.errors import ConfigError, IoError
 
 layouts = st.builds(

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from offload import testing
 from offload.aio import DirectFile, IoQueue, Priority, aligned_empty
-from offload.aio import windows as rule
-from offload.aio.windows import WINDOW_BYTES, window_bytes
+from offload.aio import file as rule
+from offload.aio.file import WINDOW_BYTES, window_bytes
 from offload.cli.main import app
 from offload.hardware import probe
 from offload.hardware.info import machine

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from offload.bench.gpu.work import Work
+from offload.bench.gpu.training import Work
 
 
 def small(folder: Path) -> Work:

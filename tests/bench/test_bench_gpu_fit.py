@@ -9,8 +9,7 @@ import pytest
 
 from offload.bench.gpu import __main__ as command
 from offload.bench.gpu.parts import PLANNED, Part
-from offload.bench.gpu.planned import Fitted, fit, largest_step
-from offload.bench.gpu.work import StepSize
+from offload.bench.gpu.training import Fitted, StepSize, fit, largest_step
 from offload.planner.memory import Room
 from offload.sizes import GIB, MIB
 from tests.bench.gpu_bench import small

@@ -15,16 +15,21 @@ import pytest
 import torch
 
 from offload.bench.gpu import __main__ as command
-from offload.bench.gpu import correctness, report
-from offload.bench.gpu import rates as rates_part
-from offload.bench.gpu.copies import copies
-from offload.bench.gpu.correctness import JOBS, bits
-from offload.bench.gpu.deepspeed import deepspeed_steps
-from offload.bench.gpu.exposure import Exposure, exposure, split
-from offload.bench.gpu.gpu_tests import FILES, gpu_tests
-from offload.bench.gpu.parts import DIRECTIONS, PARTS, add_exposure
-from offload.bench.gpu.training import Waits, measure_steps
-from offload.bench.gpu.work import PLACEMENTS, Work, config_for
+from offload.bench.gpu import parts as correctness
+from offload.bench.gpu import parts as rates_part
+from offload.bench.gpu import report
+from offload.bench.gpu.parts import (
+    DIRECTIONS,
+    FILES,
+    JOBS,
+    PARTS,
+    add_exposure,
+    bits,
+    copies,
+    deepspeed_steps,
+    gpu_tests,
+)
+from offload.bench.gpu.training import PLACEMENTS, Exposure, Waits, Work, config_for, exposure, measure_steps, split
 from offload.hardware.probe import DtypeRates, Rates
 from tests import ROOT
 from tests.bench.gpu_bench import numel_of, small

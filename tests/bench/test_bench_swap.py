@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 import offload
 from offload import testing
 from offload.bench.drive import Rates, kernel_bytes
-from offload.bench.swap_figures import Row, Turn, find_limit, in_words, make_row
-from offload.bench.swap_plan import Plan, make_plan
+from offload.bench.swap import Plan, Row, Turn, find_limit, in_words, make_plan, make_row
 from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.swapper.store import Shortage

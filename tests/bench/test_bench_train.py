@@ -14,12 +14,10 @@ from typer.testing import CliRunner
 from bench import train_page
 from offload.bench import child_process
 from offload.bench.drive import Rates
-from offload.bench.train import rounds
-from offload.bench.train.figures import LOSS_BOUNDS, Row, as_json, make_rows
-from offload.bench.train.output import TITLES, cells, markdown, plot, remarks
-from offload.bench.train.peers import _use_drive
+from offload.bench.train import loops
+from offload.bench.train.figures import LOSS_BOUNDS, TITLES, Row, as_json, cells, make_rows, markdown, plot, remarks
+from offload.bench.train.loops import Result, _use_drive, measure
 from offload.bench.train.plan import CONTENDERS, Job, Plan, make_plan, reason_to_skip
-from offload.bench.train.rounds import Result, measure
 from offload.cli.main import app
 from offload.errors import UsageError
 from offload.sizes import MIB
@@ -40,7 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that start quickly, and a small probe of the drive."""
     names = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
     monkeypatch.setattr(child_process, "subprocess", SimpleNamespace(run=_forked, **names))
-    monkeypatch.setattr(rounds, "_PROBE_BYTES", MIB)
+    monkeypatch.setattr(loops, "_PROBE_BYTES", MIB)
 
 
 def plan(folder: Path, *only: str, **options: Any) -> Plan:
@@ -109,7 +107,7 @@ def test_a_contender_that_fails_is_a_row_with_its_words_and_takes_no_further_tur
         taken.append(json.loads(command[3])["contender"])
         return ends[taken[-1]].pop(0)
 
-    monkeypatch.setattr(rounds, "run_child", end_of)
+    monkeypatch.setattr(loops, "run_child", end_of)
     settings = plan(tmp_path, "offload cpu/cpu", "fsdp2", "torchao", rounds=3)
     result = measure(settings)
     assert taken == ["plain", "offload cpu/cpu", "fsdp2 cpu", "plain", "offload cpu/cpu", "plain"]

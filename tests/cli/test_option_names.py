@@ -9,8 +9,7 @@ import pytest
 
 from offload.config import load_config
 from offload.errors import ConfigError
-from offload.finetune.option_names import in_options
-from offload.finetune.options import Options, merge
+from offload.finetune.options import Options, in_options, merge
 from tests.support.processes.cli_in_process import call, run_folder
 
 __all__ = ["run_folder"]

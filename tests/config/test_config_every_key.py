@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from offload.config import load_config
-from offload.config.blocks.block import all_blocks
+from offload.config.blocks import all_blocks
 from offload.config.schema import Config
 from offload.errors import ConfigError
 

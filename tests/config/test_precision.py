@@ -19,7 +19,7 @@ from offload.errors import RankError
 from offload.hardware import probe
 from offload.hardware.probe.measure import machine_of
 from offload.hardware.probe.rates import DTYPES, DtypeRates
-from offload.planner import request as ask
+from offload.planner import request
 from offload.precision import Rates
 from offload.swapper.store import inspection as look
 from tests.support import models
@@ -373,7 +373,7 @@ def test_a_plan_of_this_machine_is_of_what_train_would_take(
     each = DtypeRates(matmul=1e11, weights=1e10, elementwise=1e10, optimizer=1e9, gradient=2e9)
     of_probe = probe.Rates(2e10, 1e10, 5e9, 5e9, 4e9, dict.fromkeys(DTYPES, each))
     here = probe.Probed(machine_of(torch.device("cpu")), of_probe, (drive,), "2026-01-01", 1.0)
-    monkeypatch.setattr(ask, "kept", lambda: here)
+    monkeypatch.setattr(request, "kept", lambda: here)
     for described, mode in (((), dtype), (("--gpu", "24GB"), "bf16"), (("--dtype", "fp16"), "fp16")):
         target = f"{mode}{len(described)}.json"
         done = CliRunner().invoke(app, ["plan", "--model", "gpt2-tiny", *described, "--write", target])

@@ -11,12 +11,12 @@ import offload
 from offload import testing
 from offload.config import load_config
 from offload.layout.memory_plan import Division, division_of
-from offload.planner.activations.load import Load
+from offload.planner.activations import Load
 from offload.planner.hardware import described, parse_drive
 from offload.planner.memory import settings
 from offload.planner.model_shape import drawn, from_name, from_training
+from offload.planner.output import heading
 from offload.planner.recommend import Planned, plan
-from offload.planner.report.text import heading
 from offload.states import State
 from tests.experts.stacked_experts import CPU, DISK, SIXTEEN, moved, of_experts
 from tests.support import models

@@ -15,8 +15,7 @@ from torch import nn
 
 from offload.errors import StoreError
 from offload.fileio.safetensors_stream import Tensor
-from offload.fileio.torch_file import Global, Record, StoredTensor, read_torch_file
-from offload.fileio.torch_file_writer import TorchFileWriter, write_torch_file
+from offload.fileio.torch_file import Global, Record, StoredTensor, TorchFileWriter, read_torch_file, write_torch_file
 
 
 def with_attributes() -> torch.Tensor:

@@ -11,9 +11,8 @@ from jinja2 import TemplateError
 from tokenizers import AddedToken
 
 from offload.errors import ConfigError
-from offload.finetune.corpus.chats import encode_chat, learned_words
+from offload.finetune.corpus.chats import Example, encode_chat, learned_words, parts_of, visible_text
 from offload.finetune.corpus.documents import Chat
-from offload.finetune.corpus.example import Example, parts_of, visible_text
 from tests.support.model_folders import MARKING_TEMPLATE, tokenizer
 
 CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]

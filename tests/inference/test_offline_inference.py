@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.errors import ConfigError
-from offload.offline.static_cache import cache_nbytes, device_nbytes, is_paged, static_cache
+from offload.offline.open_model import cache_nbytes, device_nbytes, is_paged, static_cache
 from offload.sizes import format_size
 from tests.support.model_folders import MARKING_TEMPLATE, make_folder, tokenizer, write_lines
 from tests.support.models import WIDTHS

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from offload.kernels.cuda import driver, nvrtc
+from offload.kernels.cuda import driver
+from offload.kernels.cuda import driver as nvrtc
 from offload.kernels.cuda.kernels import Kernels
 
 SOURCES = Path(__file__).parents[1] / "fake_cuda"

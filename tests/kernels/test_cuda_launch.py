@@ -22,8 +22,11 @@ import torch
 from offload import kernels
 from offload.errors import ConfigError
 from offload.kernels import AdamWStep, Partition, Segment, cuda
-from offload.kernels.cuda import compiled, driver, nvrtc, operations
+from offload.kernels.cuda import driver
+from offload.kernels.cuda import driver as nvrtc
+from offload.kernels.cuda import kernels as compiled
 from offload.kernels.cuda import kernels as launches
+from offload.kernels.cuda import kernels as operations
 from offload.kernels.cuda.driver import ADDRESS, FLOAT, INT, Arguments, Signature
 from tests.kernels.fake_cuda import COMPILER, FakeCuda, fake_cuda
 
@@ -311,21 +314,21 @@ def test_nvrtc_is_found_in_the_packages_that_torch_brings(
         with pytest.raises(
             ConfigError, match=rf"need libnvrtc\.so\.{major}, .*pip install 'nvidia-cuda-nvrtc>={major},<"
         ):
-            nvrtc.load(f"{major}.4")
+            nvrtc.load_nvrtc(f"{major}.4")
         place = tmp_path / folder
         place.mkdir(parents=True)
         shutil.copy(fake.libnvrtc, place / f"libnvrtc.so.{major}")
-        assert nvrtc.load(f"{major}.4").version == "99.1"
+        assert nvrtc.load_nvrtc(f"{major}.4").version == "99.1"
 
 
 def test_nvrtc_that_is_loaded_already_is_found_by_its_name(fake: FakeCuda) -> None:
     fake.compiler()
-    assert nvrtc.load("99.1").architectures == (75, 80, 90)
+    assert nvrtc.load_nvrtc("99.1").architectures == (75, 80, 90)
 
 
 def test_a_missing_nvrtc_names_the_package_of_cuda_12() -> None:
     with pytest.raises(ConfigError, match=r"need libnvrtc\.so\.7, .*pip install nvidia-cuda-nvrtc-cu7"):
-        nvrtc.load("7.5")
+        nvrtc.load_nvrtc("7.5")
 
 
 def test_a_library_without_a_function_of_nvrtc_is_refused(fake: FakeCuda) -> None:

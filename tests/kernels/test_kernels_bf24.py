@@ -23,8 +23,7 @@ from offload.kernels import (
     noise_stream,
     update,
 )
-from offload.kernels.moments import BLOCK, blocks_of
-from offload.kernels.steps import ROOTS, RULES
+from offload.kernels.update import BLOCK, ROOTS, RULES, blocks_of
 from tests.kernels.test_kernels_formulas import STEPS, formula, master_of, partition
 from tests.kernels.test_kernels_split_master import EDGES, NANS, from_bits
 from tests.kernels.test_moment_codes import clone, coded, decoded, stored

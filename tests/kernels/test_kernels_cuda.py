@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from offload import kernels
 from offload.kernels import AdamWStep, Noise, Partition, Segment, cuda
 from offload.kernels.cuda.kernels import GRADS, WEIGHTS, Kernels
-from offload.kernels.moments import encode_moments
+from offload.kernels.update import encode_moments
 from tests.kernels.fake_cuda import COMPILER, fake_cuda
 from tests.support.sampling import examples
 

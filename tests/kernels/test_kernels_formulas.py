@@ -25,7 +25,7 @@ from offload.kernels import (
     _native,
     update,
 )
-from offload.kernels.steps import RULES
+from offload.kernels.update import RULES
 from tests.support import rounding_bounds
 from tests.support.kernel_inputs import ISAS, default_settings, normal
 from tests.support.sampling import drawn, examples

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from offload.errors import ConfigError
-from offload.kernels.cuda import nvrtc
+from offload.kernels.cuda import driver
 from offload.kernels.cuda.kernels import _OPTIONS, BF24, GRADS, MOMENTS, WEIGHTS, source
 
 ARCHITECTURES = (75, 80, 90, 120)
@@ -27,10 +27,10 @@ READ = re.compile(r"ld\.global\.nc\.\w+\s+%\w+, \[%\w+(?:\+(-?\d+))?\]")
 CONTRACTED = 'extern "C" __global__ void f(float *a) { a[0] = a[0] * a[1] + a[2]; }'
 
 
-def find_nvrtc() -> nvrtc.Compiler | None:
+def find_nvrtc() -> driver.Compiler | None:
     """That of the wheel that the tests install."""
     try:
-        return nvrtc.load("12")
+        return driver.load_nvrtc("12")
     except ConfigError:
         return None
 
@@ -80,7 +80,7 @@ def test_it_compiles_and_rounds_each_operation_once(program: str, architecture: 
 @pytest.mark.parametrize("program", EXPECTED)
 def test_for_an_architecture_that_it_knows_it_gives_machine_code(program: str) -> None:
     assert NVRTC is not None
-    options = *next(variants(program)), f"--gpu-architecture={nvrtc.target((9, 0), NVRTC.architectures)}"
+    options = *next(variants(program)), f"--gpu-architecture={driver.target((9, 0), NVRTC.architectures)}"
     image = compiled(source(program), *options)
     assert image.startswith(b"\x7fELF")
     assert all(f".text.{entry}".encode() in image for entry in ENTRIES[program])

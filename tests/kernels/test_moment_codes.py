@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 
 from offload import kernels
 from offload.kernels import LambSegment, LambStep, Noise, Partition, Segment, SGDStep, _native, noise_stream, update
-from offload.kernels.moments import BLOCK, blocks_of, decode_moments, encode_moments
-from offload.kernels.steps import ROOTS, RULES, AdagradStep, AdamWStep
+from offload.kernels.update import (
+    BLOCK,
+    ROOTS,
+    RULES,
+    AdagradStep,
+    AdamWStep,
+    blocks_of,
+    decode_moments,
+    encode_moments,
+)
 from offload.layout.modes import MOMENT_BLOCK
 from tests.kernels.test_kernels_formulas import STEPS, formula, master_of, partition
 from tests.kernels.test_stochastic_rounding import random_bits

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from offload import kernels
 from offload.kernels import LambSegment, LambStep, Noise, Partition, Segment, SGDStep, _native, noise_stream, update
-from offload.kernels.noise import keyed
-from offload.kernels.steps import RULES
+from offload.kernels.update import RULES, keyed
 from tests.kernels.test_kernels_formulas import STEPS, WEIGHTS, clone, formula, master_of, partition, same
 from tests.support.kernel_inputs import ISAS, default_settings, normal
 from tests.support.sampling import examples

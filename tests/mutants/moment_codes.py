@@ -63,7 +63,7 @@ MUTANTS = (
     ),
     Mutant(
         "convert parameters from where the new run has them",
-        "offload.runs.converted_states",
+        "offload.runs.convert",
         "run.segment.start + run.position)",
         "run.at)",
         "tests/optim/test_convert_moments.py::test_units_of_several_chunks_are_converted",
@@ -84,7 +84,7 @@ MUTANTS = (
     ),
     Mutant(
         "cut a converted run's chunks within a page of the low bits",
-        "offload.runs.converted_states",
+        "offload.runs.convert",
         "if State.SCALES in states else mode.page_step",
         "if State.SCALES in states else 2048",
         "tests/optim/test_bf24_masters.py::test_units_of_several_chunks_are_loaded_and_converted",

@@ -212,7 +212,7 @@ double time_of(Schedule& schedule, std::size_t slots, double slower, double star
     }
 }
 
-// As `offload/aio/windows.py` counts: two windows and two turns in place of both at once.
+// As `offload/aio/file.py` counts: two windows and two turns in place of both at once.
 TEST(schedule_in_windows_takes_the_time_that_the_rule_expects) {
     constexpr std::size_t kWindow = 32, kBlocks = 50 * kWindow;
     constexpr double kStart = 2;

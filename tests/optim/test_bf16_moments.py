@@ -14,12 +14,11 @@ from offload.config import load_config
 from offload.engine.params import handle_of
 from offload.errors import ConfigError, StoreError
 from offload.kernels import Noise, Partition, Segment, SGDStep, noise_stream, update
-from offload.planner.activations.load import Load
-from offload.planner.advice import advise
+from offload.planner.activations import Load
 from offload.planner.hardware import described, parse_drive
 from offload.planner.memory import settings
 from offload.planner.model_shape import from_count
-from offload.planner.recommend import plan
+from offload.planner.recommend import advise, plan
 from offload.runs.inspection import inspect
 from offload.sizes import GIB
 from tests.optim.narrow_states import JOB, RULES, bytes_of_a_parameter

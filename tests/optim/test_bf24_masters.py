@@ -16,17 +16,15 @@ from offload.config import load_config
 from offload.engine.params import handle_of
 from offload.engine.plan import auto_dtype
 from offload.errors import ConfigError, StoreError
-from offload.finetune.option_names import in_options
-from offload.finetune.options import Options, merge
+from offload.finetune.options import Options, in_options, merge
 from offload.kernels import Noise, Partition, PlainSGDStep, Segment, noise_stream, update
 from offload.layout.flat_layout import layouts_of
 from offload.layout.units import find_units
-from offload.planner.activations.load import Load
-from offload.planner.advice import advise
+from offload.planner.activations import Load
 from offload.planner.hardware import described, parse_drive
 from offload.planner.memory import Room, settings, settle
 from offload.planner.model_shape import from_count
-from offload.planner.recommend import plan
+from offload.planner.recommend import advise, plan
 from offload.sizes import GIB
 from offload.states import State, Tier
 from tests.kernels.test_kernels_bf24 import joined, split

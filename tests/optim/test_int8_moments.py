@@ -16,15 +16,14 @@ from offload.config import load_config
 from offload.engine.params import handle_of
 from offload.errors import ConfigError, StoreError
 from offload.kernels import Noise, Partition, Segment, SGDStep, noise_stream, update
-from offload.kernels.moments import BLOCK, blocks_of, decode_moments
+from offload.kernels.update import BLOCK, blocks_of, decode_moments
 from offload.layout.flat_layout import layouts_of
 from offload.layout.units import find_units
-from offload.planner.activations.load import Load
-from offload.planner.advice import advise
+from offload.planner.activations import Load
 from offload.planner.hardware import described, parse_drive
 from offload.planner.memory import Room, settings, settle
 from offload.planner.model_shape import from_count
-from offload.planner.recommend import plan
+from offload.planner.recommend import advise, plan
 from offload.runs.inspection import inspect
 from offload.sizes import GIB
 from offload.states import State

@@ -13,9 +13,9 @@ from offload import testing
 from offload.layout.flat_layout import UnitLayout, lay_out
 from offload.layout.modes import make_mode
 from offload.layout.optimizer_states import cuts, whole_sizes
+from offload.planner import step_time
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import Shape, from_training
-from offload.planner.step_time import prediction
 from offload.states import State
 from tests.support.models import gpt2
 from tests.support.modules.matrix_models import MUON, SINKGD
@@ -70,9 +70,9 @@ def _plan(optimizer: str) -> tuple[Memory, Shape]:
 
 def test_a_plan_plays_the_tiles_of_the_run() -> None:
     memory, shape = _plan("Muon")
-    for layout, cost in zip(memory.layouts, prediction._costs(memory, shape), strict=True):
+    for layout, cost in zip(memory.layouts, step_time._costs(memory, shape), strict=True):
         assert cost is not None
-        tiles = cuts(layout, memory.mode, layout.trainable(0, 1), True, prediction._tile_numel(memory))
+        tiles = cuts(layout, memory.mode, layout.trainable(0, 1), True, step_time._tile_numel(memory))
         assert cost.stops == tuple(tile.stop for tile in tiles) and cost.stops[-1] == layout.trainable_stop
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from offload.layout.flat_layout import lay_out
 from offload.planner import memory
-from offload.planner.activations.kept import Wish
+from offload.planner.activations import Wish
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, Use
 from offload.sizes import GIB

@@ -17,8 +17,7 @@ from offload.aio import BACKENDS, backend
 from offload.aio.backend import refusals
 from offload.cli.main import app
 from offload.errors import ConfigError
-from offload.hardware import info
-from offload.hardware import system as machine
+from offload.hardware import info, system
 from tests.support.processes.seccomp import refusing
 
 
@@ -108,9 +107,9 @@ def test_the_machine_is_reported() -> None:
 
 
 def test_features_are_those_of_the_processor() -> None:
-    assert machine.features("processor : 0\nflags : fpu avx2 avx512f sse amx_bf16\n") == ["avx2", "avx512f", "amx_bf16"]
-    assert machine.features("processor : 0\nFeatures : fp asimd bf16\n") == ["asimd", "bf16"]
-    assert machine.features("") == []
+    assert system.features("processor : 0\nflags : fpu avx2 avx512f sse amx_bf16\n") == ["avx2", "avx512f", "amx_bf16"]
+    assert system.features("processor : 0\nFeatures : fp asimd bf16\n") == ["asimd", "bf16"]
+    assert system.features("") == []
 
 
 def test_nodes_are_read_from_the_system(tmp_path: Path) -> None:
@@ -119,10 +118,10 @@ def test_nodes_are_read_from_the_system(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "cpulist").write_text(cpus + "\n")
         (folder / "meminfo").write_text(f"Node {number} MemTotal:  1024 kB\nNode {number} MemFree: 1 kB\n")
-    reports = machine.nodes(tmp_path)
+    reports = system.nodes(tmp_path)
     assert [(each["node"], each["cpus"]) for each in reports] == [(0, "0-3"), (2, "4-7"), (10, "")]
     assert all(each["memory_bytes"] == 1 << 20 for each in reports)
-    assert machine.nodes(tmp_path / "none") == []
+    assert system.nodes(tmp_path / "none") == []
 
 
 def test_a_disk_is_found_below_partitions_and_mappings(tmp_path: Path) -> None:
@@ -147,7 +146,7 @@ def test_a_disk_is_found_below_partitions_and_mappings(tmp_path: Path) -> None:
     (mapping / "slaves" / "nvme0n1p2").symlink_to(partition)
     number = os.stat(tmp_path).st_dev
     (tmp_path / f"dev/block/{os.major(number)}:{os.minor(number)}").symlink_to(mapping)
-    (found,) = machine.disks(str(tmp_path), "none", tmp_path)
+    (found,) = system.disks(str(tmp_path), "none", tmp_path)
     assert (found["name"], found["model"], found["rotational"]) == ("nvme0n1", "FAST 1TB", False)
     assert found["link"] == {"lanes": 2, "most_lanes": 4, "speed": "16.0 GT/s PCIe", "most_speed": "16.0 GT/s PCIe"}
     drive = {"path": "/x", "o_direct": True, "file_system": "ext4", "disks": [found]}
@@ -162,7 +161,7 @@ def test_a_gpu_that_torch_cannot_use_is_reported(tmp_path: Path) -> None:
     card.mkdir(parents=True)
     (card / "vendor").write_text("0x10de\n")
     (card / "class").write_text("0x030200\n")
-    reports = machine.gpus(tmp_path)
+    reports = system.gpus(tmp_path)
     assert "1 NVIDIA GPU is there" in reports["why"] and not reports["devices"]
     assert any("install a torch" in message for message in info.advice(info.facts() | {"gpus": reports}))
 
@@ -195,26 +194,26 @@ def sliced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: PROPERTIES)
-    monkeypatch.setattr(machine, "driver_cards", lambda: machine.parse_cards(LISTED))
+    monkeypatch.setattr(system, "driver_cards", lambda: system.parse_cards(LISTED))
 
 
 def test_the_drivers_cards_and_their_slices_are_read() -> None:
-    first, second = machine.parse_cards(LISTED)
+    first, second = system.parse_cards(LISTED)
     assert (first["index"], first["name"]) == (0, "NVIDIA A100-SXM4-40GB") and first["uuid"].startswith("GPU-5d5b")
     assert [part["profile"] for part in first["slices"]] == ["3g.20gb", "1g.5gb"] and second["slices"] == []
-    assert machine.parse_cards("No devices were found\n") == []
+    assert system.parse_cards("No devices were found\n") == []
 
 
 def test_a_slice_is_known_by_its_uuid_and_by_its_name() -> None:
-    cards = machine.parse_cards(LISTED)
-    assert machine.slice_of("NVIDIA A100-SXM4-40GB", "a28ad590-3fda-56dd-84fc-0a0b96edc58d", cards) == "1g.5gb"
-    assert machine.slice_of("NVIDIA A100-SXM4-40GB MIG 2g.10gb", None, []) == "2g.10gb"
-    assert machine.slice_of("NVIDIA A100-SXM4-40GB", "5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77", cards) is None
-    assert machine.slice_of("NVIDIA GeForce RTX 4090", None, []) is None
+    cards = system.parse_cards(LISTED)
+    assert system.slice_of("NVIDIA A100-SXM4-40GB", "a28ad590-3fda-56dd-84fc-0a0b96edc58d", cards) == "1g.5gb"
+    assert system.slice_of("NVIDIA A100-SXM4-40GB MIG 2g.10gb", None, []) == "2g.10gb"
+    assert system.slice_of("NVIDIA A100-SXM4-40GB", "5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77", cards) is None
+    assert system.slice_of("NVIDIA GeForce RTX 4090", None, []) is None
 
 
 def test_a_slice_and_what_hides_the_rest_are_reported(sliced: None, tmp_path: Path) -> None:
-    found = machine.gpus(tmp_path)
+    found = system.gpus(tmp_path)
     assert found["why"] is None and found["visible"] == {"CUDA_VISIBLE_DEVICES": f"MIG-{PROPERTIES.uuid}"}
     (device,) = found["devices"]
     assert device["slice"] == "3g.20gb" and device["memory_bytes"] == 20 << 30
@@ -230,8 +229,8 @@ def test_a_machine_with_nothing_hidden_has_a_line_a_gpu(sliced: None, monkeypatc
     whole = SimpleNamespace(**vars(PROPERTIES) | {"name": "NVIDIA A100-SXM4-40GB", "uuid": "other"})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: whole)
-    monkeypatch.setattr(machine, "driver_cards", lambda: machine.parse_cards(LISTED.splitlines()[0]))
-    rows = info._of_gpus(machine.gpus())
+    monkeypatch.setattr(system, "driver_cards", lambda: system.parse_cards(LISTED.splitlines()[0]))
+    rows = info._of_gpus(system.gpus())
     assert len(rows) == 1 and "slice" not in rows[0][1]
 
 
@@ -239,7 +238,7 @@ def test_a_variable_that_hides_every_gpu_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    found = machine.gpus(tmp_path)
+    found = system.gpus(tmp_path)
     assert found["why"].endswith("finds no CUDA device; CUDA_VISIBLE_DEVICES is ''")
     assert ("  CUDA_VISIBLE_DEVICES", "''") in info._of_gpus(found)
 
@@ -252,10 +251,10 @@ def test_the_drivers_tool_may_fail_or_be_missing(
     tool.write_text(f"#!/bin/sh\n{code}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    cards = machine.driver_cards()
+    cards = system.driver_cards()
     assert (None if cards is None else len(cards)) == expected
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
-    assert machine.driver_cards() is None
+    assert system.driver_cards() is None
 
 
 def test_where_no_backend_works_the_reasons_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,11 @@ import offload
 from offload.cli.main import app
 from offload.errors import BudgetError
 from offload.finetune.options import Options, merge, schedule
-from offload.planner import advice, config_file, memory
-from offload.planner import recommend as choice
-from offload.planner.activations.load import Load
+from offload.planner import memory, recommend, request
+from offload.planner.activations import Load
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, from_count
-from offload.planner.report.text import Asked, lines
+from offload.planner.output import Asked, lines
 from offload.sizes import GIB, format_size
 from tests.planner.plan_command import found, run
 
@@ -37,8 +36,8 @@ def shape() -> Shape:
     return from_count(13 * 10**9, 20, 2048)
 
 
-def plan(shape: Shape, machine: Hardware, load: Load, **options: Any) -> choice.Planned:
-    return choice.plan(shape, machine, load, memory.settings(**options))
+def plan(shape: Shape, machine: Hardware, load: Load, **options: Any) -> recommend.Planned:
+    return recommend.plan(shape, machine, load, memory.settings(**options))
 
 
 def test_a_described_machine_needs_no_measurement() -> None:
@@ -72,7 +71,7 @@ def test_ram_that_stays_free_beside_gradients_on_disk_has_a_reason(host_memory: 
     machine = described("RTX 4090", 16 * GIB, [parse_drive("7GB/s,4GB/s")])
     planned = plan(from_count(13 * 10**9, 10, 128), machine, Load(1), host_memory=host_memory)
     spare = f"{format_size(machine.ram - planned.host_peak)} of RAM stay free beside "
-    (line,) = [each for each in lines(planned, advice.Advice((), 0), Asked()) if spare in each]
+    (line,) = [each for each in lines(planned, recommend.Advice((), 0), Asked()) if spare in each]
     assert f"{format_size(planned.memory.spilled)} of gradients on disk: {why}" in line
 
 
@@ -198,7 +197,7 @@ def test_a_config_that_cannot_be_written_leaves_no_file(tmp_path: Path, monkeypa
         path.touch()
         return Path("/dev/full").open("w")
 
-    monkeypatch.setattr(config_file, "open", full, raising=False)
+    monkeypatch.setattr(request, "open", full, raising=False)
     done = run("--model", "gpt2-tiny", "--seq-len", "64", *MACHINE, "--write", str(target))
     assert done.exit_code == 1 and f"cannot write the config {target}: No space left" in done.stderr
     assert not target.exists()

@@ -7,10 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.losses import chunked
-from offload.planner.activations import formulas
-from offload.planner.activations.formulas import CHUNK_TOKENS, Moving, Need, moving, need
-from offload.planner.activations.kept import Wish, auto_tile, placed
-from offload.planner.activations.load import Load
+from offload.planner import activations
+from offload.planner.activations import CHUNK_TOKENS, Load, Moving, Need, Wish, auto_tile, moving, need, placed
 from offload.planner.model_shape import Shape, from_count
 from tests.planner.activation_plans import BLOCKS, HIDDEN, INPUT, TOKENS, WORDS, small
 from tests.support.sampling import examples
@@ -47,7 +45,7 @@ def chunked_head() -> int:
 
 def test_inputs_leave_the_device_but_for_those_on_their_way() -> None:
     load = Load(1, recompute=True, on_host=BLOCKS - 1)
-    assert need(small(), load) == Need((1 + formulas.IN_FLIGHT) * INPUT + PLAIN_HEAD, 3 * INPUT)
+    assert need(small(), load) == Need((1 + activations.IN_FLIGHT) * INPUT + PLAIN_HEAD, 3 * INPUT)
     on_disk = need(small(), Load(2, recompute=True, on_disk=BLOCKS - 1))
     assert on_disk.disk == 2 * 3 * INPUT and on_disk.host == 2 * 3 * INPUT, "of buffers as many as there are inputs"
     assert moving(small(), load) == [Moving(INPUT)] * 3 + [Moving()]
@@ -109,7 +107,7 @@ def test_more_tokens_never_need_less(load: Load, sequence: int, more: int, seque
 def test_inputs_that_leave_never_need_more_of_the_device(load: Load, sequence: int) -> None:
     of = small().at(sequence)
     stay, needed = need(of, load._replace(on_disk=0, on_host=0)), need(of, load)
-    one = formulas.input_nbytes(of, load, of.blocks[0])
+    one = activations.input_nbytes(of, load, of.blocks[0])
     # No more than those on their way: so many may be counted beside inputs that stay.
-    assert needed.device <= stay.device + formulas.IN_FLIGHT * one
+    assert needed.device <= stay.device + activations.IN_FLIGHT * one
     assert needed.host + needed.disk >= sum(each.nbytes for each in moving(of, load))

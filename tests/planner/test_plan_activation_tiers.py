@@ -9,13 +9,8 @@ import pytest
 
 from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
-from offload.planner import memory
-from offload.planner import recommend as choice
-from offload.planner.activations import formulas
-from offload.planner.activations.formulas import Need, need
-from offload.planner.activations.kept import Wish, placed, wish_of
-from offload.planner.activations.load import Load
-from offload.planner.activations.room import Room, longest_sequence, room_of, within
+from offload.planner import activations, memory, recommend
+from offload.planner.activations import Load, Need, Room, Wish, longest_sequence, need, placed, room_of, wish_of, within
 from offload.planner.hardware import described, parse_drive
 from offload.planner.model_shape import Shape, from_count
 from offload.sizes import GIB
@@ -52,7 +47,7 @@ def test_auto_leaves_a_quarter_of_the_device_to_all_but_inputs(shape: Shape) -> 
     bounded = placed(small(), Load(1), AUTO, Need(1 << 50, 1 << 50), True, most_inputs=2 * INPUT)
     assert bounded.on_host == BLOCKS - 2 and bounded.on_disk == 0
     deep = from_count(13 * 10**9, 400, 2048)
-    size = formulas.input_nbytes(deep, Load(1), deep.blocks[0])
+    size = activations.input_nbytes(deep, Load(1), deep.blocks[0])
     room = Room(500 * size, 1 << 50, 0)
     load = within(deep, Load(1, chunked_loss=True), AUTO, room)
     assert 400 - load.on_host == 375, "three quarters, although there is room for all"
@@ -72,33 +67,33 @@ def test_the_budget_of_host_memory_bounds_inputs(shape: Shape) -> None:
     on, long = replace(card(ram=512 * GIB), drives=()), shape.at(30_000)
     content = memory.settings("cpu", "cpu", activations="cpu")
     content["offload"]["activation_memory"] = "10GiB"
-    settled = choice.settled(shape, on, Load(1), content)
+    settled = recommend.settled(shape, on, Load(1), content)
     assert room_of(on, settled, wish_of(settled.config), long, Load(1)).host == 10 * GIB
-    fitting = choice.plan(shape.at(12_000), on, Load(1, chunked_loss=True), content)
+    fitting = recommend.plan(shape.at(12_000), on, Load(1, chunked_loss=True), content)
     assert fitting.needed.host <= 10 * GIB and fitting.load.on_host == 39
     with pytest.raises(BudgetError, match="raise activation_memory"):
-        choice.plan(long, on, Load(1, chunked_loss=True), content)
+        recommend.plan(long, on, Load(1, chunked_loss=True), content)
     # With a folder the oldest go on to files.
     on_drives = {**content, "offload": content["offload"] | {"nvme_path": "/mnt/nvme"}}
-    overflowing = choice.plan(long, card(ram=512 * GIB), Load(1, chunked_loss=True), on_drives)
+    overflowing = recommend.plan(long, card(ram=512 * GIB), Load(1, chunked_loss=True), on_drives)
     assert overflowing.load.on_disk + overflowing.load.on_host == 39 and overflowing.load.on_disk > 0
     assert overflowing.needed.host <= 10 * GIB
 
 
 def test_disk_has_room_for_swap_files_first(shape: Shape) -> None:
     tight = described("RTX 4090", 128 * GIB, [parse_drive("7GB/s,5GB/s,320GB")])
-    settled = choice.settled(shape, tight, Load(1), config("nvme"))
+    settled = recommend.settled(shape, tight, Load(1), config("nvme"))
     left = room_of(tight, settled, NVME, shape, Load(1)).disk
     assert left == 320 * 10**9 - settled.stored - settled.spilled > 0
     with pytest.raises(BudgetError, match="beside the swap files"):
-        choice.plan(shape.at(40_000), tight, Load(1, chunked_loss=True), config("nvme"))
+        recommend.plan(shape.at(40_000), tight, Load(1, chunked_loss=True), config("nvme"))
 
 
 def test_files_of_inputs_need_a_folder(shape: Shape) -> None:
     content = memory.settings("cpu", "cpu")
     content["offload"]["activations"] = "nvme"
     with pytest.raises(ConfigError, match="needs a drive and a folder"):
-        choice.plan(shape, card(ram=512 * GIB), Load(1), content)
+        recommend.plan(shape, card(ram=512 * GIB), Load(1), content)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from offload.errors import BudgetError, ConfigError
-from offload.planner import advice, memory
-from offload.planner import recommend as choice
-from offload.planner.activations import budgets
-from offload.planner.activations.load import Load
+from offload.planner import activations, memory, recommend
+from offload.planner.activations import Load
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, from_count
 from offload.sizes import GIB, MIB
@@ -22,16 +20,16 @@ def shape() -> Shape:
     return from_count(13 * 10**9, 20, 2048)
 
 
-def plan(shape: Shape, machine: Hardware, load: Load, **options: Any) -> choice.Planned:
-    return choice.plan(shape, machine, load, memory.settings(**options))
+def plan(shape: Shape, machine: Hardware, load: Load, **options: Any) -> recommend.Planned:
+    return recommend.plan(shape, machine, load, memory.settings(**options))
 
 
 def test_advice_is_a_prediction_of_its_own(shape: Shape) -> None:
     machine = described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,4GB/s")])
-    planned = choice.choose(shape, machine, Load(1), None)
-    found = {change.words: change for change in advice.advise(planned).changes}
+    planned = recommend.choose(shape, machine, Load(1), None)
+    found = {change.words: change for change in recommend.advise(planned).changes}
     many = planned.load._replace(accumulation=4)
-    again = choice.plan(shape, machine, many, planned.content)
+    again = recommend.plan(shape, machine, many, planned.content)
     assert found["4 micro-batches a step"].seconds == again.timing.seconds
     assert all(change.gain >= 1.05 for change in found.values())
 
@@ -39,18 +37,18 @@ def test_advice_is_a_prediction_of_its_own(shape: Shape) -> None:
 def test_the_recommended_host_budget_is_what_pays(shape: Shape) -> None:
     machine = described("RTX 4090", 512 * GIB, [parse_drive("7GB/s,4GB/s")])
     by_default, tight = (plan(shape, machine, Load(1, 1, True), host_memory=n) for n in (None, 30 * GIB))
-    advised = advice.recommended_host(by_default)
-    assert advised == advice.recommended_host(tight) > by_default.memory.host
+    advised = recommend.recommended_host(by_default)
+    assert advised == recommend.recommended_host(tight) > by_default.memory.host
     assert plan(shape, machine, Load(1, 1, True), host_memory=advised).timing.seconds < by_default.timing.seconds / 1.03
     slow = plan(shape, replace(machine, matmul=1e12), Load(1, 1, True))
-    assert advice.recommended_host(slow) == by_default.memory.host, "compute hides it all"
+    assert recommend.recommended_host(slow) == by_default.memory.host, "compute hides it all"
 
 
 def test_what_fits_in_memory_stays_there() -> None:
     small = from_count(3 * 10**9, 24, 1024)
     for gpu, ram, on_disk in (("A100 80GB", 2, False), ("RTX 4090", 64, False), ("RTX 4090", 2, True)):
         machine = described(gpu, ram * GIB, [parse_drive("7GB/s")])
-        assert choice.choose(small, machine, Load(1), None).memory.placement.on_disk is on_disk
+        assert recommend.choose(small, machine, Load(1), None).memory.placement.on_disk is on_disk
 
 
 def test_a_gpu_has_room_for_more_layers_the_less_activations_take() -> None:
@@ -60,7 +58,7 @@ def test_a_gpu_has_room_for_more_layers_the_less_activations_take() -> None:
     for room in (24 * GIB, 40 * GIB, 80 * GIB):
         machine = replace(described("A100", 128 * GIB, [parse_drive("7GB/s")]), gpu_memory=room)
         planned = plan(shape, machine, Load(2, 1, True))
-        beside = budgets.beside_weights(planned.memory, shape, planned.load)
+        beside = activations.beside_weights(planned.memory, shape, planned.load)
         assert planned.memory.device + beside < room
         sizes.append(planned.memory.device)
         if planned.memory.device < planned.memory.placement.device_need.most:
@@ -71,6 +69,6 @@ def test_a_gpu_has_room_for_more_layers_the_less_activations_take() -> None:
 def test_without_a_drive_no_state_is_placed_there(shape: Shape) -> None:
     machine = replace(described("RTX 4090", 64 * GIB), drives=())
     with pytest.raises(BudgetError):
-        choice.choose(shape, machine, Load(1), None)
+        recommend.choose(shape, machine, Load(1), None)
     with pytest.raises(ConfigError, match="no drive"):
         plan(shape, machine, Load(1, 1, True))

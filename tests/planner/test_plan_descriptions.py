@@ -7,7 +7,7 @@ import pytest
 from offload.cli.console import parse_count
 from offload.errors import ConfigError
 from offload.hardware.smart import rated_bytes
-from offload.planner import request as ask
+from offload.planner import request
 from offload.planner.hardware import find_gpu, parse_drive
 from offload.planner.model_shape import Shape, from_count, from_name
 from offload.sizes import GIB, parse_size
@@ -34,7 +34,7 @@ def test_counts_are_parsed() -> None:
 
 
 def test_a_rated_life_without_a_unit_is_in_terabytes_as_in_a_config() -> None:
-    assert ask.parse_tbw("600") == ask.parse_tbw("600TB") == 600 * 10**12 and ask.parse_tbw("1PB") == 10**15
+    assert request.parse_tbw("600") == request.parse_tbw("600TB") == 600 * 10**12 and request.parse_tbw("1PB") == 10**15
 
 
 def test_machines_are_parsed() -> None:

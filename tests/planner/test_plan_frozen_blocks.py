@@ -15,7 +15,7 @@ from offload import testing
 from offload.cli.main import app
 from offload.layout.frozen import stored_as_blocks
 from offload.layout.tiers import Partitions
-from offload.planner.activations.load import Load
+from offload.planner.activations import Load
 from offload.planner.hardware import described
 from offload.planner.memory import Room, settle
 from offload.planner.model_shape import Shape, from_training

@@ -15,8 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import offload
 from offload.finetune.model import make_ready
 from offload.losses import chunk_loss_of
-from offload.planner.activations.formulas import need
-from offload.planner.activations.load import Load
+from offload.planner.activations import Load, need
 from offload.planner.model_shape import from_name
 from offload.torch_internals import TorchDispatchMode, tree_leaves
 

@@ -9,14 +9,10 @@ from pathlib import Path
 import pytest
 
 from offload.errors import BudgetError
-from offload.planner import memory, reach
-from offload.planner import recommend as choice
-from offload.planner.activations.kept import Wish
-from offload.planner.activations.load import Load
-from offload.planner.activations.room import Room, fits, largest_batch, longest_sequence, room_of
+from offload.planner import memory, output, reach, recommend
+from offload.planner.activations import Load, Room, Wish, fits, largest_batch, longest_sequence, room_of
 from offload.planner.hardware import described
 from offload.planner.model_shape import Shape, from_count, from_name
-from offload.planner.report import reach as report
 from offload.sizes import GIB
 from tests import ROOT
 from tests.planner.activation_plans import AUTO, CPU, DEVICE, KEPT, NVME, card, config, llama
@@ -63,7 +59,7 @@ def test_the_longest_sequences_are_near_those_that_others_measured(tmp_path: Pat
     )  # fmt: skip
     of, on = from_name(name, 4096), described("H200", 2000 * GIB)
     content = memory.settings("cpu", "cpu", durability="none")
-    room = room_of(on, choice.settled(of, on, Load(1), content), KEPT, of, Load(1))
+    room = room_of(on, recommend.settled(of, on, Load(1), content), KEPT, of, Load(1))
     page = (ROOT / "docs" / "concepts" / "cost-model.md").read_text(encoding="utf-8")
     ways = ((DEVICE, False), (DEVICE, True), (CPU, True), (Wish("cpu", tiles=None), True))
     for (wish, in_chunks), (words, measured) in zip(ways, LONGEST_8B.items(), strict=True):
@@ -73,7 +69,7 @@ def test_the_longest_sequences_are_near_those_that_others_measured(tmp_path: Pat
 
 
 def test_the_table_tells_what_fits_and_what_it_costs(shape: Shape) -> None:
-    planned = choice.plan(shape, card(), Load(2, chunked_loss=True), config("device"))
+    planned = recommend.plan(shape, card(), Load(2, chunked_loss=True), config("device"))
     rows = {row.way.tier: row for row in reach.reach(planned)}
     assert list(rows) == [None, "device", "cpu", "nvme", "auto"]
     assert rows["device"].seconds == planned.timing.seconds
@@ -83,22 +79,22 @@ def test_the_table_tells_what_fits_and_what_it_costs(shape: Shape) -> None:
             continue
         content = reach.with_way(planned.content, row.way, card())
         load = planned.load._replace(recompute=False, batch=row.batch)
-        choice.plan(shape, card(), load, content)
+        recommend.plan(shape, card(), load, content)
         with pytest.raises(BudgetError):
-            choice.plan(shape, card(), load._replace(batch=row.batch + 1), content)
+            recommend.plan(shape, card(), load._replace(batch=row.batch + 1), content)
         longest = shape.at(row.sequence_chunked)
-        choice.plan(longest, card(), load._replace(batch=2), content)
+        recommend.plan(longest, card(), load._replace(batch=2), content)
         with pytest.raises(BudgetError):
-            choice.plan(shape.at(row.sequence_chunked + 1), card(), load._replace(batch=2), content)
+            recommend.plan(shape.at(row.sequence_chunked + 1), card(), load._replace(batch=2), content)
 
 
 def test_a_way_by_which_nothing_fits_is_a_line_and_no_row(shape: Shape) -> None:
-    planned = choice.plan(shape, card(), Load(1, chunked_loss=True), config("device"))
+    planned = recommend.plan(shape, card(), Load(1, chunked_loss=True), config("device"))
     kept = reach.Reach(reach.Way("all kept", None), 0, 0, 0, None)
     again = reach.Reach(reach.Way("on the device", "device"), 5, 9000, 0, planned.timing.seconds)
-    assert report.reach_table(planned, [kept, again]) == [("on the device", "5", "9,000", "none", "1.00 x")]
-    assert report.without_room([kept, again]) == ["no sequence fits: all kept"]
-    assert report.without_room([again]) == []
+    assert output.reach_table(planned, [kept, again]) == [("on the device", "5", "9,000", "none", "1.00 x")]
+    assert output.without_room([kept, again]) == ["no sequence fits: all kept"]
+    assert output.without_room([again]) == []
 
 
 def test_files_for_inputs_alone_make_no_step_durable() -> None:
@@ -112,7 +108,7 @@ def test_files_for_inputs_alone_make_no_step_durable() -> None:
 
 @pytest.mark.slow
 def test_the_longest_sequence_of_a_machine_is_one_that_plans_accept(shape: Shape) -> None:
-    on, contents = card(), [memory.settings(*tiers) for tiers in choice.PLACEMENTS]
+    on, contents = card(), [memory.settings(*tiers) for tiers in recommend.PLACEMENTS]
     rows = reach.search(shape, on, Load(1), contents)
     lengths = [row.sequence_chunked for row in rows]
     assert lengths[0] < lengths[1] < lengths[2] <= max(lengths[3:])

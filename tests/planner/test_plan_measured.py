@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.hardware.probe import DTYPES, DtypeRates, Probed, Rates, keep
-from offload.planner import measure_model as measured
-from offload.planner.activations.load import Load
+from offload.planner import request
+from offload.planner.activations import Load
 from offload.planner.hardware import Hardware, described
 from offload.planner.model_shape import Shape, from_name
 from offload.sizes import GIB
@@ -62,7 +62,7 @@ def taking(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[int]]:
             layers.append(config.num_hidden_layers)
             return seconds
 
-        monkeypatch.setattr(measured, "_seconds", timed)
+        monkeypatch.setattr(request, "_seconds", timed)
         return layers
 
     return take
@@ -72,11 +72,11 @@ def test_the_rates_come_to_what_was_timed(
     shape: Shape, machine: Hardware, taking: Callable[[float], list[int]]
 ) -> None:
     layers = taking(2.5)
-    found = measured.measured(machine, shape, Load(3), BF16)
+    found = request.measured(machine, shape, Load(3), BF16)
     assert layers == [4]
-    assert measured.compute_seconds(shape, found, 3) == pytest.approx(2.5)
+    assert request.compute_seconds(shape, found, 3) == pytest.approx(2.5)
     assert found.measured is not None and found.measured[:3] == (4, 4, 2.5)
-    assert found.measured.by_probe_seconds == measured.compute_seconds(shape, machine, 3)
+    assert found.measured.by_probe_seconds == request.compute_seconds(shape, machine, 3)
     same = ("matmul", "weights", "fresh", "elementwise", "measured")
     assert replace(found, **{name: getattr(machine, name) for name in same}) == machine, "nothing else has changed"
 
@@ -87,25 +87,25 @@ def test_a_model_without_room_is_measured_by_some_layers(
 ) -> None:
     layers = taking(1.0)
     one = from_name(shape.name, TOKENS, layers=1)
-    least = 2 * measured._nbytes(one, 1, BF16)
-    each = (2 * measured._nbytes(shape, 1, BF16) - least) // 3
+    least = 2 * request._nbytes(one, 1, BF16)
+    each = (2 * request._nbytes(shape, 1, BF16) - least) // 3
     for more, taken in ((0, 1), (each - 1000, 1), (each + 1000, 2), (2 * each + 1000, 3), (3 * each + 1000, 4)):
-        found = measured.measured(replace(machine, ram=least + more), shape, Load(1), BF16)
+        found = request.measured(replace(machine, ram=least + more), shape, Load(1), BF16)
         assert layers[-1] == taken, more
         part = from_name(shape.name, TOKENS, layers=taken)
-        assert measured.compute_seconds(part, found, 1) == pytest.approx(1.0)
+        assert request.compute_seconds(part, found, 1) == pytest.approx(1.0)
     with pytest.raises(ConfigError, match=r"the smallest part of .* give a smaller --batch-size or --seq-len"):
-        measured.measured(replace(machine, ram=least - 1000), shape, Load(1), BF16)
+        request.measured(replace(machine, ram=least - 1000), shape, Load(1), BF16)
 
 
 def test_a_model_that_takes_long_is_measured_by_some_layers(
     shape: Shape, machine: Hardware, taking: Callable[[float], list[int]]
 ) -> None:
     layers = taking(1.0)
-    complete = measured.compute_seconds(shape, machine, 1)
-    slow = 1.5 * measured._PASS_SECONDS / complete  # all layers together take half as long again as they may
+    complete = request.compute_seconds(shape, machine, 1)
+    slow = 1.5 * request._PASS_SECONDS / complete  # all layers together take half as long again as they may
     rates = {name: getattr(machine, name) / slow for name in ("matmul", "weights", "fresh", "elementwise")}
-    measured.measured(replace(machine, **rates), shape, Load(1), BF16)
+    request.measured(replace(machine, **rates), shape, Load(1), BF16)
     assert 1 <= layers[-1] < 4
 
 
@@ -115,8 +115,8 @@ def test_what_is_free_now_counts(
     """A plan may be for more memory than there is (--ram)."""
     layers = taking(1.0)
     one = from_name(shape.name, TOKENS, layers=1)
-    monkeypatch.setattr(measured, "free_host_memory", lambda: 2 * measured._nbytes(one, 1, BF16))
-    measured.measured(machine, shape, Load(1), BF16)
+    monkeypatch.setattr(request, "free_host_memory", lambda: 2 * request._nbytes(one, 1, BF16))
+    request.measured(machine, shape, Load(1), BF16)
     assert layers == [1]
 
 
@@ -126,7 +126,7 @@ def test_one_layer_that_takes_long_is_run(
     layers = taking(1.0)
     single = from_name(save_config(tmp_path / "single", layers=1), TOKENS)
     rates = {name: getattr(machine, name) / 1e9 for name in ("matmul", "weights", "fresh", "elementwise")}
-    measured.measured(replace(machine, **rates), single, Load(1), BF16)
+    request.measured(replace(machine, **rates), single, Load(1), BF16)
     assert layers == [1]
 
 
@@ -138,10 +138,10 @@ def test_a_model_that_cannot_be_cut_is_run_where_it_fits(
     )
     layers = taking(1.0)
     mamba = from_name(str(tmp_path), TOKENS)
-    measured.measured(machine, mamba, Load(1), BF16)
+    request.measured(machine, mamba, Load(1), BF16)
     assert layers == [4]
     with pytest.raises(ConfigError, match=r"too large to run, and cannot be cut.*cannot cut .*leave out --measure"):
-        measured.measured(replace(machine, ram=1000), mamba, Load(1), BF16)
+        request.measured(replace(machine, ram=1000), mamba, Load(1), BF16)
 
 
 def test_layers_of_two_kinds_are_cut_together(tmp_path: Path) -> None:
@@ -154,17 +154,17 @@ def test_layers_of_two_kinds_are_cut_together(tmp_path: Path) -> None:
 def test_a_real_model_is_run_and_leaves_nothing(shape: Shape, machine: Hardware) -> None:
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
-    found = measured.measured(machine, shape, Load(2), BF16)
+    found = request.measured(machine, shape, Load(2), BF16)
     assert torch.equal(before, torch.random.get_rng_state())
-    seconds = measured.compute_seconds(shape, found, 2)
-    assert 0 < seconds < 60 and seconds != measured.compute_seconds(shape, machine, 2)
+    seconds = request.compute_seconds(shape, found, 2)
+    assert 0 < seconds < 60 and seconds != request.compute_seconds(shape, machine, 2)
 
 
 def test_the_hand_over_of_weights_is_not_the_models(shape: Shape, machine: Hardware) -> None:
     """What a model takes alone has none; a step has it once for each use in the forward and in the backward."""
     free = replace(machine, handed_seconds=0.0)
-    assert measured.compute_seconds(shape, machine, 1) == measured.compute_seconds(shape, free, 1)
-    first, second = (sum(each.seconds for each in measured.forward(shape, on, Load(1))) for on in (machine, free))
+    assert request.compute_seconds(shape, machine, 1) == request.compute_seconds(shape, free, 1)
+    first, second = (sum(each.seconds for each in request.forward(shape, on, Load(1))) for on in (machine, free))
     assert first - second == pytest.approx(len(shape.uses) * 1e-3)
 
 
@@ -174,9 +174,9 @@ def test_a_model_that_cannot_run_is_a_clear_error(
     def fail(*_: Any) -> float:
         raise RuntimeError("no kernel for this")
 
-    monkeypatch.setattr(measured, "_seconds", fail)
+    monkeypatch.setattr(request, "_seconds", fail)
     with pytest.raises(ConfigError, match=r"cannot run .* to measure it .*no kernel for this.*leave out --measure"):
-        measured.measured(machine, shape, Load(1), BF16)
+        request.measured(machine, shape, Load(1), BF16)
 
 
 # -- the command --------------------------------------------------------------------------------------

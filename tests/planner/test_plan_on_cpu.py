@@ -11,10 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from offload.errors import BudgetError
-from offload.planner import memory
-from offload.planner import recommend as choice
-from offload.planner.activations.formulas import head_copy
-from offload.planner.activations.load import Load
+from offload.planner import memory, recommend
+from offload.planner.activations import Load, head_copy
 from offload.planner.hardware import described, parse_drive
 from offload.planner.model_shape import from_name
 from offload.sizes import MIB
@@ -31,7 +29,7 @@ def test_the_peak_of_a_plan_that_fits_is_within_the_ram(name: str, in_chunks: bo
     for ram in range(512 * MIB, 12288 * MIB, 512 * MIB):
         machine = replace(on, ram=ram)
         try:
-            planned = choice.plan(shape, machine, load, content)
+            planned = recommend.plan(shape, machine, load, content)
         except BudgetError:
             continue
         fitting.append(ram)
@@ -63,7 +61,7 @@ def fits(ram: int, sequence: int) -> bool:
     on = replace(described("RTX 4090", 0, [parse_drive("7GB/s,5GB/s,4TB")]), gpu_memory=0, ram=ram)
     shape, load = from_name("llama-1b", sequence, torch.bfloat16), Load(1, chunked_loss=True)
     try:
-        planned = choice.choose(shape, on, load, recompute=False, paths=("/swap",))
+        planned = recommend.choose(shape, on, load, recompute=False, paths=("/swap",))
     except BudgetError:
         return False
     assert planned.host_peak <= ram, "the plan's own budgets keep it within the RAM"

@@ -9,8 +9,7 @@ import torch
 
 from offload.errors import ConfigError
 from offload.finetune.model import allows_chunks
-from offload.planner.model_shape import Shape, from_name
-from offload.planner.model_shape.from_preset import from_preset
+from offload.planner.model_shape import Shape, from_name, from_preset
 from offload.presets import LLAMA, PRESETS
 
 _LLAMAS = sorted(name for name, preset in PRESETS.items() if preset.config == LLAMA)

@@ -10,16 +10,12 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.errors import BudgetError, ConfigError
-from offload.planner import config_file, memory
-from offload.planner import recommend as choice
-from offload.planner.activations.budgets import beside_weights
-from offload.planner.activations.load import Load
-from offload.planner.gpus import GPUS, Gpu, find_gpu
+from offload.planner import memory, output, recommend, request
+from offload.planner.activations import Load, beside_weights
+from offload.planner.gpus import GPUS, ORIGINS, Gpu, Rate, find_gpu
 from offload.planner.guide_table import PAGE
 from offload.planner.hardware import described, parse_drive
 from offload.planner.model_shape import from_count
-from offload.planner.rate import ORIGINS, Rate
-from offload.planner.report import text as report
 from offload.sizes import GIB
 
 UNIFIED = [gpu for gpu in GPUS if gpu.unified]
@@ -145,7 +141,7 @@ def test_copies_take_no_time_where_gpu_and_cpu_have_one_memory(gpu: Gpu) -> None
     machine = described(gpu.name, drives=[parse_drive("7GB/s,5GB/s")])
     assert machine.upload == machine.download == math.inf and machine.gpu_memory == machine.ram
     shape = from_count(3 * 10**9, 24, 1024)
-    step = choice.choose(shape, machine, Load(1), None).timing
+    step = recommend.choose(shape, machine, Load(1), None).timing
     assert step.busy["PCIe"] == 0 and step.waited.upload == 0 and 0 < step.seconds < math.inf
 
 
@@ -162,14 +158,14 @@ def test_one_memory_holds_both_budgets_and_the_activations() -> None:
     machine = described("Ryzen AI MAX+ 395", drives=[parse_drive("7GB/s,5GB/s")])
     assert machine.unified
     load = Load(4, 1, True)
-    planned = choice.choose(shape, machine, load, True)
-    for each in (planned, choice.with_host_budget(planned)):
+    planned = recommend.choose(shape, machine, load, True)
+    for each in (planned, recommend.with_host_budget(planned)):
         beside = beside_weights(each.memory, shape, load)
         assert each.memory.host + each.memory.device + beside <= machine.ram
     content = memory.settings("nvme", "nvme", host_memory=110 * GIB, batch=4)
     with pytest.raises(BudgetError, match="activations"):
-        choice.plan(shape, machine, Load(8, 1, True), content)
-    written = config_file.ready(planned)["offload"]
+        recommend.plan(shape, machine, Load(8, 1, True), content)
+    written = request.ready(planned)["offload"]
     assert {"host_memory", "device_memory"} <= written.keys(), "a run would see the same bytes free twice"
 
 
@@ -180,6 +176,6 @@ def test_a_bus_between_gpu_and_cpu_that_have_one_memory_is_refused() -> None:
 
 def test_the_heading_names_one_memory_once() -> None:
     machine = described("GB10", drives=[parse_drive("7GB/s,5GB/s")])
-    planned = choice.choose(from_count(3 * 10**9, 24, 1024), machine, Load(1), None)
-    line = report.heading(planned)[1]
+    planned = recommend.choose(from_count(3 * 10**9, 24, 1024), machine, Load(1), None)
+    line = output.heading(planned)[1]
     assert "115.2 GiB of RAM that the GPU shares" in line and "GPU memory" not in line

@@ -14,16 +14,13 @@ from typer.testing import CliRunner
 from offload.cli.main import app
 from offload.errors import BudgetError
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
-from offload.planner import memory
-from offload.planner import recommend as choice
-from offload.planner.activations.formulas import need
-from offload.planner.activations.load import Load
-from offload.planner.advice import compare
+from offload.planner import memory, recommend
+from offload.planner.activations import Load, need
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, from_count
+from offload.planner.recommend import compare
 from offload.planner.simulation.inputs import update_costs
-from offload.planner.step_time.bound import least_moved
-from offload.planner.step_time.step_order import chain, segments
+from offload.planner.step_time import chain, least_moved, segments
 from offload.sizes import GIB, MIB
 from offload.states import State
 from tests.support.sampling import examples
@@ -41,19 +38,19 @@ def machine(drive: str = "0.2GB/s", on_cpu: bool = False, **rates: float) -> Har
     return replace(found, **(of_cpu if on_cpu else {}) | rates)
 
 
-def planned(load: Load, on: Hardware | None = None, shape: Shape | None = None, **options: Any) -> choice.Planned:
+def planned(load: Load, on: Hardware | None = None, shape: Shape | None = None, **options: Any) -> recommend.Planned:
     content = memory.settings(batch=load.batch, accumulation=load.accumulation, **options)
-    return choice.plan(small() if shape is None else shape, machine() if on is None else on, load, content)
+    return recommend.plan(small() if shape is None else shape, machine() if on is None else on, load, content)
 
 
 # -- bytes --------------------------------------------------------------------------------------------
 
 
-def tight(load: Load) -> choice.Planned:
+def tight(load: Load) -> recommend.Planned:
     """Returns a plan in which neither host nor device keep weights, apart from those in use."""
     shape, on = from_count(2_000_000_000, 60, 64), replace(machine("1GB/s"), gpu_memory=3 * GIB)
     content = memory.settings(accumulation=load.accumulation)
-    parts = choice.settled(shape, on, load, content).parts
+    parts = recommend.settled(shape, on, load, content).parts
     gradients = sum(nbytes[State.GRAD] for nbytes in parts.nbytes)
     device = 3 * parts.largest_unit
     return planned(load, on, shape, host_memory=gradients + 700 * MIB, device_memory=device)
@@ -94,9 +91,9 @@ def test_layer_major_never_moves_more_bytes(
     shape, on = from_count(40_000_000, layers, 64), machine(drive, on_cpu)
     load = Load(1, count, recompute=True, speculate=speculate)
     content = memory.settings(accumulation=count)
-    least = choice.settled(shape, on, load, content).least_host
+    least = recommend.settled(shape, on, load, content).least_host
     content["offload"] |= {"host_memory": least + host * MIB, "device_memory": 64 * MIB}
-    one, other = (choice.plan(shape, on, load._replace(schedule=each), content).timing.moved for each in BOTH)
+    one, other = (recommend.plan(shape, on, load._replace(schedule=each), content).timing.moved for each in BOTH)
     # An update that finds no host buffer reads its weights again, whatever the order: at most those of a step.
     slack = 2 * shape.parameters if speculate else 0
     assert other.read + other.written <= one.read + one.written + slack
@@ -144,16 +141,16 @@ def test_a_step_that_clips_makes_its_early_updates_again() -> None:
 def test_an_update_that_cannot_be_undone_waits_for_step(options: dict[str, Any], overlap: bool) -> None:
     content = memory.settings(**options)
     content["offload"]["debug"] = {"overlap": overlap}
-    found = choice.plan(small(), machine("5GB/s"), Load(64), content)
+    found = recommend.plan(small(), machine("5GB/s"), Load(64), content)
     assert found.timing.simulation.speculated == () and found.timing.miss_seconds == 0
 
 
 def test_an_optimizer_of_two_passes_waits_for_step() -> None:
     content = memory.settings()
     content["optimizer"]["type"] = "Lamb"
-    assert choice.plan(small(), machine("5GB/s"), Load(64), content).timing.simulation.speculated == ()
+    assert recommend.plan(small(), machine("5GB/s"), Load(64), content).timing.simulation.speculated == ()
     content["optimizer"]["type"] = "Lion"
-    assert choice.plan(small(), machine("5GB/s"), Load(64), content).timing.simulation.speculated
+    assert recommend.plan(small(), machine("5GB/s"), Load(64), content).timing.simulation.speculated
 
 
 def test_no_update_begins_before_its_gradient_is_complete() -> None:
@@ -211,12 +208,12 @@ def test_a_step_whose_micro_batches_do_not_fit_at_once_is_refused_with_what_to_d
 
 def test_auto_takes_the_order_of_the_shorter_step() -> None:
     shape, on = from_count(65 * 10**8, 20, 1024), described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,5GB/s")])
-    found = choice.choose(shape, on, Load(8, 8), None)
+    found = recommend.choose(shape, on, Load(8, 8), None)
     assert found.choice.schedule == found.load.schedule == LAYER_MAJOR and found.given.schedule == "auto"
     content = {**found.content}
-    other = choice.plan(shape, on, Load(8, 8, schedule=MICRO_BATCH_MAJOR), content)
+    other = recommend.plan(shape, on, Load(8, 8, schedule=MICRO_BATCH_MAJOR), content)
     assert found.timing.seconds < 0.7 * other.timing.seconds
-    more = choice.choose(shape, on, Load(8, 16), None)  # where compute takes twice as long as the drive
+    more = recommend.choose(shape, on, Load(8, 16), None)  # where compute takes twice as long as the drive
     assert more.timing.seconds <= 1.1 * more.timing.formula_seconds
 
 

@@ -7,15 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from offload.planner import memory
-from offload.planner import recommend as choice
-from offload.planner.activations.load import Load
+from offload.planner import memory, recommend, step_time
+from offload.planner.activations import Load
 from offload.planner.gpus import GPUS
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, from_count
-from offload.planner.report.text import in_short
-from offload.planner.step_time import passes
-from offload.planner.step_time import prediction as timing
+from offload.planner.output import in_short
 from offload.sizes import GIB
 
 PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
@@ -38,8 +35,8 @@ def machine(on_cpu: bool, drive: str, dtype: str = "bf16", **rates: float) -> Ha
     return replace(found, **(of_cpu if on_cpu else {}) | rates)
 
 
-def planned(shape: Shape, on: Hardware, load: Load, tiers: tuple[str, str], **options: int) -> choice.Planned:
-    return choice.plan(shape, on, load, memory.settings(*tiers, dtype=on.dtype, batch=load.batch, **options))
+def planned(shape: Shape, on: Hardware, load: Load, tiers: tuple[str, str], **options: int) -> recommend.Planned:
+    return recommend.plan(shape, on, load, memory.settings(*tiers, dtype=on.dtype, batch=load.batch, **options))
 
 
 @pytest.mark.sample(1)
@@ -49,8 +46,8 @@ def test_no_least_is_above_what_is_predicted(
 ) -> None:
     """The bound itself, without what cuts it off where both are one sum."""
     found: list[float] = []
-    real = timing._least
-    monkeypatch.setattr(timing, "_least", lambda *given: found.append(real(*given)) or found[-1])
+    real = step_time._least
+    monkeypatch.setattr(step_time, "_least", lambda *given: found.append(real(*given)) or found[-1])
     reached = {False: 0, True: 0}
     loads = (Load(1), Load(8), Load(1, 3, schedule="micro_batch_major"), Load(1, 3, schedule="layer_major"))
     for drive, load, dtype, speculate in itertools.product(
@@ -90,11 +87,11 @@ def test_what_limits_is_what_most_of_the_seconds_are_spent_on() -> None:
 def test_the_host_adds_to_what_a_cpu_computes_and_bounds_what_a_gpu_computes(on_cpu: bool) -> None:
     """A GPU computes one use while the host prepares the next, so the slower of the two counts."""
     shape, on = small(), machine(on_cpu, "5GB/s")
-    alone = passes.forward(shape, replace(on, handed_seconds=0.0), Load(1))
+    alone = step_time.forward(shape, replace(on, handed_seconds=0.0), Load(1))
     handed = max(each.seconds for each in alone) * 0.9
     assert min(each.seconds for each in alone) < handed
     for with_host, without in zip(
-        passes.forward(shape, replace(on, handed_seconds=handed), Load(1)), alone, strict=True
+        step_time.forward(shape, replace(on, handed_seconds=handed), Load(1)), alone, strict=True
     ):
         if on_cpu:
             assert with_host.seconds == without.seconds + handed
@@ -107,8 +104,8 @@ def test_the_host_adds_to_what_a_cpu_computes_and_bounds_what_a_gpu_computes(on_
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_a_unit_that_stays_takes_the_host_less(on_cpu: bool) -> None:
     shape, on = small(), replace(machine(on_cpu, "5GB/s"), handed_seconds=4e-4)
-    comes, stays = (passes.forward(shape, on, Load(1), stay) for stay in ((), range(len(shape.layouts))))
-    alone = passes.forward(shape, replace(on, handed_seconds=0.0), Load(1))
+    comes, stays = (step_time.forward(shape, on, Load(1), stay) for stay in ((), range(len(shape.layouts))))
+    alone = step_time.forward(shape, replace(on, handed_seconds=0.0), Load(1))
     for moved, kept, without in zip(comes, stays, alone, strict=True):
         assert without.seconds <= kept.seconds <= moved.seconds and without.backward <= kept.backward <= moved.backward
     assert sum(each.seconds for each in stays) < sum(each.seconds for each in comes)
@@ -144,7 +141,7 @@ def test_weights_and_activations_of_fp32_have_four_bytes() -> None:
     for name, more in (("weights", 2.0), ("elementwise", 1.4)):
         seconds = {}
         for dtype, of in on.items():  # of blocks alone: a loss in bf16 copies its logits to fp32 first
-            found = passes.forward(small(of.itemsize), replace(of, **{name: 1e7}), Load(1))
+            found = step_time.forward(small(of.itemsize), replace(of, **{name: 1e7}), Load(1))
             seconds[dtype] = sum(each.seconds for each in found[1:-1])
         assert seconds["fp32"] > more * 0.95 * seconds["bf16"], name
     assert on["fp32"].optimizer == pytest.approx(on["bf16"].optimizer * 26 / 28)

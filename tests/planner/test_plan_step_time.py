@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 
-from offload.planner import memory
-from offload.planner import recommend as choice
-from offload.planner.activations.load import Load
+from offload.planner import memory, recommend, step_time
+from offload.planner.activations import Load
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, from_count
-from offload.planner.step_time import passes, step_order
-from offload.planner.step_time import prediction as timing
 from offload.sizes import GIB
 
 
@@ -22,8 +19,8 @@ def shape() -> Shape:
     return from_count(13 * 10**9, 20, 2048)
 
 
-def plan(shape: Shape, machine: Hardware, load: Load, **options: Any) -> choice.Planned:
-    return choice.plan(shape, machine, load, memory.settings(**options))
+def plan(shape: Shape, machine: Hardware, load: Load, **options: Any) -> recommend.Planned:
+    return recommend.plan(shape, machine, load, memory.settings(**options))
 
 
 @pytest.mark.sample(2)
@@ -58,7 +55,7 @@ def test_faster_components_never_make_a_step_slower(shape: Shape) -> None:
 def test_tokens_that_hide_are_the_least_that_do(shape: Shape) -> None:
     machine = replace(described("RTX 4090", 64 * GIB, [parse_drive("14GB/s")]), gpu_memory=1 << 50)
     planned = plan(shape, machine, Load(1, 1, True), host_memory=50 * GIB)
-    tokens = timing.hiding_tokens(planned.memory, shape, machine, planned.load)
+    tokens = step_time.hiding_tokens(planned.memory, shape, machine, planned.load)
     assert tokens is not None and tokens % shape.sequence == 0
     batch = tokens // shape.sequence
     for sequences, hidden in ((batch, True), (batch // 2, False)):
@@ -78,8 +75,8 @@ def test_a_frozen_layer_has_no_backward_of_its_weights() -> None:
     machine = replace(described("RTX 4090", 64 * GIB), handed_seconds=0.0)
     trains = from_count(10**9, 4, 512)
     still = tuple(layout._replace(trainable_stop=0) for layout in trains.layouts)
-    before = passes.forward(trains, machine, Load(2))
-    after = passes.forward(trains._replace(layouts=still), machine, Load(2))
+    before = step_time.forward(trains, machine, Load(2))
+    after = step_time.forward(trains._replace(layouts=still), machine, Load(2))
     for use, each, frozen in zip(trains.uses, before, after, strict=True):
         numel = trains.layouts[use.unit].numel
         products = 2 * use.flops / machine.matmul + (2 * numel / machine.weights if use.flops else 0)
@@ -93,7 +90,7 @@ def test_a_tied_embedding_makes_two_gradients_and_sums_them() -> None:
     apart = from_count(10**9, 4, 512)
     embedding, head = apart.uses[0], apart.uses[-1]._replace(unit=0)
     tied = apart._replace(uses=(embedding, *apart.uses[1:-1], head))
-    (one, *_), (two, *_) = (passes.forward(shape, machine, Load(1)) for shape in (apart, tied))
+    (one, *_), (two, *_) = (step_time.forward(shape, machine, Load(1)) for shape in (apart, tied))
     nbytes = 2 * apart.layouts[0].numel
     assert two.backward - one.backward == pytest.approx(nbytes / machine.fresh) and one.seconds == two.seconds
 
@@ -102,14 +99,14 @@ def test_what_is_added_up_on_a_gpu_leaves_it_with_the_last_micro_batch() -> None
     """Beside a backward that is long; and the totals have their bytes of the device's budget."""
     small, machine = from_count(10**9, 16, 2048), described("H200", 128 * GIB)
     numel = small.layouts[3].trainable_stop
-    alone = step_order.backward(passes.forward(small, machine, Load(1)), [0] * len(small.layouts), machine, False)
+    alone = step_time.backward(step_time.forward(small, machine, Load(1)), [0] * len(small.layouts), machine, False)
     for bus, longer in ((1e15, False), (1e9, True)):
         slow = replace(machine, download=bus)
         planned = plan(small, slow, Load(1, 4, schedule="micro_batch_major"), weights="cpu", states="cpu")
         totals = dict(planned.memory.placement.added)
         assert len(totals) == len(small.layouts) and totals[3] == 4 * numel
-        first = passes.forward(small, slow, Load(1))
-        *some, last = step_order.step_of(small, [first] * 4, planned.memory, slow, planned.load)[1::2]
+        first = step_time.forward(small, slow, Load(1))
+        *some, last = step_time.step_of(small, [first] * 4, planned.memory, slow, planned.load)[1::2]
         assert len(some) == 3 and some[0] == some[1] == some[2]
         mine = next(index for index, each in enumerate(alone) if each.unit == 3)
         added = alone[mine].seconds + 10 * numel / machine.elementwise
@@ -128,7 +125,7 @@ def test_each_unit_is_updated_where_it_lives() -> None:
 
     def rate(weights: str, states: str, **options: Any) -> float:
         planned = plan(small, machine, Load(1), weights=weights, states=states, **options)
-        return timing.rates_of(planned.memory, machine).kernel
+        return step_time.rates_of(planned.memory, machine).kernel
 
     there, on_host = rate("none", "none"), rate("cpu", "cpu")
     assert there == pytest.approx(machine.device_optimizer) and on_host == pytest.approx(machine.optimizer)

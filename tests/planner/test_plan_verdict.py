@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from offload.planner import advice, memory
-from offload.planner import recommend as choice
-from offload.planner.activations.load import Load
+from offload.planner import memory, recommend
+from offload.planner.activations import Load
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, from_count
-from offload.planner.report.text import Asked, cautions, verdict
+from offload.planner.output import Asked, cautions, verdict
 from offload.sizes import GIB, format_count, format_time
 
 
@@ -21,18 +20,18 @@ def shape() -> Shape:
     return from_count(13 * 10**9, 20, 2048)
 
 
-def plan(shape: Shape, machine: Hardware, load: Load, **options: Any) -> choice.Planned:
-    return choice.plan(shape, machine, load, memory.settings(**options))
+def plan(shape: Shape, machine: Hardware, load: Load, **options: Any) -> recommend.Planned:
+    return recommend.plan(shape, machine, load, memory.settings(**options))
 
 
 def test_the_first_line_is_the_verdict(shape: Shape) -> None:
     planned = plan(shape, described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,4GB/s")]), Load(1))
-    best = advice.Change("more of something", 1.0, 2.0, "--more 2")
-    line = verdict(planned, advice.Advice((best, best._replace(words="another", gain=1.5)), 0), Asked())
+    best = recommend.Change("more of something", 1.0, 2.0, "--more 2")
+    line = verdict(planned, recommend.Advice((best, best._replace(words="another", gain=1.5)), 0), Asked())
     daily = format_count(planned.timing.tokens_per_second * 86400)
     assert line.startswith(f"it fits; {daily} tokens a day; NVMe limits (")
     assert line.endswith("; first change: more of something (--more 2): 2.00 times the tokens a second")
-    none = verdict(planned, advice.Advice((), 0), Asked())
+    none = verdict(planned, recommend.Advice((), 0), Asked())
     assert none.endswith("; no change that was tried is more than 5 % faster")
 
 
@@ -49,7 +48,7 @@ def test_the_first_line_names_a_drive_that_is_soon_worn_out(shape: Shape) -> Non
     assert typical == f"a drive rated for 1200 TB would be worn out in {format_time(2 * 1200e12 / rate)} of training"
     (given,) = named(Asked(endurance=int(9.9 * days)))
     assert given == "the drives would be worn out in 9.9 days of training"
-    assert given in verdict(planned, advice.Advice((), 0), Asked(endurance=int(9.9 * days)))
+    assert given in verdict(planned, recommend.Advice((), 0), Asked(endurance=int(9.9 * days)))
     assert not named(Asked(endurance=int(10.1 * days)))
     # A run of known length is named if it takes more than a tenth of their life.
     day = round(86400 * planned.timing.tokens_per_second)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import offload
 from offload.aio import IoQueue, aligned_empty
 from offload.cli.main import app
-from offload.report.drive_wear import forecast, warning
+from offload.report.figures import forecast, warning
 from offload.runs.inspection import inspect
 from offload.swapper.store import Rating, Written
 from offload.swapper.store.spill_file import SpillFile

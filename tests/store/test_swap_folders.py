@@ -11,8 +11,8 @@ from torch import nn
 
 import offload
 from offload.errors import ConfigError
-from offload.hardware import mounts
-from offload.hardware.mounts import Mount, folder_notices, mount_of
+from offload.hardware import system
+from offload.hardware.system import Mount, folder_notices, mount_of
 from offload.notices import Remark
 from tests.support.processes.cli_in_process import call, run_folder
 
@@ -32,17 +32,17 @@ def config_of(path: str) -> dict[str, Any]:
 @pytest.fixture
 def on_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder that counts as one on the drive of /."""
-    monkeypatch.setattr(mounts, "_is_with_root", lambda path: True)
-    monkeypatch.setattr(mounts, "gettempdir", lambda: str(tmp_path / "temporary"))
-    monkeypatch.setattr(mounts, "mount_of", lambda path: Mount("/dev/sda1", "ext4", "/"))
+    monkeypatch.setattr(system, "_is_with_root", lambda path: True)
+    monkeypatch.setattr(system, "gettempdir", lambda: str(tmp_path / "temporary"))
+    monkeypatch.setattr(system, "mount_of", lambda path: Mount("/dev/sda1", "ext4", "/"))
     return tmp_path
 
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder that counts as one on a drive of its own."""
-    monkeypatch.setattr(mounts, "_is_with_root", lambda path: False)
-    monkeypatch.setattr(mounts, "mount_of", lambda path: Mount("/dev/nvme0n1", "xfs", "/mnt/nvme"))
+    monkeypatch.setattr(system, "_is_with_root", lambda path: False)
+    monkeypatch.setattr(system, "mount_of", lambda path: Mount("/dev/nvme0n1", "xfs", "/mnt/nvme"))
     return tmp_path
 
 
@@ -82,9 +82,9 @@ def test_the_last_folder_is_made_also_behind_a_link(on_root: Path) -> None:
 def test_elsewhere_all_folders_are_made(place: str, on_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As DeepSpeed makes them: jobs of clusters have names of their own below $TMPDIR."""
     if place == "the temporary folder":
-        monkeypatch.setattr(mounts, "gettempdir", lambda: str(on_root))
+        monkeypatch.setattr(system, "gettempdir", lambda: str(on_root))
     else:
-        monkeypatch.setattr(mounts, "_is_with_root", lambda path: False)
+        monkeypatch.setattr(system, "_is_with_root", lambda path: False)
     path = on_root / "job" / "swap"
     engine, *_ = offload.initialize(model=nn.Linear(8, 8), config=config_of(path=str(path)))
     engine.destroy(remove=True)
@@ -112,7 +112,7 @@ def test_on_a_drive_of_its_own_a_new_folder_is_no_warning(elsewhere: Path) -> No
 
 
 def test_a_place_for_drives_without_one_is_a_warning(on_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mounts, "_FOR_DRIVES", (str(on_root / "mnt"),))
+    monkeypatch.setattr(system, "_FOR_DRIVES", (str(on_root / "mnt"),))
     (on_root / "mnt" / "nvme").mkdir(parents=True)
     (line,) = folder_notices([str(on_root / "mnt" / "nvme")])
     assert not isinstance(line, Remark) and "no drive is mounted there" in line and "delete" not in line
@@ -133,7 +133,7 @@ def test_the_mount_of_a_folder_is_the_innermost_one(tmp_path: Path) -> None:
 def test_the_start_of_train_names_the_drive_and_ends_in_warnings(
     on_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mounts, "_FOR_DRIVES", (str(on_root / "mnt"),))
+    monkeypatch.setattr(system, "_FOR_DRIVES", (str(on_root / "mnt"),))
     (on_root / "mnt").mkdir()
     Path("ds.json").write_text(json.dumps({"offload": {"nvme_path": "mnt/nvme", "durability": "step"}}))
     lines = call("--config", "ds.json", "--steps", "1", "--nvme-path", "drive").stdout.splitlines()

@@ -40,26 +40,34 @@ import psutil
 import torch
 
 from offload.bench.child_process import run_child, terminable, write_json
-from offload.bench.gpu.copies import copies
-from offload.bench.gpu.correctness import bits
-from offload.bench.gpu.deepspeed import deepspeed_steps
-from offload.bench.gpu.gpu_tests import gpu_tests
 from offload.bench.gpu.parts import (
     PARTS,
     PLANNED,
     Part,
     add_exposure,
+    bits,
     bounds,
+    copies,
+    deepspeed_steps,
+    gpu_tests,
     invalid,
     judge,
+    rates,
     refused,
     run_parts,
 )
-from offload.bench.gpu.planned import fit, largest_step, room_of
-from offload.bench.gpu.rates import rates
 from offload.bench.gpu.report import machine, words
-from offload.bench.gpu.training import measure_steps
-from offload.bench.gpu.work import DEFAULT_STEP, Save, StepSize, Work, config_for
+from offload.bench.gpu.training import (
+    DEFAULT_STEP,
+    Save,
+    StepSize,
+    Work,
+    config_for,
+    fit,
+    largest_step,
+    measure_steps,
+    room_of,
+)
 from offload.errors import ConfigError
 from offload.presets import check_name, require_transformers
 from offload.sizes import parse_size

@@ -14,7 +14,7 @@ import torch
 import offload
 from offload import kernels
 from offload.bench.gpu.parts import DIRECTIONS, PARTS, figures_of, invalid
-from offload.bench.gpu.work import PLACEMENTS
+from offload.bench.gpu.training import PLACEMENTS
 from offload.hardware.system import gpus, processor
 from offload.sizes import GIB, format_size
 

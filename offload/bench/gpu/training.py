@@ -2,20 +2,198 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import offload
-from offload.bench.gpu.exposure import profiled
-from offload.bench.gpu.work import Save, Work
+from offload.bench.configs import placed
 from offload.bench.measure import peak_resident, random_ids
+from offload.errors import BudgetError, ConfigError
+from offload.finetune.model import make_ready
 from offload.kernels import cuda
+from offload.layout.flat_layout import layouts_of
+from offload.layout.units import find_units
+from offload.planner.activations import Load, activations
+from offload.planner.memory import Memory, Room, settings, settle
+from offload.planner.model_shape import from_name
+from offload.presets import build
+from offload.sizes import MIB, format_size
+from offload.swapper.memory.device import open_device
+from offload.swapper.memory.limits import free_host_memory
+
+# -- exposure ------------------------------------------------------------------------------------------
+#
+# Division of a step's time on the GPU, by torch's profiler: kernels, copies that no kernel hides, and idle time.
+
+
+Interval = tuple[float, float]
+"""(start, end), in seconds."""
+
+
+class Exposure(NamedTuple):
+    """Seconds of one step, by the activity of the GPU."""
+
+    seconds: float
+    """Duration of the step."""
+    kernels: float
+    """Seconds in which at least one kernel ran."""
+    copies: float
+    """Seconds in which something was copied to or from the GPU."""
+    exposed_copies: float
+    """Seconds in which something was copied and no kernel ran."""
+    idle: float
+    """Seconds without kernels and copies: the GPU waited for a drive, for an update, or for the host."""
+
+
+def exposure(seconds: float, kernels: Iterable[Interval], copies: Iterable[Interval]) -> Exposure:
+    """Returns the division of a step that took `seconds`; the intervals of kernels and copies may overlap."""
+    computing, copying = union(kernels), union(copies)
+    busy = length(union([*computing, *copying]))
+    return Exposure(seconds, length(computing), length(copying), busy - length(computing), max(seconds - busy, 0.0))
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Returns the union of intervals, as ascending intervals that do not overlap."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Returns the sum of intervals that do not overlap."""
+    return sum(end - start for start, end in intervals)
+
+
+def profiled(device: torch.device, step: Callable[[], object]) -> Exposure | None:
+    """Runs one step and returns the division of its time; None without a GPU.
+
+    The optimizer's updates may still run when the step ends.
+    """
+    if device.type != "cuda":
+        step()
+        return None
+    torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - start
+    kernels, copies = split(seen.events())
+    return exposure(seconds, kernels, copies)
+
+
+def split(events: Iterable[Any]) -> tuple[list[Interval], list[Interval]]:
+    """Returns two lists of intervals from the events of torch's profiler: kernels, and copies between host and GPU.
+
+    Other work of the GPU, such as copies within its memory, counts as kernels.
+    """
+    kernels: list[Interval] = []
+    copies: list[Interval] = []
+    for event in events:
+        if event.device_type.name != "CUDA":
+            continue
+        between = "HtoD" in event.name or "DtoH" in event.name
+        (copies if between else kernels).append((event.time_range.start / 1e6, event.time_range.end / 1e6))
+    return kernels, copies
+
+
+# -- work ----------------------------------------------------------------------------------------------
+#
+# Sizes, placements and configs of the parts, and their functions for measuring times.
+
+
+Save = Callable[[dict[str, Any]], None]
+"""Receives all figures so far, so that the figures of a part that is stopped are not lost."""
+
+PLACEMENTS = (
+    "none/none",
+    "nvme/nvme",
+    "cpu/cpu",
+    "cpu/nvme",
+    "none/nvme",
+    "nvme/cpu",
+    "none/cpu",
+    "cpu/none",
+    "nvme/none",
+)
+"""All nine placements, as weights/states, the most important first."""
+
+
+class StepSize(NamedTuple):
+    """The size of a step of one micro-batch."""
+
+    batch_size: int
+    seq_len: int
+    recompute: bool = False
+
+
+DEFAULT_STEP = StepSize(8, 512)
+
+
+class Work(NamedTuple):
+    """The work of a part."""
+
+    device: torch.device
+    folder: Path
+    """An empty folder for swap files."""
+    model: str = "llama-1b"
+    layers: int | None = None
+    """Layers of the model; None for all of them."""
+    batch_size: int = 8
+    seq_len: int = 512
+    accumulation: int = 1
+    recompute: bool = False
+    """True if activations are computed again in the backward."""
+    limit: int | None = None
+    """Bytes of GPU memory that may be taken; None for all of it."""
+    moments: str | None = None
+    """Form of the optimizer's moments, and below of the masters, where the planner writes the config; None for fp32."""
+    master: str | None = None
+    steps: int = 8
+    """Timed steps; fewer if they would take longer than `seconds`."""
+    seconds: float = 60.0
+    copy_nbytes: int = 256 * MIB
+    rounds: int = 15
+
+    @property
+    def tokens(self) -> int:
+        """Returns the tokens of a step."""
+        return self.batch_size * self.seq_len * self.accumulation
+
+    def keep_limit(self) -> None:
+        """Limits this process to `limit` bytes of GPU memory from now on."""
+        if self.limit is not None and self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(self.limit / total, 1.0), self.device)
+
+    def build(self) -> nn.Module:
+        """Returns the model. Inside of `offload.init` it takes no memory."""
+        model = build(self.model, self.layers)
+        make_ready(model, self.recompute)
+        return model
+
+
+def config_for(placement: str, work: Work, dtype: str, accumulation: int = 1, clip: float = 0.0) -> dict[str, Any]:
+    """Returns the config of a placement, written as weights/states."""
+    return placed(placement, work.folder, work.device, work.batch_size, dtype, accumulation, clip)
+
+
+# -- training ------------------------------------------------------------------------------------------
+
 
 _WARM_UP = 2
 """Steps that do not count: the first records the access order, and the second is the first beside an update."""
@@ -170,3 +348,121 @@ def _waited(waits: Sequence[Waits]) -> dict[str, Any]:
         "read_wait_seconds": statistics.median(wait.reads for wait in waits),
         "update_wait_seconds": statistics.median(wait.updates + wait.memory for wait in waits),
     }
+
+
+# -- planned -------------------------------------------------------------------------------------------
+#
+# A model too large for the GPU, with as many layers as fit; the planner places its states on host and disk.
+
+
+_HOST_SHARE = 0.8
+"""Fraction of the free RAM that the run may take. Libraries and the loop itself need the rest."""
+_DISK_SHARE = 0.95
+"""Fraction of the free disk that the run may take."""
+_PLACEMENTS = (("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
+"""Devices of weights and of states. Partitions on nvme are promoted into RAM as far as there is room."""
+
+
+_GPU_SHARE = 0.9
+"""Fraction of the GPU's memory that states and activations may take."""
+_OF_A_PARAMETER = 14
+"""Bytes of a parameter in none/none: weight and gradient in bf16, low bits of the master, and two moments in fp32."""
+_STEPS = (
+    StepSize(8, 4096),
+    *(StepSize(8, tokens, recompute=True) for tokens in (4096, 2048, 1024, 512)),
+    *(StepSize(sequences, 512, recompute=True) for sequences in (4, 2, 1)),
+)
+"""Steps to try, the largest first."""
+
+
+class Fitted(NamedTuple):
+    """The layers of a model that a machine has room for."""
+
+    layers: int
+    """0 if not even one fits."""
+    settings: dict[str, Any]
+    words: str
+
+
+def fit(work: Work, room: Room) -> Fitted:
+    """Returns the largest number of layers that fit and their config: all in RAM, or else in RAM and on disk."""
+    with offload.init():
+        model: Any = work.build()
+    whole = int(model.config.num_hidden_layers)
+    least, most = 0, whole
+    found: Memory | None = None
+    while least < most:  # a bisection for the most layers that fit
+        middle = (least + most + 1) // 2
+        memory = _settled(work._replace(layers=middle), room)
+        if memory is None:
+            most = middle - 1
+        else:
+            least, found = middle, memory
+    has = f"of RAM {format_size(room.host)} and of disk {format_size(room.disk or 0)} are free"
+    if found is None:
+        return Fitted(0, {}, f"not one layer of {work.model} fits: {has}")
+    takes = f"take {format_size(found.host)} of RAM and {format_size(found.stored + found.spilled)} of disk; {has}"
+    what = "all" if least == whole else f"{least} of"
+    return Fitted(least, _settings(work, room, found), f"{what} {whole} layers of {work.model} {takes}")
+
+
+def largest_step(model: str, memory: int) -> StepSize:
+    """Returns the largest size of a step with which weights, states and activations of a model fit on a GPU.
+
+    If none fits, returns the smallest. The bytes of none/none decide, so that all placements have the same step.
+
+    Args:
+        model: a preset.
+        memory: bytes of the GPU.
+    """
+    for size in _STEPS:
+        try:
+            shape = from_name(model, size.seq_len, torch.bfloat16)
+        except ConfigError:  # more tokens than the model has positions
+            continue
+        beside = activations(shape, Load(size.batch_size, recompute=size.recompute))
+        if _OF_A_PARAMETER * shape.parameters + beside <= _GPU_SHARE * memory:
+            return size
+    return _STEPS[-1]
+
+
+def room_of(work: Work) -> Room:
+    """Returns the free memory and disk of this machine that a run may take."""
+    device = open_device(work.device)
+    disk = int(_DISK_SHARE * shutil.disk_usage(work.folder).free)
+    return Room(int(_HOST_SHARE * free_host_memory()), device.free_bytes(), disk)
+
+
+def _settled(work: Work, room: Room) -> Memory | None:
+    """Returns the memory of a run, or None if it does not fit."""
+    with offload.init():
+        model = work.build()
+    layouts = layouts_of(model, find_units(model))
+    for tiers in _PLACEMENTS:
+        try:
+            memory = settle(layouts, _config_of(work, tiers, room), room, work.accumulation)
+        except BudgetError:
+            continue
+        if memory.stored + memory.spilled <= (room.disk or 0):
+            return memory
+    return None
+
+
+def _config_of(work: Work, tiers: tuple[str, str], room: Room) -> dict[str, Any]:
+    return settings(
+        *tiers,
+        host_memory=room.host if "nvme" in tiers else None,
+        durability="none",
+        batch=work.batch_size,
+        accumulation=work.accumulation,
+        paths=[str(work.folder)],
+        moments=work.moments,
+        master=work.master,
+    )
+
+
+def _settings(work: Work, room: Room, memory: Memory) -> dict[str, Any]:
+    zero = memory.config.zero_optimization
+    content = _config_of(work, (zero.offload_param.device, zero.offload_optimizer.device), room)
+    content["offload"]["device"] = work.device.type
+    return content

@@ -8,10 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from offload.bench.child_process import write_json
-from offload.bench.train.loops import ours, plain
-from offload.bench.train.peers import deepspeed, fsdp2, torchao
+from offload.bench.train.loops import Trainer, deepspeed, fsdp2, ours, plain, take_turn, torchao
 from offload.bench.train.plan import CONTENDERS, Contender, Job
-from offload.bench.train.trainer import Trainer, take_turn
 
 _BEGIN: dict[str, Callable[[Job, Contender], Trainer]] = {
     "plain": plain,

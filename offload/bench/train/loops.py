@@ -2,18 +2,160 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 import offload
-from offload.bench.configs import LEARNING_RATE, WEIGHT_DECAY, placed
-from offload.bench.train.plan import Contender, Job
-from offload.bench.train.trainer import Batch, Step, Trainer, in_phases, model_of
+from offload.bench.child_process import run_child
+from offload.bench.configs import ALONE, LEARNING_RATE, WEIGHT_DECAY, for_deepspeed, placed
+from offload.bench.drive import Rates, drive_rates, kernel_bytes, median_rates
+from offload.bench.measure import peak_resident, random_ids
+from offload.bench.train.plan import Contender, Job, Plan, reason_to_skip
+from offload.presets import build
+from offload.sizes import MIB
+
+# -- trainer -------------------------------------------------------------------------------------------
+#
+# A contender as it trains: its model, its data, and the times of its steps.
+
+
+UNCOUNTED = 2
+"""Steps at the start of a turn that are not timed: no update runs beside the first, which records the access order."""
+
+Batch = dict[str, torch.Tensor]
+
+
+class Step(NamedTuple):
+    """A step's loss, the mean over its micro-batches, and its seconds: all, and those of each phase if known."""
+
+    loss: float
+    seconds: float
+    forward: float | None = None
+    backward: float | None = None
+    update: float | None = None
+
+
+class Trainer(NamedTuple):
+    """A model and its optimizer, ready to train."""
+
+    parameters: int
+    vocabulary: int
+    step: Callable[[Sequence[Batch]], Step]
+    settle: Callable[[], None] = lambda: None
+    """Waits for the updates that still run after a step."""
+    moved: Callable[[], tuple[int, int]] | None = None
+    """Returns the bytes read from and written to files so far; None if only Linux counts them."""
+    close: Callable[[], None] = lambda: None
+
+
+def model_of(name: str) -> nn.Module:
+    """Returns a preset's model on the CPU in fp32, with the same weights in each process and no dropout.
+
+    Contenders draw random numbers in different orders, so their losses could not be compared with dropout.
+    """
+    torch.manual_seed(0)
+    model = build(name)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.train()
+
+
+def batches_of(job: Job, vocabulary: int) -> list[Batch]:
+    """Returns the micro-batches of every step: the same tokens again, so that a wrong update shows in the next loss."""
+    shape = (job.batch_size, job.seq_len)
+    ids = [random_ids(shape, vocabulary, seed).to(job.device) for seed in range(job.micro_batches)]
+    return [{"input_ids": each, "labels": each} for each in ids]
+
+
+def in_phases(
+    job: Job,
+    batches: Sequence[Batch],
+    forward: Callable[[Batch], torch.Tensor],
+    backward: Callable[[torch.Tensor], Any],
+    update: Callable[[bool], Any],
+) -> Step:
+    """Makes a step and returns its loss and times.
+
+    Args:
+        job: the work of the turn.
+        batches: the step's micro-batches.
+        forward: returns the loss of a micro-batch.
+        backward: adds the gradients of a loss.
+        update: ends a micro-batch; receives True for the last one of the step.
+    """
+    spent, losses = [0.0] * 3, list[torch.Tensor]()
+    for index, batch in enumerate(batches):
+        # Nothing but the calls lies between two readings, so the phases sum to the step.
+        times = [time.perf_counter()]
+        loss = forward(batch)
+        times.append(time.perf_counter())
+        backward(loss)
+        times.append(time.perf_counter())
+        update(index == len(batches) - 1)
+        times.append(time.perf_counter())
+        losses.append(loss.detach())  # read at the end: each read waits for the device
+        spent = [total + end - start for total, (start, end) in zip(spent, pairwise(times), strict=True)]
+    start = time.perf_counter()
+    mean = float(torch.stack(losses).mean())  # waits for the device, as a loop that logs does
+    seconds = sum(spent) + time.perf_counter() - start
+    # A GPU is still busy with a phase when the call returns.
+    return Step(mean, seconds, *spent) if job.device == "cpu" else Step(mean, seconds)
+
+
+def take_turn(job: Job, begin: Callable[[Job], Trainer]) -> dict[str, Any]:
+    """Trains for the steps of a turn and returns the figures.
+
+    Bytes are those of the steps after the first, by the contender's own count or else by Linux's.
+    """
+    start = time.perf_counter()
+    trainer = begin(job)
+    try:
+        batches = batches_of(job, trainer.vocabulary)
+        first = trainer.step(batches)
+        started = time.perf_counter() - start
+        # An update that still runs would count its bytes to the steps after it.
+        trainer.settle()
+        moved, counted = trainer.moved or kernel_bytes, UNCOUNTED - 1
+        before = moved()
+        steps = [trainer.step(batches) for _ in range(counted + job.steps)]
+        trainer.settle()
+        after = moved()
+        peak = peak_resident()  # before `close`, which allocates too
+    finally:
+        trainer.close()
+    read = written = None
+    if before is not None and after is not None:
+        read, written = ((now - then) / len(steps) for then, now in zip(before, after, strict=True))
+    return {
+        "parameters": trainer.parameters,
+        "losses": [first.loss, *(step.loss for step in steps)],
+        "seconds": [step.seconds for step in steps[counted:]],
+        **{
+            f"{phase}_seconds": [getattr(step, phase) for step in steps[counted:]]
+            for phase in ("forward", "backward", "update")
+        },
+        "seconds_to_first_step": started,
+        "peak_host_bytes": peak,
+        "peak_device_bytes": torch.cuda.max_memory_allocated() if job.device == "cuda" else None,
+        "read_bytes": read,
+        "written_bytes": written,
+    }
+
+
+# -- loops ---------------------------------------------------------------------------------------------
 
 
 def config_of(job: Job, contender: Contender) -> dict[str, Any]:
@@ -88,3 +230,257 @@ def ours(job: Job, contender: Contender) -> Trainer:
         moved=engine.io_bytes,
         close=lambda: engine.destroy(remove=True),
     )
+
+
+# -- peers ---------------------------------------------------------------------------------------------
+#
+# The contenders of other packages: DeepSpeed's ZeRO-3, FSDP2 with CPU offload, torchao's optimizer on the CPU.
+#
+# Each is set up as its own documentation says, with settings by which its states fit and its drive is used; a comment
+# says why where a setting is not a default.
+
+
+_ADAMW: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "fused": True}
+_BUFFERS = 8
+"""Parameters that DeepSpeed has in buffers at a time."""
+
+
+def deepspeed(job: Job, contender: Contender) -> Trainer:
+    """Returns DeepSpeed's ZeRO-3 in the contender's placement.
+
+    The model is built in full and handed over: inside of `deepspeed.zero.Init` the weights would be other ones, and
+    losses could not be compared. The peak of memory contains it.
+    """
+    os.environ.update(ALONE | {"MASTER_PORT": str(_free_port())})
+    if job.device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    # Imported after the environment is set, which DeepSpeed reads when it is imported.
+    import deepspeed
+
+    model: Any = model_of(job.model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    settings = for_deepspeed(config_of(job, contender), pin_memory=job.device != "cpu")
+    _use_drive(settings, job, max(parameter.numel() for parameter in model.parameters()))
+    engine = deepspeed.initialize(model=model, config=settings, model_parameters=model.parameters())[0]
+    return Trainer(
+        parameters=parameters,
+        vocabulary=model.config.vocab_size,
+        step=lambda batches: in_phases(
+            job, batches, lambda batch: engine(**batch).loss, engine.backward, lambda last: engine.step()
+        ),
+        close=_leave_group,
+    )
+
+
+def _use_drive(settings: dict[str, Any], job: Job, largest: int) -> None:
+    """Adds what DeepSpeed needs for tiers on the drive.
+
+    Args:
+        settings: its config.
+        job: the work of the turn.
+        largest: elements of the largest parameter, which one buffer must hold.
+    """
+    zero = settings["zero_optimization"]
+    for key in ("offload_param", "offload_optimizer"):
+        if zero[key]["device"] == "nvme":
+            zero[key] |= {"nvme_path": job.folder, "buffer_count": _BUFFERS}
+    if zero["offload_param"]["device"] == "nvme":
+        # Without the limit of 0 weights of a small model stay in RAM, and with prefetches buffers run out.
+        zero["offload_param"] |= {"buffer_size": largest, "max_in_cpu": 0}
+        zero["stage3_prefetch_bucket_size"] = 0
+    # Its default of 8 requests in flight is few for an NVMe drive.
+    settings["aio"] = {"block_size": MIB, "queue_depth": 32, "overlap_events": True, "single_submit": False}
+
+
+def fsdp2(job: Job, contender: Contender) -> Trainer:
+    """Returns FSDP2 with weights, gradients and states in RAM, in a process group of one."""
+    from torch.distributed import init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    backend = "gloo" if job.device == "cpu" else "cpu:gloo,cuda:nccl"
+    init_process_group(backend, rank=0, world_size=1, store=torch.distributed.HashStore())  # type: ignore[attr-defined]
+    model: Any = model_of(job.model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(job.device, (1,)),
+        "offload_policy": CPUOffloadPolicy(pin_memory=job.device != "cpu"),
+    }
+    if job.dtype == "bf16":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    # Blocks before the model, which then owns only what is left.
+    for block in _blocks(model):
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), **_ADAMW)
+    return _with_optimizer(job, model, parameters, optimizer, _leave_group)
+
+
+def torchao(job: Job, contender: Contender) -> Trainer:
+    """Returns torchao's CPUOffloadOptimizer: weights on the GPU in fp32, in bf16 by autocast, states in RAM."""
+    from torchao.optim import CPUOffloadOptimizer
+
+    model: Any = model_of(job.model).to(job.device)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, **_ADAMW)
+    return _with_optimizer(job, model, parameters, optimizer, autocast=job.dtype == "bf16")
+
+
+def _with_optimizer(
+    job: Job,
+    model: Any,
+    parameters: int,
+    optimizer: Any,
+    close: Callable[[], None] = lambda: None,
+    autocast: bool = False,
+) -> Trainer:
+    """Returns the ordinary loop over a model and an optimizer.
+
+    Args:
+        job: the work of the turn.
+        model: the model, ready to train.
+        parameters: elements of its parameters.
+        optimizer: an optimizer over them.
+        close: ends what was begun for them.
+        autocast: True if the forward computes in bf16 on weights in fp32.
+    """
+
+    def forward(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.autocast(job.device, torch.bfloat16, enabled=autocast):
+            loss: torch.Tensor = model(**batch).loss
+        return loss
+
+    def update(last: bool) -> None:
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return Trainer(
+        parameters=parameters,
+        vocabulary=model.config.vocab_size,
+        step=lambda batches: in_phases(
+            job, batches, forward, lambda loss: (loss / job.micro_batches).backward(), update
+        ),
+        close=close,
+    )
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Returns the blocks of a model, the children of its longest list of modules."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=len, default=[]))
+
+
+def _leave_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+# -- rounds --------------------------------------------------------------------------------------------
+#
+# The rounds of `offload bench train`: contenders take turns, and the drive is measured between the rounds.
+
+
+_PROBE_BYTES = 256 * MIB
+_LONGEST = 900.0
+"""Seconds after which a turn is ended. The first of DeepSpeed compiles its operators, for minutes."""
+
+
+class Result(NamedTuple):
+    """What the rounds have shown."""
+
+    rates: Rates
+    """Medians of the drive's rates before, between and after the rounds."""
+    turns: dict[str, list[dict[str, Any]]]
+    """Figures of each turn by the contender's name; none for one that did not train."""
+    refused: dict[str, str]
+    """Contenders that did not train, or failed in a later round, each with the reason."""
+
+
+def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
+    """Runs all rounds. What is written into the plan's folder is removed afterwards.
+
+    Each turn is a process of its own, so no contender holds memory while another is measured. One that fails takes no
+    further turns.
+
+    Args:
+        plan: the settings.
+        tell: receives a line about the progress.
+
+    Raises:
+        OffloadError: the drive fails.
+    """
+    rates: list[Rates] = []
+    turns: dict[str, list[dict[str, Any]]] = {each.name: [] for each in plan.contenders}
+    refused: dict[str, str] = {}
+    for each in plan.contenders:
+        if reason := reason_to_skip(each, plan.device):
+            refused[each.name] = f"skipped: {reason}"
+    with tempfile.TemporaryDirectory(prefix="bench-train-", dir=plan.folder) as name:
+        folder = Path(name)
+        tell("the weights with which all begin")
+        _write_weights(plan, folder / "model.safetensors")
+        # Rates drift with time as steps do, so they are measured before, between and after the rounds.
+        with drive_rates([folder / "probe"], _PROBE_BYTES) as drive:
+            for number in range(plan.rounds):
+                tell(f"round {number + 1} of {plan.rounds}: the drive")
+                rates.append(drive())
+                for each in plan.contenders:
+                    if each.name in refused:
+                        continue
+                    tell(f"round {number + 1} of {plan.rounds}: {each.name}")
+                    figures = _turn(plan, each, folder)
+                    if "error" in figures:
+                        refused[each.name] = figures["error"]
+                    else:
+                        turns[each.name].append(figures)
+            rates.append(drive())
+    return Result(median_rates(rates), turns, refused)
+
+
+def _write_weights(plan: Plan, path: Path) -> None:
+    from safetensors.torch import save_model
+
+    save_model(model_of(plan.model), str(path))
+
+
+def _turn(plan: Plan, contender: Contender, folder: Path) -> dict[str, Any]:
+    """Runs one turn in a process of its own and returns its figures; of one that failed the "error"."""
+    files, written = folder / "swap", folder / "figures.json"
+    files.mkdir()
+    job = Job(
+        contender=contender.name,
+        folder=str(files),
+        weights=str(folder / "model.safetensors"),
+        device=plan.device,
+        model=plan.model,
+        batch_size=plan.batch_size,
+        seq_len=plan.seq_len,
+        micro_batches=plan.micro_batches,
+        dtype=plan.dtype,
+        steps=plan.steps,
+    )
+    command = [sys.executable, "-m", "offload.bench.train", json.dumps(job._asdict()), str(written)]
+    threads = str(plan.threads)
+    try:
+        result = run_child(
+            command, written, _LONGEST, OMP_NUM_THREADS=threads, OFFLOAD_THREADS=threads, HF_HUB_OFFLINE="1"
+        )
+    finally:
+        shutil.rmtree(files)
+        written.unlink(missing_ok=True)
+    figures: dict[str, Any] | None = result["figures"]
+    # A process that is stopped, or killed by the system, has written no error.
+    if result["state"] == "stopped":
+        return {"error": f"stopped after {_LONGEST / 60:.0f} minutes"}
+    if figures is None:
+        last = (result["last_lines"] or ["no words"])[-1]
+        return {"error": f"ended with exit code {result['exit_code']}: {last}"}
+    # A process that fails while it ends, after its figures, has trained all the same.
+    return figures

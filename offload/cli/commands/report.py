@@ -36,12 +36,11 @@ def report(
     May be called during the run. Exit code 0; 1 if the page cannot be written; 2 if LOG or FILE
     is not what was expected. Example: offload report run.jsonl --trace trace.json.gz -o run.html
     """
-    from offload.report.figures import figures
+    from offload.report.figures import figures, read_plan
     from offload.report.links import LINKS
     from offload.report.log import read_log
     from offload.report.page import page
     from offload.report.phases import verdict
-    from offload.report.prediction import read_plan
     from offload.report.timeline_view import read_window
 
     with errors(BAD_INPUT):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import logging
@@ -11,29 +12,231 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
+import psutil
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
 from rich.text import Text
 
-from offload.cli.commands import train_summary as cli_summary
-from offload.cli.commands.train_progress import ProgressLine, StepLog
 from offload.cli.console import BAD_INPUT, FAILED
 from offload.cli.signals import AT_ONCE, ENDING, exit_on_signal, handlers
 from offload.errors import BudgetError, ConfigError, IoError, OffloadError, StoreError, UsageError, printable
 from offload.interrupts import exit_on_next_signal
+from offload.launch.environment import rank_number
 from offload.notices import shell_command
-from offload.sizes import count_of, format_size
+from offload.report.figures import compare, forecast, warning, words
+from offload.report.phases import Bound, advice, bound
+from offload.sizes import count_of, format_decimal, format_size
 
 if TYPE_CHECKING:
-    from offload.finetune.corpus.example import Example
+    from offload.finetune.corpus.chats import Example
     from offload.hardware.probe.disturb import Others
+
+
+# -- train progress ------------------------------------------------------------------------------------
+#
+# Output of `offload train` for each step: a line in a log, and a progress line or plain lines for the user.
+
+
+class StepLog:
+    """The log of steps. After a failed write the log is closed with a warning, and training continues."""
+
+    def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
+        self._path, self._say = path, say
+        self._file: TextIO | None = None if path is None else open(path, "a", encoding="utf-8")
+
+    def __enter__(self) -> StepLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def write(self, content: Mapping[str, Any]) -> None:
+        """Appends `content` as one line of JSON and flushes the file."""
+        from offload.fileio.jsonl import json_line
+
+        if self._file is None:
+            return
+        try:
+            print(json_line(content), file=self._file, flush=True)
+        except OSError as error:
+            self._close()
+            self._say(
+                f"warning: cannot write the log {self._path}: {error.strerror}; training continues, and nothing more "
+                f"is written to the log"
+            )
+
+    def _close(self) -> None:
+        if self._file is not None:
+            # close() tries to write the rest again and fails again; `write` has warned already.
+            with contextlib.suppress(OSError):
+                self._file.close()
+        self._file = None
+
+
+class ProgressLine:
+    """A progress line in a terminal; without a terminal a plain line every few seconds."""
+
+    def __init__(self, console: Console, job: Any, every: int | None) -> None:
+        """Prepares the line of `job`.
+
+        Args:
+            console: the console to print to.
+            job: the job that runs.
+            every: steps between plain lines, which then appear in a terminal too; None for the default.
+        """
+        self._console, self._job, self._every = console, job, every
+        self._process = psutil.Process()
+        self._last_printed = 0.0
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+
+    def __enter__(self) -> ProgressLine:
+        if self._console.is_terminal:
+            # A narrow terminal cuts the end of this column.
+            rest = Column(ratio=1, no_wrap=True)
+            self._progress = Progress(
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(10),
+                TextColumn("{task.description}", table_column=rest),
+                TimeRemainingColumn(),
+                console=self._console,
+                expand=True,
+            )
+            self._task = self._progress.add_task(
+                "", total=self._job.steps, completed=min(self._job.engine.global_steps, self._job.steps)
+            )
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def print(self, text: str) -> None:
+        """Prints a plain line above the progress line."""
+        self._console.print(text, markup=False)
+
+    def show(self, report: Any) -> None:
+        """Shows the report of one step."""
+        gpu = f"  GPU {format_size(self._on_gpu())}" if self._job.engine.device.type != "cpu" else ""
+        text = (
+            f"loss {report.loss:.4f}  lr {report.lr:.2e}  norm {report.grad_norm:.2f}  "
+            f"{report.tokens / report.seconds:,.0f} tokens/s{gpu}  "
+            f"RAM {format_size(self._process.memory_info().rss)}  "
+            f"read {report.read_bytes / report.seconds / 1e9:.2f} GB/s  "
+            f"write {report.written_bytes / report.seconds / 1e9:.2f} GB/s"
+        )
+        if self._progress is not None:
+            self._progress.update(self._task, completed=report.step, description=text)
+        if self._is_due(report.step):
+            # A monotonic clock: the wall clock may be set during a training.
+            self._last_printed = time.monotonic()
+            self.print(f"step {report.step}/{self._job.steps}  {text}")
+
+    def _is_due(self, step: int) -> bool:
+        """Returns True if the step gets a plain line: every `every` steps, or every few seconds without a terminal."""
+        if self._every is not None:
+            return step % self._every == 0 or step == self._job.steps
+        # Five seconds keep log files of batch systems short.
+        return self._progress is None and (step == self._job.steps or time.monotonic() - self._last_printed > 5)
+
+    def _on_gpu(self) -> int:
+        """Returns the bytes of GPU memory that torch has reserved."""
+        import torch
+
+        device = self._job.engine.device
+        return int(torch.get_device_module(device).memory_reserved(device))
+
+
+# -- train summary -------------------------------------------------------------------------------------
+#
+# The summary of `offload train`: the limiting phase of the steps, the wear of drives, and the prediction.
+
+
+_STEADY = 3
+"""Number of steps of a process after which the bytes written per step are known."""
+
+
+def wear(job: Any, reports: Sequence[Any]) -> Iterator[str]:
+    """Yields a warning for each drive of which the run will use more than `drive_share` of the rated endurance.
+
+    Warnings are computed only after step `_STEADY` of a process, so each appears once.
+
+    Args:
+        job: the job that runs.
+        reports: reports of all steps of this process so far.
+    """
+    block = job.engine.config["offload"]
+    if len(reports) != _STEADY or block["drive_tbw"] is None:
+        return
+    ranks = rank_number(os.environ, "LOCAL_WORLD_SIZE", 1)  # set by torchrun; each rank writes the same amount
+    first, last = reports[0], reports[-1]
+    left = max(job.steps - last.step, 0)
+    for path, so_far in last.drives.items():
+        a_step = (so_far - first.drives[path]) / (
+            last.step - first.step
+        )  # a mean, since writes may end in a later step
+        words = warning(
+            forecast(path, ranks * so_far, ranks * a_step, left, block["drive_tbw"]),
+            block["drive_share"],
+            left * last.seconds,
+        )
+        if words is not None:
+            yield words
+
+
+def facts(job: Any, reports: Sequence[Any]) -> dict[str, Any]:
+    """Returns the summary's fields of `--json`."""
+    by, engine = _bound(reports), job.engine
+    return {
+        "bound_by": None if by is None else by.by,
+        "step_parts_seconds": {} if by is None else dict(by.parts),
+        "drive_written_bytes": {
+            each.path: {"run": each.run_bytes, "life": each.life_bytes} for each in engine.drive_writes()
+        },
+        "predicted": compare(job.predicted, _steady(reports)),
+        "doubts": list(job.predicted.get("doubts", ())),
+    }
+
+
+def rows(reports: Sequence[Any], result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the summary's rows of the table: name and value."""
+    by = _bound(reports)
+    if by is not None:
+        yield "bound by", by.words()
+        yield "to be faster", advice(by.by, result["others_share"])
+    for path, each in result["drive_written_bytes"].items():
+        so_far = f", {format_decimal(each['life'])} in the life of the run" if each["life"] > each["run"] else ""
+        yield "written in all", f"{format_decimal(each['run'])} to {path}{so_far}"
+    for index, each in enumerate(result["predicted"]):
+        predicted, measured, difference = words(each)
+        told = f"{each['what']}: {predicted}, {measured}" + (f" ({difference})" if difference else "")
+        yield "" if index else "predicted, measured", told
+    if result["predicted"]:
+        for doubt in result["doubts"]:
+            yield "", doubt
+
+
+def _bound(reports: Sequence[Any]) -> Bound | None:
+    """Returns the limiting phase of the steady steps."""
+    return bound(_steady(reports))
+
+
+def _steady(reports: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns the log's values of all steps but the first, which records the access order."""
+    return [report.line() for report in reports[1:] or reports]
+
+
+# -- train run -----------------------------------------------------------------------------------------
+
 
 _LISTS = {
     "losses": "loss",
@@ -58,7 +261,7 @@ class Stopped(KeyboardInterrupt):
 
 def _quit(error: BaseException, code: int, options: Any) -> NoReturn:
     """Prints an error in the words of the command line, and exits with `code`."""
-    from offload.finetune.option_names import in_options
+    from offload.finetune.options import in_options
 
     print(f"error: {printable(in_options(str(error), options))}", file=sys.stderr)
     raise typer.Exit(code)
@@ -183,8 +386,8 @@ class Training:
 
     def go(self, options: Any) -> None:
         """Runs the job. Errors and signals end the process with their message and exit code."""
-        from offload.finetune.finished import Finished
         from offload.finetune.job import prepare
+        from offload.finetune.output import Finished
 
         logging.getLogger("offload").setLevel(logging.WARNING)
         # The console shows notices already, so the logger must not repeat them.
@@ -212,7 +415,7 @@ class Training:
 
     def _say(self, line: str) -> None:
         """Prints a line of the start; a warning stands out in a terminal, and so do an example's learned tokens."""
-        from offload.finetune.corpus.example import Example
+        from offload.finetune.corpus.chats import Example
         from offload.finetune.job import WARNING
 
         if isinstance(line, Example):
@@ -268,7 +471,7 @@ class Training:
                 log.write(report.line() | self._others(others) | first)
                 first, others = {}, Others() if others else None
                 line.show(report)
-                for words in cli_summary.wear(job, self.reports):
+                for words in wear(job, self.reports):
                     self.console.print(words, markup=False)
         # From now on a signal takes effect only after the model is saved and the run is closed.
         with signals.hold():
@@ -351,7 +554,7 @@ class Training:
         seconds = sum(lists["step_seconds"])
         return _Result(
             **lists,
-            **cli_summary.facts(job, reports),
+            **facts(job, reports),
             others_share=statistics.fmean(self.shares[1:] or self.shares) if self.shares else None,
             parameters=engine.parameter_count,
             # Linux reports ru_maxrss in KiB.
@@ -388,7 +591,7 @@ class Training:
                 "peak RAM",
                 f"{format_size(result.peak_rss_bytes or 0)}, host budget {format_size(result.host_budget_bytes or 0)}",
             ),
-            *cli_summary.rows(self.reports, vars(result)),
+            *rows(self.reports, vars(result)),
         ):
             table.add_row(name, value)
         self.console.print(table)

@@ -13,8 +13,8 @@ import numpy as np
 
 from offload.errors import ConfigError
 from offload.finetune.corpus import packing, token_stream
+from offload.finetune.corpus.chats import Example
 from offload.finetune.corpus.documents import Record, find_data, read_records
-from offload.finetune.corpus.example import Example
 from offload.finetune.evaluation import HeldOut
 from offload.finetune.options import Options
 from offload.sizes import count_of

@@ -20,9 +20,8 @@ import numpy as np
 import torch
 
 from offload.errors import ConfigError
-from offload.finetune.corpus.chats import encode_chat, encode_chat_prompt, learned_words
+from offload.finetune.corpus.chats import Example, encode_chat, encode_chat_prompt, learned_words
 from offload.finetune.corpus.documents import Chat, Completion, Prompt, Record, Text
-from offload.finetune.corpus.example import Example
 from offload.finetune.corpus.token_memory import Pool, make_array, pieces_of, take_rows
 from offload.finetune.evaluation import choose
 from offload.sizes import count_of

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.aio.windows import window_bytes
+from offload.aio.file import window_bytes
 from offload.errors import ConfigError, OffloadError
 from offload.fileio import cache_file, own_cache_folder, read_cache, write_cache
 from offload.hardware.info import machine as about_machine

@@ -13,6 +13,6 @@ without an approximate operation (tests/kernels/test_kernels_nvrtc.py).
 
 from __future__ import annotations
 
-from offload.kernels.cuda.operations import sum_squares, update, why_not
+from offload.kernels.cuda.kernels import sum_squares, update, why_not
 
 __all__ = ["sum_squares", "update", "why_not"]

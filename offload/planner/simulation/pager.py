@@ -6,12 +6,12 @@ that may wait are coroutines (`Acting`); the others return at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from offload.aio import Priority
 from offload.errors import BudgetError
 from offload.planner.simulation.clock import Work
-from offload.planner.simulation.entry import Candidates, Entry
 from offload.planner.simulation.machine import Acting, Machine, until
 from offload.sizes import PAGE, align_up, format_size
 from offload.states import Tier
@@ -29,6 +29,69 @@ from offload.swapper.policy import (
 )
 from offload.swapper.prefetch import may_upload_elsewhere
 from offload.swapper.table import ARROWS, Residency, UnitSize
+
+# -- entry ---------------------------------------------------------------------------------------------
+#
+# The state of one unit's weights in the simulated pager.
+
+
+@dataclass
+class Entry:
+    """Weights of one unit, as in the real pager."""
+
+    index: int
+    size: UnitSize
+    residency: Residency
+    host_buffer: Block | None = None
+    """Host buffer of the weights, also during their read. None for weights whose tier is HOST."""
+    device_buffer: Block | None = None
+    """Device buffer of the weights."""
+    reading: Work | None = None
+    copied: Work | None = None
+    """Last copy from the host buffer to the device buffer. The host buffer must not be reused before its end."""
+    pins: int = 0
+    updating: bool = False
+    in_update: bool = False
+    unwritten: bool = False
+
+    def read_ended(self) -> bool:
+        """Returns True if a read of the weights has ended that nobody has delivered yet."""
+        return self.reading is not None and self.reading.done
+
+    @property
+    def reading_in_place(self) -> bool:
+        """Returns True while a read fills the device buffer."""
+        return self.residency is Residency.UPLOADING and self.reading is not None
+
+    @property
+    def at_hand(self) -> bool:
+        """Returns True if HOST holds the newest weights, or will hold them once a read has ended."""
+        return self.host_buffer is not None or self.size.tier is not Tier.DISK
+
+
+class Candidates:
+    """Indices of the units of which a decision picks the next in the access order."""
+
+    def __init__(self, entries: Iterable[Entry], streams: Callable[[int], bool]) -> None:
+        """Notes all of `entries`; `streams` returns True for a unit that no host buffer can hold."""
+        self._streams = streams
+        self.to_read: set[int] = set()
+        """Units on DISK that may be read into a host buffer."""
+        self.to_upload: set[int] = set()
+        """Units that are not on the device, and not on their way into its memory from DISK."""
+        for entry in entries:
+            self.note(entry)
+
+    def note(self, entry: Entry) -> None:
+        """Adds or removes a unit whose state has changed."""
+        # A unit on DISK has no host buffer but during an update.
+        reads = entry.residency is Residency.DISK and not entry.updating and not self._streams(entry.index)
+        uploads = entry.residency is not Residency.DEVICE and not entry.reading_in_place
+        for units, belongs in ((self.to_read, reads), (self.to_upload, uploads)):
+            (units.add if belongs else units.discard)(entry.index)
+
+
+# -- pager ---------------------------------------------------------------------------------------------
 
 
 class SimulatedPager:
@@ -405,3 +468,74 @@ class SimulatedPager:
 def _copying(entries: Iterable[Entry]) -> Work | None:
     """Returns a copy from one of the entries' host buffers that has not ended, or None."""
     return next((e.copied for e in entries if e.copied is not None and not e.copied.done), None)
+
+
+# -- weight updates ------------------------------------------------------------------------------------
+#
+# Updates of weights in a simulation: the pager's side of the update worker, as the real `swapper.weight_updates`.
+
+
+class SimulatedWeightUpdates:
+    """What the update worker changes of the weights that a simulated pager moves."""
+
+    def __init__(self, pager: SimulatedPager) -> None:
+        """Changes nothing yet; `pager` owns the entries."""
+        self._pager = pager
+
+    def wanted_update(self) -> int | None:
+        """Returns the unit for whose update the model's thread waits, or None."""
+        return next((unit for unit in self._pager.wanted if self._pager.entries[unit].updating), None)
+
+    def begin_updates(self, units: Sequence[int]) -> None:
+        """Marks units as being updated, and evicts their outdated weights from the device."""
+        for entry in (self._pager.entries[unit] for unit in units):
+            self._pager.set_updating(entry, True)
+            if entry.reading_in_place:
+                self._pager.stop_reading_in_place(entry)
+            if entry.residency is Residency.DEVICE and not entry.size.stays:
+                self._pager.drop(entry)
+
+    def buffer_for_update(self, entry: Entry) -> Acting[bool]:
+        """Allocates a host buffer for updated weights if there is room. Returns True if the update may write to one."""
+        yield from until(entry.copied)
+        while entry.residency is Residency.READING:
+            yield from self._pager.finish_read(entry)
+        if not entry.at_hand and not self._pager.waiting_for_buffer:
+            beyond = -1 if entry.index in self._pager.wanted else self._pager.access_order.distance(entry.index)
+            entry.host_buffer = yield from self._pager.take_host_buffer(entry.index, entry.size.shard_nbytes, beyond)
+        entry.in_update = entry.at_hand
+        return entry.in_update
+
+    def delivers(self, unit: int) -> bool:
+        """Returns True if an update can leave the new weights in a host buffer."""
+        return self._pager.entries[unit].size.tier is not Tier.DEVICE and not self._pager.streams(unit)
+
+    def holds_weights(self, unit: int) -> bool:
+        """Returns True if HOST holds the unit's weights, so that an update need not read them."""
+        return self._pager.entries[unit].residency is Residency.HOST
+
+    def publish(self, unit: int, has_buffer: bool, unwritten: bool) -> None:
+        """Ends a unit's update for the model's thread.
+
+        Args:
+            unit: the unit.
+            has_buffer: True if a host buffer holds the new weights.
+            unwritten: True if writes of the new weights are in flight.
+        """
+        entry = self._pager.entries[unit]
+        if has_buffer:
+            entry.unwritten = unwritten
+            fresh = Residency.WRITING if unwritten else Residency.HOST
+            if entry.residency is not fresh:
+                self._pager.move(entry, fresh)
+        entry.in_update = False
+        self._pager.set_updating(entry, False)
+        self._pager.notify()
+
+    def written(self, unit: int) -> None:
+        """Marks a unit's new weights as flushed to DISK."""
+        entry = self._pager.entries[unit]
+        entry.unwritten = False
+        if entry.residency is Residency.WRITING:
+            self._pager.move(entry, Residency.HOST)
+        self._pager.notify()

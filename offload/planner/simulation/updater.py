@@ -14,8 +14,7 @@ from typing import NamedTuple
 from offload.aio import Priority
 from offload.planner.simulation.clock import Work
 from offload.planner.simulation.machine import Acting, Machine
-from offload.planner.simulation.pager import SimulatedPager
-from offload.planner.simulation.weight_updates import SimulatedWeightUpdates
+from offload.planner.simulation.pager import SimulatedPager, SimulatedWeightUpdates
 from offload.states import Tier
 from offload.swapper.memory.host_arena import TILE_BUFFERS
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offload.aio import Bandwidth, bandwidths
-from offload.aio.stripes import whole_weights
+from offload.aio.file import whole_weights
 from offload.errors import StoreError
 from offload.sizes import MIB, PAGE, format_size
 from offload.swapper.store.format import Manifest, StoreSpec

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload.aio import StripedFile, crc32c
-from offload.aio.stripes import Layout
+from offload.aio.file import Layout
 from offload.errors import StoreError
 from offload.fileio import inner_opener, inner_status, open_inner
 from offload.records import fields, read

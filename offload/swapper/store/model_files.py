@@ -12,7 +12,7 @@ from offload.aio import DirectFile, Priority
 from offload.aio.file import Piece as FilePiece
 from offload.aio.protocols import Future, Queue
 from offload.errors import IoError
-from offload.fileio.stamp import Stamp
+from offload.fileio.cache_file import Stamp
 from offload.sizes import PAGE, align_up
 from offload.states import State
 from offload.swapper.store.requests import NO_SPANS, DriveSpans

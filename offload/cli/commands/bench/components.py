@@ -176,7 +176,9 @@ def bench_swap(typed: SwapOptions) -> None:
     """
     from rich.console import Console
 
-    from offload.bench import swap, swap_figures, swap_plan
+    from offload.bench import swap
+    from offload.bench import swap as swap_figures
+    from offload.bench import swap as swap_plan
     from offload.hardware.info import machine
 
     console = Console(stderr=typed.json_output, highlight=False)

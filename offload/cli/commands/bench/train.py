@@ -58,7 +58,8 @@ def bench_train(typed: TrainOptions) -> None:
     """
     from rich.console import Console
 
-    from offload.bench.train import figures, output, plan, rounds
+    from offload.bench.train import figures, loops, plan
+    from offload.bench.train import figures as output
     from offload.hardware.info import machine
 
     console = Console(stderr=typed.json_output, highlight=False)
@@ -78,7 +79,7 @@ def bench_train(typed: TrainOptions) -> None:
         )
     with errors(FAILED), signals(), status_line(console) as tell:
         # Swap files are created: signals raise, so that the files are removed and the running contender ends.
-        result = rounds.measure(checked, tell)
+        result = loops.measure(checked, tell)
     rows = figures.make_rows(checked, result)
     if typed.json_output:
         print(json.dumps(figures.as_json(machine(), checked, result)), flush=True)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from offload.planner.model_shape import Adapters
+    from offload.planner.output import Asked
     from offload.planner.recommend import Planned
-    from offload.planner.report.text import Asked
     from offload.planner.request import Described, Model, Step
 
 _REACH = ("inputs of blocks", "all logits", "in chunks", "micro-batch", "step")
@@ -38,12 +38,11 @@ def plan(typed: PlanOptions) -> None:
     from rich.console import Console
 
     with _working("loading torch"):
-        from offload.planner.advice import advise, compare
-        from offload.planner.config_file import write_config
+        from offload.planner import output
+        from offload.planner.output import as_json
         from offload.planner.reach import reach
-        from offload.planner.report import reach as reach_report
-        from offload.planner.report import text as report
-        from offload.planner.report.json_object import as_json
+        from offload.planner.recommend import advise, compare
+        from offload.planner.request import write_config
         from offload.presets import PRESETS
 
     console = Console(stderr=typed.json_output, highlight=False, markup=False)
@@ -73,18 +72,18 @@ def plan(typed: PlanOptions) -> None:
     if typed.json_output:
         print(json.dumps(as_json(planned, advice, wanted, ways, orders)), flush=True)
         return
-    console.print(report.verdict(planned, advice, wanted), soft_wrap=True)
-    for line in report.heading(planned):
+    console.print(output.verdict(planned, advice, wanted), soft_wrap=True)
+    for line in output.heading(planned):
         console.print(line, soft_wrap=True)
-    _print_table(console, ("", "device", "host", "disk"), report.table(planned))
-    for line in report.lines(planned, advice, wanted):
+    _print_table(console, ("", "device", "host", "disk"), output.table(planned))
+    for line in output.lines(planned, advice, wanted):
         console.print(line, soft_wrap=True)
     if orders:
-        console.print(report.orders_heading(planned), soft_wrap=True)
-        _print_table(console, _ORDERS, report.orders_table(orders))
-    console.print(reach_report.reach_heading(planned), soft_wrap=True)
-    _print_table(console, _REACH, reach_report.reach_table(planned, ways))
-    for line in reach_report.without_room(ways):
+        console.print(output.orders_heading(planned), soft_wrap=True)
+        _print_table(console, _ORDERS, output.orders_table(orders))
+    console.print(output.reach_heading(planned), soft_wrap=True)
+    _print_table(console, _REACH, output.reach_table(planned, ways))
+    for line in output.without_room(ways):
         console.print(line, soft_wrap=True)
     if typed.write is not None:
         console.print(f"written to {typed.write}", soft_wrap=True)
@@ -106,7 +105,7 @@ def _working(first: str) -> Iterator[Callable[[str], None]]:
 
 def _asked(typed: PlanOptions, planned: Planned) -> Asked:
     """Returns the quantities for additional answers. Steps count as their tokens."""
-    from offload.planner.report.text import Asked
+    from offload.planner.output import Asked
     from offload.planner.request import endurance
 
     if typed.steps is not None:
@@ -134,27 +133,26 @@ def _print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequen
 
 def _print_longest(typed: PlanOptions, console: Console) -> None:
     """Prints the longest sequence for each way to keep activations, and the config of the longest."""
-    from offload.planner import request as ask
-    from offload.planner.report import reach as reach_report
+    from offload.planner import output, request
 
     with errors(BAD_INPUT):
         if typed.write is not None or typed.measure:
             raise ConfigError("--longest-sequence writes and measures nothing; leave out --write and --measure")
         with _working("searching the longest sequence of each way to keep activations"):
-            found = ask.longest(_model(typed), _machine(typed), _step(typed), typed.config)
+            found = request.longest(_model(typed), _machine(typed), _step(typed), typed.config)
     if typed.json_output:
-        print(json.dumps(reach_report.longest_json(found)), flush=True)
+        print(json.dumps(output.longest_json(found)), flush=True)
         return
-    console.print(reach_report.longest_heading(found), soft_wrap=True)
-    _print_table(console, _LONGEST, reach_report.longest_table(found))
-    for line in reach_report.longest_lines(found):
+    console.print(output.longest_heading(found), soft_wrap=True)
+    _print_table(console, _LONGEST, output.longest_table(found))
+    for line in output.longest_lines(found):
         console.print(line, soft_wrap=True)
 
 
 def _planned(typed: PlanOptions) -> Planned:
     """Returns the plan that the options ask for. With `--measure` the model is timed first, which may take minutes."""
-    from offload.planner import request as ask
-    from offload.planner.config_file import check_target
+    from offload.planner import request
+    from offload.planner.request import check_target
 
     with _working("reading the model's config"):
         model, machine, step = _model(typed), _machine(typed), _step(typed)
@@ -162,10 +160,10 @@ def _planned(typed: PlanOptions) -> Planned:
     check_target(typed.write)
     if not typed.measure:
         with _working("counting the model's bytes and operations, and simulating a step"):
-            return ask.planned(model, machine, step, typed.config)
+            return request.planned(model, machine, step, typed.config)
     # Nothing needs cleaning up while the model runs, so a signal may end the process inside native code.
     with exit_on_signal("stopped; nothing was written"), measuring() as tell:
-        return ask.planned(model, machine, step, typed.config, measure=True, tell=tell)
+        return request.planned(model, machine, step, typed.config, measure=True, tell=tell)
 
 
 def _model(typed: PlanOptions) -> Model:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.layout.placement import HOST_SHARE
-from offload.planner.activations.formulas import is_tiled, recomputed, tile_tokens
-from offload.planner.advice import Advice, Ordered
-from offload.planner.rate import ORIGINS, sentences
-from offload.planner.recommend import Planned
+from offload.planner.activations import is_tiled, recomputed, tile_tokens
+from offload.planner.gpus import ORIGINS, Rate, sentences
+from offload.planner.reach import Longest, Reach
+from offload.planner.recommend import Advice, Ordered, Planned
 from offload.planner.step_time import Timing, hiding_tokens
 from offload.sizes import count_of, format_count, format_size, format_time
 from offload.states import State
+
+# -- text ----------------------------------------------------------------------------------------------
+
 
 YEAR = 365.25 * 24 * 3600
 """Seconds of a year."""
@@ -347,3 +352,226 @@ def seconds_text(value: float) -> str:
 def rounded(value: float | None) -> float | None:
     """Returns four significant digits: predictions have no more, and JSON stays readable."""
     return None if value is None else float(f"{value:.4g}")
+
+
+# -- json object ---------------------------------------------------------------------------------------
+#
+# A plan as the object that `offload plan --json` prints. Every number is taken or derived from `Planned`.
+
+
+def as_json(
+    planned: Planned, advice: Advice, asked: Asked, reaches: Sequence[Reach] = (), orders: Sequence[Ordered] = ()
+) -> dict[str, Any]:
+    """Returns the object that `--json` prints, in bytes, seconds, and bytes or tokens per second.
+
+    Args:
+        planned: the plan.
+        advice: what to change.
+        asked: quantities for additional answers.
+        reaches: the ways to keep activations, with the longest sequence and the largest micro-batch of each.
+        orders: the plan's step in each order of micro-batches.
+    """
+    memory, shape = planned.memory, planned.shape
+    return {
+        "model": {"name": shape.name, "parameters": shape.parameters, "units": len(shape.layouts)},
+        "machine": {
+            "name": planned.hardware.name,
+            "gpu_memory": planned.hardware.gpu_memory,
+            "ram": planned.hardware.ram,
+            "drives": [{"name": d.name, "read": d.read, "write": d.write} for d in planned.hardware.drives],
+            "rates": [_rate_json(rate) for rate in planned.hardware.rates],
+            "unified": planned.hardware.unified,
+            "assumed": list(planned.hardware.assumptions),
+            "measured": None if planned.hardware.measured is None else planned.hardware.measured._asdict(),
+        },
+        "config": dict(planned.content),
+        "tiers": [row._asdict() for row in (*memory.rows, memory.total)],
+        "slots": memory.slots,
+        "notices": list(memory.notices),
+        "cautions": cautions(planned, asked),
+        "host_memory": memory.host,
+        "least_host_memory": planned.least_host,
+        "recommended_host_memory": advice.host,
+        "device_memory": memory.device,
+        "disk": memory.stored + memory.spilled,
+        "export": planned.export,
+        "activations": planned.activations,
+        "activation_tiers": {**planned.needed._asdict(), "inputs": inputs_of(planned)},
+        "ways": [
+            {**each._asdict(), "way": each.way.words, "activations": each.way.tier, "seconds": rounded(each.seconds)}
+            for each in reaches
+        ],
+        "orders": [_order_json(each) for each in orders],
+        "host_peak": planned.host_peak,
+        "step": _step_json(planned),
+        "run_seconds": None if asked.tokens is None else rounded(run_seconds(planned, asked.tokens)),
+        "drive_years": rounded(years(planned, asked)),
+        # All changes; the text shows the best four only.
+        "changes": [
+            {"words": each.words, "option": each.option, "seconds": rounded(each.seconds), "gain": rounded(each.gain)}
+            for each in advice.changes
+        ],
+    }
+
+
+def _step_json(planned: Planned) -> dict[str, Any]:
+    """Returns the work and the seconds of a step for `--json`."""
+    timing, shape = planned.timing, planned.shape
+    return {
+        "batch": planned.load.batch,
+        "sequence": shape.sequence,
+        "accumulation": planned.load.accumulation,
+        "schedule": planned.choice.schedule,
+        "schedule_reason": planned.choice.reason,
+        "updates_under_backward": len(timing.simulation.speculated),
+        "miss_seconds": rounded(timing.miss_seconds),
+        "recompute": planned.load.recompute,
+        "chunked_loss": planned.load.chunked_loss,
+        "tile_tokens": tile_tokens(shape, planned.load),
+        "tokens": timing.tokens,
+        "experts": experts_of(planned),
+        "seconds": rounded(timing.seconds),
+        "tokens_per_second": rounded(timing.tokens_per_second),
+        # The keys of this object are public: `offload report --plan` reads them, see `report.prediction`.
+        "parts_seconds": {name: rounded(value) for name, value in timing.parts.items()},
+        "compute_seconds": rounded(timing.compute_seconds),
+        "formula_seconds": rounded(timing.formula_seconds),
+        "busy_seconds": {name: rounded(value) for name, value in timing.busy.items()},
+        "waited_seconds": {name: rounded(value) for name, value in timing.waited._asdict().items()},
+        "limit": timing.limit,
+        "read_bytes": timing.moved.read,
+        "written_bytes": timing.moved.written,
+        "hiding_tokens": hiding(planned),
+    }
+
+
+def _rate_json(rate: Rate) -> dict[str, Any]:
+    """Returns a rate for `--json`; work that takes no time has the rate None."""
+    value = None if math.isinf(rate.value) else rounded(rate.value)
+    return {"name": rate.name, "value": value, "unit": rate.unit, "origin": rate.origin, "source": rate.source}
+
+
+def _order_json(each: Ordered) -> dict[str, Any]:
+    """Returns an order for `--json`; a step that does not fit has no numbers."""
+    order = {"schedule": each.schedule, "speculate": each.speculate}
+    if each.planned is None:
+        return {**order, "seconds": None}
+    timing = each.planned.timing
+    return {
+        **order,
+        "seconds": rounded(timing.seconds),
+        "read_bytes": timing.moved.read,
+        "written_bytes": timing.moved.written,
+        "updates_under_backward": len(timing.simulation.speculated),
+        "miss_seconds": rounded(timing.miss_seconds),
+    }
+
+
+# -- reach ---------------------------------------------------------------------------------------------
+#
+# The longest sequences of a machine as text and as JSON. Every number is taken from `reach`.
+
+
+def reach_heading(planned: Planned) -> str:
+    """Returns the line above the table of `reach_table`."""
+    batch, sequence = planned.load.batch, planned.shape.sequence
+    return (
+        f"tokens of the longest sequence with {batch} in a micro-batch, with all logits in memory and with the loss in "
+        f"chunks; sequences of {sequence:,} tokens in the largest micro-batch; the step beside that of the plan:"
+    )
+
+
+def reach_table(planned: Planned, reaches: Sequence[Reach]) -> list[tuple[str, ...]]:
+    """Returns the rows on ways to keep activations: words, longest sequences, micro-batch, seconds relative to now.
+
+    A way by which nothing fits has no row: `without_room` names it.
+    """
+    now = planned.timing.seconds
+    return [
+        (
+            each.way.words,
+            _tokens(each.sequence),
+            _tokens(each.sequence_chunked),
+            f"{each.batch:,}" if each.batch else "none",
+            "does not fit" if each.seconds is None else f"{each.seconds / now:.2f} x",
+        )
+        for each in reaches
+        if _has_room(each)
+    ]
+
+
+def without_room(ways: Sequence[Reach | Longest]) -> list[str]:
+    """Returns a line on the ways by which not even one sequence fits; none if each has room for some."""
+    names = [each.way.words for each in ways if not _has_room(each)]
+    return [f"no sequence fits: {', '.join(names)}"] if 0 < len(names) < len(ways) else []
+
+
+def _has_room(each: Reach | Longest) -> bool:
+    """Returns True if a sequence of some length fits."""
+    return bool(each.sequence or each.sequence_chunked)
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,}" if count else "none"
+
+
+def longest_json(found: Sequence[Longest]) -> dict[str, Any]:
+    """Returns the object that `--longest-sequence --json` prints: for each way, lengths, needs and config."""
+    return {"longest": [_longest_json(each) for each in found]}
+
+
+def _longest_json(each: Longest) -> dict[str, Any]:
+    """Returns the JSON object of one way."""
+    way = {"way": each.way.words, "sequence": each.sequence, "sequence_chunked": each.sequence_chunked}
+    if each.planned is None:
+        return way
+    planned, timing = each.planned, each.planned.timing
+    return {
+        **way,
+        "chunked_loss": planned.load.chunked_loss,
+        "activation_tiers": {**planned.needed._asdict(), "inputs": inputs_of(planned)},
+        "seconds": rounded(timing.seconds),
+        "tokens_per_second": rounded(timing.tokens_per_second),
+        "limit": timing.limit,
+        "config": dict(planned.content),
+    }
+
+
+def longest_heading(found: Sequence[Longest]) -> str:
+    """Returns the line above the table of `longest_table`."""
+    batch = next((each.planned.load.batch for each in found if each.planned is not None), 1)
+    return (
+        f"tokens of the longest sequence with {batch} in a micro-batch, with all logits in memory and with the loss in "
+        f"chunks; a step of the longer one:"
+    )
+
+
+def longest_table(found: Sequence[Longest]) -> list[tuple[str, ...]]:
+    """Returns the rows of `--longest-sequence`: words, longest sequences, tiers, seconds, tokens per second."""
+    return [_longest_row(each) for each in found if _has_room(each)]
+
+
+def _longest_row(each: Longest) -> tuple[str, ...]:
+    """Returns the row of one way."""
+    start = (each.way.words, _tokens(each.sequence), _tokens(each.sequence_chunked))
+    if each.planned is None:
+        return (*start, "", "", "")
+    timing, zero = each.planned.timing, each.planned.memory.config.zero_optimization
+    tiers = f"{zero.offload_param.device}, {zero.offload_optimizer.device}"
+    return (*start, tiers, seconds_text(timing.seconds), f"{timing.tokens_per_second:,.0f}")
+
+
+def longest_lines(found: Sequence[Longest]) -> list[str]:
+    """Returns the lines below the table: what to set for the longest sequence, and a limit of the model."""
+    plans = [each.planned for each in found if each.planned is not None]
+    if not plans:
+        return ["no sequence fits, with any tiers: the device has no room beside the weights in use"]
+    best = max(plans, key=lambda planned: planned.shape.sequence)
+    set_ = {name: best.content[name] for name in ("zero_optimization", "offload")}
+    lines_found = [*without_room(found), f"for {best.shape.sequence:,} tokens set: {json.dumps(set_)[1:-1]}"]
+    if best.load.chunked_loss:
+        lines_found.append("and compute the loss in chunks: offload.losses.chunk_loss_of(model) before initialize")
+    positions = best.shape.positions
+    if positions is not None and positions < best.shape.sequence:
+        lines_found.append(f"the config of the model allows {positions:,} positions: more need another one")
+    return [*lines_found, "assumed: attention keeps no matrix of tokens times tokens (FlashAttention)"]

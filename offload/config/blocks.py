@@ -1,0 +1,1049 @@
+"""The base class of all config blocks: fields, and the other keys that a block recognizes."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+import pydantic
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from offload.errors import ConfigError
+from offload.sizes import MIB, parse_size
+
+# -- block ---------------------------------------------------------------------------------------------
+
+
+def split_names(words: str) -> tuple[str, ...]:
+    """Returns the words of a string, one key name each."""
+    return tuple(words.split())
+
+
+CHANGES_TRAINING = "changes the training and is not supported; remove it, or switch it off"
+
+
+def missing(request: str, instead: str = "remove it, or switch it off") -> str:
+    """Returns the reason for refusing a key: what the key asks for, and what to do instead."""
+    return f"{request}, which is not supported; {instead}"
+
+
+class Block(BaseModel):
+    """A block of the config. Beside its fields, a block recognizes keys without effect and keys that it must refuse."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    TUNING: ClassVar[tuple[str, ...]] = ()
+    """Keys accepted without effect: they tune something that this library decides by itself."""
+    UNSUPPORTED: ClassVar[tuple[str, ...]] = ()
+    """Keys accepted without effect: the feature is missing, and the results have the same bits without it."""
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {}
+    """For keys of `TUNING` and `UNSUPPORTED` the reason, as a clause for the reference, where users ask for it."""
+    REFUSED: ClassVar[dict[str, str]] = {}
+    """Keys refused unless switched off, each with the part of the error message that follows the key."""
+    OLD_NAMES: ClassVar[dict[str, str]] = {}
+    """Older names of keys, with the names of the fields."""
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {}
+    """Content to suggest if a plain value was given in place of the block; the value replaces that of the first key."""
+    OWN_AUTO: ClassVar[tuple[str, ...]] = ()
+    """Fields that accept "auto" as a value; in all others "auto" means the default."""
+
+    @classmethod
+    def keys(cls) -> tuple[str, ...]:
+        """Returns the keys of a file that have an effect."""
+        return tuple(name for name, field in cls.model_fields.items() if not field.exclude)
+
+    @classmethod
+    def arranged(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the content of the block with the keys that stand for others replaced."""
+        return content
+
+    @classmethod
+    def check(cls, content: Mapping[str, Any], path: str) -> None:
+        """Raises `ConfigError` if the block asks for something unsupported. Single keys are checked later."""
+
+
+def inner_block(model: type[Block], name: str) -> type[Block] | None:
+    """Returns the block class of the field `name`, or None if the field is no block."""
+    annotation = model.model_fields[name].annotation
+    candidates = (annotation, *getattr(annotation, "__args__", ()))
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Block)), None)
+
+
+def all_blocks(model: type[Block], path: str) -> Iterator[tuple[str, type[Block]]]:
+    """Yields the block and all blocks inside, each with its dotted name."""
+    yield path, model
+    for name in model.model_fields:
+        if inner := inner_block(model, name):
+            yield from all_blocks(inner, f"{path}.{name}" if path else name)
+
+
+# -- values --------------------------------------------------------------------------------------------
+#
+# Types of config values, with the conversions from the spellings that files use.
+
+
+Tier = Literal["none", "cpu", "nvme"]
+TORCH_OPTIMIZERS = "torch.optim."
+"""Start of the types of optimizers that are classes of torch."""
+OF_TORCH_ALONE = (
+    "ASGD",
+    "Adadelta",
+    "Adafactor",
+    "Adamax",
+    "LBFGS",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SparseAdam",
+)
+"""Classes of `torch.optim` that DeepSpeed's JSON names without the module, and that are no type of ours."""
+
+
+def _number(value: Any) -> Any:
+    """Converts `1e8` and `200000000.0` to integers. Raises `ValueError` for a boolean, which is an int in Python."""
+    if isinstance(value, bool):
+        raise ValueError("should be a number")
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def unpacked(value: Any) -> Any:
+    """Returns a value of a script's dict with the numbers of tensors, arrays and numpy's scalars in their place.
+
+    Those without dimensions are numbers. No library is imported here to recognize them.
+    """
+    if isinstance(value, Mapping):
+        return {key: unpacked(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(unpacked, value))
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def spelled_number(value: Any) -> Any:
+    """Returns the number that a string spells, such as "1e-3"; any other value unchanged.
+
+    Files that a program has made from YAML contain such strings, since YAML takes `1e-3` for one.
+    """
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)
+    return value
+
+
+def _strings(value: Any) -> Any:
+    """Wraps a single string or path in a tuple."""
+    return (value,) if isinstance(value, str | os.PathLike) else value
+
+
+def expanded(value: Any) -> Any:
+    """Expands `~` in a path."""
+    return os.path.expanduser(value) if isinstance(value, str | os.PathLike) else value
+
+
+def _rates(value: Any) -> Any:
+    """Returns a number for all groups of parameters, or a tuple with one for each. Raises `ValueError` otherwise."""
+    numbers = [spelled_number(each) for each in (value if isinstance(value, list | tuple) else (value,))]
+    if not numbers or not all(_is_rate(number) for number in numbers):
+        raise ValueError("should be a number of at least 0, or a list of such, one for each group of parameters")
+    rates = tuple(float(number) for number in numbers)
+    return rates if isinstance(value, list | tuple) else rates[0]
+
+
+def _is_rate(value: Any) -> bool:
+    """Returns True for a finite number of at least 0."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value <= sys.float_info.max
+
+
+def _or_auto(value: Any) -> Any:
+    """Returns "auto" unchanged, and anything else as `_rates` does."""
+    return value if isinstance(value, str) and value == "auto" else _rates(value)
+
+
+def _momentum(value: Any) -> Any:
+    """Returns rates that are below 1. Raises `ValueError` otherwise."""
+    rates = _rates(value)
+    if max(rates if isinstance(rates, tuple) else (rates,)) >= 1:
+        raise ValueError("should be below 1")
+    return rates
+
+
+def _memory(value: Any) -> Any:
+    """Parses a size. Raises `ValueError` for bare digits below a mebibyte, where a unit was forgotten."""
+    nbytes = parse_size(value)
+    if isinstance(value, str) and value.strip().isdecimal() and nbytes < MIB:
+        raise ValueError(f"should be a size such as 16GiB; {value} alone are bytes: give a unit")
+    return nbytes
+
+
+def _device(value: Any) -> Any:
+    """Returns the type of a device, as torch names it. Raises `ValueError` for one with an index, as "cuda:1"."""
+    if isinstance(value, str) and not value.isidentifier():
+        raise ValueError("should be 'auto', 'cpu', 'cuda' or the type of another accelerator, as 'xpu'")
+    return value
+
+
+def _tiles(value: Any) -> Any:
+    """Returns "auto", False, or a number of chunks. Raises `ValueError` otherwise."""
+    if value is False or value == "auto":
+        return value
+    chunks = None if isinstance(value, bool) else _number(value)
+    if not isinstance(chunks, int) or chunks < 1:
+        raise ValueError("should be 'auto', false or a number of chunks of at least 1")
+    return chunks
+
+
+def _optimizer(value: Any) -> Any:
+    """Returns the name of an optimizer in our spelling, or that of one of torch. Raises `ValueError` for another."""
+    names = get_args(OptimizerName)
+    known = {name.lower(): name for name in names}
+    if value in OF_TORCH_ALONE:
+        return TORCH_OPTIMIZERS + value
+    if isinstance(value, str) and (value.lower() in known or value.startswith(TORCH_OPTIMIZERS)):
+        return known.get(value.lower(), value)
+    listed = f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}"
+    raise ValueError(f"should be {listed}, or an optimizer of torch, as '{TORCH_OPTIMIZERS}NAdam'")
+
+
+def steps_or_never(value: Any) -> Any:
+    """Converts infinity, as `accelerate` writes it, to 0: never."""
+    return 0 if value == math.inf else _number(value)
+
+
+def spelling(names: Mapping[str, str]) -> BeforeValidator:
+    """Returns a validator that maps other spellings of a choice, in any case of letters, to the choice."""
+    return BeforeValidator(lambda value: names.get(value.lower(), value) if isinstance(value, str) else value)
+
+
+# Types of fields. A validator in front converts the spellings of files before pydantic checks the type.
+Integer = Annotated[int, BeforeValidator(_number)]
+Count = Annotated[Integer, Field(gt=0)]
+Elements = Annotated[Integer, Field(ge=0)]
+Number = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
+Ratio = Annotated[Number, Field(le=1)]
+Rates = Annotated[float | tuple[float, ...], BeforeValidator(_rates)]
+RatesOrAuto = Annotated[float | tuple[float, ...] | Literal["auto"], BeforeValidator(_or_auto)]
+Tiles = Annotated[Literal["auto", False] | int, BeforeValidator(_tiles)]
+DeviceName = Annotated[str, BeforeValidator(_device)]
+Momentum = Annotated[float | tuple[float, ...], BeforeValidator(_momentum)]
+WarmupType = Annotated[Literal["log", "linear"], spelling({"log": "log", "linear": "linear"})]
+Name = Annotated[str, Field(min_length=1)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(_strings)]
+Paths = Annotated[tuple[Annotated[Name, BeforeValidator(expanded)], ...], BeforeValidator(_strings)]
+Size = Annotated[int, BeforeValidator(parse_size)]
+Memory = Annotated[int, BeforeValidator(_memory)]
+OptimizerName = Literal["Adam", "AdamW", "Lamb", "Adagrad", "Lion", "SGD", "Muon", "SinkGD"]
+OptimizerType = Annotated[str, BeforeValidator(_optimizer)]
+DTYPE_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+SumDtype = Annotated[Literal["fp32", "bf16", "fp16"], spelling(DTYPE_NAMES)]
+Beta = Annotated[Number, Field(lt=1)]
+
+
+# -- zero ----------------------------------------------------------------------------------------------
+#
+# Config blocks of ZeRO and of I/O: partitioning, tiers, and access to the swap files.
+
+
+class OffloadParam(Block):
+    """Tier of the weights."""
+
+    TUNING = ("pin_memory",)
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
+
+    device: Tier = Field("none", description="tier of the weights: none (compute device), cpu, nvme")
+    nvme_path: Paths = Field((), description="folder or list of folders for swap files; one per drive")
+    max_in_cpu: Elements | None = Field(
+        None,
+        description="elements of weights on nvme that are also cached in host memory; default: as host_memory allows",
+    )
+    buffer_count: Count | None = Field(None, description="with buffer_size: another way to set max_in_cpu")
+    buffer_size: Count | None = Field(None, description="elements of a buffer; units may be larger")
+
+
+class OffloadOptimizer(Block):
+    """Tier of the optimizer states."""
+
+    TUNING = split_names(
+        """pin_memory buffer_count buffer_size fast_init pipeline pipeline_read pipeline_write super_offload
+        cpuadam_cores_perc"""
+    )
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
+
+    device: Tier = Field("none", description="tier of master weights and moments: none (compute device), cpu, nvme")
+    nvme_path: Paths = Field((), description="folder or list of folders for swap files; one per drive")
+    ratio: Annotated[Number, Field(le=1)] = Field(
+        1.0, description="fraction of the states in this tier, by bytes; those of the first units stay on the device"
+    )
+
+
+class LeafModule(Block):
+    """Modules each of which is paged as one unit."""
+
+    REFUSED: ClassVar[dict[str, str]] = {"name_suffixes": 'is not supported; give complete names in "names"'}
+
+    classes: Names = Field((), description="class names of modules that are one unit each")
+    names: Names = Field((), description="names of modules that are one unit each")
+
+
+class ZeroOptimization(Block):
+    """ZeRO: partitioning and tiers."""
+
+    TUNING = split_names(
+        """stage3_model_persistence_threshold model_persistence_threshold contiguous_gradients
+        reduce_bucket_size reduce_scatter allgather_partitions allgather_bucket_size
+        use_multi_rank_bucket_allreduce round_robin_gradients ignore_unused_parameters load_from_fp32_weights
+        memory_efficient_linear override_module_apply stage3_module_granularity_threshold
+        module_granularity_threshold stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params
+        stage3_allgather_sequential allgather_sequential log_trace_cache_warnings enable_sanity_checks
+        pipeline_loading_checkpoint elastic_checkpoint legacy_stage1 save_muon_momentum_buffer_in_memory
+        mics_hierarchical_params_gather cpu_offload_use_pin_memory"""
+    )
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "mics_hierarchical_params_gather": "a gather is one all-gather of the replica, whose path the backend chooses",
+        "reduce_bucket_size": "gradients are reduced unit by unit, so that a bucket is as large as the largest unit",
+        "reduce_scatter": "each rank gets its part of a sum, in every stage; replicas of mics_shard_size all-reduce",
+        "contiguous_gradients": "the gradients of a unit that ranks reduce are always one piece of memory",
+        "round_robin_gradients": "each rank has an equal part of every unit, so none has more to copy than another",
+        "allgather_bucket_size": "weights are gathered unit by unit, where and when they are used",
+        "allgather_partitions": "the weights of a unit are always gathered by an all-gather, never by broadcasts",
+    }
+    REFUSED: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(
+            ("zeropp_loco_param", "zenflow"),
+            CHANGES_TRAINING,
+        ),
+    }
+
+    OLD_NAMES: ClassVar[dict[str, str]] = {
+        name.removeprefix("stage3_"): name
+        for name in split_names(
+            """stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_max_live_parameters
+            stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save"""
+        )
+    } | {"stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"}
+
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"stage": 3}
+
+    stage: Annotated[Integer, Field(ge=0, le=3)] = Field(
+        0,
+        description="0 to 3; on several ranks 0 and 1 reduce the gradients of a step's micro-batches once, 2 and 3 "
+        "each, or once where the micro-batches take turns (schedule); 0 in a file without mics_shard_size keeps all "
+        "states on each rank, as that key does with 1; all else is the same in all stages",
+    )
+    offload_param: OffloadParam = Field(OffloadParam(), description="see below")
+    offload_optimizer: OffloadOptimizer = Field(OffloadOptimizer(), description="see below")
+    leaf_module: LeafModule = Field(LeafModule(), description="see below")
+    overlap_comm: bool | None = Field(
+        None,
+        description="whether the reduction of a unit goes on beside the backward of the next, on several ranks; takes "
+        "a second set of buffers on the device; default: true in stage 3, false in the others",
+    )
+    mics_shard_size: Annotated[Integer, Field(ge=-1)] = Field(
+        -1,
+        description="ranks that hold one replica of weights, gradients and states, a divisor of their number; weights "
+        "are gathered within a replica, and sums of gradients are added up over the replicas; -1 or 0: all ranks; "
+        "default: 1 where a file says stage 0, and -1 elsewhere",
+    )
+    zero_hpz_partition_size: Count = Field(
+        1,
+        description="ranks of a node, a divisor of their number: each keeps its part of the node's copy of all weights "
+        "on its device, so that a step gathers each weight over all ranks once, and within the node from then on; "
+        "stage 3 alone; 1: no copy",
+    )
+    zero_quantized_weights: bool = Field(
+        False,
+        description="whether ranks gather weights that train as int8 codes, with a scale for each 128 of them, and "
+        "compute with the values of the codes; see concepts/quantized-collectives.md",
+    )
+    zero_quantized_nontrainable_weights: bool = Field(False, description="the same for frozen weights")
+    zero_quantized_gradients: bool = Field(
+        False,
+        description="whether ranks send gradients as such codes, whose values each rank adds up in fp32; not with "
+        "communication_data_type",
+    )
+    sub_group_size: Count | None = Field(
+        None, description="elements of a tile of the update at most; default: 16 MiB of all states"
+    )
+    stage3_prefetch_bucket_size: Elements | None = Field(
+        None, description="elements prefetched at most, one unit at least; 0: none; default: as memory allows"
+    )
+    stage3_param_persistence_threshold: Elements = Field(
+        0, description="units of at most so many elements stay on the compute device"
+    )
+    stage3_max_live_parameters: Count | None = Field(
+        None, description="elements on the compute device at most, beside those whose tier is none; one unit at least"
+    )
+    stage3_max_reuse_distance: Elements | None = Field(
+        None, description="a unit is evicted after its use if more elements than this are used before its next use"
+    )
+    stage3_gather_16bit_weights_on_model_save: bool | None = Field(
+        None,
+        description="false: save_16bit_model writes nothing in stage 3, as in DeepSpeed; default: the model is written",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_in_stage_0(cls, content: Any) -> Any:
+        """Returns the content with a replica on each rank if it says stage 0, as in DeepSpeed.
+
+        The default is stage 0 too, but a user who names no stage has not asked for all states on each rank.
+        """
+        if isinstance(content, Mapping) and content.get("stage") == 0 and "mics_shard_size" not in content:
+            return {**content, "mics_shard_size": 1}
+        return content
+
+    @property
+    def sends_codes(self) -> bool:
+        """True if ranks send codes of weights or gradients."""
+        return self.zero_quantized_weights or self.zero_quantized_nontrainable_weights or self.zero_quantized_gradients
+
+
+OLD_SWITCHES = {
+    "cpu_offload": "offload_optimizer",
+    "cpu_offload_param": "offload_param",
+    "cpu_offload_params": "offload_param",
+}
+"""Older switches of "zero_optimization", each with the block that it puts on the CPU."""
+
+
+class Aio(Block):
+    """Settings of reads and writes of the swap files. `offload tune` measures the best values for a drive."""
+
+    TUNING = ("single_submit", "overlap_events", "use_gds")
+    OLD_NAMES: ClassVar[dict[str, str]] = {"thread_count": "intra_op_parallelism"}
+
+    block_size: Annotated[Size, Field(ge=4096)] | None = Field(
+        None, description="bytes of one read or write; rounded down to a multiple of 4096"
+    )
+    queue_depth: Annotated[Count, Field(le=4096)] | None = Field(None, description="blocks in flight for each thread")
+    intra_op_parallelism: Annotated[Count, Field(le=64)] | None = Field(
+        None, description="threads that hand blocks to the kernel; older name: thread_count"
+    )
+
+
+# -- monitors ------------------------------------------------------------------------------------------
+#
+# Blocks of the monitors, which receive the numbers of each step.
+
+
+class _Folder(Block):
+    """A monitor that writes into a folder."""
+
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
+
+    enabled: bool = Field(False, description="whether these files are written")
+    output_path: Annotated[str, BeforeValidator(expanded)] = Field("runs", description="folder of all jobs")
+    job_name: str | None = Field(None, description="folder in it; default: the name of the run")
+
+
+class TensorBoard(_Folder):
+    """Numbers of each step for TensorBoard; see guides/monitor-a-run.md. Needs `pip install 'offload[monitor]'`."""
+
+
+class CsvMonitor(_Folder):
+    """Numbers of each step, each kind of number in its own CSV file; see guides/monitor-a-run.md."""
+
+
+class Wandb(Block):
+    """Numbers of each step for Weights & Biases; see guides/monitor-a-run.md. Needs `pip install wandb`."""
+
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
+
+    enabled: bool = Field(False, description="whether the numbers are sent")
+    project: str = Field("offload", description="project")
+    team: str | None = Field(None, description="owner of the project; default: that of the login")
+    group: str | None = Field(None, description="group of runs")
+    name: str | None = Field(None, description="name of the run; default: one that wandb makes")
+
+
+# -- optimizer -----------------------------------------------------------------------------------------
+#
+# The block of the optimizer.
+
+
+OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Adam": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "adam_w_mode": True, "bias_correction": True},
+    "AdamW": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "adam_w_mode": True, "bias_correction": True},
+    "Lamb": {
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "max_coeff": 10.0,
+        "min_coeff": 0.01,
+        "bias_correction": True,
+    },
+    "Adagrad": {"eps": 1e-10, "weight_decay": 0.0, "lr_decay": 0.0},
+    "Lion": {"betas": (0.9, 0.999), "weight_decay": 0.0},
+    "SGD": {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+    # Those of DeepSpeed, and of torch.optim.Muon for what DeepSpeed has no key for.
+    "Muon": {
+        "muon_lr": None,
+        "adam_lr": None,
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_steps": 5,
+        "ns_coefficients": (3.4445, -4.7750, 2.0315),
+        "ns_method": "standard",
+        "adjust_lr_fn": "original",
+        "weight_decay": 0.0,
+        "betas": (0.9, 0.95),
+        "eps": 1e-10,
+    },
+    "SinkGD": {
+        "sinkgd_lr": None,
+        "adam_lr": None,
+        "iterations": 5,
+        "weight_decay": 0.0,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+    },
+}
+"""Default hyperparameters of each optimizer type, except for the learning rate."""
+
+_OF_EVERY_TYPE = ("lr", "fp32_optimizer_states", "torch_adam")
+"""Params that no type lists: the learning rate is passed on its own, and the others are no hyperparameters."""
+
+
+class OptimizerParams(Block):
+    """Hyperparameters, named as in torch.optim; one that belongs to other types of optimizers only is an error."""
+
+    TUNING = ("fused", "foreach", "capturable", "differentiable")
+    REFUSED: ClassVar[dict[str, str]] = {
+        "max_grad_norm": 'has another name in DeepSpeed files: "gradient_clipping", at top level',
+        "amsgrad": CHANGES_TRAINING,
+        "maximize": CHANGES_TRAINING,
+    }
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"lr": 3e-4}
+
+    lr: Number | None = Field(
+        None,
+        description="learning rate; required unless optimizer= is passed. deepspeed.initialize takes DeepSpeed's "
+        "default where it is absent, and says so",
+    )
+    betas: tuple[Beta, Beta] | None = Field(
+        None,
+        description="Adam, AdamW, Lamb, Lion, and of Muon and SinkGD what AdamW trains: decay of the moments, each at "
+        "least 0 and below 1; default [0.9, 0.999], of Muon [0.9, 0.95]",
+    )
+    eps: Number | None = Field(
+        None,
+        description="Adam, AdamW, Lamb, Adagrad, and of Muon and SinkGD what AdamW trains: added to the root of the "
+        "second moment; default 1e-8, of Adagrad and Muon 1e-10",
+    )
+    weight_decay: Number | None = Field(
+        None,
+        description="default 0, of AdamW with torch_adam 0.01; decoupled for AdamW, Lamb, Lion, Muon, SinkGD, and for "
+        "Adam with adam_w_mode",
+    )
+    adam_w_mode: bool | None = Field(None, description="Adam: true by default; false adds the decay to the gradient")
+    torch_adam: bool | None = Field(
+        None,
+        description="true: the weight_decay of AdamW is by default that of torch.optim, as in DeepSpeed; the kernel "
+        "stays the same",
+    )
+    bias_correction: Literal[True] | None = Field(None, description="Adam, AdamW, Lamb: only true")
+    fp32_optimizer_states: Literal[True] | None = Field(
+        None, description='only true: moments are fp32; for bf16 leave it out, and set "moments" in the block offload'
+    )
+    max_coeff: Number | None = Field(None, description="Lamb: bound of the trust ratio, default 10")
+    min_coeff: Number | None = Field(None, description="Lamb: bound of the trust ratio, default 0.01")
+    lr_decay: Number | None = Field(None, description="Adagrad: default 0")
+    momentum: Number | None = Field(
+        None, description="SGD: default 0, which keeps no moment; Muon: default 0.95, below 1"
+    )
+    dampening: Number | None = Field(None, description="SGD: default 0")
+    nesterov: bool | None = Field(
+        None, description="SGD: default false; needs a momentum, and no dampening; Muon: default true"
+    )
+    muon_lr: Number | None = Field(None, description="Muon: learning rate of the matrices; default: lr")
+    sinkgd_lr: Number | None = Field(None, description="SinkGD: learning rate of the matrices; default: lr")
+    adam_lr: Number | None = Field(None, description="Muon, SinkGD: learning rate of what is no matrix; default: lr")
+    ns_steps: Annotated[Count, Field(lt=100)] | None = Field(
+        None, description="Muon: Newton-Schulz iterations, default 5"
+    )
+    ns_coefficients: tuple[float, float, float] | None = Field(
+        None, description="Muon: coefficients of an iteration, default [3.4445, -4.775, 2.0315]"
+    )
+    ns_method: Literal["standard"] | None = Field(
+        None, description='Muon: only "standard"; DeepSpeed\'s "gram" computes the same direction in fp16'
+    )
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = Field(
+        None,
+        description='Muon: factor of the matrices\' learning rate. "original" (default): the root of rows over '
+        'columns, at least 1; "match_rms_adamw": 0.2 times the root of the larger of both, for AdamW\'s lr',
+    )
+    iterations: Count | None = Field(
+        None, description="SinkGD: normalizations of the rows and of the columns of a gradient, default 5"
+    )
+
+
+_COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
+_OTHERS = ("muadam", "muadamw", "musgd")
+_ADAMW = (
+    "use AdamW or Lamb, without the keys of the compression (freeze_step, cuda_aware, comm_backend_name); "
+    "zero_optimization.zero_quantized_gradients sends half of the bytes of bf16, "
+    "and docs/reference/deepspeed-compatibility.md says why not fewer"
+)
+_PASS = "use AdamW, or pass an optimizer of torch as optimizer= to offload.initialize"
+
+
+class OptimizerBlock(Block):
+    """The optimizer: Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon or SinkGD."""
+
+    TUNING = ("legacy_fusion",)
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"type": "AdamW", "params": {"lr": 3e-4}}
+
+    type: OptimizerType = Field(
+        "AdamW",
+        description="Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon or SinkGD, in any case of letters; or a class of "
+        "torch, as torch.optim.NAdam or, as DeepSpeed spells it, NAdam, whose params are those of the class",
+    )
+    params: OptimizerParams = Field(OptimizerParams(), description="see below")
+    torch_params: dict[str, Any] = Field({}, exclude=True)
+    """The params of a class of torch, which stand under "params" in a file."""
+
+    @classmethod
+    def arranged(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the content with the params of a class of torch under `torch_params`, without "auto"."""
+        if "torch_params" in content:
+            raise ConfigError('unknown key optimizer.torch_params; did you mean "params"?')
+        params, kind = content.get("params"), content.get("type", "")
+        of_torch = kind in OF_TORCH_ALONE or str(kind).startswith(TORCH_OPTIMIZERS)
+        if not of_torch or not isinstance(params, Mapping):
+            return content
+        others = {key: value for key, value in content.items() if key != "params"}
+        return {**others, "torch_params": {key: value for key, value in params.items() if value != "auto"}}
+
+    @classmethod
+    def check(cls, content: Mapping[str, Any], path: str) -> None:
+        """Raises `ConfigError` for optimizers of DeepSpeed that are not supported."""
+        name = str(content.get("type", "")).lower()
+        if name in _COMPRESSED:
+            raise ConfigError(
+                f'"{path}type" {content["type"]} {missing("compresses what ranks send each other", _ADAMW)}'
+            )
+        if name in _OTHERS:
+            raise ConfigError(f'"{path}type" {content["type"]} {missing("is an optimizer of DeepSpeed", _PASS)}')
+
+    @pydantic.model_validator(mode="after")
+    def _fits(self) -> OptimizerBlock:
+        """Raises `ValueError` if a hyperparameter does not belong to the type, or two contradict each other."""
+        if self.of_torch:
+            return self
+        defaults = OPTIMIZER_DEFAULTS[self.type]
+        for name in self.params.model_fields_set:
+            if name not in (*_OF_EVERY_TYPE, *defaults) and getattr(self.params, name) is not None:
+                raise ValueError(f"contains params.{name}, and {self.type} takes {', '.join(('lr', *defaults))}")
+        settings = self.settings
+        if self.type == "SGD" and settings["nesterov"] and (not settings["momentum"] or settings["dampening"]):
+            raise ValueError("contains params.nesterov, which needs a momentum above 0 and a dampening of 0")
+        if self.type == "Muon" and settings["momentum"] >= 1:
+            raise ValueError(f"contains params.momentum {settings['momentum']:g}, which Muon needs to be below 1")
+        return self
+
+    @property
+    def of_torch(self) -> bool:
+        """True if the type is a class of torch."""
+        return self.type.startswith(TORCH_OPTIMIZERS)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Hyperparameters of the type, except for the learning rate; of a class of torch those that are given."""
+        if self.of_torch:
+            return dict(self.torch_params)
+        defaults = OPTIMIZER_DEFAULTS[self.type]
+        given = {name: getattr(self.params, name) for name in defaults}
+        found = {name: value if given[name] is None else given[name] for name, value in defaults.items()}
+        decoupled = self.type == "AdamW" or found.get("adam_w_mode")
+        if self.params.torch_adam and self.type in ("Adam", "AdamW") and decoupled and given["weight_decay"] is None:
+            found["weight_decay"] = 0.01
+        return found
+
+
+# -- precision -----------------------------------------------------------------------------------------
+#
+# Blocks of dtypes.
+
+
+_AUTO_CAST = "whether `engine(...)` casts floating-point inputs to the weights' dtype; default: yes, with a log line"
+
+
+class Bf16(Block):
+    """bf16 weights with split fp32 masters."""
+
+    TUNING = split_names("immediate_grad_update check_grad_overflow")
+    REFUSED: ClassVar[dict[str, str]] = {
+        "bf16_master_weights_and_grads": missing("has no fp32 masters"),
+    }
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
+
+    enabled: bool = Field(
+        False, description='whether the mode is on; "auto": off, except in `offload train` and `offload.auto_dtype`'
+    )
+    auto_cast: bool | None = Field(None, description=_AUTO_CAST)
+    bf16_optimizer_states: bool = Field(
+        False, description='whether the moments are bf16, as with "moments": "bf16" in the block offload'
+    )
+
+
+class Fp16(Block):
+    """fp16 weights with fp32 masters, and a scaled loss."""
+
+    TUNING = ("fused_mode",)
+    REFUSED: ClassVar[dict[str, str]] = {"fp16_master_weights_and_grads": missing("has no fp32 masters")}
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
+
+    enabled: bool = Field(False, description="whether the mode is on")
+    auto_cast: bool | None = Field(None, description=_AUTO_CAST)
+    loss_scale: Number = Field(0.0, description="factor of the loss; 0: dynamic, adjusted while training")
+    initial_scale_power: Annotated[Elements, Field(le=32)] = Field(
+        16, description="a dynamic scale begins with 2 to that power"
+    )
+    loss_scale_window: Count = Field(1000, description="steps without an overflow after which the scale doubles")
+    hysteresis: Count = Field(2, description="number of overflows of which the last halves the scale")
+    consecutive_hysteresis: bool = Field(
+        False, description="whether each step without an overflow resets the hysteresis; false: only a window of them"
+    )
+    min_loss_scale: Annotated[Number, Field(gt=0)] = Field(1.0, description="lower bound of a dynamic scale")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Fp16:
+        """Raises `ValueError` if a dynamic scale would begin below its lower bound."""
+        first = 2.0**self.initial_scale_power
+        if self.enabled and not self.loss_scale and first < self.min_loss_scale:
+            raise ValueError(
+                f"contains min_loss_scale {self.min_loss_scale:g}, and initial_scale_power {self.initial_scale_power}, "
+                f"whose scale of {first:g} is below it: raise the power or lower the bound"
+            )
+        return self
+
+
+class TorchAutocast(Block):
+    """fp32 weights, and torch's autocast round each forward of the engine."""
+
+    TUNING = ("lower_precision_safe_modules",)
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
+
+    enabled: bool = Field(False, description="whether `engine(...)` runs the model under torch.autocast")
+    dtype: Annotated[Literal["bf16", "fp16"], spelling(DTYPE_NAMES)] = Field(
+        "bf16", description="dtype of autocast; fp16 is refused: it needs a loss scale, which the fp16 block has"
+    )
+
+
+class DataTypes(Block):
+    """Dtypes beside that of the mode."""
+
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"grad_accum_dtype": "fp32"}
+
+    param_dtype: SumDtype | None = Field(
+        None, description="dtype of the weights; an error if it is not that of the blocks bf16 and fp16"
+    )
+    grad_accum_dtype: SumDtype | None = Field(
+        None,
+        description="dtype in which micro-batches are added: fp32 by default, that of the weights for one micro-batch",
+    )
+    buffer_dtype: SumDtype | None = Field(
+        None, description="dtype of floating-point buffers (BatchNorm's statistics): unchanged by default"
+    )
+
+
+# -- activations ---------------------------------------------------------------------------------------
+#
+# The block "activation_checkpointing" of DeepSpeed.
+
+
+class ActivationCheckpointing(Block):
+    """Repeated blocks of the model keep their inputs, and compute everything else again in backward."""
+
+    REFUSED: ClassVar[dict[str, str]] = {}
+
+    number_checkpoints: Count | None = Field(
+        None, description="blocks that are computed again, the first ones of the model; default: all"
+    )
+    cpu_checkpointing: bool = Field(False, description='true: the same as `"activations": "cpu"` in "offload"')
+    contiguous_memory_optimization: bool = Field(
+        False, description="host memory for all inputs is allocated at once, with the first one"
+    )
+    partition_activations: bool = Field(
+        False,
+        description="blocks are computed again, and nothing is divided: data-parallel ranks have inputs of their own; "
+        "refused with tensor parallelism",
+    )
+    synchronize_checkpoint_boundary: bool = Field(
+        False, description="wait for the device at the border of each block; slower, for measurements"
+    )
+    profile: bool = Field(False, description="log the seconds of each block's forward and recomputation, step by step")
+
+    @property
+    def computes_again(self) -> bool:
+        """True if a key asks for blocks to be computed again."""
+        return bool(
+            self.number_checkpoints
+            or self.cpu_checkpointing
+            or self.contiguous_memory_optimization
+            or self.partition_activations
+        )
+
+
+# -- scheduler -----------------------------------------------------------------------------------------
+#
+# The block of the learning rate schedule, and the params of each schedule.
+
+
+class ScheduleParams(Block):
+    """The params of a schedule; `SCHEDULES` lists its type."""
+
+    ORDERED: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Pairs of fields; the first must not exceed the second."""
+
+
+class RangeTestParams(ScheduleParams):
+    """LRRangeTest: rises without end, to find the largest learning rate that trains."""
+
+    lr_range_test_min_lr: Rates = Field(1e-3, description="learning rate at the start")
+    lr_range_test_step_size: Count = Field(2000, description="steps in which it rises by min_lr * step_rate")
+    lr_range_test_step_rate: Number = Field(1.0, description="how fast it rises")
+    lr_range_test_staircase: bool = Field(False, description="rise only at the end of each step_size")
+
+
+class OneCycleParams(ScheduleParams):
+    """OneCycle: up and down once, the momentum the other way round; then a decay."""
+
+    ORDERED = (("cycle_min_lr", "cycle_max_lr"), ("cycle_min_mom", "cycle_max_mom"))
+
+    cycle_min_lr: Rates = Field(description="learning rate at both ends of the cycle; required")
+    cycle_max_lr: Rates = Field(description="learning rate in the middle; required")
+    decay_lr_rate: Number = Field(
+        0.0, description="after the cycle: cycle_min_lr / (1 + decay_lr_rate * steps / decay_step_size)"
+    )
+    cycle_first_step_size: Count = Field(2000, description="steps up")
+    cycle_second_step_size: Elements | None = Field(None, description="steps down; default: as many as up")
+    cycle_first_stair_count: Elements = Field(0, description="stairs on the way up; 0: each step rises")
+    cycle_second_stair_count: Elements | None = Field(None, description="stairs down; default: as many as up")
+    decay_step_size: Elements = Field(0, description="steps of the decay's unit; 0: no decay")
+    cycle_momentum: bool = Field(True, description="whether the momentum, betas[0], moves too")
+    cycle_min_mom: Momentum = Field(0.8, description="momentum in the middle")
+    cycle_max_mom: Momentum = Field(0.9, description="momentum at both ends of the cycle")
+    decay_mom_rate: Number = Field(
+        0.0, description="after the cycle: cycle_max_mom * (1 + decay_mom_rate * steps / decay_step_size)"
+    )
+
+
+_MAX_LR = 'learning rate at the end of the warm-up; "auto": each group\'s own learning rate'
+_WARM_UP = "steps of the warm-up, 1 counts as 2"
+_WARMUP_TYPE = "log: fast at first; linear: evenly"
+_TOTAL = "steps of the complete training; required, except in `offload train` and with a Trainer, which set it"
+
+
+class WarmupParams(ScheduleParams):
+    """WarmupLR: rises, and stays."""
+
+    ORDERED = (("warmup_min_lr", "warmup_max_lr"),)
+    OWN_AUTO = ("warmup_max_lr",)
+
+    warmup_min_lr: Rates = Field(0.0, description="learning rate at the start")
+    warmup_max_lr: RatesOrAuto = Field("auto", description=_MAX_LR)
+    warmup_num_steps: Count = Field(1000, description=_WARM_UP)
+    warmup_type: WarmupType = Field("log", description=_WARMUP_TYPE)
+
+
+class WarmupDecayParams(WarmupParams):
+    """WarmupDecayLR: rises, and falls to 0 in a line."""
+
+    total_num_steps: Count = Field(description=_TOTAL)
+    warmup_max_lr: RatesOrAuto = Field(1e-3, description=_MAX_LR)
+
+
+class WarmupCosineParams(ScheduleParams):
+    """WarmupCosineLR: rises to each group's own learning rate, and falls along a cosine."""
+
+    total_num_steps: Count = Field(description=_TOTAL)
+    warmup_min_ratio: Ratio = Field(0.0, description="fraction of the learning rate at which the warm-up begins")
+    warmup_num_steps: Count = Field(1000, description=_WARM_UP)
+    cos_min_ratio: Ratio = Field(1e-4, description="fraction of the learning rate at which the cosine ends")
+    warmup_type: WarmupType = Field("log", description=_WARMUP_TYPE)
+
+
+SCHEDULES: dict[str, type[ScheduleParams]] = {
+    "WarmupLR": WarmupParams,
+    "WarmupDecayLR": WarmupDecayParams,
+    "WarmupCosineLR": WarmupCosineParams,
+    "OneCycle": OneCycleParams,
+    "LRRangeTest": RangeTestParams,
+}
+# Other schedules of torch need functions or schedulers as arguments, which a file cannot contain.
+TORCH_SCHEDULES = split_names(
+    """StepLR MultiStepLR ConstantLR LinearLR ExponentialLR PolynomialLR CosineAnnealingLR CosineAnnealingWarmRestarts
+    CyclicLR OneCycleLR"""
+)
+"""Schedules of torch.optim.lr_scheduler whose arguments are an optimizer and numbers."""
+
+
+def _schedule(name: str) -> str:
+    """Returns the type of a schedule, given in any case of letters. Raises `ValueError` if the type is unknown."""
+    known = {word.lower(): word for word in (*SCHEDULES, *TORCH_SCHEDULES)}
+    if name.lower() in known:
+        return known[name.lower()]
+    near = difflib.get_close_matches(name.lower(), known, 1, 0.6)
+    hint = f'did you mean "{known[near[0]]}"? ' if near else ""
+    raise ValueError(
+        f"should be {', '.join(SCHEDULES)}, or one of torch.optim.lr_scheduler that a file can describe, got {name!r}; "
+        f"{hint}Any other schedule can be passed to offload.initialize as lr_scheduler="
+    )
+
+
+class SchedulerBlock(Block):
+    """The schedule of learning rates, which `engine.step()` advances; without this block they stay as they are."""
+
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}
+
+    type: Annotated[str, AfterValidator(_schedule)] = Field(
+        description="`WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `OneCycle`, `LRRangeTest`, or of "
+        f"torch.optim.lr_scheduler {', '.join(f'`{name}`' for name in TORCH_SCHEDULES)}"
+    )
+    params: dict[Any, Any] = Field({}, description="see below; torch's schedules take torch's arguments")
+
+
+# -- offload block -------------------------------------------------------------------------------------
+#
+# The block "offload".
+
+
+class Debug(Block):
+    """Switches that find faults."""
+
+    poison: bool = Field(False, description="fill freed device memory with NaN and place weights at random addresses")
+    overlap: bool = Field(True, description="run updates while the next forward runs")
+
+
+class Every(Block):
+    """The interval of commits; takes the place of a word such as "step"."""
+
+    every: Count = Field(description="steps from one commit to the next; a kill loses the steps since the last commit")
+
+
+class OffloadBlock(Block):
+    """All keys that DeepSpeed does not have."""
+
+    OWN_AUTO = ("run", "resume", "io_backend", "activations", "speculate", "tile_mlp")
+
+    run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)] = Field(
+        "default", description="name of the run: its folder under each nvme_path"
+    )
+    nvme_path: Paths = Field(
+        (), description="folder or list of folders for swap files, used if the blocks above name none"
+    )
+    device: DeviceName = Field(
+        "auto",
+        description="compute device: auto, cpu, cuda (ROCm too), or another accelerator of torch, such as xpu or npu; "
+        "auto: the accelerator if there is one",
+    )
+    host_memory: Memory | None = Field(
+        None,
+        description="host budget of the process, as '16GiB'; default: as needed, at most 80 % of the free memory",
+    )
+    device_memory: Memory | None = Field(
+        None, description="device budget for weights; default: states in the tier none, and three of the largest unit"
+    )
+    durability: Literal["auto", "step", "none"] | Every = Field(
+        "auto",
+        description='step: every step survives a kill; {"every": 10}: every tenth; none: half the disk, no resume; '
+        "auto: step where it fits",
+    )
+    resume: Literal["never", "auto", "must", "restart"] = Field(
+        "never",
+        description="auto: resume the run in the swap files, if there is one; must: an error if there is none; "
+        "restart: replace it by a new run; never: the same, but an error if the earlier run was killed and not closed "
+        "by `destroy()`, or was another job whose last step was not saved",
+    )
+    seed: Annotated[Integer, Field(ge=0, lt=2**63)] = Field(
+        0, description="seed of weights made by offload.init and of the loader"
+    )
+    frozen: Literal["int8", "nf4"] | None = Field(
+        None,
+        description="store the frozen matrices of linear layers and of stacked experts as blocks of codes, int8 or nf4 "
+        "(4 bits): a half or about a quarter of the bytes on disk, in RAM and on the bus; the device makes weights of "
+        "them for each use. Default: in the dtype of the model; see guides/frozen-weights.md",
+    )
+    activations: Literal["device", "cpu", "nvme", "auto"] | None = Field(
+        None,
+        description="blocks of the model are computed again in backward, and their inputs wait on the device, in host "
+        "memory, in files, or (auto) where there is room; default: as activation_checkpointing says, else not at all",
+    )
+    activation_memory: Memory | None = Field(
+        None,
+        description="host memory for these inputs, part of host_memory; default: half of what host_memory leaves, or "
+        "80 % of what is free",
+    )
+    experts: Literal["each", "visited", "whole"] = Field(
+        "each",
+        description="experts that transformers stacks in one parameter. each: each is a unit of its own, read only if "
+        "a token visits it; visited: also, one without a token in a step is not updated; whole: the stack is part of "
+        "its layer. See guides/mixtures-of-experts.md",
+    )
+    io_backend: Literal["auto", "io_uring", "libaio", "threads"] = Field(
+        "auto", description="I/O interface of the swap files; auto: the first that the system allows"
+    )
+    speculate: Literal["auto"] | bool = Field(
+        "auto",
+        description="update a unit under the backward, as soon as its gradients are complete, before the norm is "
+        "known; a step that clips makes the update again, with the same result. auto: on a GPU, until a step clips, "
+        "and again after 8 steps that did not; true: on a CPU too. Needs two slots and states on nvme; see "
+        "concepts/updates-and-commits.md",
+    )
+    moments: Literal["fp32", "bf16", "int8"] | None = Field(
+        None,
+        description="form of the optimizer's moments; bf16: half their bytes; int8: a quarter, in blocks of 256 with a "
+        "scale each; both are rounded stochastically, with the same bits wherever they are stored; default: fp32, or "
+        "bf16 with bf16_optimizer_states. See "
+        "guides/which-states-which-bytes.md",
+    )
+    master: Literal["fp32", "bf24"] = Field(
+        "fp32",
+        description="form of the master of a bf16 weight; bf24: the upper 24 bits of an fp32, which are the weight and "
+        "8 more bits in place of 16, rounded stochastically in each step. See guides/which-states-which-bytes.md",
+    )
+    units: Names = Field((), description="names or classes of modules that are one unit each")
+    schedule: Literal["auto", "layer_major", "micro_batch_major"] = Field(
+        "auto",
+        description="order of several micro-batches: layer_major: all of them pass through a block before the next "
+        "block is fetched; micro_batch_major: one after the other; auto: layer_major where blocks are computed again "
+        "and weights come and go",
+    )
+    tile_mlp: Tiles = Field(
+        False,
+        description="compute the MLPs of a decoder of transformers chunk by chunk of the sequence, and again in the "
+        "backward: a number of chunks, or auto: as many tokens each as the model has features, at least 1024; see "
+        "reference/python/tiles.md",
+    )
+    trace: Annotated[Name, BeforeValidator(expanded)] | None = Field(
+        None, description="file for a timeline of the run; see guides/find-the-bottleneck.md"
+    )
+    log: Annotated[Name, BeforeValidator(expanded)] | None = Field(
+        None, description="file for a JSON object a step, for `offload report`; see guides/find-the-bottleneck.md"
+    )
+    drive_tbw: Annotated[Number, Field(gt=0)] | None = Field(
+        None,
+        description="rated endurance of each drive, in TB written (its data sheet's TBW; the least of several); "
+        "see concepts/drive-wear.md",
+    )
+    drive_share: Annotated[Ratio, Field(gt=0)] = Field(
+        0.1, description="fraction of drive_tbw above which a run is warned"
+    )
+    on_nonfinite: Literal["raise", "skip"] = Field("raise", description="response to a gradient norm of inf or NaN")
+    debug: Debug = Field(Debug(), description="see below")
+
+    @property
+    def wants_store(self) -> bool:
+        """True if a store is requested, whatever tier the states have."""
+        return self.durability == "step" or isinstance(self.durability, Every)
+
+    @property
+    def commit_every(self) -> int:
+        """Steps from one commit to the next, if there is a store with two slots."""
+        return self.durability.every if isinstance(self.durability, Every) else 1

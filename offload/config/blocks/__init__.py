@@ -1,1 +1,0 @@
-"""The blocks of a config, as pydantic models."""

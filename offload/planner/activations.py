@@ -1,0 +1,620 @@
+"""Bytes of activations in every tier. Pure functions of a shape and a load.
+
+With T the tokens of a micro-batch, on the device there are at most, at a time:
+
+all kept      what every block saves + head
+recomputed    inputs of the blocks + the larger of head, and one block with what it saves
+inputs        T * hidden * size for each block; in HOST or on DISK all leave the device but the newest and those on
+              their way
+block         what it saves + the gradient of its output + the larger of 2 times the MLP's largest tensor, and of 4 of a
+              norm's in fp32, for which what the MLP saved has gone
+block, tiled  the same without what its MLP saves, for all tokens + its MLP for one tile + sums of its gradients
+head          what the norm before it saves + the logits that the loss saves + 2 times the logits in fp32
+head, chunked gradients of the hidden states and of the head, in fp32 where there are several chunks + the larger of the
+              logits and the head's gradient of one chunk, and of the same gradients, scaled
+layer-major   what stands before and in the blocks, and the inputs, of all micro-batches of a step; the head and the
+              work of a backward of one; T * hidden * size for each further one, for the hidden states or their
+              gradients at the border of two blocks; and of a head that is tied to the embedding its gradient for each
+              further one
+
+Attention is taken to keep no matrix of T * T, as torch's scaled_dot_product_attention and FlashAttention do.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from offload.config import Config, load_config
+from offload.errors import BudgetError
+from offload.layout.pass_order import LAYER_MAJOR
+from offload.layout.placement import LIBRARIES, beside_arenas
+from offload.planner.hardware import Hardware
+from offload.planner.memory import Memory
+from offload.planner.model_shape import Block, Shape, Use
+from offload.sizes import PAGE, align_up, format_size
+from offload.states import State, Tier
+
+# -- load ----------------------------------------------------------------------------------------------
+#
+# The work of a step, with where each block's input waits for the backward.
+
+
+class Load(NamedTuple):
+    """Work of a step: micro-batch, accumulation, recomputation."""
+
+    batch: int
+    """Sequences of a micro-batch."""
+    accumulation: int = 1
+    recompute: bool = False
+    """True if repeated blocks keep their input alone, and are computed again in the backward."""
+    chunked_loss: bool = False
+    """True if the loss is computed for chunks of tokens, so that never all logits are in memory."""
+    tile: int = 0
+    """Tokens of a tile of an MLP; 0 computes an MLP for all tokens at once, or in `tiles`."""
+    tiles: int = 0
+    """Tiles of an MLP, in the place of their tokens; 0 leaves them to `tile`."""
+    on_disk: int = 0
+    """Blocks whose input waits on DISK, the first ones of the forward."""
+    on_host: int = 0
+    """Blocks whose input waits in HOST memory, the next ones; the inputs of all others stay on the device."""
+    first: int = 0
+    """Blocks that are recomputed, the first ones of the forward; 0 for all."""
+    schedule: str = "auto"
+    """Order of micro-batches and blocks: "layer_major", "micro_batch_major", or "auto" before a plan has chosen."""
+    speculate: bool = True
+    """True if units are updated under the backward wherever such an update can be dropped."""
+
+    @property
+    def alive(self) -> int:
+        """Returns the micro-batches whose activations are in memory at a time."""
+        return self.accumulation if self.schedule == LAYER_MAJOR else 1
+
+    def tokens(self, shape: Shape) -> int:
+        """Returns the tokens of a step."""
+        return self.batch * self.accumulation * shape.sequence
+
+
+# -- formulas ------------------------------------------------------------------------------------------
+
+
+CHUNK_TOKENS = 1024
+"""Tokens of a chunk of the loss, as `offload.losses.chunked.CHUNK_TOKENS`."""
+SCALED_NUMEL = 1 << 22
+"""Elements of a gradient that the loss scales at a time, in fp32, as `offload.losses.chunked`."""
+IN_FLIGHT = 2
+"""Inputs on the device, beside the newest: one that leaves it or is ahead of the backward, and one that is in use."""
+STAGED_INPUTS = 4
+"""Host buffers through which inputs go to DISK."""
+_TENSORS_OF_NORM = 4
+"""Tensors in fp32 that the backward of a norm makes, beside the one that it saved."""
+_FP32 = 4
+
+
+class Need(NamedTuple):
+    """Bytes of activations in each tier."""
+
+    device: int
+    host: int = 0
+    disk: int = 0
+
+
+class Moving(NamedTuple):
+    """Bytes of a block's input that leave the device in the forward and return in the backward."""
+
+    nbytes: int = 0
+    on_disk: bool = False
+
+
+def need(shape: Shape, load: Load) -> Need:
+    """Returns the bytes of activations in every tier: of one micro-batch, or of all of a step if it is layer-major.
+
+    A longer sequence, a larger micro-batch or more of them never need less in any tier.
+
+    Args:
+        shape: the model.
+        load: work of a step.
+    """
+    blocks = shape.blocks
+    staged = min(load.on_disk, STAGED_INPUTS) * max((input_nbytes(shape, load, each) for each in blocks), default=0)
+    moved = moving(shape, load)
+    device = _on_device(shape, load, blocks)
+    if is_tiled(shape, load):
+        # The longest sequence of one tile is computed whole, and may need more than one that is just longer.
+        longest, batch = (1, load.batch) if load.tiles else (load.tile, 1)
+        device = max(device, _on_device(shape.at(longest), load._replace(batch=batch), blocks))
+    return Need(
+        device,
+        staged + load.alive * sum(align_up(each.nbytes) for each in moved if not each.on_disk),
+        load.alive * sum(align_up(each.nbytes) for each in moved if each.on_disk),
+    )
+
+
+def moving(shape: Shape, load: Load) -> list[Moving]:
+    """Returns for each block what leaves the device in a micro-batch; nothing for blocks whose input stays."""
+    blocks = shape.blocks
+    if not load.recompute:
+        return [Moving() for _ in blocks]
+    # The newest of the recomputed blocks' inputs stays, since the backward begins with it.
+    tiers = [index < load.on_disk for index in range(load.on_disk + load.on_host)]
+    stay = [Moving()] * (len(blocks) - len(tiers))
+    return [Moving(input_nbytes(shape, load, each), on) for each, on in zip(blocks, tiers, strict=False)] + stay
+
+
+def input_nbytes(shape: Shape, load: Load, block: Block) -> int:
+    """Returns the bytes of a block's input in a micro-batch."""
+    return load.batch * shape.uses[block.uses[0]].boundary
+
+
+def recomputed(shape: Shape, load: Load) -> tuple[Block, ...]:
+    """Returns the blocks that are computed again in the backward."""
+    return shape.blocks[: load.first or None] if load.recompute else ()
+
+
+def tile_tokens(shape: Shape, load: Load) -> int:
+    """Returns the tokens of a micro-batch that an MLP computes at a time."""
+    whole = load.batch * shape.sequence
+    if load.tiles:
+        # Every sequence of the micro-batch is divided.
+        return load.batch * -(-shape.sequence // load.tiles)
+    return min(load.tile, whole) if load.tile else whole
+
+
+def is_tiled(shape: Shape, load: Load) -> bool:
+    """Returns True if a micro-batch has more tokens than a tile."""
+    return tile_tokens(shape, load) < load.batch * shape.sequence
+
+
+def mlp_numel(shape: Shape, use: Use) -> int:
+    """Returns the elements of an MLP's weights: a product takes two operations for each, and token."""
+    return round(use.mlp_flops / (2 * shape.sequence))
+
+
+def _on_device(shape: Shape, load: Load, blocks: tuple[Block, ...]) -> int:
+    """Returns the most bytes on the device at a time."""
+    first, behind = _outside(blocks, len(shape.uses))
+    before = sum(shape.uses[position].saved for position in first)
+    # The head and the norm before it have gone when the backward reaches the last block.
+    tail = _tail(shape, load, [shape.uses[position] for position in behind])
+    saved = [sum(_saved(shape, load, shape.uses[position]) for position in block.uses) for block in blocks]
+    work = [max(_work(shape, load, shape.uses[position]) for position in block.uses) for block in blocks]
+    again = recomputed(shape, load)
+    # The blocks that keep all come last, and are done before the first one is computed again.
+    kept = load.alive * sum(saved[len(again) :]) + max(tail, *work[len(again) :], 0)
+    in_block = max((of + more for of, more in zip(saved, work[: len(again)], strict=False)), default=0)
+    beside = _borders(shape, load) + _tied_gradients(shape, load) + _inputs(shape, load, again)
+    return load.alive * load.batch * before + beside + max(kept, in_block)
+
+
+@functools.lru_cache
+def _outside(blocks: tuple[Block, ...], count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the positions of uses in no block, of `count` uses: those before the last block's end, and the others.
+
+    A search for the longest sequence asks hundreds of times about one model.
+    """
+    inside = {position for block in blocks for position in block.uses}
+    last = max(inside, default=-1)
+    outside = [position for position in range(count) if position not in inside]
+    return tuple(each for each in outside if each < last), tuple(each for each in outside if each > last)
+
+
+def _tied_gradients(shape: Shape, load: Load) -> int:
+    """Returns the bytes of a tied head's gradients that wait in autograd, of all micro-batches but the newest.
+
+    autograd adds the gradient of the head to that of the embedding, which a micro-batch has at its very end. The
+    newest is among the gradients that a backward needs in any order.
+    """
+    blocks = shape.blocks
+    if not blocks:
+        return 0
+    unit = shape.uses[-1].unit
+    tied = any(use.unit == unit for use in shape.uses[: blocks[0].uses.start])
+    return (load.alive - 1) * shape.layouts[unit].trainable_stop * shape.itemsize * tied
+
+
+def _borders(shape: Shape, load: Load) -> int:
+    """Returns the bytes of hidden states, or of their gradients, that wait between two blocks for their turn."""
+    # One is counted already: as the newest input in the forward, and as the gradient of the output in the backward.
+    return (load.alive - 1) * max((input_nbytes(shape, load, block) for block in shape.blocks), default=0)
+
+
+def _inputs(shape: Shape, load: Load, blocks: tuple[Block, ...]) -> int:
+    """Returns the bytes of inputs that are on the device: those that stay, and those on their way."""
+    gone = min(load.on_disk + load.on_host, len(blocks))
+    sizes = [input_nbytes(shape, load, block) for block in blocks]
+    return load.alive * sum(sizes[gone:]) + min(load.alive * gone, IN_FLIGHT) * max(sizes, default=0)
+
+
+def _saved(shape: Shape, load: Load, use: Use) -> int:
+    """Returns the bytes that a block's use saves for the backward of a micro-batch."""
+    # A tiled MLP saves its input alone.
+    return load.batch * (use.saved - use.mlp_saved + use.boundary if _tiles(shape, load, use) else use.saved)
+
+
+def _work(shape: Shape, load: Load, use: Use) -> int:
+    """Returns the bytes that a block's use needs in the backward, beside what it saved; they may be negative.
+
+    The gradient of the output is there first. The MLP's backward needs two of its largest tensors. The one before, of a
+    norm, needs four of its own, when what the MLP saved has gone.
+    """
+    output, norm = load.batch * use.boundary, _TENSORS_OF_NORM * load.batch * use.largest
+    if not _tiles(shape, load, use):
+        return output + max(2 * load.batch * use.mlp_largest, norm - load.batch * use.mlp_saved)
+    # A tile needs what the whole MLP needs, for its own tokens; sums over tiles are in fp32, beside those of one tile.
+    one_tile = (use.mlp_saved + 2 * use.mlp_largest) * tile_tokens(shape, load) // shape.sequence
+    return output + max(output + one_tile + mlp_numel(shape, use) * (_FP32 + shape.itemsize), norm)
+
+
+def _tiles(shape: Shape, load: Load, use: Use) -> bool:
+    return bool(use.mlp_saved) and is_tiled(shape, load)
+
+
+def _tail(shape: Shape, load: Load, uses: Sequence[Use]) -> int:
+    """Returns the bytes of the uses after the last block: the head and its loss, or the norm before them."""
+    if not uses:
+        return 0
+    saved = load.batch * sum(use.saved for use in uses[:-1])
+    norm = load.batch * (_TENSORS_OF_NORM * max((use.largest for use in uses[:-1]), default=0) + uses[-1].boundary)
+    return saved + max(_head(shape, load), norm)
+
+
+def head_copy(shape: Shape, load: Load) -> int:
+    """Returns the bytes by which a copy of the head's weights in its products' layout raises the peak of its loss.
+
+    In chunks the copy goes with the products, before the gradients are scaled.
+    """
+    return _head(shape, load, shape.layouts[shape.uses[-1].unit].numel * shape.itemsize) - _head(shape, load)
+
+
+def _head(shape: Shape, load: Load, copy: int = 0) -> int:
+    """Returns the bytes of the head and the loss, with those of a copy of its weights beside its products."""
+    head, size = shape.uses[-1], shape.itemsize
+    if not load.chunked_loss:
+        return load.batch * (head.saved + 2 * shape.temporary) + copy
+    tokens = load.batch * shape.sequence
+    # Logits in fp32, and in the model's dtype if that is another one.
+    of_token = head.largest // shape.sequence
+    logits = min(CHUNK_TOKENS, tokens) * (of_token + (of_token * size // _FP32 if size < _FP32 else 0))
+    numel, hidden = shape.layouts[head.unit].numel, load.batch * head.boundary
+    # The head's input stays. Gradients of the head are summed in fp32 if there are several chunks, and later scaled
+    # into new memory of the model's dtype, a piece at a time.
+    several = tokens > CHUNK_TOKENS or size == _FP32
+    summed = numel * (_FP32 if several else size) + hidden
+    chunk = numel * size if several and size < _FP32 else 0
+    return hidden + summed + max(logits + chunk + copy, hidden + numel * size + min(SCALED_NUMEL, numel) * _FP32)
+
+
+# -- budgets -------------------------------------------------------------------------------------------
+#
+# Activations beside the budgets: peaks of device and host memory of a planned step.
+
+
+def activations(shape: Shape, load: Load) -> int:
+    """Returns the bytes of activations on the device."""
+    return need(shape, load).device
+
+
+def beside_weights(memory: Memory, shape: Shape, load: Load) -> int:
+    """Returns the bytes of GPU memory for activations, and for gradients that wait for their copy to the host."""
+    return activations(shape, load) + gradients_in_flight(memory, load.alive > 1)
+
+
+def gradients_in_flight(memory: Memory, layer_major: bool) -> int:
+    """Returns the bytes of gradients on a GPU that wait for their copy to the host.
+
+    A micro-batch's gradient of one unit, and in a layer-major step two sums: one that is added to, one that leaves.
+    """
+    # Gradients whose tier is DEVICE stay in the arena, which is counted already.
+    copies_out = any(tiers.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE for tiers in memory.placement.tiers)
+    sums = 2 * max((nbytes.get(State.GRAD, 0) for nbytes in memory.parts.nbytes), default=0) if layer_major else 0
+    return memory.parts.largest_gradient + sums if copies_out else 0
+
+
+def host_peak(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> int:
+    """Returns the peak bytes of RAM beyond those in use before the run.
+
+    On a GPU these are the bytes of the host arena and of inputs in HOST. If the CPU computes, they also include the
+    device arena and activations. The host arena then counts only touched pages: no tiles if states are updated in
+    place. torch also allocates a gradient, a copy of a layer's weights in the layout that its products use, and a
+    second gradient if weights are tied.
+    """
+    needed = need(shape, load)
+    if not hardware.on_cpu:
+        # The arena is pinned at the start, which touches all of its pages.
+        return memory.host + needed.host
+    touched = memory.host - (0 if memory.slots or memory.spilled else memory.placement.classes.tiles)
+    return touched + memory.device + needed.device + needed.host + beside_activations(memory, shape, load)
+
+
+def beside_activations(memory: Memory, shape: Shape, load: Load) -> int:
+    """Returns the bytes of RAM that torch allocates in a backward on the CPU beside both arenas and activations."""
+    parts, units = memory.parts, [use.unit for use in shape.uses]
+    # A unit that is used twice has tied weights.
+    gradients = 2 if len(set(units)) < len(units) else 1
+    head = memory.layouts[units[-1]].numel if units else 0
+    # A loss in chunks holds the head's gradient twice while it scales it, which is among the activations, and a copy of
+    # the head's weights before that. The rest of the backward takes no more if the head is the largest unit.
+    if load.chunked_loss and head == max(layout.numel for layout in memory.layouts):
+        return LIBRARIES + head_copy(shape, load)
+    return beside_arenas(parts, gradients)
+
+
+# -- seconds -------------------------------------------------------------------------------------------
+#
+# Seconds that the memory of activations costs, beside recomputation and copies: those of tiles and of chunks.
+
+
+def of_tiles(shape: Shape, use: Use, load: Load, hardware: Hardware) -> float:
+    """Returns the seconds that tiles of an MLP add to the backward: its forward once more, and sums of gradients."""
+    if not is_tiled(shape, load) or not use.mlp_flops:
+        return 0.0
+    tiles = math.ceil(load.batch * shape.sequence / tile_tokens(shape, load))
+    again = load.batch * use.mlp_flops / hardware.matmul
+    return again + tiles * _sum_seconds(mlp_numel(shape, use), hardware)
+
+
+def of_chunks(shape: Shape, load: Load, hardware: Hardware) -> float:
+    """Returns the seconds that chunks of the loss add: a sum of the head's gradients for each chunk."""
+    if not load.chunked_loss:
+        return 0.0
+    chunks = math.ceil(load.batch * shape.sequence / CHUNK_TOKENS)
+    return chunks * _sum_seconds(shape.layouts[shape.uses[-1].unit].numel, hardware)
+
+
+def _sum_seconds(numel: int, hardware: Hardware) -> float:
+    """Returns the seconds to add gradients to sums in fp32, which are read and written."""
+    return numel * (2 * _FP32 + hardware.itemsize) / hardware.elementwise
+
+
+# -- kept ----------------------------------------------------------------------------------------------
+#
+# Where the inputs of repeated blocks wait for the backward: the config's wish, and its tiers for one machine.
+
+
+_LEAST_TILE = 1024
+"""Least tokens of an automatic tile, as of the engine's."""
+
+
+class Wish(NamedTuple):
+    """The config's keys on activations."""
+
+    tier: str | None = None
+    """ "device", "cpu", "nvme" or "auto"; None if no block is computed again by the engine."""
+    host: int | None = None
+    """Bytes of host memory for inputs; None for the default."""
+    tiles: int | None = 0
+    """Tiles of an MLP; 0 for none, None for tiles of as many tokens as the engine takes by itself."""
+    first: int = 0
+    """Blocks that are recomputed, the first ones; 0 for all."""
+
+
+def wish_of(config: Config) -> Wish:
+    """Returns the wish of a config."""
+    own, first = config.offload, config.activation_checkpointing.number_checkpoints or 0
+    tiles = None if own.tile_mlp == "auto" else int(own.tile_mlp)
+    return Wish(config.activation_tier, own.activation_memory, tiles, first)
+
+
+def with_host_memory(content: Mapping[str, Any], host: int, inputs: int) -> dict[str, Any]:
+    """Returns a config with a host budget for states and, as part of it, for inputs of blocks.
+
+    Args:
+        content: a config in DeepSpeed's form.
+        host: bytes of the host arena.
+        inputs: bytes of host memory for inputs, beside the arena.
+    """
+    found = copy.deepcopy(dict(content))
+    block = found.setdefault("offload", {})
+    # The least is a page: without the key, the engine would set half of what is left aside.
+    uses = load_config(found).activation_tier not in (None, "device")
+    inputs = align_up(max(inputs, PAGE)) if uses else 0
+    block["host_memory"] = host + inputs
+    block.pop("activation_memory", None)
+    if inputs:
+        block["activation_memory"] = inputs
+    return found
+
+
+def auto_tile(shape: Shape) -> int:
+    """Returns the tokens of an automatic tile: as many as the hidden size, but no fewer than matrix units need."""
+    hidden = max((shape.uses[block.uses[0]].boundary for block in shape.blocks), default=0)
+    return max(hidden // (shape.sequence * shape.itemsize), _LEAST_TILE)
+
+
+def placed(shape: Shape, load: Load, wish: Wish, room: Need, drives: bool, most_inputs: int | None = None) -> Load:
+    """Returns `load` with the tiers that the inputs of blocks have under a wish. They may need more than `room`.
+
+    "auto" keeps inputs on the device while they fit, then in HOST, then on DISK; "cpu" in HOST, then on DISK. The
+    oldest leave first, since the backward needs them last.
+
+    Args:
+        shape: the model.
+        load: work of a step; its own tiers do not matter.
+        wish: the config's wish.
+        room: bytes that each tier has for activations.
+        drives: True if inputs can go to DISK.
+        most_inputs: bytes of the device that "auto" gives to inputs at most; None for no limit but the room.
+    """
+    tile = auto_tile(shape) if wish.tiles is None else 0
+    load = load._replace(tile=tile, tiles=wish.tiles or 0, on_disk=0, on_host=0, first=wish.first)
+    if wish.tier is None:
+        return load
+    load = load._replace(recompute=True)
+    # The newest input stays, since the backward begins with it.
+    most = max(len(recomputed(shape, load)) - 1, 0)
+    if wish.tier == "device" or not most:
+        return load
+    if wish.tier == "nvme":
+        return load._replace(on_disk=most)
+
+    sizes = [input_nbytes(shape, load, block) for block in recomputed(shape, load)]
+
+    def on_device(gone: int) -> bool:
+        load_gone = load._replace(on_host=gone)
+        staying = load.alive * sum(sizes[gone:])
+        return need(shape, load_gone).device <= room.device and (most_inputs is None or staying <= most_inputs)
+
+    gone = most if wish.tier == "cpu" else min(bisect_left(range(most + 1), True, key=on_device), most)
+    largest = load.alive * max(sizes)
+    in_host = min(gone, max(room.host, 0) // largest)
+    if in_host < gone and drives:
+        # Inputs on DISK pass through buffers in HOST.
+        in_host = max(0, min(gone, (max(room.host, 0) - STAGED_INPUTS * max(sizes)) // largest))
+        return load._replace(on_host=in_host, on_disk=gone - in_host)
+    return load._replace(on_host=gone)
+
+
+# -- room ----------------------------------------------------------------------------------------------
+#
+# Room for activations beside the budgets of a run, and the longest sequence and largest micro-batch that fit.
+
+
+HOST_SHARE = 0.8
+"""Fraction of the host memory beside the host arena that inputs may take, if no budget is set."""
+_RESERVE = 4
+"""On an accelerator, "auto" leaves a quarter of the device's room to everything but inputs, as the engine does."""
+_UNKNOWN = 1 << 62
+"""Room on drives whose free space is not known."""
+_MOST = 1 << 40
+"""Most tokens or sequences that a search tries."""
+
+
+class Room(NamedTuple):
+    """Bytes that activations may take in each tier."""
+
+    device: int
+    host: int
+    disk: int
+    one_memory: bool = False
+    """True if device memory is host memory, so that inputs in HOST take the device's room."""
+    drives: bool = True
+
+    def has(self, needed: Need) -> bool:
+        """Returns True if there is room for `needed` in every tier."""
+        on_device = needed.device + (needed.host if self.one_memory else 0)
+        return on_device <= self.device and needed.host <= self.host and needed.disk <= self.disk
+
+
+def for_device(hardware: Hardware, memory: Memory) -> int:
+    """Returns the bytes that the GPU may take; of a memory that it shares, those that the host arena leaves."""
+    return hardware.gpu_memory - memory.host if hardware.unified else hardware.gpu_memory
+
+
+def room_of(
+    hardware: Hardware, memory: Memory, wish: Wish, shape: Shape, load: Load, layer_major: bool = False
+) -> Room:
+    """Returns the room for activations beside a run's budgets.
+
+    Args:
+        hardware: the machine.
+        memory: the placement and the budgets.
+        wish: the config's keys on activations.
+        shape: the model.
+        load: work of a step.
+        layer_major: True if gradients are summed on the device, a unit at a time.
+    """
+    rest = hardware.ram - memory.host
+    if hardware.on_cpu:
+        device = rest - memory.device - beside_activations(memory, shape, load)
+    else:
+        device = for_device(hardware, memory) - memory.device - gradients_in_flight(memory, layer_major)
+    if memory.config.offload.host_memory is not None and memory.placement.inputs_nbytes is not None:
+        host = memory.placement.inputs_nbytes
+    else:
+        host = max(int(HOST_SHARE * rest), 0) if wish.host is None else min(wish.host, rest)
+    # Files of inputs are in the folders that the config names.
+    drives = hardware.drives if memory.config.drives else ()
+    unknown = any(drive.free is None for drive in drives)
+    free = _UNKNOWN if unknown else sum(drive.free or 0 for drive in drives) - memory.stored - memory.spilled
+    return Room(device, host, free if drives else 0, hardware.on_cpu or hardware.unified, bool(drives))
+
+
+def within(shape: Shape, load: Load, wish: Wish, room: Room) -> Load:
+    """Returns `load` with the tiers of the blocks' inputs under a wish; more than `room` may be needed."""
+    # A copy within one memory frees nothing, so none is made.
+    host = 0 if room.one_memory else room.host
+    tier = "auto" if wish.tier == "cpu" and room.one_memory else wish.tier
+    most = None if room.one_memory else room.device - room.device // _RESERVE
+    return placed(shape, load, wish._replace(tier=tier), Need(room.device, host, room.disk), room.drives, most)
+
+
+def fits(shape: Shape, load: Load, wish: Wish, room: Room) -> bool:
+    """Returns True if a micro-batch's activations have room in every tier."""
+    return room.has(need(shape, within(shape, load, wish, room)))
+
+
+def longest_sequence(shape: Shape, load: Load, wish: Wish, room: Room) -> int:
+    """Returns the tokens of the longest sequence that fits at the load's micro-batch; 0 if none does."""
+    return _most(lambda tokens: fits(shape.at(tokens), load, wish, room))
+
+
+def largest_batch(shape: Shape, load: Load, wish: Wish, room: Room) -> int:
+    """Returns the sequences of the largest micro-batch that fits; 0 if none does."""
+    return _most(lambda batch: fits(shape, load._replace(batch=batch), wish, room))
+
+
+def _most(fitting: Callable[[int], bool]) -> int:
+    """Returns the largest number up to `_MOST` for which `fitting` is true, given that it is for all smaller ones."""
+    low, high = 0, 1
+    while high <= _MOST and fitting(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fitting(middle) else (low, middle)
+    return low
+
+
+def check(shape: Shape, load: Load, wish: Wish, room: Room) -> None:
+    """Raises `BudgetError` if the activations have no room beside the budgets.
+
+    Args:
+        shape: the model.
+        load: work of a step, with the tiers of the blocks' inputs.
+        wish: the config's keys on activations.
+        room: bytes for activations.
+    """
+    needed = need(shape, load)
+    if room.has(needed):
+        return
+    if room.disk < 0:
+        raise BudgetError(
+            f"the swap files take {format_size(-room.disk)} more than is free on the drives; give larger drives or "
+            f'more (--drive), or store fewer bytes ("durability": "none", "moments": "int8")'
+        )
+    if needed.disk > room.disk:
+        raise BudgetError(
+            f"inputs of {load.on_disk} blocks take {format_size(needed.disk)} of disk, and "
+            f"{format_size(room.disk)} is free beside the swap files; give more drives (--drive), lower "
+            f"--seq-len, or keep them in host memory (--activations cpu)"
+        )
+    if needed.host > room.host:
+        raise BudgetError(
+            f"inputs of {load.on_host} blocks take {format_size(needed.host)} of host memory, and "
+            f"{format_size(max(room.host, 0))} is for them; raise activation_memory, lower host_memory or --seq-len, "
+            f"or keep them on drives (--activations nvme)"
+        )
+    raise too_long(shape, load, wish, room)
+
+
+def too_long(shape: Shape, load: Load, wish: Wish, room: Room) -> BudgetError:
+    """Returns the error for activations that exceed the device's room, with the largest micro-batch that fits."""
+    most = largest_batch(shape, load, wish, room)
+    advice = f"--batch-size {most} fits" if most else "not even one sequence fits: lower --seq-len"
+    if not load.recompute:
+        advice += ", or recompute them in backward (--gradient-checkpointing)"
+    elif not (load.on_host or load.on_disk or room.one_memory):
+        advice += ", or keep the inputs of blocks in host memory (--activations cpu)"
+    if load.alive > 1:
+        advice += ", or keep one micro-batch's at a time (--schedule micro_batch_major)"
+    if not load.chunked_loss:
+        advice += ", or compute the loss in chunks (--chunked-loss)"
+    times = f"{load.alive} x " if load.alive > 1 else ""
+    needed, free = format_size(need(shape, load).device), format_size(max(room.device, 0))
+    return BudgetError(
+        f"activations of {times}{load.batch} x {shape.sequence} tokens take {needed}, and {free} is free beside the "
+        f"budgets; {advice}"
+    )

@@ -1,0 +1,978 @@
+"""The numbers of a model that a prediction needs: `Shape`, its uses of units, and the repeated blocks among them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import flop_registry
+
+from offload.errors import ConfigError
+from offload.layout.experts import find_stacks, rows_of
+from offload.layout.flat_layout import Segment, UnitLayout, arrange, lay_out, layouts_of
+from offload.layout.frozen import opaque_parameters, stored_weights
+from offload.layout.memory_plan import Division, divide
+from offload.layout.optimizer_states import matrices_of
+from offload.presets import (
+    LLAMA,
+    PRESETS,
+    check_folder,
+    check_length,
+    check_name,
+    check_positions,
+    error_message,
+    positions_of,
+    quantized_bits,
+    require_transformers,
+)
+from offload.torch_internals import RESHAPED, TorchDispatchMode, fake_tensors, tree_leaves
+
+# -- shape ---------------------------------------------------------------------------------------------
+
+
+_BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
+"""Name of a repeated block at the start of a unit's name: up to the first number, as "model.layers.3"."""
+
+
+class Experts(NamedTuple):
+    """The experts of a layer, each of which is a unit of its own."""
+
+    units: range
+    per_token: int
+    """Experts that the router chooses for a token."""
+
+    def visited(self, tokens: int) -> float:
+        """Returns how many experts so many tokens visit by expectation, if the router prefers none."""
+        count = len(self.units)
+        return count * (1 - (1 - self.per_token / count) ** tokens)
+
+
+class Choice(NamedTuple):
+    """The experts of a layer that a router has chosen, in their order."""
+
+    units: tuple[int, ...] = ()
+    """Empty for no choice."""
+    of: range = range(0)
+    """All experts of the layer."""
+
+
+class Use(NamedTuple):
+    """A use of a unit in the forward of one sequence.
+
+    A use of the first of a layer's experts stands for those of all that are visited, until `drawn` divides it.
+    """
+
+    unit: int
+    flops: float
+    """Operations of matrix products and attention."""
+    nbytes: float
+    """Bytes that all other operations read and write."""
+    saved: int
+    """Bytes saved for the backward."""
+    boundary: int
+    """Bytes of the input, which is all that activation checkpointing keeps."""
+    lookup: bool = False
+    """True for an embedding, whose backward does not read the weights."""
+    largest: int = 0
+    """Bytes of the largest tensor that the use creates, an MLP's own tensors aside."""
+    attention: float = 0.0
+    """Operations of attention, a part of `flops`; they grow with the square of the sequence."""
+    mlp_flops: float = 0.0
+    """Operations of the block's MLP, a part of `flops`."""
+    mlp_saved: int = 0
+    """Bytes that the block's MLP saves, its input among them; a part of `saved`."""
+    mlp_largest: int = 0
+    """Bytes of the largest tensor that the block's MLP creates."""
+    choice: Choice = Choice()
+    """The choice of the router that is made before the use."""
+
+
+class Block(NamedTuple):
+    """A repeated block: the consecutive uses that activation checkpointing computes again together."""
+
+    name: str
+    uses: range
+    """Positions of the block's uses in `Shape.uses`."""
+
+
+class Shape(NamedTuple):
+    """The model's side of a prediction."""
+
+    name: str
+    layouts: tuple[UnitLayout, ...]
+    uses: tuple[Use, ...]
+    """Uses in the order of the forward."""
+    temporary: int
+    """Bytes of the largest tensor that one sequence creates, usually the logits."""
+    sequence: int
+    """Tokens of a sequence."""
+    positions: int | None = None
+    """Most tokens of a sequence, by the model's config; None if there is no limit."""
+    itemsize: int = 2
+    """Bytes of an element of weights and activations."""
+    matrices: frozenset[str] = frozenset()
+    """Names of the parameters that Muon and SinkGD step as matrices."""
+    experts: tuple[Experts, ...] = ()
+    """The experts of each layer of which they are units."""
+    adapted: bool = False
+    """True if adapters alone are trained, so that a saved model consists of them."""
+
+    @property
+    def parameters(self) -> int:
+        """Returns the number of parameters; a tied one counts once."""
+        return sum(segment.value_numel for layout in self.layouts for segment in layout.segments)
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Returns the repeated blocks in the order of the forward."""
+        return _blocks(tuple([None if use.lookup else self.layouts[use.unit].name for use in self.uses]))
+
+    def visited(self, tokens: int) -> float:
+        """Returns how many experts of all layers so many tokens visit by expectation."""
+        return sum(each.visited(tokens) for each in self.experts)
+
+    def at(self, sequence: int) -> Shape:
+        """Returns the shape for sequences of another length.
+
+        Bytes grow with the tokens, as do all operations but those of attention, which grow with their square.
+        """
+
+        def scaled(nbytes: int) -> int:
+            # A division of integers: a longer sequence never has fewer bytes, however long it is.
+            return nbytes * sequence // self.sequence
+
+        times = sequence / self.sequence
+        uses = tuple(
+            use._replace(
+                flops=(use.flops - use.attention) * times + use.attention * times**2,
+                nbytes=use.nbytes * times,
+                saved=scaled(use.saved),
+                boundary=scaled(use.boundary),
+                largest=scaled(use.largest),
+                attention=use.attention * times**2,
+                mlp_flops=use.mlp_flops * times,
+                mlp_saved=scaled(use.mlp_saved),
+                mlp_largest=scaled(use.mlp_largest),
+            )
+            for use in self.uses
+        )
+        return self._replace(uses=uses, temporary=scaled(self.temporary), sequence=sequence)
+
+
+@functools.lru_cache
+def _blocks(units: tuple[str | None, ...]) -> tuple[Block, ...]:
+    """Returns the repeated blocks among uses, given by the names of their units; None for a look-up.
+
+    A plan asks a thousand times about few models.
+    """
+
+    def name_of(position: int) -> str | None:
+        unit = units[position]
+        matched = None if unit is None else _BLOCK.match(unit)
+        return None if matched is None else matched.group()
+
+    found = []
+    for name, positions in groupby(range(len(units)), name_of):
+        first, *others = positions
+        if name is not None:
+            found.append(Block(name, range(first, first + 1 + len(others))))
+    return tuple(found)
+
+
+# -- counter -------------------------------------------------------------------------------------------
+#
+# A counter of operations and bytes while a model runs.
+
+
+_ATTENTION = "_scaled_dot_product_"
+"""Start of the names of attention's operations that keep no matrix of tokens times tokens."""
+
+
+class Counter(TorchDispatchMode):
+    """A dispatch mode that attributes operations to the unit whose use started last."""
+
+    def __init__(self, weights: set[int], sequence: int) -> None:
+        """Starts without a use.
+
+        Args:
+            weights: the storages of the model's parameters.
+            sequence: tokens of the sequence that the model runs on.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weights, self._known = weights, set(weights)
+        self._rows: list[dict[str, Any]] = []
+        self._storages: list[Any] = []
+        """References that keep storages alive: a freed storage's address could be used again and be taken for known."""
+        self.largest = 0
+        self.in_mlp = False
+        """True while the MLP of a repeated block runs."""
+        self._mask = (1, 1, sequence, sequence)
+
+    def begin(self, unit: int, boundary: int, lookup: bool) -> None:
+        """Starts a use of `unit`, unless the last use is of the same unit; `boundary` is the bytes of its input."""
+        if not self._rows or self._rows[-1]["unit"] != unit:
+            counts = dict.fromkeys(("flops", "nbytes", "attention", "mlp_flops"), 0.0)
+            sizes = dict.fromkeys(("saved", "largest", "mlp_saved", "mlp_largest"), 0)
+            self._rows.append({"unit": unit, "boundary": boundary, "lookup": lookup, **counts, **sizes})
+
+    def uses(self) -> list[Use]:
+        """Returns the uses in the order in which they started."""
+        return [Use(**row) for row in self._rows]
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Counts a tensor that autograd saves, once per storage and without weights, and returns the tensor."""
+        storage = tensor.untyped_storage()
+        if self._rows and storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            self._storages.append(storage)
+            # transformers makes a causal mask for fake tensors only; on real ones attention takes the order for given.
+            if tuple(tensor.shape) != self._mask:
+                self._rows[-1]["saved"] += storage.nbytes()
+                self._rows[-1]["mlp_saved"] += storage.nbytes() if self.in_mlp else 0
+        return tensor
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
+        if not self._rows:
+            return out
+        made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+        # An operation counts by its FLOPs if torch has a formula, else by its traffic; views move nothing.
+        formula = flop_registry.get(function._overloadpacket)
+        if formula is None and _ATTENTION in function.name():
+            formula = _attention_flops  # torch has none for the operation on a CPU
+        if formula is not None:
+            self._count_products(formula(*args, **kwargs, out_val=out), _ATTENTION in function.name())
+        elif made and not function.is_view and function is not RESHAPED:  # a question, about a device say, makes none
+            given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            # Reads of weights are left out: the rate `Hardware.weights` accounts for them.
+            taken = [each for each in given if each.untyped_storage()._cdata not in self._weights]
+            moved = [each for each in (*taken, *made) if tuple(each.shape) != self._mask]  # see `save`
+            self._rows[-1]["nbytes"] += sum(each.nbytes for each in moved)
+        if not function.is_view:
+            largest = max((each.nbytes for each in made if tuple(each.shape) != self._mask), default=0)
+            self.largest = max(self.largest, largest)
+            name = "mlp_largest" if self.in_mlp else "largest"
+            self._rows[-1][name] = max(self._rows[-1][name], largest)
+        return out
+
+    def _count_products(self, flops: float, attention: bool) -> None:
+        """Adds the operations of a matrix product or of attention to the current use."""
+        row = self._rows[-1]
+        row["flops"] += flops
+        row["attention"] += flops if attention else 0.0
+        row["mlp_flops"] += flops if self.in_mlp else 0.0
+
+
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> float:
+    """Returns the operations of both products of attention, without regard to a causal mask, as torch counts them."""
+    *batch, tokens, features = query.shape
+    return 2.0 * math.prod(batch) * tokens * key.shape[-2] * (features + value.shape[-1])
+
+
+# -- experts -------------------------------------------------------------------------------------------
+#
+# Uses of the experts of a layer in a plan: those that a micro-batch visits, one after the other.
+#
+# A forward on fake tensors has no router's choice, so all tokens go through one expert, which takes the place of all.
+# With E experts of a layer, k of them for each token, and a router that prefers none, t tokens visit E * (1 - (1 -
+# k/E)**t) by expectation. A plan draws so many of each layer for each micro-batch of each step, by chance. Several
+# micro-batches then visit as many together as all their tokens, by expectation.
+
+
+_IMPLEMENTATION = "offload_plan"
+"""Name under which transformers finds `_through_one`."""
+
+
+@contextlib.contextmanager
+def without_choice(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Makes stacked experts compute without the router's choice inside of the context, as much as with it.
+
+    Yields:
+        The number of experts of each token, by the id of the experts' module, once that has run.
+    """
+    per_token: dict[int, int] = {}
+    configs: list[Any] = [model.get_submodule(stack.module).config for stack in find_stacks(model)]
+    if configs:
+        # Late, since a plan of a model without experts needs no transformers.
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, partial(_through_one, per_token))
+    # Models may share a config, so it is put back to what it was.
+    before = [each._experts_implementation for each in configs]
+    for each in configs:
+        each._experts_implementation = _IMPLEMENTATION
+    try:
+        yield per_token
+    finally:
+        for each, used in zip(configs, before, strict=True):
+            each._experts_implementation = used
+
+
+def _through_one(
+    per_token: dict[int, int], experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, scores: torch.Tensor
+) -> torch.Tensor:
+    """Returns the output of a module of stacked experts if all tokens chose its first one.
+
+    Args:
+        per_token: receives the number of experts of each token.
+        experts: the module, as transformers decorates it.
+        hidden: (tokens, features).
+        chosen: (tokens, n), the experts of each token.
+        scores: of the same shape, their weights.
+    """
+    # The work is that of the real choice: as many rows, through weights of the same shape.
+    count = per_token[id(experts)] = chosen.shape[-1]
+    rows = hidden.repeat_interleave(count, dim=0)
+    name = "gate_up_proj" if experts.has_gate else "up_proj"
+    inner = _product(experts, name, rows)
+    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    weighted = _product(experts, "down_proj", inner) * scores.reshape(-1, 1)
+    output: torch.Tensor = weighted.view(-1, count, hidden.shape[-1]).sum(dim=1).to(hidden.dtype)
+    return output
+
+
+def _product(experts: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
+    """Returns the product of tokens with a projection of the first expert."""
+    weight = getattr(experts, name)[0]
+    product: torch.Tensor = rows @ (weight if experts.is_transposed else weight.T)
+    if experts.has_bias:
+        product = product + getattr(experts, f"{name}_bias")[0]
+    return product
+
+
+def drawn(shape: Shape, tokens: int, draw: int) -> Shape:
+    """Returns the shape of a micro-batch that visits as many experts of each layer as expected.
+
+    Args:
+        shape: the model; its uses are those of a micro-batch that visits all of a layer's experts at once.
+        tokens: tokens of the micro-batch.
+        draw: number of the micro-batch, which decides by chance which experts it visits.
+    """
+    if not shape.experts:
+        return shape
+    chance = random.Random(draw)
+    choices = {
+        each.units[0]: Choice(tuple(sorted(chance.sample(each.units, round(each.visited(tokens))))), each.units)
+        for each in shape.experts
+    }
+    uses = tuple(
+        part for use in shape.uses for part in (_divided(use, choices[use.unit]) if use.unit in choices else (use,))
+    )
+    return shape._replace(uses=uses)
+
+
+def _divided(use: Use, choice: Choice) -> Iterator[Use]:
+    """Yields an equal part of a use for each expert that is chosen."""
+    count = len(choice.units)
+    for position, unit in enumerate(choice.units):
+        # The first has what an integer division leaves over.
+        rest = {
+            name: getattr(use, name) // count + (getattr(use, name) % count if position == 0 else 0)
+            for name in ("saved", "mlp_saved")
+        }
+        yield use._replace(
+            unit=unit,
+            flops=use.flops / count,
+            nbytes=use.nbytes / count,
+            attention=use.attention / count,
+            mlp_flops=use.mlp_flops / count,
+            choice=choice if position == 0 else Choice(),
+            **rest,
+        )
+
+
+# -- from preset ---------------------------------------------------------------------------------------
+#
+# The shape of a Llama preset in closed form: what a forward on fake tensors counts, without the model.
+#
+# A forward needs transformers, whose import and models take longer than all else of a plan. A test holds that each
+# number here is the counted one.
+
+
+_FP32 = 4
+"""Bytes of an element of norms, logits and rotary embeddings inside of their operations."""
+_IDS = 8
+"""Bytes of a token's id."""
+_ROTARY = {2: 54, 4: 42}
+"""Bytes that rotary embeddings move for each token and feature of a head, by the bytes of a weight."""
+_LOSS = {2: 18, 4: 12}
+"""Bytes that the loss moves for each logit, by the bytes of a weight: bf16 logits are copied to fp32 first."""
+
+
+def from_preset(name: str, sequence: int, itemsize: int) -> Shape | None:
+    """Returns the shape of a preset in the default division into units; None where only a forward tells.
+
+    Args:
+        name: the name of a model. A forward tells the shape of one that is no preset, or no Llama.
+        sequence: tokens of a sequence.
+        itemsize: bytes of an element of weights and activations, 2 or 4.
+
+    Raises:
+        ConfigError: the model has fewer positions than the sequence has tokens.
+    """
+    if name not in PRESETS or PRESETS[name].config != LLAMA:
+        return None
+    settings = PRESETS[name].settings
+    # The count leaves out the causal mask, and with it, at these lengths, other tensors that have the same shape.
+    if sequence in (1, settings["hidden_size"] // settings["num_attention_heads"]):
+        return None
+    check_length(settings["max_position_embeddings"], sequence)
+    uses = tuple(_uses(settings, sequence, itemsize))
+    layouts = tuple(_layouts(settings))
+    return Shape(
+        name=name,
+        layouts=layouts,
+        uses=uses,
+        temporary=max(max(use.largest, use.mlp_largest) for use in uses),
+        sequence=sequence,
+        positions=settings["max_position_embeddings"],
+        itemsize=itemsize,
+        matrices=frozenset(
+            segment.name for layout in layouts for segment in layout.segments if segment.name.endswith("_proj.weight")
+        ),
+    )
+
+
+def _layouts(settings: Mapping[str, Any]) -> Iterator[UnitLayout]:
+    """Yields the layouts of the embedding, of each layer, of the norm, and of the head unless it is the embedding."""
+    hidden, inner, vocabulary = (settings[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
+    keys = hidden // settings["num_attention_heads"] * settings["num_key_value_heads"]
+    layer = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    yield _layout("model.embed_tokens", {"": (vocabulary, hidden)})
+    for index in range(settings["num_hidden_layers"]):
+        yield _layout(f"model.layers.{index}", {f".{module}": shape for module, shape in layer.items()})
+    yield _layout("model.norm", {"": (hidden,)})
+    if not _is_tied(settings):
+        yield _layout("lm_head", {"": (vocabulary, hidden)})
+
+
+def _layout(unit: str, shapes: Mapping[str, tuple[int, ...]]) -> UnitLayout:
+    """Returns the layout of a unit whose modules have one weight each, by the ends of their names."""
+    segments = [
+        Segment(f"{unit}{module}.weight", shape, 0, shape[0] * (shape[1] if len(shape) > 1 else 1), True)
+        for module, shape in shapes.items()
+    ]
+    return arrange(unit, segments, 1)
+
+
+def _uses(settings: Mapping[str, Any], tokens: int, itemsize: int) -> Iterator[Use]:
+    """Yields the uses of a forward of one sequence; `itemsize` is the bytes of a weight."""
+    hidden, layers, vocabulary = (settings[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size"))
+    features = hidden // settings["num_attention_heads"]
+    boundary = itemsize * tokens * hidden
+    yield Use(
+        0,
+        0.0,
+        float(82 + 2 * features + tokens * (290 + itemsize * hidden + _ROTARY[itemsize] * features)),
+        saved=_IDS * tokens,
+        boundary=_IDS * tokens,
+        lookup=True,
+        largest=boundary,
+    )
+    layer = _layer(settings, tokens, itemsize)
+    # The first layer saves the rotary embeddings of all.
+    yield layer._replace(saved=layer.saved + 2 * itemsize * tokens * features)
+    yield from (layer._replace(unit=index) for index in range(2, layers + 1))
+    yield Use(
+        layers + 1,
+        0.0,
+        float(tokens * (24 + (44 - 4 * itemsize) * hidden)),
+        saved=tokens * (_FP32 + (_FP32 + itemsize) * hidden),
+        boundary=boundary,
+        largest=_FP32 * tokens * hidden,
+    )
+    yield Use(
+        0 if _is_tied(settings) else layers + 2,
+        2.0 * tokens * hidden * vocabulary,
+        float(16 + tokens * (24 + _LOSS[itemsize] * vocabulary)),
+        saved=12 + tokens * (_IDS + itemsize * hidden + _FP32 * vocabulary),
+        boundary=boundary,
+        largest=_FP32 * tokens * vocabulary,
+    )
+
+
+def _layer(settings: Mapping[str, Any], tokens: int, itemsize: int) -> Use:
+    """Returns the use of the first layer, without the rotary embeddings that it saves for all."""
+    hidden, inner, heads = (settings[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
+    features, groups = hidden // heads, settings["num_key_value_heads"]
+    keys = features * groups
+    attention = 4.0 * tokens * tokens * hidden
+    mlp_flops = 6.0 * tokens * hidden * inner
+    # Keys and values of a group of heads are copied for each head.
+    copied = 0 if groups == heads else 4 * itemsize * hidden
+    moved = 48 + (88 + 8 * itemsize) * hidden + itemsize * (10 * keys + 5 * inner + 4 * features) + copied
+    return Use(
+        1,
+        4.0 * tokens * hidden * (hidden + keys) + mlp_flops + attention,
+        float(4 * itemsize + tokens * moved),
+        saved=tokens * (8 + 8 * (1 + itemsize) * hidden + 4 * itemsize * inner + 4 * heads),
+        boundary=itemsize * tokens * hidden,
+        largest=_FP32 * tokens * hidden,
+        attention=attention,
+        mlp_flops=mlp_flops,
+        mlp_saved=itemsize * tokens * (hidden + 4 * inner),
+        mlp_largest=itemsize * tokens * inner,
+    )
+
+
+def _is_tied(settings: Mapping[str, Any]) -> bool:
+    """Returns True if the head is the embedding; `LlamaConfig` has a head of its own by default."""
+    return bool(settings.get("tie_word_embeddings", False))
+
+
+# -- from model ----------------------------------------------------------------------------------------
+#
+# The shape of a model that is built, or that is about to be trained, counted in one forward on fake tensors.
+#
+# Fake tensors allocate no memory, so a model of any size can be run.
+
+
+_MLP = re.compile(r"\.\d+\.(mlp|ffn|feed_?forward)$")
+"""Path of the MLP of a repeated block."""
+
+
+def from_name(
+    name: str,
+    sequence: int,
+    dtype: torch.dtype = torch.bfloat16,
+    units: Division | Sequence[str] = (),
+    layers: int | None = None,
+) -> Shape:
+    """Returns the shape of a preset, or of a folder with a config.json.
+
+    Args:
+        name: the preset, or the folder's path.
+        sequence: tokens of a sequence.
+        dtype: dtype of the weights.
+        units: the division into units, or names of units; none for the default.
+        layers: layers to build; None for all of them.
+
+    Raises:
+        ConfigError: the name or config is invalid, or the model's code does not run on fake tensors.
+    """
+    named = units.named if isinstance(units, Division) else units
+    known = None if named or layers is not None else from_preset(name, sequence, dtype.itemsize)
+    if known is not None:
+        return known
+    config = config_of(name, layers)
+    if quantized_bits(config) is not None:
+        raise ConfigError(
+            f"the weights of {name} are quantized, and quantized weights do not train; plan adapters on them, such as "
+            "--lora r=16,targets=all-linear, or give the model before quantization"
+        )
+    try:
+        # Fake tensors have shapes and dtypes but no memory, so a model of any size can be run.
+        with fake_tensors(), torch.device("cpu"):
+            check_positions(config, sequence)
+            model = model_of(config, dtype)
+            return _counted(model, model, list(model.parameters()), name, sequence, units)
+    except ConfigError:
+        raise
+    except Exception as error:  # a model's own code may raise any error
+        raise ConfigError(
+            f"cannot run {name} without its weights ({type(error).__name__}: {error_message(error)}); "
+            f"give --parameters and --layers"
+        ) from error
+
+
+class Adapters(NamedTuple):
+    """Adapters over a model that is frozen otherwise."""
+
+    make: Callable[[nn.Module], nn.Module]
+    """Returns a model with adapters; the model is on the meta device."""
+    frozen: str | None = None
+    """Block format of frozen matrices, as in the config."""
+
+
+def from_adapted(
+    name: str, adapters: Adapters, sequence: int, dtype: torch.dtype, units: Division | Sequence[str] = ()
+) -> Shape:
+    """Returns the shape of a preset or folder of which the adapters alone are trained.
+
+    Args:
+        name: the preset, or the folder's path.
+        adapters: makes the adapters.
+        sequence: tokens of a sequence.
+        dtype: dtype of the weights.
+        units: the division into units, or names of units.
+
+    Raises:
+        ConfigError: the name or config is invalid, or the model's code does not run on fake tensors.
+    """
+    config = config_of(name)
+    check_positions(config, sequence)
+    with torch.device("meta"):
+        model = adapters.make(model_of(config, dtype))
+    # Layers of values stand for those of a quantized folder, whose bytes are nearly those of a format of ours.
+    theirs = None if (bits := quantized_bits(config)) is None else "nf4" if bits <= 4 else "int8"
+    return from_training(model, sequence, dtype, units, {}, adapters.frozen or theirs)._replace(name=name, adapted=True)
+
+
+def from_training(
+    model: nn.Module,
+    sequence: int,
+    dtype: torch.dtype,
+    units: Division | Sequence[str],
+    always: Mapping[str, Any],
+    frozen: str | None = None,
+) -> Shape:
+    """Returns the shape of a model that is about to be trained. The model itself stays as it is.
+
+    One forward runs on fake tensors in place of the parameters and buffers.
+
+    Args:
+        model: the model, with gradient checkpointing on or off.
+        sequence: tokens of a sequence.
+        dtype: dtype of the weights during training.
+        units: the division into units, or names of units.
+        always: keyword arguments of each forward, beside the batch.
+        frozen: block format of frozen matrices, as in the config.
+
+    Raises:
+        ConfigError: the model's code needs the values of its tensors.
+    """
+    title = type(model).__name__
+    try:
+        with fake_tensors(allow_others=True), _without_checkpointing(model), _quantized_as_linear(model):
+            made = _stand_ins(model, dtype)
+
+            def forward(**inputs: Any) -> Any:
+                return torch.func.functional_call(model, made, (), {**inputs, **always})
+
+            weights = [made[name] for name, _ in model.named_parameters()]
+            return _counted(model, forward, weights, title, sequence, units, (frozen, dtype))
+    except Exception as error:  # a model's own code may raise any error
+        raise ConfigError(f"cannot run {title} without its weights ({type(error).__name__}: {error})") from error
+
+
+def _stand_ins(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Returns a fake tensor for each parameter, in `dtype`, and for each buffer. Tied parameters stay tied."""
+    made: dict[int, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
+    quantized = opaque_parameters(model)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in made:
+            # Created inside `fake_tensors`, so nothing is allocated.
+            owner = model.get_submodule(name.rpartition(".")[0])
+            shape = _linear_shape(owner) if name in quantized else None
+            values = torch.empty(parameter.shape if shape is None else shape, dtype=dtype, device="cpu")
+            made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+        found[name] = made[id(parameter)]
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        found[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+    return found
+
+
+def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
+    """Returns the shape of the weight of a linear layer, by the layer's widths; None for another module."""
+    rows, columns = getattr(module, "out_features", None), getattr(module, "in_features", None)
+    return (rows, columns) if isinstance(rows, int) and isinstance(columns, int) else None
+
+
+@contextlib.contextmanager
+def _quantized_as_linear(model: nn.Module) -> Iterator[None]:
+    """Lets layers with quantized weights compute as linear ones inside the context: their own code needs values."""
+    owners = {name.rpartition(".")[0]: None for name in opaque_parameters(model)}
+    layers = [layer for name in owners if _linear_shape(layer := model.get_submodule(name))]
+    for layer in layers:
+        vars(layer)["forward"] = functools.partial(_as_linear, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["forward"]
+
+
+def _as_linear(module: Any, values: torch.Tensor) -> torch.Tensor:
+    """Computes what a linear layer does whose weight has its values."""
+    return torch.nn.functional.linear(values, module.weight, module.bias)
+
+
+@contextlib.contextmanager
+def _without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Sets training mode and turns gradient checkpointing off inside the context, then restores both.
+
+    The forward must save all activations to be counted; `Load.recompute` accounts for recomputation later.
+    """
+    modules: list[Any] = list(model.modules())
+    training = [module.training for module in modules]
+    again = [module for module in modules if getattr(module, "gradient_checkpointing", False) is True]
+    model.train()
+    for module in again:
+        module.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for module, before in zip(modules, training, strict=True):
+            module.training = before
+        for module in again:
+            module.gradient_checkpointing = True
+
+
+def config_of(name: str, layers: int | None = None) -> Any:
+    """Returns the transformers config of a preset or of a folder, optionally reduced to `layers` layers.
+
+    Raises:
+        ConfigError: the name is unknown, the config cannot be read, or its layers cannot be reduced.
+    """
+    folder = Path(name)
+    if not folder.is_dir() or name in ("", *PRESETS):
+        check_name(name)
+    if name not in PRESETS:
+        check_folder(folder)
+    transformers = require_transformers()
+    try:
+        config = _config(transformers, name)
+    except Exception as error:  # transformers may raise any error for a foreign or damaged file
+        raise ConfigError(
+            f"cannot read the config of {name} ({type(error).__name__}: {error_message(error)})"
+        ) from error
+    text = config.get_text_config()
+    # A key-value cache would count as saved bytes, and training has none.
+    text.use_cache = False
+    if layers is not None:
+        try:
+            _cut(text, layers)
+        except Exception as error:  # some configs derive the number of layers from other settings
+            raise ConfigError(
+                f"cannot cut {name} to {layers} layers ({type(error).__name__}: {error_message(error)})"
+            ) from error
+    return config
+
+
+def _cut(text: Any, layers: int) -> None:
+    """Reduces a text config to `layers` layers in place."""
+    text.num_hidden_layers = layers
+    # One entry per layer.
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+
+
+def model_of(config: Any, dtype: torch.dtype) -> Any:
+    """Returns the causal language model of a transformers config, on torch's default device."""
+    model = require_transformers().AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if getattr(model, "loss_type", "") is None:
+        vars(model)["loss_type"] = "ForCausalLM"
+    return model
+
+
+def _config(transformers: Any, name: str) -> Any:
+    if name in PRESETS:
+        return getattr(transformers, PRESETS[name].config)(**PRESETS[name].settings)
+    return transformers.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+
+
+def _counted(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    weights: Sequence[torch.Tensor],
+    name: str,
+    sequence: int,
+    division: Division | Sequence[str],
+    frozen: tuple[str | None, torch.dtype] = (None, torch.bfloat16),
+) -> Shape:
+    """Returns the shape of a causal language model, counted during one call of `forward`.
+
+    Args:
+        model: the model, for its units and layouts.
+        forward: runs the model on fake tensors.
+        weights: the fake tensors that `forward` uses as parameters.
+        name: the shape's name.
+        sequence: tokens of a sequence.
+        division: the division into units, or names of units.
+        frozen: block format of frozen matrices, as in the config, and dtype of the weights.
+    """
+    units, stacks, _ = divide(model, division)
+    stored = stored_weights(model, *frozen, rows_of(stacks))
+    ids = torch.zeros(1, sequence, dtype=torch.long)
+    counter = Counter({weight.untyped_storage()._cdata for weight in weights}, sequence)
+    hooks = [
+        model.get_submodule(site).register_forward_pre_hook(_begin(counter, needed), with_kwargs=True)
+        for site, needed in (units.sites | {name: each[:1] for name, each in units.experts.items()}).items()
+    ]
+    for path, module in model.named_modules():
+        if _MLP.search(path):
+            hooks += [
+                module.register_forward_pre_hook(_in_mlp(counter, True)),
+                module.register_forward_hook(_in_mlp(counter, False)),
+            ]
+    try:
+        with (
+            without_choice(model) as per_token,
+            counter,
+            torch.autograd.graph.saved_tensors_hooks(counter.save, lambda packed: packed),
+        ):
+            forward(input_ids=ids, labels=ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    text = getattr(model, "config", None)
+    itemsize = max((weight.itemsize for weight in weights), default=2)
+    return Shape(
+        name=name,
+        layouts=layouts_of(model, units, stored=stored),
+        uses=tuple(counter.uses()),
+        temporary=counter.largest,
+        sequence=sequence,
+        positions=None if text is None else positions_of(text),
+        itemsize=itemsize,
+        matrices=matrices_of(model),
+        experts=tuple(
+            Experts(every, per_token[module])
+            for name, every in units.experts.items()
+            if (module := id(model.get_submodule(name))) in per_token
+        ),
+    )
+
+
+def _begin(counter: Counter, needed: Sequence[int]) -> Any:
+    """Returns a forward pre-hook that starts the uses of the units `needed`."""
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        for unit in needed:
+            counter.begin(unit, tensors[0].nbytes if tensors else 0, isinstance(module, nn.Embedding))
+
+    return begin
+
+
+def _in_mlp(counter: Counter, inside: bool) -> Any:
+    """Returns a hook that marks the start or the end of an MLP's forward."""
+
+    def mark(*_: Any) -> None:
+        counter.in_mlp = inside
+
+    return mark
+
+
+# -- from count ----------------------------------------------------------------------------------------
+#
+# A decoder of equal layers, from a count of parameters alone.
+
+
+_VOCABULARY = 32000
+_MOST_PARAMETERS = 10**15
+_MOST_LAYERS = 100_000
+"""Far more than any model has, and few enough for torch's sizes and for a simulation."""
+
+_LAYER = {2: (46, 151), 4: (85, 214)}
+"""The key is the bytes of a weight. The values are the bytes that a layer saves, and the bytes that it moves, per token
+and per element of the hidden size, for Llama's layer, whose norms and rotary embeddings are always in fp32."""
+_from_count_LOSS = {2: 18.0, 4: 12.0}
+"""Bytes that a loss moves for each logit, by the bytes of a weight: bf16 logits are copied to fp32 first."""
+_WIDE = (43, 16)
+"""Width of a gated MLP, as a fraction of the hidden size: 11008 / 4096, as Llama's. It saves four tensors so wide."""
+_MLP_SHARE = 8 / 12
+"""Fraction of a layer's weights that its MLP contains."""
+
+
+def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -> Shape:
+    """Returns the shape of a decoder of equal layers, with an untied embedding and head of 32000 tokens.
+
+    Args:
+        parameters: parameters of the model, embedding and head included.
+        layers: layers between embedding and head.
+        sequence: tokens of a sequence.
+        itemsize: bytes per element of weights and activations; the loss is always in fp32.
+
+    Raises:
+        ConfigError: a number is less than 1 or too large, or the parameters are too few for the layers.
+    """
+    if parameters < 1 or layers < 1 or sequence < 1:
+        raise ConfigError(
+            f"expected parameters, layers and tokens of at least 1, got {parameters}, {layers}, {sequence}"
+        )
+    if parameters > _MOST_PARAMETERS or layers > _MOST_LAYERS:
+        raise ConfigError(
+            f"expected at most 1e15 parameters and {_MOST_LAYERS:,} layers, got {float(min(parameters, 1e300)):.3g} "
+            f"and {float(min(layers, 1e300)):.3g}"
+        )
+    hidden = _hidden(parameters, layers)
+    outer = _VOCABULARY * hidden
+    inner = (parameters - 2 * outer) // layers
+    if inner < 1:
+        raise ConfigError(
+            f"{parameters} parameters are too few for {layers} layers between an embedding and a head of {_VOCABULARY} "
+            f"tokens; give a --model"
+        )
+    # The embedding takes the remainder of the division, so that the sizes sum to `parameters` exactly.
+    sizes = [outer + parameters - 2 * outer - inner * layers, *[inner] * layers, outer]
+    names = ["embedding", *(f"layers.{index}" for index in range(layers)), "head"]
+    layouts = tuple(_from_count_layout(name, size) for name, size in zip(names, sizes, strict=True))
+    matrices = frozenset(_weight(name) for name in names[1:-1])
+    tokens = sequence * hidden
+    # 2 operations per weight and token, and 4 * sequence * hidden per token for the two products of attention.
+    flops = 2.0 * inner * sequence + 4.0 * sequence * tokens
+    saved, traffic = _LAYER[itemsize]
+    wide = itemsize * tokens * _WIDE[0] // _WIDE[1]
+    layer = Use(
+        0,
+        flops,
+        float(traffic * tokens),
+        saved * tokens,
+        itemsize * tokens,
+        largest=_FP32 * tokens,  # the input of a norm
+        attention=4.0 * sequence * tokens,
+        mlp_flops=_MLP_SHARE * 2.0 * inner * sequence,
+        mlp_saved=itemsize * tokens + 4 * wide,
+        mlp_largest=wide,
+    )
+    logits = sequence * _VOCABULARY
+    # The embedding reads no weights in its backward; the head keeps the logits in fp32, at 4 bytes each.
+    uses = (
+        Use(0, 0.0, 2.0 * itemsize * tokens, 0, 8 * sequence, lookup=True),
+        *(layer._replace(unit=index) for index in range(1, layers + 1)),
+        Use(
+            layers + 1,
+            2.0 * outer * sequence,
+            _from_count_LOSS[itemsize] * logits,
+            _FP32 * logits,
+            itemsize * tokens,
+            largest=_FP32 * logits,
+        ),
+    )
+    return Shape(
+        f"{parameters / 1e9:.3g}B in {layers} layers", layouts, uses, _FP32 * logits, sequence, None, itemsize, matrices
+    )
+
+
+def _from_count_layout(name: str, numel: int) -> UnitLayout:
+    """Returns the layout of a unit of one parameter, which stands for all those of a layer."""
+    return lay_out(name, [(_weight(name), nn.Parameter(torch.empty(numel, device="meta")))], 1)
+
+
+def _weight(name: str) -> str:
+    """Returns the name of the parameter of a unit."""
+    return f"{name}.weight"
+
+
+def _hidden(parameters: int, layers: int) -> int:
+    """Returns the root of 12 * layers * hidden**2 + 2 * vocabulary * hidden = parameters, as a multiple of 64.
+
+    A root below 64 is only rounded down to an integer.
+    """
+    # A decoder layer contains 12 * hidden**2 parameters: 4 for attention, 8 for a feed-forward of four times the width.
+    a, b = 12 * layers, 2 * _VOCABULARY
+    hidden = (math.sqrt(b * b + 4 * a * parameters) - b) / (2 * a)
+    return max(64, round(hidden / 64) * 64) if hidden >= 64 else max(1, int(hidden))

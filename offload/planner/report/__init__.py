@@ -1,1 +1,0 @@
-"""What `offload plan` prints: text, tables and JSON of a plan."""

@@ -1,0 +1,853 @@
+"""Predicted seconds of a step: `simulate` plays the step with a machine's rates.
+
+input of a block     leaves for HOST or DISK beside the forward of the next block, and returns one block ahead
+update of a unit     beside the uses that `step_order` lists: under the next forward, and with speculation under the
+                     backward too
+
+The module also predicts from how many tokens per micro-batch all I/O hides behind compute, and what it costs if the
+updates under the backward have to be done again.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from offload.errors import ConfigError
+from offload.layout.memory_plan import limits, unit_sizes
+from offload.layout.modes import LAMB
+from offload.layout.optimizer_states import cuts, product_flops
+from offload.layout.pass_order import LAYER_MAJOR, Choice, choose_schedule
+from offload.planner.activations import (
+    Load,
+    Moving,
+    Need,
+    Room,
+    Wish,
+    moving,
+    need,
+    of_chunks,
+    of_tiles,
+    recomputed,
+    room_of,
+    within,
+)
+from offload.planner.hardware import Hardware
+from offload.planner.memory import Memory
+from offload.planner.model_shape import Choice as ShapeChoice
+from offload.planner.model_shape import Shape, drawn
+from offload.planner.simulation import machine as simulate_machine
+from offload.planner.simulation.inputs import buffer_budgets, staying, update_costs
+from offload.planner.simulation.kept_inputs import Input
+from offload.planner.simulation.machine import Moved, Rates, Waited
+from offload.planner.simulation.simulate import Expected, Simulation, Use, simulate
+from offload.planner.simulation.updater import UpdateCost
+from offload.report import phases
+from offload.states import State, Tier
+
+# -- bound ---------------------------------------------------------------------------------------------
+#
+# A lower bound of the seconds of a step. No order of moves is faster.
+#
+# The bound is the larger of two:
+#
+# order    max over k of (updates up to the k-th use + the first forward from the k-th use on) + the other passes, each
+#          the larger of its compute and the reads of weights that cannot be in memory when the pass starts
+# work     the larger of all traffic of the drives and all compute; on a CPU, compute includes the optimizer's kernel,
+#          which runs on the same cores
+#
+# With updates under the backward, the k-th term adds no whole passes, but only their compute up to the moment at which
+# the first of these updates may begin.
+#
+# A unit's update ends before the unit's next use. The bound leaves out weights that may be in a host buffer when the
+# step starts, and the writes of the last few tiles, which may overlap the use of the unit.
+
+
+class _Updates(NamedTuple):
+    """Elements and bytes of several updates together."""
+
+    numel: int = 0
+    weights: int = 0
+    """Bytes that are read unless host buffers already hold them."""
+    read: int = 0
+    written: int = 0
+    spilled: int = 0
+    """Bytes of gradients written during the backward; `read` includes the same bytes."""
+
+    def plus(self, cost: UpdateCost | None) -> _Updates:
+        """Returns the sums with one more update; None stands for a unit without trainable parameters."""
+        if cost is None:
+            return self
+        return _Updates(
+            self.numel + cost.numel,
+            self.weights + cost.weight_nbytes,
+            self.read + cost.state_nbytes + cost.gradient_nbytes,
+            self.written + cost.written_nbytes,
+            self.spilled + cost.gradient_nbytes,
+        )
+
+
+def least(
+    first: Sequence[Use],
+    others: Sequence[Sequence[Use]],
+    memory: Memory,
+    costs: Sequence[UpdateCost | None],
+    rates: Rates,
+    tile_numel: int,
+    speculates: bool = False,
+) -> float:
+    """Returns the lower bound of a step's seconds.
+
+    Args:
+        first: uses of the step's first forward, in order.
+        others: uses of each other forward and of each backward.
+        memory: the placement and the budgets.
+        costs: one entry per unit; None for a unit without trainable parameters.
+        rates: bytes and elements per second.
+        tile_numel: elements of a tile of the update worker.
+        speculates: True if a unit may be updated as soon as its gradient is complete.
+    """
+    costs, used = _as_read(costs, memory), {use.unit for use in first}
+    again, buffer_nbytes = _again(memory, used), _buffers_of_updates(memory, speculates)
+    # The last tiles of an update may still be written while its unit is used, so `order` must not wait for them.
+    tiles = memory.placement.tile_buffers * max(tile_numel, memory.parts.whole.tile)
+    unwritten = max((tiles * cost.written_nbytes / cost.numel for cost in costs if cost is not None), default=0.0)
+    whole = sum(max(sum(use.seconds for use in one), again / rates.read) for one in others)
+    elapsed = _completed(others) if speculates else {}
+    left = sum(use.seconds for use in first)
+    order = left + whole
+    # The k-th use starts after the updates of all units used so far; the rest of the forward follows the k-th use.
+    seen: set[int] = set()
+    done = _Updates()
+    for use in first:
+        # Only the first use of a unit waits for its update.
+        if use.unit not in seen:
+            seen.add(use.unit)
+            done = done.plus(costs[use.unit])
+            if speculates:
+                whole = min(whole, elapsed.get(use.unit, 0.0))
+        read = done.read + max(0, done.weights - buffer_nbytes)
+        before = _drive_seconds(read, max(0.0, done.written - unwritten), rates)
+        if not rates.on_cpu:
+            # On a CPU the kernel shares the cores with compute, so `_work` counts both instead.
+            before = max(before, done.numel / rates.kernel)
+        order = max(order, before + left + whole)
+        left -= use.seconds
+    compute = sum(use.seconds for one in (first, *others) for use in one)
+    return max(order, _work(compute, least_moved(memory, costs, 1 + len(others), speculates, used), costs, rates))
+
+
+def _completed(others: Sequence[Sequence[Use]]) -> dict[int, float]:
+    """Returns for each unit the compute of the passes after the first one up to its complete gradient, in seconds."""
+    found: dict[int, float] = {}
+    elapsed = 0.0
+    for use in (use for one in others for use in one):
+        elapsed += use.seconds
+        found |= dict.fromkeys((use.unit, *use.completes), elapsed)
+    return found
+
+
+def _as_read(costs: Sequence[UpdateCost | None], memory: Memory) -> list[UpdateCost | None]:
+    """Returns `costs` without reads of weights whose tier is above DISK: a commit writes them, nothing reads them."""
+    return [
+        cost if cost is None or tiers[State.WEIGHT] is Tier.DISK else cost._replace(weight_nbytes=0)
+        for cost, tiers in zip(costs, memory.placement.tiers, strict=True)
+    ]
+
+
+def least_moved(
+    memory: Memory,
+    costs: Sequence[UpdateCost | None],
+    passes: int,
+    speculates: bool = False,
+    used: Collection[int] | None = None,
+) -> tuple[int, int]:
+    """Returns the fewest bytes that the drives read and write in a step, but for inputs of blocks.
+
+    With all states on disk in bf16 and little memory these are 24 bytes of each parameter for its update, and 2 for
+    each pass but the first, whose weights come from the update.
+
+    Args:
+        memory: the placement and the budgets.
+        costs: one entry per unit; None for a unit without trainable parameters.
+        passes: times that all weights have to be on the device: forwards and backwards, or 2 if layer-major.
+        speculates: True if a unit may be updated as soon as its gradient is complete.
+        used: units that each pass uses; None for all.
+    """
+    every = _Updates()
+    for cost in _as_read(costs, memory):
+        every = every.plus(cost)
+    weights = max(0, every.weights - _buffers_of_updates(memory, speculates))
+    return every.read + weights + _again(memory, used) * (passes - 1), every.written + every.spilled
+
+
+def _again(memory: Memory, used: Collection[int] | None) -> int:
+    """Returns the bytes of weights that neither host buffers nor the device can keep from one pass to the next."""
+    kept = buffer_budgets(memory.parts, memory.placement).host + memory.placement.moving_nbytes
+    return max(0, _weights_on_disk(memory, used) - kept)
+
+
+def _buffers_of_updates(memory: Memory, speculates: bool) -> int:
+    """Returns the bytes of weights that updates need not read, or whose read spares one for the next use."""
+    # An update under the backward finds the weights of a use; for the next use they may have to be read again.
+    more = memory.placement.moving_nbytes if speculates else 0
+    return buffer_budgets(memory.parts, memory.placement).host + more
+
+
+def _work(compute: float, moved: tuple[int, int], costs: Sequence[UpdateCost | None], rates: Rates) -> float:
+    """Returns the seconds of the busiest resource: the drives, or the processors.
+
+    Args:
+        compute: seconds of the model.
+        moved: bytes that the drives read and write.
+        costs: one entry per unit; None for a unit without trainable parameters.
+        rates: bytes and elements per second.
+    """
+    kernel = sum(cost.numel for cost in costs if cost is not None) / rates.kernel
+    cores = compute + kernel if rates.on_cpu else max(compute, kernel)
+    return max(cores, _drive_seconds(*moved, rates))
+
+
+def _drive_seconds(read: float, written: float, rates: Rates) -> float:
+    """Returns the seconds to read and write these bytes, both at once or one after the other, whichever is faster."""
+    if not read + written:
+        return 0.0
+    return min(read / rates.read + written / rates.written, rates.drive_seconds(read, written))
+
+
+def _weights_on_disk(memory: Memory, used: Collection[int] | None) -> int:
+    """Returns the bytes of all weights whose tier is DISK, of units that are `used`; None for all."""
+    rows = enumerate(zip(memory.parts.nbytes, memory.placement.tiers, strict=True))
+    return sum(
+        nbytes[State.WEIGHT]
+        for unit, (nbytes, tiers) in rows
+        if tiers[State.WEIGHT] is Tier.DISK and (used is None or unit in used)
+    )
+
+
+# -- passes --------------------------------------------------------------------------------------------
+#
+# Uses of units in one forward and one backward of a micro-batch, with their seconds of compute.
+#
+# compute of a use     flops / matmul + bytes of weights / weights + bytes / elementwise, once more if recomputed,
+#                      + `handed_seconds` if the CPU computes; on a GPU at least `handed_seconds`, since the host
+#                      prepares a use while the GPU computes the one before
+# backward of a use    the products once for the gradient of the input, and once more for that of trainable weights,
+#                      + 2 * bytes / elementwise
+# of a tiled MLP       its products once more, and sums of its gradients for each tile; a loss in chunks has sums alone
+# of an embedding      bytes of its gradient / fresh, and the same for each other use of the unit, to sum the gradients
+# gradient of a unit   copied beside the backward's compute on a GPU, after the compute on a CPU
+# accumulated          (2 * bytes of the total + bytes of the gradient) / elementwise; the last micro-batch copies the
+#                      total to the host
+#
+# Only repeated blocks are recomputed, not the head.
+
+
+class Pass(NamedTuple):
+    """A use of a unit and its seconds of compute."""
+
+    unit: int
+    seconds: float
+    backward: float = 0.0
+    """Seconds of the backward, for a use in a forward."""
+    lookup: bool = False
+    block: bool = False
+    """True for a use in a block that is computed again if there is recomputation."""
+    sends: Moving = Moving()
+    """Input of the block before, which leaves the device in the forward meanwhile."""
+    receives: Moving = Moving()
+    """Input of the use's block, which has to be on the device before the backward of the use."""
+    choice: ShapeChoice = ShapeChoice()
+    """The router's choice of experts before the use."""
+
+
+def forward(shape: Shape, hardware: Hardware, load: Load, stay: Collection[int] = ()) -> list[Pass]:
+    """Returns the uses of one micro-batch's forward, in order; units in `stay` never leave the device."""
+    found, times = [], Counter(use.unit for use in shape.uses)
+    blocks = recomputed(shape, load._replace(recompute=True))
+    batch, inside = load.batch, {position for block in blocks for position in block.uses}
+    for position, use in enumerate(shape.uses):
+        layout = shape.layouts[use.unit]
+        learning, nbytes = layout.trainable_stop / layout.used_numel, hardware.itemsize * layout.used_numel
+        # The time to read weights is paid once per use, for any batch.
+        products = batch * use.flops / hardware.matmul + (nbytes / hardware.weights if use.flops else 0.0)
+        other = batch * use.nbytes / hardware.elementwise
+        # A tied embedding receives a gradient from each of its uses, and all of them are summed.
+        made = times[use.unit] * learning * nbytes / hardware.fresh if use.lookup else 0.0
+        # One product for the gradient of the input, one for that of the weights if these train.
+        back = (1 + learning) * products + 2 * other + made + of_tiles(shape, use, load, hardware)
+        if position == len(shape.uses) - 1:
+            back += of_chunks(shape, load, hardware)
+        handed = hardware.handed(use.unit in stay)
+        seconds, back = (_with_host(each, handed, hardware.on_cpu) for each in (products + other, back))
+        found.append(Pass(use.unit, seconds, back, use.lookup, position in inside, choice=use.choice))
+    return _with_inputs(found, shape, load)
+
+
+def _with_inputs(passes: list[Pass], shape: Shape, load: Load) -> list[Pass]:
+    """Returns the uses of a forward with the inputs of blocks that they send and receive."""
+    blocks, moves = shape.blocks, moving(shape, load)
+    for block, after, each in zip(blocks, blocks[1:], moves, strict=False):
+        # An input leaves once the next one has come. In the backward the last use of a block is its first one.
+        passes[after.uses[0]] = passes[after.uses[0]]._replace(sends=each)
+        passes[block.uses[-1]] = passes[block.uses[-1]]._replace(receives=each)
+    return passes
+
+
+def _with_host(seconds: float, handed: float, on_cpu: bool) -> float:
+    """Returns a use's seconds with the host's `handed`: after the compute on a CPU, beside it on a GPU."""
+    return seconds + handed if on_cpu else max(seconds, handed)
+
+
+class Sums(NamedTuple):
+    """Gradients that accumulate on the device over the micro-batches of a step, as one micro-batch treats them."""
+
+    nbytes: Mapping[int, int] = {}
+    """Bytes of each total, by unit. Gradients of other units leave the device in every micro-batch."""
+    leave: bool = True
+    """True if the totals are copied to the host in this micro-batch, the last one."""
+
+
+NO_SUMS = Sums()
+"""Every gradient leaves the device in its micro-batch."""
+
+
+def backward_seconds(
+    each: Pass,
+    completes: bool,
+    parts_numel: Sequence[int],
+    hardware: Hardware,
+    recompute: bool,
+    sums: Sums = NO_SUMS,
+) -> float:
+    """Returns the seconds of the backward of one use, with what its unit's gradient takes.
+
+    A gradient is complete with the last use of its unit in the backward, which is the first one in the forward.
+
+    Args:
+        each: the use, in the forward.
+        completes: True if the unit's gradient of the micro-batch is complete then; see `completing`.
+        parts_numel: trainable elements of this rank's partition, per unit.
+        hardware: the machine.
+        recompute: True if the backward computes the forward again.
+        sums: gradients that accumulate on the device.
+    """
+    seconds = each.backward + (each.seconds if recompute and each.block else 0.0)
+    if not completes:
+        return seconds
+    numel = parts_numel[each.unit]
+    if each.unit not in sums.nbytes:
+        return _with_gradient(seconds, numel, hardware)
+    nbytes = sums.nbytes[each.unit]
+    seconds += (2 * nbytes + hardware.itemsize * numel) / hardware.elementwise
+    if not sums.leave:
+        return seconds
+    return seconds + numel / hardware.gradient if hardware.on_cpu else max(seconds, nbytes / hardware.download)
+
+
+def completing(first: Sequence[Pass]) -> dict[int, int]:
+    """Returns for each unit the position of the use whose backward completes the unit's gradient of a micro-batch."""
+    return {each.unit: position for position, each in reversed(list(enumerate(first)))}
+
+
+def _with_gradient(seconds: float, numel: int, hardware: Hardware) -> float:
+    """Returns the seconds of a backward with the copy of its gradient: after compute on a CPU, beside it on a GPU."""
+    kept = numel / hardware.gradient
+    return seconds + kept if hardware.on_cpu else max(seconds, kept, hardware.itemsize * numel / hardware.download)
+
+
+# -- step order ----------------------------------------------------------------------------------------
+#
+# The uses of a step in their order, with their seconds of compute: the input of `simulate` and of the lower bound.
+#
+# micro-batch-major   forward and backward of each micro-batch
+# layer-major         forward     each block for all micro-batches; what stands before the blocks counts as one more
+#                     loss        what follows the blocks, forward and at once backward, for one micro-batch at a time
+#                     backward    each block for all micro-batches, the last block first
+#
+# In layer-major the gradients of a unit are summed on the device, and leave once, with the unit's last micro-batch.
+
+
+def step_of(
+    shape: Shape, firsts: Sequence[Sequence[Pass]], memory: Memory, hardware: Hardware, load: Load
+) -> tuple[list[Use], ...]:
+    """Returns the uses of a step in passes: those up to the end of the first forward, then those of each other pass.
+
+    A pass uses each unit at least once for every time that its weights have to come: in layer-major there are two, the
+    forward with the first micro-batch's head, and the rest.
+
+    Args:
+        shape: the model, as one of the micro-batches uses it.
+        firsts: uses of each micro-batch's forward. They may be of other experts, as many of each layer.
+        memory: the placement.
+        hardware: the machine.
+        load: work of a step, with its schedule.
+    """
+    if load.schedule == LAYER_MAJOR:
+        return _with_the_rest(*_layer_major(shape, firsts, memory, hardware, load))
+    numels, totals = memory.parts.trainable_numel, dict(memory.placement.added)
+    made: dict[tuple[int, bool], tuple[list[Use], list[Use]]] = {}
+    found: list[list[Use]] = []
+    for number, first in enumerate(firsts, 1):
+        key = (id(first), last := number == len(firsts))
+        if key not in made:  # micro-batches without experts are one object
+            back = backward(first, numels, hardware, load.recompute, Sums(totals, leave=last), completes=last)
+            made[key] = [_forward(each) for each in first], back
+        found += made[key]
+    return _with_the_rest(*found)
+
+
+def _with_the_rest(*passes: list[Use]) -> tuple[list[Use], ...]:
+    """Returns the passes of a step; units that its last micro-batch does not use are complete at the step's end."""
+    every, named = set[int](), set[int]()
+    for use in (use for one in passes for use in one):
+        every.add(use.unit)
+        named.update(use.completes)
+    last = passes[-1][-1]
+    passes[-1][-1] = last._replace(completes=(*last.completes, *sorted(every - named)))
+    return passes
+
+
+def backward(
+    first: Sequence[Pass],
+    parts_numel: Sequence[int],
+    hardware: Hardware,
+    recompute: bool,
+    sums: Sums = NO_SUMS,
+    completes: bool = True,
+) -> list[Use]:
+    """Returns the uses of a micro-batch's backward.
+
+    Args:
+        first: uses of the micro-batch's forward.
+        parts_numel: trainable elements of this rank's partition, per unit.
+        hardware: the machine.
+        recompute: True if the backward computes the forward again.
+        sums: gradients that accumulate on the device.
+        completes: True if the micro-batch is the last one of a step.
+    """
+    found: list[Use] = []
+    ends = completing(first)
+    for position in reversed(range(len(first))):
+        each = first[position]
+        ended = ends[each.unit] == position
+        seconds = backward_seconds(each, ended, parts_numel, hardware, recompute, sums)
+        _append(found, each, seconds, (each.unit,) if completes and ended else ())
+    return found
+
+
+def segments(shape: Shape) -> list[range]:
+    """Returns the uses of a forward in groups: each repeated block, and each run of uses between blocks."""
+    found: list[range] = []
+    position = 0
+    for block in shape.blocks:
+        if block.uses.start > position:
+            found.append(range(position, block.uses.start))
+        found.append(block.uses)
+        position = block.uses.stop
+    return [*found, range(position, len(shape.uses))]
+
+
+def chain(shape: Shape) -> int:
+    """Returns the number of repeated blocks if each is the input of the next, else 0."""
+    blocks = shape.blocks
+    follows = all(before.uses.stop == after.uses.start for before, after in pairwise(blocks))
+    return len(blocks) if follows else 0
+
+
+def _layer_major(
+    shape: Shape, firsts: Sequence[Sequence[Pass]], memory: Memory, hardware: Hardware, load: Load
+) -> tuple[list[Use], ...]:
+    """Returns the two passes of a layer-major step."""
+    *body, tail = segments(shape)
+    numels, ends = memory.parts.trainable_numel, [completing(first) for first in firsts]
+    totals = {unit: nbytes.get(State.GRAD, 0) for unit, nbytes in enumerate(memory.parts.nbytes)}
+    count = load.accumulation
+
+    def back(into: list[Use], positions: Iterable[int], number: int) -> None:
+        first, last = firsts[number], number == count - 1
+        for position in positions:
+            each, sums = first[position], Sums(totals if count > 1 else {}, leave=last)
+            ended = ends[number][each.unit] == position
+            seconds = backward_seconds(each, ended, numels, hardware, load.recompute, sums)
+            _append(into, each, seconds, (each.unit,) if last and ended else ())
+
+    opening = [_forward(first[position]) for segment in body for first in firsts for position in segment]
+    rest: list[Use] = []
+    for number in range(count):
+        # The first head belongs to the first pass: the updates of its units have to end before it, too.
+        (rest if number else opening).extend(_forward(firsts[number][position]) for position in tail)
+        back(rest, reversed(tail), number)
+    for segment in reversed(body):
+        for number in range(count):
+            back(rest, reversed(segment), number)
+    return opening, rest
+
+
+def _forward(each: Pass) -> Use:
+    """Returns a use of a forward."""
+    return Use(each.unit, each.seconds, sends=Input(*each.sends), expects=Expected(*each.choice))
+
+
+def _append(found: list[Use], each: Pass, seconds: float, completes: tuple[int, ...]) -> None:
+    """Appends a use of a backward. That of an embedding fetches no weights, so it is part of the use before."""
+    if each.lookup and found:
+        before = found[-1]
+        found[-1] = before._replace(seconds=before.seconds + seconds, completes=(*before.completes, *completes))
+    else:
+        found.append(Use(each.unit, seconds, receives=Input(*each.receives), completes=completes))
+
+
+# -- prediction ----------------------------------------------------------------------------------------
+
+
+MOST_MICRO_BATCHES = 4096
+"""Most micro-batches of a step that is predicted: the time of a prediction grows with them, to a minute here."""
+_NEAR = 1.05
+"""Factor within which a step counts as having reached a bound."""
+_STEPS = 3
+"""Steps to simulate. The last one is reported, since the first ones start without an access order."""
+_SPECULATIVE_STEPS, _COUNTED = 5, 2
+"""The same with updates under the backward, where the mean of the last steps is reported: each does work of others."""
+_TILES_OF_A_UNIT = 16
+"""Most tiles that are simulated per unit: a simulation of the real, smaller tiles would take too long."""
+# A search for the best plan, the advice beside it and its report ask for the same steps more than once.
+_simulated = functools.lru_cache(maxsize=64)(simulate)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Prediction of a step, from one return of `step()` to the next."""
+
+    seconds: float
+    compute_seconds: float
+    formula_seconds: float
+    """Lower bound of `seconds`, see `bound`."""
+    busy: dict[str, float]
+    """Seconds of work by resource: compute, PCIe, NVMe, DRAM (the optimizer's kernel)."""
+    limit: str
+    """Resource that takes most of the step's seconds, by work or by waits for the resource; or "budget"."""
+    limit_seconds: float
+    """Seconds of the step that `limit` takes."""
+    waited: Waited
+    moved: Moved
+    tokens: int
+    miss_seconds: float
+    """Most seconds that a step takes longer if its gradients are clipped, and updates under the backward repeat."""
+    simulation: Simulation
+
+    @property
+    def hidden(self) -> bool:
+        """Returns True if I/O adds at most a twentieth to the compute."""
+        return self.seconds <= _NEAR * self.compute_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Returns the tokens per second."""
+        return self.tokens / self.seconds
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Returns the seconds of each phase of a step, under the names by which a run measures them.
+
+        "compute" includes uploads: the device's stream waits for them, or the computing thread copies itself.
+        """
+        waited, worked = self.waited, self.simulation.worked
+        return phases.parts(
+            {
+                "seconds": self.seconds,
+                "forward_seconds": self.seconds,  # includes backward and step: only the sum counts
+                "wait_for_updates_seconds": waited.update,
+                "wait_for_reads_seconds": waited.read,
+                "wait_for_memory_seconds": waited.room,
+                "update_kernels_seconds": worked.kernels,
+                "update_waits_for_reads_seconds": worked.reads,
+                "update_waits_for_writes_seconds": worked.writes,
+            }
+        )
+
+
+def rates_of(memory: Memory, hardware: Hardware) -> simulate_machine.Rates:
+    """Returns the rates for `simulate`."""
+    return simulate_machine.Rates(
+        hardware.read or math.inf,  # without drives nothing is read or written
+        hardware.written or math.inf,
+        hardware.mixed or math.inf,
+        hardware.upload,
+        _kernel_rate(memory, hardware),
+        hardware.on_cpu,
+        hardware.download,
+    )
+
+
+def _kernel_rate(memory: Memory, hardware: Hardware) -> float:
+    """Returns the parameters updated per second, with the products of Muon, which the compute device makes.
+
+    The products are in bf16, and the rate is that of the weights' dtype.
+    """
+    rate = hardware.optimizer if hardware.on_cpu else _updated(memory, hardware)
+    optimizer = memory.config.optimizer
+    flops = 0.0
+    if optimizer is not None:
+        flops = product_flops(memory.layouts, memory.mode.optimizer, optimizer.settings.get("ns_steps", 0))
+    numel = sum(memory.parts.trainable_numel)
+    return numel / (numel / rate + flops / hardware.matmul) if flops else rate
+
+
+def _updated(memory: Memory, hardware: Hardware) -> float:
+    """Returns the parameters updated per second, averaged over units updated on the GPU and on the host.
+
+    A unit whose states and gradient are all on DEVICE is updated on the GPU. Otherwise its states on DEVICE are copied
+    to the host and back.
+    """
+    seconds = 0.0
+    for row, nbytes, numel in zip(
+        memory.placement.tiers, memory.parts.nbytes, memory.parts.trainable_numel, strict=True
+    ):
+        there = sum(nbytes[state] for state in row if state is not State.GRAD and row[state] is Tier.DEVICE)
+        if numel and all(tier is Tier.DEVICE for tier in row.values()):
+            seconds += numel / hardware.device_optimizer
+        elif numel:
+            seconds += numel / hardware.optimizer + there / hardware.download + there / hardware.upload
+    return sum(memory.parts.trainable_numel) / seconds if seconds else hardware.optimizer
+
+
+def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Timing:
+    """Returns the prediction of a step.
+
+    Args:
+        memory: the placement and the budgets.
+        shape: the model.
+        hardware: the machine.
+        load: work of a step.
+
+    Raises:
+        BudgetError: units in use at the same time have no room on the device.
+        ConfigError: the step has more micro-batches than are simulated.
+    """
+    if load.accumulation > MOST_MICRO_BATCHES:
+        raise ConfigError(
+            f"a plan simulates at most {MOST_MICRO_BATCHES} micro-batches a step, got {load.accumulation}; lower "
+            "--accumulation, or raise --batch-size"
+        )
+    shares = tuple((layout.trainable(0, 1), layout.frozen(0, 1)) for layout in memory.layouts)
+    rates = rates_of(memory, hardware)
+    early = speculates(memory, load)
+    number = _SPECULATIVE_STEPS if early else _STEPS
+    # Only the choice of experts differs from step to step.
+    each = [_passes(memory, shape, hardware, load, step) for step in range(number if shape.experts else 1)]
+    steps = tuple(tuple(use for one in passes for use in one) for passes in each)
+    passes, costs = each[-1], _costs(memory, shape)
+    found = _simulated(
+        steps if shape.experts else steps * number,
+        tuple(unit_sizes(memory.layouts, memory.placement, shares, memory.mode)),
+        tuple(costs),
+        buffer_budgets(memory.parts, memory.placement),
+        limits(memory.config, memory.mode),
+        rates,
+        memory.placement.overlaps_updates(
+            memory.config.offload.debug.overlap,
+            on_cpu=hardware.on_cpu,
+            alone=memory.parts.alone,
+            slots=memory.slots,
+        ),
+        _tile_numel(memory),
+        early,
+        _COUNTED if early else 1,
+        memory.placement.tile_buffers,
+    )
+    costs = _of_step(costs, passes)
+    compute = sum(use.seconds for one in passes for use in one)
+    # If both are the same sum, rounding may differ.
+    bound = min(_least(passes, memory, costs, rates, load), found.seconds)
+    limit, limit_seconds = _limit(found, compute, hardware.on_cpu)
+    return Timing(
+        seconds=found.seconds,
+        compute_seconds=compute,
+        formula_seconds=bound,
+        busy=_busy(found, costs, rates, compute, hardware),
+        limit=limit,
+        limit_seconds=limit_seconds,
+        waited=found.waited,
+        moved=found.moved,
+        tokens=load.tokens(shape),
+        miss_seconds=_miss_seconds(found, costs, rates),
+        simulation=found,
+    )
+
+
+def _passes(memory: Memory, shape: Shape, hardware: Hardware, load: Load, step: int = 0) -> tuple[list[Use], ...]:
+    """Returns the uses of a step, pass by pass; the step's number decides which experts each micro-batch visits."""
+    stay, count = staying(memory.parts, memory.placement), load.accumulation
+    # Without experts all micro-batches are alike.
+    draws = range(step * count, (step + 1) * count) if shape.experts else range(1)
+    shapes = [drawn(shape, load.batch * shape.sequence, draw) for draw in draws]
+    firsts = [forward(each, hardware, load, stay) for each in shapes]
+    return step_of(shapes[0], firsts if shape.experts else firsts * count, memory, hardware, load)
+
+
+def _of_step(costs: Sequence[UpdateCost | None], passes: Sequence[Sequence[Use]]) -> list[UpdateCost | None]:
+    """Returns the costs of the updates that a step of these uses makes; None for all other units."""
+    used = {use.unit for one in passes for use in one}
+    return [None if cost is None or (cost.if_used and unit not in used) else cost for unit, cost in enumerate(costs)]
+
+
+def speculates(memory: Memory, load: Load) -> bool:
+    """Returns True if some unit may be updated before `step()`: its rule needs one pass, and nothing else waits."""
+    one_pass = memory.mode.optimizer != LAMB and not memory.mode.whole_units
+    return load.speculate and memory.parts.alone and one_pass and memory.config.offload.debug.overlap
+
+
+def _miss_seconds(found: Simulation, costs: Sequence[UpdateCost | None], rates: simulate_machine.Rates) -> float:
+    """Returns the most seconds that a step takes longer if it clips: updates under its backward are made once more."""
+    again = [cost for cost in (costs[unit] for unit in found.speculated) if cost is not None]
+    read = sum(cost.weight_nbytes + cost.state_nbytes for cost in again)
+    written = sum(cost.written_nbytes for cost in again)
+    return max(rates.drive_seconds(read, written), sum(cost.numel for cost in again) / rates.kernel) if again else 0.0
+
+
+def _busy(
+    found: Simulation,
+    costs: Sequence[UpdateCost | None],
+    rates: simulate_machine.Rates,
+    compute: float,
+    hardware: Hardware,
+) -> dict[str, float]:
+    """Returns the seconds of work of each resource."""
+    on_link: dict[str, float] = defaultdict(float)
+    for span in found.spans:
+        on_link[span.row] += span.end - max(span.start, 0.0)
+    # Both directions of the link work at once.
+    copies = max(on_link["upload"] + on_link["input upload"], on_link["input download"])
+    moved = found.moved
+    kernel = sum(cost.numel for cost in costs if cost is not None) / rates.kernel
+    return {
+        "compute": compute,
+        "PCIe": 0.0 if hardware.on_cpu else copies,
+        "NVMe": rates.drive_seconds(moved.read, moved.written) if moved.read + moved.written else 0.0,
+        "DRAM": max(kernel, (moved.read + moved.written) / hardware.memory),
+    }
+
+
+def _limit(found: Simulation, compute: float, on_cpu: bool) -> tuple[str, float]:
+    """Returns the resource that takes most of the step's seconds, and these seconds.
+
+    The step's seconds divide into compute, waits and, on a CPU, other work of the same cores.
+    """
+    waited, worked = found.waited, found.worked
+    # A wait for an update counts for the resource on which the worker spent most of its time.
+    updates = "DRAM" if worked.kernels > worked.reads + worked.writes else "NVMe"
+    rest = max(0.0, found.seconds - compute - sum(waited)) + waited.upload
+    spent: dict[str, float] = defaultdict(float, {"compute": compute, "budget": waited.room, "NVMe": waited.read})
+    spent[updates] += waited.update
+    # Copies; on a CPU also the kernel, on the same cores.
+    spent["DRAM" if on_cpu else "PCIe"] += rest
+    return max(spent.items(), key=lambda each: each[1])
+
+
+def _costs(memory: Memory, shape: Shape) -> list[UpdateCost | None]:
+    """Returns the cost of each unit's update, with the ends of tiles where these are borders of matrices."""
+    costs = update_costs(memory.parts, memory.placement, memory.slots, memory.mode)
+    if memory.config.offload.experts == "visited":
+        for unit in (unit for each in shape.experts for unit in each.units):
+            cost = costs[unit]
+            costs[unit] = None if cost is None else cost._replace(if_used=True)
+    if not memory.mode.matrix_rule:
+        return costs
+    tiles = (cuts(layout, memory.mode, layout.trainable(0, 1), True, _tile_numel(memory)) for layout in memory.layouts)
+    return [
+        None if cost is None else cost._replace(stops=tuple(tile.stop for tile in each))
+        for cost, each in zip(costs, tiles, strict=True)
+    ]
+
+
+def _tile_numel(memory: Memory) -> int:
+    """Returns the elements of a simulated tile, which may be larger than a real one."""
+    return max(memory.placement.tile_numel, max(memory.parts.trainable_numel) // _TILES_OF_A_UNIT)
+
+
+def _least(
+    passes: Sequence[Sequence[Use]],
+    memory: Memory,
+    costs: Sequence[UpdateCost | None],
+    rates: simulate_machine.Rates,
+    load: Load,
+) -> float:
+    """Returns the lower bound of a step of these passes."""
+    opening, *others = passes
+    return least(opening, others, memory, costs, rates, _tile_numel(memory), speculates(memory, load))
+
+
+def lower_bound(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> float:
+    """Returns the lower bound of a step's seconds; arguments as of `predict`."""
+    passes = _passes(memory, shape, hardware, load)
+    return _least(passes, memory, _of_step(_costs(memory, shape), passes), rates_of(memory, hardware), load)
+
+
+def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> int | None:
+    """Returns the tokens of a micro-batch from which I/O can add at most a twentieth to compute.
+
+    The placement stays that of `memory`. Returns None if no number up to 2**24 tokens suffices.
+    """
+    every, rates = _costs(memory, shape), rates_of(memory, hardware)
+
+    def hidden(batch: int) -> bool:
+        passes = _passes(memory, shape, hardware, load._replace(batch=batch))
+        costs = _of_step(every, passes)
+        compute = sum(use.seconds for one in passes for use in one)
+        # The bound spares most simulations.
+        least = _least(passes, memory, costs, rates, load)
+        return least <= _NEAR * compute and predict(memory, shape, hardware, load._replace(batch=batch)).hidden
+
+    # Double until I/O hides, then bisect.
+    batch = 1
+    while not hidden(batch):
+        batch *= 2
+        if batch * shape.sequence > 1 << 24:
+            return None
+    low = batch // 2
+    while batch - low > 1:
+        middle = (low + batch) // 2
+        low, batch = (low, middle) if hidden(middle) else (middle, batch)
+    return batch * shape.sequence
+
+
+# -- schedule choice -----------------------------------------------------------------------------------
+#
+# The schedule of a planned run, by the function that a run decides by.
+
+
+def choice_of(shape: Shape, hardware: Hardware, load: Load, memory: Memory, wish: Wish) -> Choice:
+    """Returns the schedule of a step.
+
+    Args:
+        shape: the model.
+        hardware: the machine.
+        load: work of a step, with the schedule that was asked for.
+        memory: the placement and the budgets before the first step.
+        wish: the config's keys on activations.
+    """
+    room = room_of(hardware, memory, wish, shape, load, layer_major=True)
+    tried = within(shape, load._replace(schedule=LAYER_MAJOR), wish, room)
+    needed, free = _scarcest(need(shape, tried), room)
+    return choose_schedule(
+        asked=load.schedule,
+        micro_batches=load.accumulation,
+        blocks=chain(shape),
+        moves=any(tiers[State.WEIGHT] is not Tier.DEVICE for tiers in memory.placement.tiers),
+        checkpointed=tried.recompute,
+        activation_nbytes=needed,
+        free_nbytes=free,
+    )
+
+
+def _scarcest(needed: Need, room: Room) -> tuple[int, int]:
+    """Returns needed and free bytes of the tier that lacks most; of the device if none lacks any."""
+    on_device = needed.device + (needed.host if room.one_memory else 0)
+    tiers = ((on_device, room.device), (needed.host, room.host), (needed.disk, room.disk))
+    return max(tiers, key=lambda tier: max(tier[0] - tier[1], 0))
