@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 from torch.nn import functional
 
-from offload.torch_internals import global_module_hooks
+from offload.torch_internals import active_modes, global_module_hooks
 
 _CALLS = ("__call__", "_wrapped_call_impl", "_call_impl")
 """Methods of torch's between a call of a module and its forward."""
@@ -30,6 +30,17 @@ _HOOKS = {
     "_backward_pre_hooks": "backward pre-hook",
     "_backward_hooks": "backward hook",
 }
+_TOKENWISE = frozenset(
+    (
+        *(nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity),
+        *(nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList),
+        *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.SELU, nn.ELU, nn.Mish),
+        *(nn.Sigmoid, nn.Tanh, nn.Softplus),
+    )
+)
+"""Classes of torch that compute each token by itself."""
+_LIBRARIES = ("transformers", "peft", "bitsandbytes", "torchao")
+"""Packages whose layers, where an MLP has one, compute each token by itself."""
 
 
 def is_of(function: Any, package: str, *around: str) -> bool:
@@ -87,7 +98,39 @@ def change_of_call(module: nn.Module, name: str) -> str | None:
         kind, hook = found
         return f"{name} has the {kind} {described(hook)}"
     everywhere = global_module_hooks()
-    return f"all modules have the hook {described(everywhere[0])}" if everywhere else None
+    if everywhere:
+        return f"all modules have the hook {described(everywhere[0])}"
+    return foreign_mode()
+
+
+def foreign_mode() -> str | None:
+    """Returns which mode changes what functions of torch compute now, as a clause; None if no mode of a user does.
+
+    Those of torch, such as a default device or a counter of operations, change no value.
+    """
+    for kind in map(type, active_modes()):
+        if not any(is_class_of(kind, package) for package in ("torch", "offload")):
+            return f"the mode {kind.__module__}.{kind.__qualname__} is active"
+    return None
+
+
+def mixture_of_tokens(module: nn.Module) -> str | None:
+    """Returns what inside of a module may compute more than each token by itself, as a clause; None if nothing does.
+
+    Args:
+        module: the module, whose own forward is known.
+    """
+    for path, each in module.named_modules():
+        if not path:
+            continue
+        known = type(each) in _TOKENWISE or any(is_class_of(type(each), package) for package in _LIBRARIES)
+        if not known or not any(is_of(type(each).forward, package) for package in ("torch", *_LIBRARIES)):
+            return f"its {path} is a {type(each).__module__}.{type(each).__qualname__}"
+        if "forward" in vars(each):
+            return f"its {path} has a forward of its own"
+        if (hook := next(foreign_hooks(each, *_LIBRARIES), None)) is not None:
+            return f"its {path} has a {hook[0]}"
+    return foreign_mode()
 
 
 def foreign_hooks(module: nn.Module, *known: str) -> Iterator[tuple[str, Any]]:

@@ -37,7 +37,7 @@ from offload.engine.access import engines
 from offload.engine.params import handle_of
 from offload.errors import ConfigError, UsageError
 from offload.notices import Remark
-from offload.provenance import foreign_hooks, is_class_of, is_of
+from offload.provenance import is_class_of, is_of, mixture_of_tokens
 from offload.torch_internals import outside_of_compiled_code, tensor_hooks_of
 
 # -- forward state -------------------------------------------------------------------------------------
@@ -510,18 +510,6 @@ _FORMS = (
 )
 """Names of the linear layers of an MLP, form by form."""
 
-_OF_TORCH = frozenset(
-    (
-        *(nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity),
-        *(nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList),
-        *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.SELU, nn.ELU, nn.Mish),
-        *(nn.Sigmoid, nn.Tanh, nn.Softplus),
-    )
-)
-"""Classes of torch that compute each token by itself."""
-_LIBRARIES = ("transformers", "peft", "bitsandbytes", "torchao")
-"""Packages whose layers, where an MLP has one, compute each token by itself."""
-
 TILE_DIM = -2
 """The dimension of tokens: of (batch, sequence, features), and of packed (tokens, features)."""
 
@@ -561,17 +549,7 @@ def _change(module: nn.Module) -> str | None:
     """Returns what in an MLP may compute more than each token by itself, as a clause; None if nothing does."""
     if not is_of(type(module).forward, "transformers"):
         return f"the forward of {type(module).__name__} was replaced"
-    for path, each in module.named_modules():
-        if not path:
-            continue
-        known = type(each) in _OF_TORCH or any(is_class_of(type(each), package) for package in _LIBRARIES)
-        if not known or not any(is_of(type(each).forward, package) for package in ("torch", *_LIBRARIES)):
-            return f"its {path} is a {type(each).__module__}.{type(each).__qualname__}"
-        if has_own_forward(each):
-            return f"its {path} has a forward of its own"
-        if (hook := next(foreign_hooks(each, *_LIBRARIES), None)) is not None:
-            return f"its {path} has a {hook[0]}"
-    return None
+    return mixture_of_tokens(module)
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -331,6 +331,14 @@ def check_model(model: nn.Module) -> None:
             "which leaves buffers real, but a module that computes buffers from weights (spectral_norm, pruning) "
             "outside of it, on the CPU"
         )
+    sparse = next(
+        (name for name, buffer in persistent_buffers(model).items() if buffer.layout is not torch.strided), None
+    )
+    if sparse is not None:
+        raise ConfigError(
+            f"buffer {sparse} is sparse, and files hold dense tensors: register it with persistent=False where the "
+            "constructor makes its values, or register its indices and values"
+        )
     left = next((name for name, parameter in model.named_parameters() if is_dtensor(parameter)), None)
     if left is not None:
         raise ConfigError(

@@ -75,6 +75,7 @@ from offload.engine.plan import (
 )
 from offload.engine.saved_state import ModuleEntries
 from offload.engine.shards import LocalShards
+from offload.engine.shared_memory import line_on_users, memory_of
 from offload.engine.snapshot import Snapshot, keep_generators, scheduler_state
 from offload.engine.state import LossScaler, StepSettings, job_of
 from offload.engine.torch_functions import RULES
@@ -858,6 +859,7 @@ def build(
     # Without a file to read or write no I/O thread is started.
     on_files = plan.slots or plan.placement.spilled or inputs_on_disk or plan.in_place
     queue = _queue(plan.config) if on_files else None
+    memory = memory_of(model)
     store: Store | None = None
     files = NewStore(plan, None, False, lr_scheduler)
     try:
@@ -890,7 +892,7 @@ def build(
             close_all(*(() if queue is None else (queue.close,)), files.undo)
         raise
     try:
-        return make(core, (*_notices(plan, core), *_begin(plan, core, progress)))
+        return make(core, (*_notices(plan, core), *line_on_users(memory), *_begin(plan, core, progress)))
     except BaseException:
         core.shutdown.abandon(remove=progress is None)
         raise

@@ -2,15 +2,20 @@
 
 An engine stores each parameter apart, and its updates write there. Another parameter, a buffer or an attribute in the
 same memory follows the parameter in plain PyTorch; under an engine it would keep its first values. One parameter
-object under several names is one parameter, and frozen parameters never change: both stay as they are.
+object under several names is one parameter, and frozen parameters never change: both stay as they are. Of tensors that
+no part of the model reaches, such as a state dict of the script's, a line tells afterwards.
 
     every tensor ─► interval of addresses ─► sorted ─► two that overlap, one of them a parameter that trains: an error
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+import gc
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType, FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,10 +24,10 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from offload.engine.opaque import PagedTensor
 from offload.engine.params import handle_of
 from offload.errors import ConfigError
-from offload.torch_internals import inner_tensors
+from offload.torch_internals import StorageReference, inner_tensors, storage_key
 
-_DEPTH = 3
-"""Containers within each other in which an attribute's tensors are looked for."""
+_DEPTH = 8
+"""References from an attribute to a tensor that are followed."""
 
 
 class _Interval(NamedTuple):
@@ -59,6 +64,35 @@ def check_shared_memory(model: nn.Module) -> None:
             if (each.trains or other.trains) and each.tensor is not other.tensor and _overlap(other, each):
                 raise _untied(other, each, parameters)
         before.append(each)
+
+
+def memory_of(model: nn.Module) -> dict[str, StorageReference]:
+    """Returns a weak reference to the memory of each parameter that trains, by name; not where buffers are in it."""
+    buffers = {storage_key(buffer) for buffer in model.buffers() if _has_memory(buffer)}
+    return {
+        name: StorageReference(parameter.untyped_storage())
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and _has_memory(parameter) and storage_key(parameter) not in buffers
+    }
+
+
+def line_on_users(memory: Mapping[str, StorageReference]) -> tuple[str, ...]:
+    """Returns a line if a tensor uses the memory that an engine has taken the weights from: no update reaches it.
+
+    Args:
+        memory: the result of `memory_of` before the engine took over.
+    """
+    if all(reference.expired() for reference in memory.values()):
+        return ()
+    gc.collect()  # a cycle may hold what nobody can use any more
+    used = [name for name, reference in memory.items() if not reference.expired()]
+    if not used:
+        return ()
+    others = f" (and of {len(used) - 1} more)" if len(used) > 1 else ""
+    return (
+        f"a tensor outside of the model uses the memory of parameter {used[0]}{others}: it keeps the first values, and "
+        "RAM. Take state_dict() and views of weights behind offload.initialize, or clone() them",
+    )
 
 
 def _untied(one: _Interval, other: _Interval, parameters: Mapping[int, str]) -> ConfigError:
@@ -102,36 +136,58 @@ def _intervals(model: nn.Module) -> Iterator[_Interval]:
         yield from interval(f"parameter {name}", parameter)
     for name, buffer in model.named_buffers():
         yield from interval(f"buffer {name}", buffer)
+    for name, tensor in _reached(model):
+        yield from interval(name, tensor)
+
+
+def _reached(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors that attributes of modules and parameters reach, each with words for the first attribute.
+
+    What an attribute reaches is in containers, in fields of objects, in what functions and hooks keep, and in modules
+    that are no part of the model.
+    """
     modules = {id(module) for module in model.modules()}
+    waiting: deque[tuple[str, Any, int]] = deque()
     for path, module in model.named_modules():
         computed = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
         for attribute, value in vars(module).items():
             # The hook computes the attribute anew before each forward.
-            if attribute not in _OF_MODULES and attribute not in computed:
-                name = f"attribute {attribute} of {path or 'the model'}"
-                for tensor in _tensors(value, modules, _DEPTH):
-                    yield from interval(name, tensor)
+            if attribute not in _TABLES and attribute not in computed:
+                waiting.append((f"attribute {attribute} of {path or 'the model'}", value, _DEPTH))
     for name, parameter in model.named_parameters():
         for attribute, value in vars(parameter).items():
-            for tensor in _tensors(value, modules, _DEPTH):
-                yield from interval(f"attribute {attribute} of parameter {name}", tensor)
+            waiting.append((f"attribute {attribute} of parameter {name}", value, _DEPTH))
+    seen: dict[int, Any] = {}  # by id, which is no other object's as long as this one lives
+    while waiting:
+        name, value, depth = waiting.popleft()
+        if type(value) in _ATOMS or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if issubclass(type(value), torch.Tensor):  # isinstance would ask a proxy for its __class__
+            yield name, value
+        elif issubclass(type(value), nn.Module):
+            if id(value) not in modules:
+                yield from ((name, tensor) for tensor in (*value.parameters(), *value.buffers()))
+        elif depth:
+            waiting.extend((name, inner, depth - 1) for inner in _referents(value))
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes of every module, which contain no tensors but parameters and buffers."""
+_TABLES = ("_parameters", "_buffers", "_modules")
+"""Attributes of a module whose contents are looked at by themselves."""
+_ATOMS = (bool, int, float, complex, str, bytes, type(None))
+"""Classes whose objects refer to no other. A vocabulary contains many."""
 
 
-def _tensors(value: object, modules: set[int], depth: int) -> Iterator[torch.Tensor]:
-    """Yields the tensors in an attribute: itself, in containers, and in modules that are no part of the model."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, nn.Module):
-        if id(value) not in modules:
-            yield from value.parameters()
-            yield from value.buffers()
-    elif depth and isinstance(value, list | tuple | set | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item, modules, depth - 1)
+def _referents(value: Any) -> Iterable[Any]:
+    """Returns the objects to which an object refers, without those that are the process's: classes, modules, frames."""
+    if isinstance(value, FunctionType):
+        kept = (*(value.__closure__ or ()), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return (*kept, vars(value))
+    if issubclass(type(value), type | ModuleType | FrameType):
+        return ()
+    # Python's collector does not see that an array keeps the tensor whose memory it is.
+    array = getattr(sys.modules.get("numpy"), "ndarray", ())
+    return (value.base,) if isinstance(value, array) else gc.get_referents(value)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from offload.layout.optimizer_states import MATRIX_RULES
 from offload.layout.units import Stack, is_compiled
 from offload.notices import Remark
 from offload.provenance import described as described_code
-from offload.provenance import is_of
+from offload.provenance import is_of, method_of, mixture_of_tokens
 from offload.sizes import count_of
 
 LOOP = "eager"
@@ -82,13 +82,16 @@ def other_implementations(model: nn.Module, stacks: Sequence[Stack]) -> dict[str
 
 
 def _why_not_loop(module: nn.Module, implementation: str) -> str | None:
-    """Returns which code an implementation runs that is not transformers' own, as a clause; None if there is none."""
+    """Returns which code an implementation runs that is not known to give the same in a loop, as a clause, or None."""
     functions = getattr(sys.modules.get("transformers.integrations.moe"), "ALL_EXPERTS_FUNCTIONS", {})
     used = functions.get(implementation)
     if not is_of(used, "transformers"):
         return f'"{implementation}" is {described_code(used)}'
-    own = vars(module).get("forward", type(module).forward)
-    return None if is_of(own, "transformers") else f"their forward is {described_code(own)}"
+    for name, words in (("forward", "forward"), ("_apply_gate", "gate")):
+        if not is_of(own := method_of(module, name), "transformers"):
+            return f"their {words} is {described_code(own)}"
+    # An implementation gives an activation the tokens of all experts, the loop those of one.
+    return mixture_of_tokens(module)
 
 
 def described(stacks: Sequence[Stack], others: Mapping[str, str], experts: str) -> tuple[str, ...]:

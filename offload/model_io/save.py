@@ -1223,6 +1223,17 @@ class PretrainedWriter:
             ranks.by_first(end)
         for notice in notices(source, plan, beyond) if ranks.rank == 0 else ():
             logger.warning("%s: %s", out, notice)
+        if (
+            ranks.rank == 0
+            and wanted.file_name is not None
+            and saved_names(self._module, conversions=False) is not None
+        ):
+            logger.warning(
+                "%s: %s saves entries of its own, or under names of its own: this file has the names of the parameters "
+                "and buffers, and no other entries, as in DeepSpeed's stage 3; save_pretrained writes the class's",
+                out / wanted.file_name,
+                type(self._module).__name__,
+            )
 
     def _write_whole(self, wanted: SaveOptions, out: Path, state: dict[str, Any]) -> None:
         """Lets the model's own code write the weights `state`, which are in memory. Runs on rank 0."""

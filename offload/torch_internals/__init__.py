@@ -21,6 +21,7 @@ from offload.torch_internals.graphs import (
     without_saved_tensor_hooks,
 )
 from offload.torch_internals.modes import (
+    active_modes,
     is_optimized_module,
     outside_of_compiled_code,
     outside_of_modes,
@@ -61,6 +62,7 @@ __all__ = [
     "StorageReference",
     "StorageUsers",
     "TorchDispatchMode",
+    "active_modes",
     "are_of_checkpoint",
     "call_after_backward",
     "checkpointing",

@@ -10,7 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -51,6 +52,11 @@ _interpreter = torch._C._functorch.peek_interpreter_stack
 def under_modes() -> bool:
     """Returns True if a dispatch mode or a transform of torch.func is active on this thread."""
     return _dispatch_modes() > 0 or _interpreter() is not None
+
+
+def active_modes() -> list[Any]:
+    """Returns the modes of torch functions and of dispatch that are active on this thread."""
+    return [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
 
 
 def under_transforms() -> bool:

@@ -45,8 +45,11 @@ def stored_at(file: str, start: int, nbytes: int) -> Any:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Returns a number that all tensors over one storage have, also those on meta, where no storage has an address."""
-    return int(tensor.untyped_storage()._cdata)
+    """Returns a number that all tensors over one storage have, also those on meta, where no storage has an address.
+
+    A sparse tensor has no storage, and a number of its own.
+    """
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
 
 def first_state_dict_hook(module: torch.nn.Module, hook: Any) -> Any:

@@ -18,6 +18,7 @@ import transformers
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 from torch.nn.utils import parametrize, prune
+from torch.overrides import TorchFunctionMode
 from transformers.loss import loss_utils
 
 import offload
@@ -225,6 +226,20 @@ def in_object(model: Any, patch: Any) -> None:
     patch.setattr(model.lm_head, "forward", around(model.lm_head.forward))
 
 
+class Smoothed(TorchFunctionMode):
+    """A mode in which each cross entropy smooths its labels."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        also = {"label_smoothing": 0.25} if function is nn.functional.cross_entropy else {}
+        return function(*args, **{**(kwargs or {}), **also})
+
+
+def in_mode(model: Any, patch: Any) -> None:
+    mode = Smoothed()
+    mode.__enter__()
+    patch.undo_later(mode.__exit__, None, None, None)
+
+
 CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "forward hook of the head": lambda model, _: model.lm_head.register_forward_hook(halved),
     "forward pre-hook of the head": lambda model, _: model.lm_head.register_forward_pre_hook(lambda _, x: (x[0] / 2,)),
@@ -255,6 +270,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     ),
     "cross entropy of transformers": replaced(loss_utils, "fixed_cross_entropy"),
     "cross entropy of torch": replaced(nn.functional, "cross_entropy"),
+    "mode of torch functions": in_mode,
 }
 
 
@@ -307,6 +323,7 @@ LATE = (
     "forward in the head",
     "wrapped loss",
     "cross entropy of torch",
+    "mode of torch functions",
 )
 
 
@@ -324,7 +341,7 @@ def test_a_change_that_comes_later_has_its_effect_and_is_told_once(
     CHANGES[name](model, patches)
     found = [gradients(model, **inputs) for _ in range(2)]
     assert caplog.text.count("the loss is not computed in chunks of tokens: ") == 1
-    if name != "cross entropy of torch":  # which is one for both
+    if name not in ("cross entropy of torch", "mode of torch functions"):  # which are for both
         CHANGES[name](twin, patches)
     expected = gradients(twin, **inputs)
     assert same(found[0], expected) and same(found[1], expected)

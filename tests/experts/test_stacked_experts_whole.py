@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from offload import testing
@@ -53,6 +54,34 @@ def test_an_implementation_of_the_users_is_not_replaced(tmp_path: Path, monkeypa
         assert any('"halved" is halved' in notice for notice in engine.notices) is whole
         engine.destroy(remove=True)
     assert losses[0] != losses[1]
+
+
+class Centred(nn.Module):
+    """An activation that reads all its tokens at once: those of one expert in a loop, of all experts without one."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(hidden - hidden.mean(0, keepdim=True))
+
+
+@pytest.mark.parametrize("change", ["activation", "gate", "hook"])
+def test_what_mixes_the_tokens_of_experts_is_not_put_into_a_loop(change: str, tmp_path: Path) -> None:
+    model = seeded(mixtral)
+    model.set_experts_implementation("grouped_mm")
+    stacks = stacks_of(model).values()
+    before = models.language_loss(model, 0, 0).item()
+    for stack in stacks:
+        if change == "activation":
+            stack.act_fn = Centred()
+        elif change == "gate":
+            stack._apply_gate = lambda hidden: Centred()(hidden.chunk(2, -1)[0])
+        else:
+            stack.act_fn.register_forward_hook(lambda _, args, output: output - output.mean(0))
+    plain = models.language_loss(model, 0, 0).item()
+    assert plain != pytest.approx(before, rel=1e-6)
+    engine = start(Job(lambda: model, models.language_loss), DISK, tmp_path)
+    assert models.language_loss(engine, 0, 0).item() == pytest.approx(plain, rel=1e-6)
+    assert any("which a loop over the experts may not replace" in notice for notice in engine.notices)
+    engine.destroy(remove=True)
 
 
 @pytest.mark.parametrize("rule", ["LAMB", "Muon"])

@@ -193,6 +193,21 @@ def test_values_that_are_no_tensor_are_told(caplog: pytest.LogCaptureFixture, tm
     engine.destroy(remove=True)
 
 
+@pytest.mark.parametrize("model", [llama, lambda: llama(tied=True), split, extended])
+def test_deepspeeds_file_has_parameters_and_a_line_tells_where_the_class_has_others(
+    model: Callable[[], Any], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    engine = start(Job(model, loss), DISK, tmp_path)
+    engine.save_16bit_model(tmp_path / "one")
+    entries = engine.state_dict().keys()
+    written = safetensors.torch.load_file(tmp_path / "one" / "model.safetensors").keys()
+    parameters = {name for name, _ in engine.module.named_parameters()}
+    engine.destroy(remove=True)
+    assert written == parameters
+    told = "saves entries of its own, or under names of its own" in caplog.text
+    assert told == (not parameters <= entries)
+
+
 def test_a_model_of_no_library_is_saved_by_its_hooks_too(tmp_path: Path) -> None:
     """Tied weights are one tensor in a folder, and the further name is in its metadata, as safetensors has it."""
 

@@ -205,6 +205,33 @@ class Filter(nn.Module):
         return self.head(torch.fft.irfft(torch.fft.rfft(samples) * self.weight, n=16))
 
 
+class Neighbours(nn.Module):
+    """Averages over the neighbours in a graph, which a sparse buffer holds."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("neighbours", torch.eye(6)[[1, 2, 3, 4, 5, 0]].to_sparse(), persistent=persistent)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(self.neighbours, rows)
+
+
+def graph(persistent: bool) -> nn.Module:
+    return nn.Sequential(Neighbours(persistent), nn.Linear(5, 5))
+
+
+def test_a_sparse_buffer_that_no_file_holds_is_as_in_pytorch(tmp_path: Path) -> None:
+    model = graph(persistent=False)
+    rows = torch.randn(6, 5)
+    expected = model(rows)
+    engine = offload.initialize(
+        model, optimizer=torch.optim.SGD(model.parameters()), states="nvme", path=tmp_path
+    ).engine
+    assert torch.equal(engine(rows), expected)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.destroy()
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
@@ -218,8 +245,12 @@ class Filter(nn.Module):
             lambda: nn.Sequential(nn.Linear(4, 4), nn.Embedding(8, 4, max_norm=1.5)),
             "^1 is an embedding with max_norm=1.5, which changes its weight .* set max_norm to None",
         ),
+        (
+            lambda: graph(persistent=True),
+            "buffer 0.neighbours is sparse, and files hold dense tensors",
+        ),
     ],
-    ids=["complex", "frozen", "lazy", "max_norm"],
+    ids=["complex", "frozen", "lazy", "max_norm", "sparse"],
 )
 @pytest.mark.works(
     "Modules", "complex parameters, those of a lazy module that has not run, embeddings with `max_norm`", "refused"

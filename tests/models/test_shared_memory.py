@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +64,36 @@ def a_hidden_module(model: Pair) -> None:
     model.others = (hidden,)  # type: ignore[assignment]
 
 
+class Lookup:
+    """An object of a script's."""
+
+    __slots__ = ("rows",)
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+
+def an_object(model: Pair) -> None:
+    model.second.lookup = [Lookup({"third": model.second.weight.detach()[3]})]  # type: ignore[assignment]
+
+
+def a_default(model: Pair) -> None:
+    model.product = lambda rows, weight=model.first.weight.data: rows @ weight  # type: ignore[assignment]
+
+
+def a_partial(model: Pair) -> None:
+    model.product = functools.partial(torch.matmul, other=model.first.weight.data)  # type: ignore[assignment]
+
+
+def a_hook(model: Pair) -> None:
+    weight = model.second.weight.data
+    model.first.register_forward_hook(lambda module, args, output: output + args[0] @ weight)
+
+
+def an_array(model: Pair) -> None:
+    model.table = {"values": model.first.weight.detach().numpy()[2:, 1]}  # type: ignore[assignment]
+
+
 def the_parameter(model: Pair) -> None:
     model.register_buffer("same", model.first.weight)
 
@@ -80,6 +112,11 @@ def of_itself(model: Pair) -> None:
         (other_bytes, r"buffer bits lies in the memory of parameter second\.weight"),
         (an_attribute, r"attribute lookup of second lies in the memory of parameter second\.weight"),
         (a_hidden_module, r"attribute others of the model lies in the memory of parameter first\.weight"),
+        (an_object, r"attribute lookup of second lies in the memory of parameter second\.weight"),
+        (a_default, r"attribute product of the model lies in the memory of parameter first\.weight"),
+        (a_partial, r"attribute product of the model lies in the memory of parameter first\.weight"),
+        (a_hook, r"attribute _forward_hooks of first lies in the memory of parameter second\.weight"),
+        (an_array, r"attribute table of the model lies in the memory of parameter first\.weight"),
         (the_parameter, r"buffer same is the parameter first\.weight itself"),
         (of_itself, r"elements of parameter first\.weight share memory"),
     ],
@@ -91,6 +128,23 @@ def test_what_an_update_would_cut_apart_is_refused(share: Callable[[Pair], None]
         start(Job(lambda: model, loss), DISK, tmp_path)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("follows", ["parameter", "clone", "state dict", "array"])
+def test_a_line_tells_of_what_a_script_has_over_weights(follows: str, tmp_path: Path) -> None:
+    model = Pair(lambda _: None)
+    taken = {
+        "parameter": lambda: [*model.parameters()],
+        "clone": lambda: model.first.weight.detach().clone(),
+        "state dict": model.state_dict,
+        "array": lambda: model.first.weight.detach().numpy(),
+    }[follows]()
+    engine = start(Job(lambda: model, loss), DISK, tmp_path)
+    told = [
+        notice for notice in engine.notices if "a tensor outside of the model uses the memory of parameter" in notice
+    ]
+    assert len(told) == (follows in ("state dict", "array")) and taken is not None
+    engine.destroy(remove=True)
 
 
 def columns_of_one(model: Pair) -> None:
