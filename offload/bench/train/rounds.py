@@ -14,6 +14,7 @@ from offload.bench.child_process import run_child
 from offload.bench.drive import Rates, drive_rates, median_rates
 from offload.bench.train.plan import Contender, Job, Plan, reason_to_skip
 from offload.bench.train.trainer import model_of
+from offload.launch.commands import module_command
 from offload.sizes import MIB
 
 _PROBE_BYTES = 256 * MIB
@@ -95,7 +96,7 @@ def _turn(plan: Plan, contender: Contender, folder: Path) -> dict[str, Any]:
         dtype=plan.dtype,
         steps=plan.steps,
     )
-    command = [sys.executable, "-m", "offload.bench.train", json.dumps(job._asdict()), str(written)]
+    command = [*module_command(sys.executable, "offload.bench.train"), json.dumps(job._asdict()), str(written)]
     threads = str(plan.threads)
     try:
         result = run_child(
