@@ -6,7 +6,6 @@ transformers is an extra, imported only when a model is built.
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 import shlex
@@ -17,6 +16,16 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.notices import shell_command
+from offload.records import parse
+from offload.sizes import MIB
+
+_MOST_OF_CONFIG, _MOST_LAYERS = 16 * MIB, 100_000
+"""Bytes of a config.json at most, and what it may say at most of layers and experts: a model is built for days of more.
+"""
+_COUNTED = re.compile(r".*(layers|experts)|n_layer")
+"""Names of numbers of layers and experts in configs of transformers."""
+_CODE = re.compile(r".*(attn|experts)_implementation")
+"""Names of settings whose value may be a repository on the hub, from which transformers takes code and runs it."""
 
 LLAMA = "LlamaConfig"
 """Class of the config of a Llama."""
@@ -122,11 +131,55 @@ def check_name(name: str) -> None:
         )
 
 
-def check_folder(folder: Path) -> None:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Returns the content of a model folder's config.json, which may be anybody's.
+
+    Args:
+        folder: contains the file.
+
+    Raises:
+        ConfigError: it cannot be read, names code of the hub, or has more layers than any model.
+    """
+    path = folder / "config.json"
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_OF_CONFIG + 1)
+        if len(data) > _MOST_OF_CONFIG:
+            raise ValueError(f"it has more than {_MOST_OF_CONFIG // MIB} MiB")
+        content = parse(data)
+        if not isinstance(content, dict):
+            raise ValueError("it is no object of JSON")
+        if content.get("quantization_config") is not None and not isinstance(content["quantization_config"], dict):
+            raise ValueError('its "quantization_config" is no object')
+        _check_values(content)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path} ({error}), so {folder} is not a model folder") from error
+    return content
+
+
+def _check_values(content: Any) -> None:
+    """Raises `ValueError` for values that would run code, or take days, at any depth of a config."""
+    for key, value in content.items() if isinstance(content, dict) else ():
+        inner = [*value.values()] if isinstance(value, dict) else [value]
+        if _CODE.fullmatch(key) and (named := [each for each in inner if "/" in str(each)]):
+            raise ValueError(
+                f'its "{key}" is {named[0]!r:.99}, which transformers would fetch from the hub, and run: remove that '
+                "line; a script that means it gives attn_implementation to load_pretrained"
+            )
+        if _COUNTED.fullmatch(key) and type(value) is int and value > _MOST_LAYERS:
+            raise ValueError(f'its "{key}" is {value!s:.99}, expected at most {_MOST_LAYERS}')
+        for each in value if isinstance(value, list) else [value]:
+            _check_values(each)
+
+
+def check_folder(folder: Path) -> dict[str, Any]:
     """Checks that a folder contains a model that the installed transformers supports.
 
     Args:
         folder: a folder written by `save_pretrained`.
+
+    Returns:
+        The content of its config.json.
 
     Raises:
         ConfigError: config.json is missing or unreadable, or its model type is unknown.
@@ -144,11 +197,8 @@ def check_folder(folder: Path) -> None:
         )
     if not path.is_file():
         raise ConfigError(f"{folder} contains no config.json, so it is not a model folder")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read {path} ({error}), so {folder} is not a model folder") from error
-    kind = content.get("model_type") if isinstance(content, dict) else None
+    content = read_config(folder)
+    kind = content.get("model_type")
     if not isinstance(kind, str) or not kind:
         raise ConfigError(
             f'{path} contains no "model_type", the name of the model\'s family; give a folder that save_pretrained of '
@@ -162,6 +212,7 @@ def check_folder(folder: Path) -> None:
             f'the "model_type" of {folder} is {kind!r}, which transformers {transformers.__version__} does not know; '
             f"run: pip install -U transformers. Code in the folder itself is never run"
         )
+    return content
 
 
 def _merging(folder: str) -> str:

@@ -8,7 +8,6 @@ Nothing is written, unless the config asks for swap files. A process may be kill
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections import Counter
@@ -40,6 +39,7 @@ from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.model_io.folder import CONFIG, FileBytes, Run, Stored, stored_tensors
 from offload.model_io.load import Converted, load_pretrained
 from offload.notices import Remark, announce
+from offload.presets import read_config
 from offload.sizes import count_of, format_size
 from offload.states import State, Tier
 from offload.swapper.memory.device import compute_device, open_device
@@ -466,10 +466,8 @@ def _architecture(folder: Path) -> Any:
             f"{folder} contains no config.json, which names the model: build a module inside of offload.init, give it "
             "and the file to offload.load_pretrained, and the module to inference"
         )
-    try:
-        names = json.loads(path.read_text(encoding="utf-8")).get("architectures") or []
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"cannot read {path} ({error}), so {folder} is not a model folder") from error
+    found = read_config(folder).get("architectures") or []
+    names = found if isinstance(found, list) else [found]
     import transformers
 
     found = next((getattr(transformers, name, None) for name in names if isinstance(name, str)), None)

@@ -35,7 +35,7 @@ from typing import IO, Any, NamedTuple, Protocol
 
 from offload.config import Config
 from offload.errors import ConfigError
-from offload.fileio import atomic_write
+from offload.fileio import atomic_write, open_inner
 from offload.fileio.jsonl import check_log, cut_log, hold_log, json_line
 from offload.notices import Headline, announce, show
 from offload.sizes import format_size
@@ -175,7 +175,7 @@ class CsvFiles:
         for event, value in events(record).items():
             path, header = self._folder / f"{event.replace('/', '_')}.csv", ("step", event.rpartition("/")[2])
             # Opened for each record, so that a kill loses at most one line.
-            with path.open("a", newline="", encoding="utf-8") as file:
+            with open(path, "a", newline="", encoding="utf-8", opener=_open_csv) as file:
                 lines = csv.writer(file)
                 if file.tell() == 0:
                     lines.writerow(header)
@@ -191,7 +191,7 @@ def cut(path: Path, samples: int) -> None:
     If no line would remain, the file is renamed to `.csv.old` instead, since an earlier run of this name may have
     written it. An older `.csv.old` is replaced.
     """
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+    with open(path, newline="", encoding="utf-8", errors="replace", opener=_open_csv) as file:
         header, *lines = file.read().split("\n")  # the last is empty, or an incomplete line after a kill
     name = header.rstrip("\r").partition(",")
     if name[0] != "step" or not path.stem.endswith(name[2]):
@@ -205,6 +205,11 @@ def cut(path: Path, samples: int) -> None:
         os.replace(path, path.with_name(f"{path.name}.old"))
         return
     atomic_write(path, "".join(f"{text}\n" for text in (header, *kept)))
+
+
+def _open_csv(path: str, flags: int) -> int:
+    """Opens a file in the folder of a job, neither of which may be a link: their names are anybody's to guess."""
+    return open_inner(Path(path), 2, flags, 0o666)
 
 
 def _samples_of(text: str) -> float:

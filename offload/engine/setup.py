@@ -950,6 +950,7 @@ def _progress(plan: Plan, store: Store, model: nn.Module, optimizer: Optimizer) 
     if at is None:
         return None
     progress = Snapshot.unpack(store.open(at))
+    progress.check_fits(plan.layouts)
     check_fits(progress, model, optimizer)
     return progress
 

@@ -20,16 +20,30 @@ from offload.engine.saved_state import NO_ENTRIES, Entries
 from offload.errors import ConfigError, StoreError, UsageError
 from offload.fileio.plain_json import mark_floats, to_plain, unmark_floats
 from offload.layout.flat_layout import UnitLayout
-from offload.records import anything, fields, maybe, parse, rows, table, text, whole
+from offload.records import MOST, anything, expected, fields, maybe, parse, rows, table, text, whole
 
 DECOUPLED = "decoupled weight decay"
 """Name of the setting of each group that tells AdamW from Adam."""
+SIZES_OF_BATCH = ("micro-batch size", "accumulation")
+"""Names of the settings whose product is the samples of a step of one rank."""
+SAMPLES_OF_STEP = "samples of a step"
+"""Name of the setting that counts the samples of a step over all ranks."""
 _FACTS = "facts"
 _BUFFER = "buffer."
 _ENTRY = "entry."
 _ENTRIES = "entries"
 _RNG = "rng."
-_OF_A_GROUP = rows(table(anything))
+
+
+def _check_value(value: Any, name: str) -> None:
+    """Accepts what an optimizer's group counts with: a number, a truth value, None, or a list of them."""
+    for each in value if isinstance(value, list) else [value]:
+        if not (each is None or isinstance(each, float) or (isinstance(each, int) and abs(each) <= MOST)):
+            raise expected("a number, or a list of numbers", name, value)
+
+
+_OF_A_GROUP = rows(table(_check_value))
+_INTEGER = whole(-MOST)
 _FACTS_OF_STEP = fields(
     {
         "global_steps": whole(),
@@ -38,15 +52,17 @@ _FACTS_OF_STEP = fields(
         "global_samples": whole(),
         "parameter_steps": rows(rows(whole())),
         "scheduler": anything,
-        "loss_scale": maybe(table(anything)),
+        "loss_scale": maybe(
+            fields({"scale": _check_value, "steps": whole(), "overflowed_at": _INTEGER, "patience": _INTEGER})
+        ),
         "client_state": fields({}),
         "registered": rows(fields({"type": text(), "state": anything})),
         "data": maybe(fields({"epoch": whole(), "batch": whole(), "samples": whole(), "samples_of_a_batch": whole(1)})),
         "groups": _OF_A_GROUP,
         "configured": _OF_A_GROUP,
-        "settings": table(anything),
+        "settings": fields({}, dict.fromkeys((*SIZES_OF_BATCH, SAMPLES_OF_STEP), whole(1))),
     },
-    {"members": rows(rows(text())), "options": rows(table(anything))},
+    {"members": rows(rows(text())), "options": rows(table(rows(anything, 1, 2)))},
 )
 """What the facts must be, whoever has written them; a checksum does not tell."""
 _ADVICE = (
@@ -99,6 +115,8 @@ class Snapshot(NamedTuple):
             table(anything)(entries, _ENTRIES)
             facts = unmark_floats(packed)
             _FACTS_OF_STEP(facts, "")
+            if len({len(facts[name]) for name in ("groups", "configured", "members") if name in facts}) > 1:
+                raise ValueError("they have groups, configured and members of different numbers of groups")
         except (TypeError, ValueError, RecursionError) as error:
             raise StoreError(f"the facts on a step are damaged, or made up: {error}") from error
         generators = {name.removeprefix(_RNG): t for name, t in tensors.items() if name.startswith(_RNG)}

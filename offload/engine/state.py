@@ -24,6 +24,8 @@ from offload.engine.optimizer import GroupOptions, Optimizer, merge_values
 from offload.engine.saved_state import ModuleEntries
 from offload.engine.snapshot import (
     DECOUPLED,
+    SAMPLES_OF_STEP,
+    SIZES_OF_BATCH,
     Snapshot,
     is_held,
     persistent_buffers,
@@ -32,7 +34,7 @@ from offload.engine.snapshot import (
     write_buffers,
     write_generators,
 )
-from offload.errors import StoreError, UsageError
+from offload.errors import OffloadError, StoreError, UsageError
 from offload.fileio.plain_json import from_plain, to_plain
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import DeviceNeed
@@ -295,9 +297,6 @@ class LossScaler:
 _LABELS = {"lr": "learning rates", "weight_decay": "weight decay"}
 _OF_SCHEDULE = "the schedule's "
 """Prefix of the names of settings that are parameters of the schedule."""
-_OF_BATCH = ("micro-batch size", "accumulation")
-_TOTAL = "samples of a step"
-"""Name of the samples of a step over all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,7 +369,7 @@ def named_settings(
         "seed": settings.seed,
         "micro-batch size": settings.micro_batch_size,
         "accumulation": settings.accumulation,
-        _TOTAL: settings.total_batch_size,
+        SAMPLES_OF_STEP: settings.total_batch_size,
         "gradient clipping": settings.clip,
         "autocast": config.torch_autocast.dtype if config.torch_autocast.enabled else "off",
         "dtype of sums of gradients": config.data_types.grad_accum_dtype or "auto",
@@ -421,9 +420,9 @@ class Differences:
         self._scheduled = scheduled
         # torch's schedules store the first rate of a group there. Only the loop knows if it restores such a schedule.
         self._by_loop = not scheduled and now.get("schedule") is None and any("initial_lr" in each for each in groups)
-        self._samples = [math.prod(each.get(name, 1) for name in _OF_BATCH) for each in ({**now, **then}, now)]
+        self._samples = [math.prod(each.get(name, 1) for name in SIZES_OF_BATCH) for each in ({**now, **then}, now)]
         # Checkpoints of earlier versions, and of other programs, do not say the total.
-        self._has_total = _TOTAL in then and _TOTAL in now
+        self._has_total = SAMPLES_OF_STEP in then and SAMPLES_OF_STEP in now
         self._then, self._now = then, now
 
     def __bool__(self) -> bool:
@@ -442,15 +441,18 @@ class Differences:
     @property
     def _divides_otherwise(self) -> bool:
         """True if a step has as many samples as it had, and nothing has changed but how micro-batches divide them."""
-        counts = {name for name in self.changed if not self._remark(name)} <= set(_OF_BATCH)
-        return counts and self._has_total and _TOTAL not in self.changed
+        counts = {name for name in self.changed if not self._remark(name)} <= set(SIZES_OF_BATCH)
+        return counts and self._has_total and SAMPLES_OF_STEP not in self.changed
 
     @property
     def _ranks(self) -> str:
         """How many ranks the former values need, in words, where they are not those of now."""
-        if not self._has_total or not all(name in each for name in _OF_BATCH for each in (self._then, self._now)):
+        if not self._has_total or not all(name in each for name in SIZES_OF_BATCH for each in (self._then, self._now)):
             return ""
-        then, now = (each[_TOTAL] // math.prod(each[name] for name in _OF_BATCH) for each in (self._then, self._now))
+        then, now = (
+            each[SAMPLES_OF_STEP] // math.prod(each[name] for name in SIZES_OF_BATCH)
+            for each in (self._then, self._now)
+        )
         return "" if then == now else f", on {count_of(then, 'rank')}"
 
     def consequences(self) -> str:
@@ -474,9 +476,9 @@ class Differences:
             )
         elif self._divides_otherwise:
             found.append(
-                f"a step has {self._now[_TOTAL]} samples as before, in other micro-batches: where each sample weighs "
-                "as much as any other, and without dropout, losses and weights differ by rounding alone from those "
-                "that the run would have had"
+                f"a step has {self._now[SAMPLES_OF_STEP]} samples as before, in other micro-batches: where each sample "
+                "weighs as much as any other, and without dropout, losses and weights differ by rounding alone from "
+                "those that the run would have had"
             )
         else:
             but = " but for the learning rates" if any(self._remark(name) for name in self.changed) else ""
@@ -679,7 +681,16 @@ class TrainingState:
     def _restore_schedule(self, saved: Mapping[str, Any] | None) -> list[str]:
         """Restores the state of the same schedule, None if it was not saved; returns notices for the user."""
         if saved is not None and is_held(self.lr_scheduler):
-            self.lr_scheduler.load_state_dict(from_plain(saved))
+            state = from_plain(saved)
+            try:
+                self.lr_scheduler.load_state_dict(state)
+            except OffloadError:
+                raise
+            except Exception as error:  # code of torch or of the user, with values that may be made up
+                raise StoreError(
+                    f"the schedule {type(self.lr_scheduler).__name__} does not take its saved state "
+                    f"({type(error).__name__}: {error}): give the schedule of the run, or another checkpoint"
+                ) from error
         elif self.lr_scheduler is not None and self.global_steps:
             return [
                 f"the schedule {type(self.lr_scheduler).__name__} keeps the state that this script created, at step "

@@ -13,6 +13,7 @@ from offload.fileio.atomic_write import (
 from offload.fileio.cache_file import cache_file, cache_folder, own_cache_folder, read_cache, write_cache
 from offload.fileio.inner_files import (
     check_ours,
+    foreign_owner,
     inner_folder,
     inner_name,
     inner_opener,
@@ -29,6 +30,7 @@ __all__ = [
     "cache_file",
     "cache_folder",
     "check_ours",
+    "foreign_owner",
     "holder_of",
     "inner_folder",
     "inner_name",

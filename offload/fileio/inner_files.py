@@ -233,6 +233,24 @@ def check_ours(path: Path, descriptor: int, owner: int = 0) -> None:
             )
 
 
+def foreign_owner(folder: Path) -> str | None:
+    """Returns the name of the other user to whom a folder belongs, or a link in its place; None if it is this user's.
+
+    A folder of root, and none at all, belong to nobody else either.
+    """
+    try:
+        owners = {os.lstat(folder).st_uid, os.stat(folder).st_uid} - {os.geteuid(), 0}
+        here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if owners else None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if here is None:
+        return None
+    try:
+        return next((owner_name(owner) for owner in sorted(owners) if owner != _owner_of_new(here)), None)
+    finally:
+        os.close(here)
+
+
 def _owner_of_new(folder: int) -> int | None:
     """Returns the user to whom a new file in a folder belongs; None if there cannot be one.
 

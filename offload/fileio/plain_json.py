@@ -117,14 +117,15 @@ def from_plain(
         StoreError: If `to_plain` makes no such value, as one from a file of somebody else may be.
     """
     try:
-        return _decode(value, tensors, device)
+        # Each is taken once: a short text could ask for any number of copies of a large tensor.
+        return _decode(value, dict(tensors), device)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise StoreError(
             f"a saved state is damaged, or made up: {type(error).__name__}: {error}; go back to another checkpoint"
         ) from error
 
 
-def _decode(value: Any, tensors: Mapping[str, torch.Tensor], device: torch.device | None) -> Any:
+def _decode(value: Any, tensors: dict[str, torch.Tensor], device: torch.device | None) -> Any:
     """Returns what `from_plain` does; raises almost any error for other values."""
 
     def inner(item: Any) -> Any:
@@ -136,10 +137,10 @@ def _decode(value: Any, tensors: Mapping[str, torch.Tensor], device: torch.devic
     if isinstance(value, dict) and f"{_MARK}tensor" in value:
         return _as_tensor(*value[f"{_MARK}tensor"])
     if isinstance(value, dict) and f"{_MARK}bytes" in value:
-        return bytes(tensors[str(value[f"{_MARK}bytes"])].numpy())
+        return bytes(tensors.pop(str(value[f"{_MARK}bytes"])).numpy())
     if isinstance(value, dict) and f"{_MARK}outside" in value:
         number, dtype, shape, kind = value[f"{_MARK}outside"]
-        whole = tensors[str(number)].clone().view(getattr(torch, dtype)).view(shape)
+        whole = tensors.pop(str(number)).clone().view(getattr(torch, dtype)).view(shape)
         return whole if device is None or kind == "cpu" else whole.to(device)
     return _unmarked(value, inner)
 

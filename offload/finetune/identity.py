@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
+from offload.fileio.inner_files import open_regular
+
 _LOSSES = {True: "in chunks", False: "from all logits"}
 _SAMPLE = 1 << 16
 _SAMPLES = 4
@@ -52,7 +54,7 @@ def weights_of(folder: Path | None) -> str:
     for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
         nbytes = path.stat().st_size
         crc = zlib.crc32(f"{path.name} {nbytes}".encode(), crc)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for sample in range(_SAMPLES):
                 file.seek(sample * max(nbytes - _SAMPLE, 0) // (_SAMPLES - 1))
                 crc = zlib.crc32(file.read(_SAMPLE), crc)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from offload.presets import (
     check_positions,
     error_message,
     quantized_bits,
+    read_config,
     require_transformers,
 )
 from offload.sizes import count_of
@@ -57,8 +57,8 @@ def find_folder(name: str, adapters: bool = False) -> Path | None:
         return None
     if name in PRESETS:
         return None
-    check_folder(path)
-    if not adapters and quantized_bits(json.loads((path / "config.json").read_text())) is not None:
+    content = check_folder(path)
+    if not adapters and quantized_bits(content) is not None:
         raise ConfigError(
             f"the weights of {path} are quantized, and quantized weights do not train; train adapters on them, such as "
             "--lora r=16,targets=all-linear, or give the model before quantization"
@@ -184,7 +184,7 @@ def allows_chunks(name: str) -> bool:
 
 def keeps_documents_apart(folder: Path | None) -> bool:
     """Returns True if the model masks documents of one row from each other, by positions; true for all presets."""
-    return folder is None or json.loads((folder / "config.json").read_text()).get("model_type") in APART
+    return folder is None or read_config(folder).get("model_type") in APART
 
 
 def decay_groups(parameters: Iterable[Any], weight_decay: float) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -10,9 +9,12 @@ from typing import NamedTuple
 
 from offload.config import Config
 from offload.errors import ConfigError, StoreError
+from offload.fileio import foreign_owner, read_inner
 from offload.finetune.identity import Identity, differences, is_identity
 from offload.finetune.options import Options
 from offload.presets import PRESETS
+from offload.records import parse
+from offload.sizes import MIB
 from offload.swapper.store import run_status
 from offload.swapper.store.folder import FINISHED
 
@@ -34,6 +36,9 @@ def output_of(options: Options, run: str) -> tuple[Path | None, str]:
     Args:
         options: the options of the command.
         run: name of the run.
+
+    Raises:
+        ConfigError: that folder is another user's.
     """
     none = "the trained model is not saved"
     if options.output is not None:
@@ -45,7 +50,13 @@ def output_of(options: Options, run: str) -> tuple[Path | None, str]:
             return None, f"{none}; --keep keeps it in the swap files, of which `offload export` makes a folder"
         if options.model in PRESETS and not (options.data or options.text):
             return None, f"{none}: this is a demonstration; --output FOLDER saves it"
-    return Path(f"{run}-output"), f"the trained model will be in ./{run}-output (--output names another folder)"
+    folder = Path(f"{run}-output")
+    if owner := foreign_owner(folder):
+        raise ConfigError(
+            f"the trained model would be in ./{folder}, which is of {owner}, who could change it at any time; name a "
+            "folder with --output"
+        )
+    return folder, f"the trained model will be in ./{run}-output (--output names another folder)"
 
 
 def check_output(folder: Path | None, may_be_there: bool) -> None:
@@ -88,8 +99,8 @@ def has_mark(folder: Path | None) -> bool:
 def is_marked(folder: Path | None, mine: Identity) -> bool:
     """Returns True if the folder contains the mark of this job; False for None."""
     try:
-        before = {} if folder is None else json.loads((folder / MARK).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        before = {} if folder is None else parse(read_inner(folder / MARK, 1, MIB))
+    except (OSError, ValueError):
         return False
     return is_identity(before) and bool(before) and not [*differences(mine, before)]
 

@@ -17,6 +17,12 @@ _DEVICES = "CUDA_VISIBLE_DEVICES"
 _OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Has torchrun give each start of the ranks a store of its own, without the addresses of ranks that were killed."""
 
+_MODULE = (
+    "import sys; sys.path[:] = filter(None, sys.path); import runpy; "
+    'runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)'
+)
+"""What `-m` does, without the working folder on the path, which others may write: their modules would run first."""
+
 _SETTINGS = (_DEVICES, "PYTHONPATH", *_OWN_STORE)
 """Variables that contain no secret: they may be read in a command. All others go where only their owner reads them."""
 
@@ -248,6 +254,16 @@ def _by_srun(options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str
 # -- torchrun -----------------------------------------------------------------------------------------
 
 
+def module_command(python: str, module: str) -> list[str]:
+    """Returns the command that runs a module of this library, wherever the working folder is.
+
+    Args:
+        python: The interpreter.
+        module: Its name; it is run as by `python -m`.
+    """
+    return [python, "-c", _MODULE, module]
+
+
 def _torchrun_of(
     options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], node: int, machine: Machine
 ) -> tuple[str, ...]:
@@ -259,7 +275,8 @@ def _torchrun_of(
 def _torchrun(options: LaunchOptions, host: Host, machine: Machine) -> list[str]:
     """Returns the beginning of each torchrun."""
     logs = [] if options.rank_logs is None else ["--log-dir", options.rank_logs, "--redirects", "3"]
-    return [machine.python, "-m", "offload.launch.torchrun", "--nproc-per-node", str(len(host.slots)), *logs]
+    start = module_command(machine.python, "offload.launch.torchrun")
+    return [*start, "--nproc-per-node", str(len(host.slots)), *logs]
 
 
 def _restarts(options: LaunchOptions) -> list[str]:

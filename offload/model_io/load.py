@@ -35,6 +35,7 @@ from offload.engine.snapshot import persistent_buffers
 from offload.errors import ConfigError, OffloadError, StoreError, UsageError
 from offload.layout.modes import DTYPES
 from offload.model_io.folder import CONFIG, GENERATION, Run, Stored, build_layers, stored_tensors
+from offload.presets import read_config
 from offload.sizes import count_of
 
 # -- from pretrained -----------------------------------------------------------------------------------
@@ -542,6 +543,8 @@ def _build(model_class: Any, folder: Path, config: Any, theirs: Any, kwargs: dic
     try:
         unused = kwargs
         if not isinstance(theirs, PretrainedConfig):  # a folder or a name, as from_pretrained takes it
+            if (named := Path(theirs or folder)).is_dir():
+                read_config(named)  # refuses what it should not say
             theirs, unused = AutoConfig.from_pretrained(theirs or folder, return_unused_kwargs=True, **kwargs)
         _check_type(model_class, theirs, folder)
         # As from_pretrained sets it.
@@ -555,7 +558,7 @@ def _build(model_class: Any, folder: Path, config: Any, theirs: Any, kwargs: dic
     # Errors of this library carry their own advice and are not wrapped below.
     except OffloadError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except Exception as error:  # code of transformers, with the values of a file that may be anybody's
         name = getattr(model_class, "__name__", model_class)
         raise ConfigError(f"{name} cannot be built from {folder / CONFIG}: {error}") from error
     built: nn.Module = model.eval()

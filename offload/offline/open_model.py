@@ -14,7 +14,7 @@ from torch import nn
 
 from offload.config import read_json
 from offload.engine.inference import InferenceEngine, inference, read_model
-from offload.errors import BudgetError, ConfigError, NumericsError, UsageError
+from offload.errors import BudgetError, ConfigError, NumericsError, OffloadError, UsageError
 from offload.finetune.corpus.packing import Document
 from offload.finetune.model import read_tokenizer
 from offload.losses import chunk_loss_of
@@ -247,9 +247,9 @@ def open_model(
     tokenizer = read_tokenizer(folder)
     try:
         model = read_model(folder, None, {"trust_remote_code": False})
-    except (ConfigError, UsageError):
+    except OffloadError:
         raise
-    except ValueError as error:
+    except Exception as error:  # code of transformers, with the values of a file that may be anybody's
         raise ConfigError(f"cannot build the model of {folder}: {error_message(error)}") from error
     # By its name, as transformers has no other mark of what a head is for.
     rewards = type(model).__name__.endswith("ForSequenceClassification")

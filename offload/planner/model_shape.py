@@ -744,13 +744,13 @@ def config_of(name: str, layers: int | None = None) -> Any:
     transformers = require_transformers()
     try:
         config = _config(transformers, name)
+        text = config.get_text_config()
+        # A key-value cache would count as saved bytes, and training has none.
+        text.use_cache = False
     except Exception as error:  # transformers may raise any error for a foreign or damaged file
         raise ConfigError(
             f"cannot read the config of {name} ({type(error).__name__}: {error_message(error)})"
         ) from error
-    text = config.get_text_config()
-    # A key-value cache would count as saved bytes, and training has none.
-    text.use_cache = False
     if layers is not None:
         try:
             _cut(text, layers)

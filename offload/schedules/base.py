@@ -11,6 +11,7 @@ import torch
 from offload.config import check_order
 from offload.config.blocks import ScheduleParams
 from offload.errors import ConfigError, UsageError
+from offload.records import MOST
 from offload.sizes import count_of
 
 
@@ -30,6 +31,11 @@ def set_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
                 present.fill_(value)
         else:
             group[key] = value
+
+
+def _are_numbers(values: Any) -> bool:
+    """Returns True for a list or a tuple of numbers."""
+    return isinstance(values, list | tuple) and all(isinstance(each, int | float) for each in values)
 
 
 class Schedule(abc.ABC):
@@ -131,18 +137,25 @@ class Schedule(abc.ABC):
             state: the result of `state_dict`, or a state of DeepSpeed, which holds only the iteration.
 
         Raises:
-            UsageError: if the state has learning rates for another number of groups. Nothing changes.
+            UsageError: if the state is none, or has learning rates for another number of groups. Nothing changes.
             ConfigError: if a value of the next step is invalid. Nothing changes.
         """
+        known = state if isinstance(state, Mapping) else {}
         # A resumed run scales the learning rates that were saved, not those of the script.
-        rates = list(state.get("base_lrs", self.base_lrs))
+        position, rates = known.get("last_batch_iteration"), known.get("base_lrs", self.base_lrs)
+        if not isinstance(position, int) or abs(position) > MOST or not _are_numbers(rates):
+            raise UsageError(
+                f"the state of {type(self).__name__} has the last_batch_iteration {position!r:.99} and the base_lrs "
+                f"{rates!r:.99}, expected a whole number and a list of numbers, as state_dict() returns them"
+            )
+        rates = list(rates)
         if len(rates) != len(self.base_lrs):
             raise UsageError(
                 f"the state of {type(self).__name__} has {count_of(len(rates), 'learning rate')}, and the optimizer "
                 f"{count_of(len(self.base_lrs), 'group')} of parameters; add the groups of that run first"
             )
         before = self.last_batch_iteration, self.base_lrs
-        self.last_batch_iteration, self.base_lrs = state["last_batch_iteration"], rates
+        self.last_batch_iteration, self.base_lrs = position, rates
         try:
             self.apply()
         except ConfigError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -289,3 +290,30 @@ def test_elements_that_shared_memory_and_differ_get_memory_of_their_own() -> Non
     buffer = torch.ones(1).expand(3)
     write_buffer(buffer, torch.arange(3.0))
     assert buffer.tolist() == [0, 1, 2]
+
+
+def test_a_schedule_that_does_not_take_its_saved_state_is_an_error_of_ours(tmp_path: Path) -> None:
+    """torch's take any dict for their state, and fail in their own code at values that somebody has made up."""
+
+    class Steps(torch.optim.lr_scheduler.MultiStepLR):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict({**state, "milestones": 7})
+            self.step()
+
+    def begin(kind: type[torch.optim.lr_scheduler.MultiStepLR]) -> offload.Engine:
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        kind.__name__ = "MultiStepLR"
+        settings = config(models.GPT2, DISK, tmp_path, resume="auto")
+        del settings["optimizer"]
+        settings.pop("scheduler", None)
+        schedule = kind(optimizer, [2, 3])
+        return offload.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings)[0]
+
+    engine = begin(torch.optim.lr_scheduler.MultiStepLR)
+    engine.backward(engine(torch.ones(4, 4)).sum())
+    engine.step()
+    engine.destroy(remove=False)
+    with pytest.raises(StoreError, match=r"the schedule MultiStepLR does not take its saved state \(TypeError"):
+        begin(Steps)
+    begin(torch.optim.lr_scheduler.MultiStepLR).destroy(remove=True)

@@ -390,3 +390,22 @@ def test_a_state_of_another_number_of_groups_changes_nothing() -> None:
     with pytest.raises(offload.UsageError, match="has 2 learning rates, and the optimizer 1 group"):
         one.load_state_dict(two.state_dict())
     assert (one.state_dict(), one.get_last_lr()) == before
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        [],
+        {"base_lrs": [1.0]},
+        {"last_batch_iteration": "3"},
+        {"last_batch_iteration": 10**30},
+        {"last_batch_iteration": 3, "base_lrs": 1.0},
+        {"last_batch_iteration": 3, "base_lrs": ["1"]},
+    ],
+)
+def test_a_state_that_no_schedule_has_changes_nothing(state: Any) -> None:
+    schedule = offload.schedules.WarmupLR(optimizer(), warmup_num_steps=8)
+    before = schedule.state_dict(), schedule.get_last_lr()
+    with pytest.raises(offload.UsageError, match="expected a whole number and a list of numbers"):
+        schedule.load_state_dict(state)
+    assert (schedule.state_dict(), schedule.get_last_lr()) == before

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,13 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.errors import UsageError
-from offload.launch.commands import Command, decide
+from offload.launch.commands import Command, decide, module_command
 from offload.launch.hosts import Host
 from offload.launch.options import LaunchOptions, Machine
 
 HOSTS = [Host("alpha", (0, 1)), Host("beta", (0, 1, 2))]
 JOB = {"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_GPUS_ON_NODE": "4"}
-TORCHRUN = "python -m offload.launch.torchrun --nproc-per-node"
+TORCHRUN = f"{shlex.join(module_command('python', 'offload.launch.torchrun'))} --nproc-per-node"
 ALONE = "--rdzv-backend offload-one-machine --rdzv-endpoint 127.0.0.1:"
 
 
@@ -105,7 +108,7 @@ def test_hosts_that_restart_meet_at_the_first_by_c10d() -> None:
         own = f"--rdzv-conf is_host={int(node == 0)} --local-addr {HOSTS[node].name} -- train"
         run = hashlib.sha256(b"hush").hexdigest()[:16]
         rendezvous = f"offload-signed --rdzv-id {run} --rdzv-endpoint alpha:29500 {own}"
-        assert f"{TORCHRUN} 1 --nnodes 2 --max-restarts 2 --rdzv-backend {rendezvous}" in command
+        assert f"torchrun --nproc-per-node 1 --nnodes 2 --max-restarts 2 --rdzv-backend {rendezvous}" in command
         assert "--node-rank" not in command and "hush" not in command
     secrets = [command.first_input for command in commands(HOSTS, max_restarts=2, num_gpus=1)]
     assert all(text.endswith("export OFFLOAD_LAUNCH_SECRET=hush\n") for text in secrets)
@@ -225,3 +228,21 @@ def test_a_file_that_another_could_have_put_there_is_refused(
     hostfile = ("--hostfile", "hosts") if name == "hosts" else ()
     result = CliRunner().invoke(app, ["launch", "--dry-run", *hostfile, "--num-gpus", "1", "train.py"])
     assert result.exit_code == 2 and result.stderr.startswith(f"error: {message}"), result.output
+
+
+def test_a_module_in_the_working_folder_does_not_run_in_the_place_of_ours(tmp_path: Path) -> None:
+    """Others may write there, as in /tmp. `-m` would look there first, for modules of Python too."""
+    for place, module in itertools.product(("ours", "theirs"), ("runpy", "package/__init__", "package/module")):
+        path = tmp_path / place / f"{module}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"import sys; print({module!r}, *sys.argv[1:])")
+    (tmp_path / "ours" / "runpy.py").unlink()
+    done = subprocess.run(
+        [*module_command(sys.executable, "package.module"), "--option"],
+        cwd=tmp_path / "theirs",
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "ours")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "package/__init__ --option\npackage/module --option\n"

@@ -106,6 +106,17 @@ def spoil_float8(folder: Path) -> None:
     rewrite(folder, lambda stored: stored.update({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}))
 
 
+def spoil_config_code(folder: Path) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, "_attn_implementation": "evil/attention"}))
+
+
+def spoil_config_values(folder: Path) -> None:
+    """transformers divides by it."""
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, "head_dim": 0}))
+
+
 def spoil_quantized(folder: Path) -> None:
     content = json.loads((folder / "config.json").read_text())
     quantization = {"quant_method": "fp8", "activation_scheme": "dynamic"}
@@ -128,7 +139,9 @@ SPOILS = {
     spoil_adapter: (StoreError, "an adapter of peft"),
     spoil_config: (ConfigError, "describes a gpt2 model, but LlamaForCausalLM takes llama"),
     spoil_no_config: (StoreError, r"contains no config\.json"),
-    spoil_config_text: (ConfigError, "cannot be built from"),
+    spoil_config_text: (ConfigError, "not a model folder"),
+    spoil_config_code: (ConfigError, "'evil/attention', which transformers would fetch from the hub, and run"),
+    spoil_config_values: (ConfigError, "cannot be built from"),
     spoil_index: (StoreError, r"names model-00002-of-00002\.safetensors, which is missing"),
     spoil_index_tensor: (StoreError, "assigns ghost to"),
     spoil_index_outside: (StoreError, "not the name of a file beside it"),

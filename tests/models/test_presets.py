@@ -80,6 +80,17 @@ def test_an_unknown_name_is_an_error() -> None:
         ('{"model_type": 3}', 'contains no "model_type"'),
         ("[1", r"cannot read .*mine/config\.json .*not a model folder"),
         (None, r"mine contains no config\.json"),
+        ("[" * 9000, r"cannot read .*mine/config\.json \(the JSON is nested"),
+        (" " * (17 << 20), r"cannot read .*mine/config\.json \(it has more than 16 MiB"),
+        ('{"model_type": "llama", "quantization_config": 4}', '"quantization_config" is no object'),
+        ('{"model_type": "llama", "num_hidden_layers": 1000000000}', "is 1000000000, expected at most 100000"),
+        ('{"model_type": "mixtral", "text_config": {"num_local_experts": 200000}}', "is 200000, expected at most"),
+        (
+            '{"model_type": "llama", "_attn_implementation": "evil/attention"}',
+            "'evil/attention', which .* fetch .*and run",
+        ),
+        ('{"model_type": "x", "a": [{"attn_implementation": {"": "b/c@d:e"}}]}', "'b/c@d:e', which transformers would"),
+        ('{"model_type": "x", "experts_implementation": "paged|evil/experts"}', "'paged|evil/experts', which transf"),
     ],
 )
 def test_a_folder_of_a_model_that_is_not_known_is_an_error_of_ours(

@@ -16,7 +16,7 @@ import pytest
 import offload
 from offload import testing
 from offload.config import load_config
-from offload.engine.metric_writers import Line, Record, Reporter, events, line
+from offload.engine.metric_writers import CsvFiles, Line, Record, Reporter, events, line
 from offload.errors import ConfigError
 from offload.finetune.options import Options, merge
 from tests.report.monitor_runs import DISK, JOB, model, no_thread_stays, start
@@ -328,3 +328,17 @@ def test_the_command_line_has_a_line_of_its_own() -> None:
     for quiet in ({"steps_per_print": math.inf}, {"wall_clock_breakdown": False}, {}):
         content, lines = merge(quiet, Options())
         assert not [each for each in lines if "progress" in each] and load_config(content).steps_per_line == 0
+
+
+def test_a_file_of_figures_is_no_link(tmp_path: Path) -> None:
+    """The default folder is in the working one, where another user may have put links under the names of the files."""
+    (tmp_path / "other").write_text("step,loss\n")
+    (tmp_path / "runs" / "job").mkdir(parents=True)
+    (tmp_path / "runs" / "job" / "Offload_seconds.csv").symlink_to(tmp_path / "other")
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    with pytest.raises(OSError, match="symbolic link"):
+        CsvFiles(tmp_path / "link" / "job").write(record(1))
+    assert (tmp_path / "other").read_text() == "step,loss\n"
+    (tmp_path / "runs" / "job" / "Offload_seconds.csv").unlink()
+    CsvFiles(tmp_path / "link" / "job").write(record(1))
+    assert (tmp_path / "runs" / "job" / "Offload_seconds.csv").read_text() == "step,seconds\n8,0.5\n"

@@ -154,3 +154,15 @@ def test_a_plan_of_the_command_is_shown_beside_what_came(tmp_path: Path, log: Pa
     assert [(each["name"], each["ratio"]) for each in found][:2] == [("seconds", 2.0), ("tokens", 1.0)]
     assert {each["name"] for each in found} == {"seconds", "tokens", "read_bytes"}
     assert call(log, "--plan", log).exit_code == 2 and call(log, "--plan", tmp_path / "none").exit_code == 2
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_page_that_nobody_has_named_leads_to_no_other_file(kind: str, log: Path, tmp_path: Path) -> None:
+    """The log may be in a folder of somebody else, who can guess the page's name."""
+    target, elsewhere = log.with_suffix(".html"), tmp_path / "elsewhere"
+    os.mkfifo(target) if kind == "pipe" else target.symlink_to(elsewhere)
+    done = call(log)
+    assert done.exit_code == 2 and "log.html exists and is not a page of offload report" in done.stderr
+    assert not elsewhere.exists()
+    if kind == "link":
+        assert call(log, "-o", target).exit_code == 0 and elsewhere.exists() and target.is_symlink()

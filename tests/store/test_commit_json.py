@@ -72,3 +72,41 @@ def test_a_generator_that_cannot_be_restored_is_an_error_before_one_is(change: d
 def test_a_state_that_no_commit_has_is_an_error_of_ours(value: Any) -> None:
     with pytest.raises(StoreError, match="a saved state is damaged, or made up"):
         from_plain({"x": [value]})
+
+
+def test_a_tensor_beside_the_json_is_taken_once() -> None:
+    """A kilobyte of text could otherwise ask for a thousand copies of it."""
+    tensors: list[torch.Tensor] = []
+    plain = to_plain([torch.ones(3), b"ab", torch.ones(3)], "it", "", tensors)
+    beside = {str(number): tensor for number, tensor in enumerate(tensors)}
+    for _ in range(2):
+        found = from_plain(plain, beside)
+        assert torch.equal(found[0], torch.ones(3)) and found[1] == b"ab" and torch.equal(found[0], found[2])
+    for number in (0, 1):
+        with pytest.raises(StoreError, match="a saved state is damaged, or made up: KeyError"):
+            from_plain([plain[number], plain[number]], beside)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"groups": [{"lr": "1"}]},
+        {"groups": [{"betas": [0.9, {}]}]},
+        {"groups": [{"lr": 10**400}]},
+        {"groups": [{"lr": 1.0}], "configured": []},
+        {"members": [["a"]]},
+        {"options": [{"flag": []}]},
+        {"loss_scale": {"scale": 2.0, "steps": 0, "overflowed_at": -1}},
+        {"loss_scale": {"scale": "2", "steps": 0, "overflowed_at": -1, "patience": 2}},
+        {"settings": {"accumulation": [2]}},
+        {"settings": {"micro-batch size": 0}},
+        {"settings": {"samples of a step": "8"}},
+    ],
+)
+def test_facts_that_no_step_has_are_an_error_before_an_engine_has_them(change: dict[str, Any]) -> None:
+    group = {"lr": math.inf, "betas": [0.9, 0.99], "amsgrad": False, "eps": None}
+    right = {"groups": [group], "configured": [group], "members": [["a"]], "settings": {"accumulation": 2, "x": "y"}}
+    Snapshot.unpack(Snapshot({**FACTS, "client_state": {}, **right}, {}, {}).pack())
+    packed = Snapshot({**FACTS, "client_state": {}, "settings": {}, **change}, {}, {}).pack()
+    with pytest.raises(StoreError, match="the facts on a step are damaged, or made up"):
+        Snapshot.unpack(packed)

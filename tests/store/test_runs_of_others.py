@@ -13,7 +13,10 @@ from typer.testing import CliRunner
 
 from offload.aio import IoQueue
 from offload.cli.main import app
-from offload.errors import StoreError
+from offload.errors import ConfigError, StoreError
+from offload.finetune.identity import Identity
+from offload.finetune.options import Options
+from offload.finetune.output import MARK, is_marked, output_of
 from offload.swapper.store import Store, find_removal, remove_run
 from offload.swapper.store.folder import FILES
 from tests.store.test_store import SPEC, blob, created, update
@@ -184,3 +187,33 @@ def test_a_start_and_the_commands_end_at_what_is_no_file(name: str, kind: str, t
     assert code in (1, 2) or name == "suspect", said
     assert command("inspect", tmp_path / "run")[0] == 0
     command("rm", tmp_path / "run", "--yes")
+
+
+@needs_two_users
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_a_model_is_not_saved_to_a_folder_of_another_user_that_nobody_has_named(kind: str, users: Users) -> None:
+    """They know the default name beforehand, and could change the weights."""
+    (users.home(users.this) / "mine").mkdir()
+    os.chown(users.home(users.this) / "mine", users.this, users.this)
+
+    def theirs() -> None:
+        os.umask(0)
+        path = users.shared / "run-output"
+        path.mkdir() if kind == "folder" else path.symlink_to(users.home(users.this) / "mine")
+
+    def ours() -> None:
+        os.chdir(users.shared)
+        options = Options(model="gpt2-tiny", text=("a.py",))
+        with pytest.raises(ConfigError, match=rf"run-output, which is of uid {users.other}, who could change it"):
+            output_of(options, "run")
+        assert output_of(options, "other")[0] == Path("other-output")
+        Path("mine-output").symlink_to(users.home(users.this) / "mine")
+        assert output_of(options, "mine")[0] == Path("mine-output"), "a link of this user's own"
+
+    users.run(users.other, theirs)
+    users.run(users.this, ours)
+
+
+def test_a_pipe_in_the_place_of_a_jobs_mark_is_none(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / MARK)
+    assert not is_marked(tmp_path, Identity("gpt2-tiny", "", None, {}, None, 1, {}))

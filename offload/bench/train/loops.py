@@ -23,6 +23,7 @@ from offload.bench.configs import ALONE, LEARNING_RATE, WEIGHT_DECAY, for_deepsp
 from offload.bench.drive import Rates, drive_rates, kernel_bytes, median_rates
 from offload.bench.measure import peak_resident, random_ids
 from offload.bench.train.plan import Contender, Job, Plan, reason_to_skip
+from offload.launch.commands import module_command
 from offload.presets import build
 from offload.sizes import MIB
 
@@ -466,7 +467,7 @@ def _turn(plan: Plan, contender: Contender, folder: Path) -> dict[str, Any]:
         dtype=plan.dtype,
         steps=plan.steps,
     )
-    command = [sys.executable, "-m", "offload.bench.train", json.dumps(job._asdict()), str(written)]
+    command = [*module_command(sys.executable, "offload.bench.train"), json.dumps(job._asdict()), str(written)]
     threads = str(plan.threads)
     try:
         result = run_child(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +13,7 @@ import typer
 from offload.cli.console import BAD_INPUT, FAILED, errors
 from offload.cli.signals import signals
 from offload.errors import ConfigError
-from offload.fileio import atomic_write
+from offload.fileio import atomic_write, inner_status
 from offload.sizes import count_of
 
 
@@ -46,9 +48,9 @@ def report(
     with errors(BAD_INPUT):
         target = output or log.parent / f"{log.stem}.html"
         writes_page = output is not None or not json_output
-        if writes_page and target.resolve() in {each.resolve() for each in (log, trace, plan) if each is not None}:
+        if writes_page and os.path.realpath(target) in {os.path.realpath(each) for each in (log, trace, plan) if each}:
             raise ConfigError(f"the page would replace {target}; give another --output")
-        if writes_page and _is_foreign(target):
+        if writes_page and _is_foreign(target, named=output is not None):
             raise ConfigError(
                 f"{target} exists and is not a page of offload report; give another --output, or remove it"
             )
@@ -80,13 +82,16 @@ def _write(target: Path, text: str) -> None:
         raise OSError(f"cannot write the page {target}: {error.strerror}; give another place with --output") from error
 
 
-def _is_foreign(target: Path) -> bool:
+def _is_foreign(target: Path, named: bool) -> bool:
     """Returns True for a regular file that is neither empty nor a page of this command.
 
-    Devices and pipes are not regular files and may be written to. Raises `ConfigError` for a file that cannot be read,
-    which may be anybody's.
+    Devices, pipes and links that the user names may be written to. Beside a log, which may be in a folder of somebody
+    else, they would lead to any file. Raises `ConfigError` for a file that cannot be read, which may be anybody's.
     """
     from offload.report.page import BEGIN
+
+    if not named and (status := inner_status(target, 1)) is not None and not stat.S_ISREG(status.st_mode):
+        return True
 
     if not target.is_file():
         return False
