@@ -496,7 +496,7 @@ class Agreement:
                 choice = next_collective(intents)
                 if choice is None:
                     described = [describe(intent, self._names) for intent in intents]
-                    calls = self._ranks.heartbeat.tell(self._ranks.members, described)
+                    calls = self._ranks.described(described)
                     raise RankError(
                         f"the ranks have reached different calls: {calls}. Every rank must make the same steps, and "
                         "the same edits between them; `with offload.gathered(..., modify=True)` applies one rank's "

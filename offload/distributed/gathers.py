@@ -102,10 +102,10 @@ class SecondaryShards:
             return self._device.uploaded()
 
 
-def form_node(ranks: Ranks | None, secondary: Secondary | None) -> Ranks | None:
-    """Divides all ranks into nodes, and returns this rank's; None without a secondary partition. Collective."""
-    if ranks is None or secondary is None:
-        return None
+def form_node(ranks: Ranks, secondary: Secondary | None) -> Ranks:
+    """Divides all ranks into nodes, and returns this rank's; itself without a secondary partition. Collective."""
+    if secondary is None:
+        return Ranks()
     nodes = [list(range(first, first + secondary.ranks)) for first in range(0, ranks.size, secondary.ranks)]
     return ranks.divided(nodes, -1)
 

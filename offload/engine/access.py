@@ -154,8 +154,7 @@ class ParamAccess:
 
         with self._together("access a parameter", handle, state) as everyone:
             everyone.settle(mine)
-            if self._components.ranks is not None:
-                self._components.ranks.broadcast(words, segment.packed_rank)
+            self._components.ranks.broadcast(words, segment.packed_rank)
         value = unpack(segment.kept, words.view(torch.uint8)).get(name)
         if value is None:
             return None
@@ -272,7 +271,7 @@ class ParamAccess:
                 if not any(everyone.settle(lambda: self._has(handle, state))):
                     return None
         if form := self._segment(handle).form:
-            if self._components.ranks is None:
+            if self._components.ranks.size == 1:
                 return self._components.weights.read(handle.unit, handle.position).float().view(-1)
             raise UsageError(
                 f"no rank has values of {handle.name} of its own: it is stored in {form}, whose bytes ranks divide; "
@@ -367,9 +366,8 @@ class ParamAccess:
 
     def _complete(self, handle: ParamHandle, whole: torch.Tensor) -> None:
         """Receives the segments of other ranks into `whole`, which holds this rank's segment already."""
-        if self._components.ranks is not None:
-            for shard in self._shards_of(handle):
-                self._components.ranks.broadcast(whole[shard.position : shard.position + shard.numel], shard.rank)
+        for shard in self._shards_of(handle):
+            self._components.ranks.broadcast(whole[shard.position : shard.position + shard.numel], shard.rank)
 
     def _read_own_shard(self, handle: ParamHandle, state: State, shard: SegmentShard, values: torch.Tensor) -> None:
         """Fills `values`, (shard.numel,) fp32 on the CPU, with the elements that this rank holds."""
@@ -413,8 +411,7 @@ class ParamAccess:
 
         # A collective, since rank 0's values go to all ranks and each keeps its own segment.
         with self._together("set a gradient", handle, State.GRAD) as everyone:
-            if self._components.ranks is not None:
-                self._components.ranks.broadcast(values, 0)
+            self._components.ranks.broadcast(values, 0)
             if len(values):
                 everyone.settle(mine)
 

@@ -44,9 +44,10 @@ class EngineComponents:
     activations: Activations
     layer_major: LayerMajor | None
     """None if micro-batches pass through the model one after the other."""
-    ranks: Ranks | None
-    """The ranks among which ZeRO divides; None if this process is alone there; then `agreement` is None too."""
+    ranks: Ranks
+    """The ranks among which ZeRO divides."""
     agreement: Agreement | None
+    """None if this process is alone there."""
     store: Store | None
     queue: SharedQueue | None
     arena: HostArena
@@ -67,8 +68,8 @@ class EngineComponents:
     """The hooks that show DTensors to modules; None if the model has none."""
     sequence: SequenceParallel | None = None
     """This process's place in sequence parallelism; None without it."""
-    node: Ranks | None = None
-    """The ranks that keep a secondary partition of the weights together; None without one."""
+    node: Ranks
+    """The ranks that keep a secondary partition of the weights together; this one alone without one."""
     sequence_forward: SequenceForward | None = None
     """The hooks that cut sequences; None without sequence parallelism."""
     untile: Callable[[], None] | None = None
@@ -77,12 +78,12 @@ class EngineComponents:
     @property
     def rank(self) -> int:
         """Number of this process among those that divide states by ZeRO."""
-        return 0 if self.ranks is None else self.ranks.rank
+        return self.ranks.rank
 
     @property
     def world_size(self) -> int:
         """Number of processes that divide states by ZeRO."""
-        return 1 if self.ranks is None else self.ranks.size
+        return self.ranks.size
 
     @property
     def data_rank(self) -> int:
@@ -97,7 +98,7 @@ class EngineComponents:
     @property
     def mesh(self) -> Mesh:
         """Their arrangement."""
-        return Mesh() if self.ranks is None else self.ranks.mesh
+        return self.ranks.mesh
 
     @property
     def shard(self) -> int:
@@ -105,8 +106,8 @@ class EngineComponents:
         return self.mesh.shard_of(self.rank)
 
     @property
-    def everyone(self) -> Ranks | None:
-        """All processes that train together; None if this one trains alone."""
+    def everyone(self) -> Ranks:
+        """All processes that train together."""
         return self.ranks if self.tensor_parallel is None else self.tensor_parallel.everyone
 
     @property
@@ -124,11 +125,9 @@ class EngineComponents:
         """What this process has sent to others."""
         if self.tensor_parallel is not None:
             return self.tensor_parallel.sent
-        sent = Communication() if self.ranks is None else self.ranks.sent
-        if self.sequence is not None:
-            sent = self.sequence.sent
+        sent = self.ranks.sent if self.sequence is None else self.sequence.sent
         # All that the ranks of a node send each other are weights.
-        return sent if self.node is None else sent.plus(Communication(node_weights=self.node.sent.weights))
+        return sent.plus(Communication(node_weights=self.node.sent.weights))
 
     def refuse_shards(self, call: str) -> None:
         """Raises `UsageError` for a call that would save or load the part of one process as if it were all."""

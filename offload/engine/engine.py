@@ -244,7 +244,7 @@ class EngineCore(EngineCallbacks):
         if self._in_turn:  # the other micro-batches keep memory and views, so a repetition would not help
             return self.module(*args, **kwargs)
         return self.device_budget.run(
-            lambda: self.module(*args, **kwargs), (args, kwargs), self.components.everyone is None
+            lambda: self.module(*args, **kwargs), (args, kwargs), self.components.everyone.size == 1
         )
 
     @uninterrupted
@@ -293,7 +293,7 @@ class EngineCore(EngineCallbacks):
             return layer_major.run(list(works), generators, trains)
         except BaseException:
             # Some units have gradients of all micro-batches now, others of none, and no loop could go on with that.
-            if not self.components.pager.failed and self.components.everyone is None:
+            if not self.components.pager.failed and self.components.everyone.size == 1:
                 with contextlib.suppress(OffloadError):
                     self.forget_gradients()
             raise
@@ -847,20 +847,18 @@ class DeepSpeedApi(RunningApi):
     @property
     def global_rank(self) -> int:
         """The rank of this process among those that train together."""
-        everyone = self._core.components.everyone
-        return 0 if everyone is None else everyone.rank
+        return self._core.components.everyone.rank
 
     @property
     def world_size(self) -> int:
         """The number of processes that train together."""
-        everyone = self._core.components.everyone
-        return 1 if everyone is None else everyone.size
+        return self._core.components.everyone.size
 
     @property
     def local_rank(self) -> int:
         """The rank of this process on its machine, from the launcher's LOCAL_RANK."""
         # LOCAL_RANK may be set in the environment of a process that trains alone.
-        return 0 if self._core.components.everyone is None else rank_number(os.environ, "LOCAL_RANK", 0)
+        return rank_number(os.environ, "LOCAL_RANK", 0) if self.world_size > 1 else 0
 
     def drive_writes(self) -> tuple[DriveWrites, ...]:
         """Returns the bytes that this rank has written to each drive, in this process and in the life of the run."""

@@ -289,12 +289,12 @@ class InitialFill:
     only: its caches, tiles and staging buffers are not used yet.
     """
 
-    def __init__(self, held: LocalShards, ranks: Ranks | None, grid: TensorParallel | None = None) -> None:
+    def __init__(self, held: LocalShards, ranks: Ranks, grid: TensorParallel | None = None) -> None:
         """Keeps what the units are written to.
 
         Args:
             held: the partitions of this rank.
-            ranks: the ranks among which states are divided; None for a single process.
+            ranks: the ranks among which states are divided.
             grid: the place of this process in tensor parallelism; None without it.
         """
         self._held, self._ranks, self._grid, self._store = held, ranks, grid, held.store
@@ -344,10 +344,10 @@ class InitialFill:
             for chunk in _chunks(layout):
                 flats = self._flats(len(chunk))
                 _copy_values(model, layout, chunk, sources, flats)
-                if self._ranks is not None and given:  # given weights may differ between ranks; drawn ones do not
+                if given:  # given weights may differ between ranks; drawn ones do not
                     for flat in flats.values():
                         self._ranks.broadcast(flat, 0)
-                if self._grid is not None and self._grid.replicated is not None:
+                if self._grid is not None:
                     self._share_replicated(self._grid, self._grid.replicated, layout, chunk, flats)
                 self._put(index, chunk, flats, writes)
             if self._store is not None and writes:

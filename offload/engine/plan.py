@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,7 @@ def _check_partitioned_activations(config: Config, grid: TensorParallel | None) 
 
 
 def check_same(
-    ranks: Ranks | None,
+    ranks: Ranks,
     config: Config,
     batch: Batch,
     mode: Mode,
@@ -135,7 +135,7 @@ def check_same(
     Called before the disks are inspected: ranks with different configs would look for different runs.
 
     Args:
-        ranks: All processes; None if there is only one.
+        ranks: All processes.
         config: The whole config.
         batch: Sizes of batches.
         mode: States and dtypes.
@@ -147,7 +147,7 @@ def check_same(
     Raises:
         ConfigError: If the ranks differ, on every rank.
     """
-    if ranks is None:
+    if ranks.size == 1:
         return
     # Facts that decide the layout, the collectives or the numbers. Values of weights and buffers are not among them:
     # all ranks receive those of rank 0. Paths may differ: each machine has its own drives.
@@ -250,7 +250,7 @@ def check_groups(grid: TensorParallel | None, shards: FoundShards, device: torch
             )
     if grid is None or shards.data_ranks is None:
         return
-    column = (grid.everyone.rank,) if grid.zero is None else grid.zero.members
+    column = grid.zero.members
     if set(shards.data_ranks) != set(column):
         raise ConfigError(
             f"mpu= has the data-parallel group {list(shards.data_ranks)}; expected {list(column)}, the processes with "
@@ -293,12 +293,12 @@ def check_tensor_parallel(
             raise ConfigError(f"tensor parallelism does not go together with {what} here: {cure}")
 
 
-def check_nodes(config: Config, ranks: Ranks | None, grid: TensorParallel | None) -> None:
+def check_nodes(config: Config, ranks: Ranks, grid: TensorParallel | None) -> None:
     """Raises `ConfigError` if the processes cannot be divided into nodes that keep a secondary partition.
 
     Args:
         config: The config.
-        ranks: All processes; None if there is only one.
+        ranks: All processes.
         grid: The place of this process in a grid of pipeline and tensor parallelism; None without it.
     """
     size = config.zero_optimization.zero_hpz_partition_size
@@ -309,7 +309,7 @@ def check_nodes(config: Config, ranks: Ranks | None, grid: TensorParallel | None
             "zero_optimization.zero_hpz_partition_size divides all processes into nodes, and with tensor parallelism "
             "or a pipeline not all of them share weights: leave it out"
         )
-    check_node(size, 1 if ranks is None else ranks.size)
+    check_node(size, ranks.size)
 
 
 def _brief(value: Any) -> str:
@@ -469,26 +469,22 @@ class FoundRun:
     """Notice about the run that this start replaces; empty if there is none."""
 
 
-def find_run(config: Config, on_disk: bool, ranks: Ranks | None) -> FoundRun:
+def find_run(config: Config, on_disk: bool, ranks: Ranks) -> FoundRun:
     """Returns the run that a start finds. Collective.
 
     Args:
         config: The whole config.
         on_disk: True if this rank has states whose tier is DISK.
-        ranks: All ranks; None if there is only one.
+        ranks: All ranks.
 
     Raises:
         StoreError: If the run on the drives and the configured "resume" contradict each other.
     """
-    if ranks is not None:
-        # Tiers may differ between ranks with different free memory, but either all ranks have a store or none.
-        on_disk = any(ranks.share(on_disk))
+    # Tiers may differ between ranks with different free memory, but either all ranks have a store or none.
+    on_disk = any(ranks.share(on_disk))
     resume, replaced = _resume(config, on_disk)
-    if ranks is not None:
-        # One rank's drive may be empty, if a kill interrupted the first start: `initialize` decides then by the
-        # commits.
-        resume = any(ranks.share(resume))
-    return FoundRun(on_disk=on_disk, resume=resume, replaced=replaced)
+    # One rank's drive may be empty, if a kill interrupted the first start: `initialize` decides then by the commits.
+    return FoundRun(on_disk=on_disk, resume=any(ranks.share(resume)), replaced=replaced)
 
 
 def check_division(drives: Sequence[str], run: str, own: str, resume: str) -> None:
@@ -523,17 +519,16 @@ def _size(end: str) -> str:
     return f"a pipeline of {pipeline} and {tensors}" if pipeline else tensors
 
 
-def no_room(config: Config, placed: PlacedStates, ranks: Ranks | None) -> str | None:
+def no_room(config: Config, placed: PlacedStates, ranks: Ranks) -> str | None:
     """Returns a notice if the drives of any rank have no room for two slots, else None. Collective.
 
     Args:
         config: The whole config.
         placed: The states in their tiers.
-        ranks: All ranks; None if there is only one.
+        ranks: All ranks.
     """
-    short = find_shortage(config.drives, placed.two_slots_nbytes * (1 if ranks is None else ranks.here))
-    if ranks is not None:
-        short = next((Shortage(*found) for found in ranks.share(short) if found is not None), None)
+    shortages = ranks.share(find_shortage(config.drives, placed.two_slots_nbytes * ranks.here))
+    short = next((Shortage(*shortage) for shortage in shortages if shortage is not None), None)
     if short is None:
         return None
     return (
@@ -681,8 +676,8 @@ class Plan:
     config: Config
     batch: Batch
     device: Device
-    ranks: Ranks | None
-    """The ranks among which ZeRO divides; None if this process is alone there."""
+    ranks: Ranks
+    """The ranks among which ZeRO divides."""
     mode: Mode
     units: Units
     layouts: tuple[UnitLayout, ...]
@@ -710,8 +705,8 @@ class Plan:
     """The modules that compute with DTensors."""
     sequence: SequenceParallel | None = None
     """This process's place in sequence parallelism; None without it."""
-    node: Ranks | None = None
-    """The ranks that keep a secondary partition of the weights together; None without one."""
+    node: Ranks = field(default_factory=Ranks)
+    """The ranks that keep a secondary partition of the weights together; this one alone without one."""
     images: tuple[UnitImage | None, ...] = ()
     """Each unit as it lies in the model's own files, None for one that is not read there. Empty if none is."""
 
@@ -723,32 +718,32 @@ class Plan:
     @property
     def rank(self) -> int:
         """Rank of this process among those that ZeRO divides over."""
-        return 0 if self.ranks is None else self.ranks.rank
+        return self.ranks.rank
 
     @property
     def world_size(self) -> int:
         """Number of those ranks."""
-        return 1 if self.ranks is None else self.ranks.size
+        return self.ranks.size
 
     @property
     def mesh(self) -> Mesh:
         """Arrangement of the ranks."""
-        return Mesh() if self.ranks is None else self.ranks.mesh
+        return self.ranks.mesh
 
     @property
-    def everyone(self) -> Ranks | None:
-        """All processes that train together; None if this one trains alone."""
+    def everyone(self) -> Ranks:
+        """All processes that train together."""
         return self.ranks if self.grid is None else self.grid.everyone
 
     @property
     def process(self) -> int:
         """Number of this process among all that train together."""
-        return 0 if self.everyone is None else self.everyone.rank
+        return self.everyone.rank
 
     @property
     def processes(self) -> int:
         """Number of all processes that train together."""
-        return 1 if self.everyone is None else self.everyone.size
+        return self.everyone.size
 
     @property
     def trainable(self) -> tuple[range, ...]:
@@ -768,7 +763,7 @@ def decide(
     batch: Batch,
     model: nn.Module,
     device: Device,
-    ranks: Ranks | None,
+    ranks: Ranks,
     optimizer: str,
     kept: Mapping[str, tuple[StateField, ...]],
     matrices: Collection[str] | None,
@@ -782,7 +777,7 @@ def decide(
         batch: Sizes of batches, which follow from the config and the number of ranks.
         model: The model with all its parameters, real or deferred.
         device: The compute device.
-        ranks: The ranks among which ZeRO divides; None if there is only one.
+        ranks: The ranks among which ZeRO divides.
         optimizer: Name of the optimizer's rule.
         kept: States that an optimizer of torch keeps of each parameter.
         matrices: Names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
@@ -794,7 +789,7 @@ def decide(
         BudgetError: If a budget is too small.
         StoreError: If the run on the drives does not fit the configured "resume".
     """
-    mesh, everyone = Mesh() if ranks is None else ranks.mesh, ranks if grid is None else grid.everyone
+    mesh, everyone = ranks.mesh, ranks if grid is None else grid.everyone
     # What needs no other rank comes first, so that its error is the one that is reported.
     check_alone(config, model, grid)
     tiled_mlps = choose_mlps(model, config.offload.tile_mlp)
@@ -840,13 +835,12 @@ def _request(
     optimizer: str,
     batch: Batch,
     device: Device,
-    ranks: Ranks | None,
-    everyone: Ranks | None,
+    ranks: Ranks,
+    everyone: Ranks,
     device_kernels: bool,
     images: tuple[UnitImage | None, ...],
 ) -> MemoryRequest:
     """Returns all on which the placement of this rank's states depends."""
-    mesh = Mesh() if ranks is None else ranks.mesh
     return MemoryRequest(
         config=config,
         layouts=layouts,
@@ -854,15 +848,15 @@ def _request(
         accumulation=batch.accumulation,
         # Units that are not read from the model's files are kept in host memory: there is no store beside the files.
         machine=_machine(config, device, everyone, device_kernels, bool(config.drives) and not images),
-        rank=0 if ranks is None else ranks.shard,
-        world_size=mesh.shards,
-        replicas=mesh.replicas,
+        rank=ranks.shard,
+        world_size=ranks.mesh.shards,
+        replicas=ranks.mesh.replicas,
         images=images,
     )
 
 
 def _schedule(
-    config: Config, batch: Batch, model: nn.Module, memory: MemoryPlan, machine: Machine, ranks: Ranks | None
+    config: Config, batch: Batch, model: nn.Module, memory: MemoryPlan, machine: Machine, ranks: Ranks
 ) -> tuple[Choice, tuple[str, ...]]:
     """Returns the order of micro-batches and blocks, and lines on it where it matters.
 
@@ -872,7 +866,7 @@ def _schedule(
         model: the model.
         memory: tiers and budgets of this rank.
         machine: what is free; memory that the device shares with the host counts as unknown.
-        ranks: all that train together; None if this process is alone.
+        ranks: all that train together.
     """
     asked, blocks = config.offload.schedule, blocks_of(model, config.units)
     # A block of transformers that checkpoints itself has this attribute.
@@ -880,7 +874,7 @@ def _schedule(
     checkpointed = config.activation_tier is not None or by_itself
     moves = not all(memory.parts.stays(unit, row) for unit, row in enumerate(memory.placement.tiers))
     free = None if machine.host_addressable else machine.free_device - memory.placement.device_nbytes
-    if free is not None and ranks is not None:
+    if free is not None:
         # All ranks pass through the blocks in one order, so the device with the least memory decides.
         free = min(ranks.share(free))
     choice = choose_schedule(
@@ -914,11 +908,11 @@ def _notices(
     found: FoundRun,
     memory: MemoryPlan,
     why_not: tuple[str, ...],
-    everyone: Ranks | None,
+    everyone: Ranks,
     mesh: Mesh,
 ) -> tuple[str, ...]:
     """Returns the lines that the plan has for the user, in the order in which they are reported."""
-    if everyone is not None and everyone.rank:
+    if everyone.rank:
         # Every rank finds the same run, and one notice is enough.
         return (*config.notices, *memory.notices, *why_not)
     return (*config.notices, *_mesh_notices(mesh), *found.replaced, *memory.notices, *why_not, *about_folders(config))
@@ -935,7 +929,7 @@ def _mesh_notices(mesh: Mesh) -> tuple[str, ...]:
     return (Remark(f"{mesh}: each rank has {part} of the weights, gradients and states; {told}"),)
 
 
-def _with_disks(placed: PlacedStates, ranks: Ranks | None) -> tuple[MemoryPlan, FoundRun]:
+def _with_disks(placed: PlacedStates, ranks: Ranks) -> tuple[MemoryPlan, FoundRun]:
     """Returns the memory plan that fits the room and the runs on all ranks' drives, and the run that was found."""
     config = placed.request.config
     found = find_run(config, placed.placement.on_disk and not placed.request.images, ranks)
@@ -945,19 +939,19 @@ def _with_disks(placed: PlacedStates, ranks: Ranks | None) -> tuple[MemoryPlan, 
     return plan_memory(placed, wanted, full), found
 
 
-def _machine(config: Config, device: Device, ranks: Ranks | None, device_kernels: bool, drives: bool) -> Machine:
+def _machine(config: Config, device: Device, ranks: Ranks, device_kernels: bool, drives: bool) -> Machine:
     """Returns the resources of this machine that one of its ranks may use.
 
     Args:
         config: The whole config.
         device: The compute device.
-        ranks: All ranks; None if there is only one.
+        ranks: All ranks.
         device_kernels: True if the device has kernels of ours.
         drives: True if there are drives for swap files.
     """
     return Machine(
         # The ranks of one machine divide its free memory evenly.
-        free_host=free_host_memory() // (1 if ranks is None else ranks.here),
+        free_host=free_host_memory() // ranks.here,
         free_device=device.free_bytes(),
         host_addressable=device.host_addressable,
         drives=drives,

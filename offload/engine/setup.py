@@ -175,15 +175,12 @@ class NewStore:
             return
         if plan.commit_every:
             scheduler_state(self._lr_scheduler)
-        run_id = uuid.uuid4().hex
-        if plan.everyone is not None:
-            # All take the first rank's: by it folders of ranks are known to belong together.
-            run_id = plan.everyone.share(run_id, "check its start")[0]
+        # All take the first rank's: by it folders of ranks are known to belong together.
+        run_id = plan.everyone.share(uuid.uuid4().hex, "check its start")[0]
         self._made = True
         store.create(over=plan.resume or plan.replace, run_id=run_id)
-        if plan.everyone is not None:
-            # A rank commits only after this exchange: no commit exists beside files of an earlier run.
-            plan.everyone.share(None, "create its store")
+        # A rank commits only after this exchange: no commit exists beside files of an earlier run.
+        plan.everyone.share(None, "create its store")
 
     def undo(self) -> None:
         """Closes the files after an error. An earlier run keeps its files, and a new one leaves none."""
@@ -235,7 +232,7 @@ def gradient_accumulator(
             undo.callback(downloads.close)
         waiting = _gradient_places(plan, arena, spill, downloads)
         accumulator: GradientAccumulator
-        if plan.ranks is None or rounds is None or plan.parts.reduction is None:
+        if rounds is None or plan.parts.reduction is None:
             accumulator = GradientAccumulator(
                 plan.layouts,
                 trainable,
@@ -558,6 +555,7 @@ def assemble(
         arena=host,
         layouts=plan.layouts,
         trainable=plan.trainable,
+        node=plan.node,
         shards=held,
         written=files.written,
         timeline=timeline,
@@ -576,13 +574,11 @@ def _host_arena(plan: Plan, callbacks: EngineCallbacks) -> HostArena:
 
 def _agreement(plan: Plan, arena: DeviceArena, callbacks: EngineCallbacks, timeline: Timeline) -> Agreement | None:
     """Returns the agreement of all ranks; None if there is only one."""
-    if plan.ranks is None:
+    if plan.ranks.size == 1:
         return None
     coded = plan.parts.gathers
     codes, secondary = arena.keep(coded.nbytes) if coded else None, None
-    if plan.node is not None:
-        sizes = plan.parts.secondary
-        assert sizes is not None, "there are nodes for a secondary partition alone"
+    if (sizes := plan.parts.secondary) is not None:
         secondary = SecondaryShards(sizes, plan.rank, plan.node, plan.device, arena.keep(sizes.nbytes))
     gathers = WeightGathers(plan.ranks, plan.device, coded, codes, secondary)
     return Agreement(gathers, shown_names(plan), callbacks, timeline=timeline)
@@ -600,7 +596,7 @@ def _pager(
     # The pager receives sizes and limits only; it knows neither modules nor parameters.
     sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode, plan.images)
     # Where each rank has whole weights, a use needs no other rank: they meet when they reduce gradients, and at step().
-    divided = plan.ranks is not None and plan.ranks.mesh.shards > 1
+    divided = plan.mesh.shards > 1
     return Pager(
         sizes,
         host,
@@ -682,7 +678,7 @@ def _move_buffers(model: nn.Module, plan: Plan) -> None:
             if buffer is None:
                 continue
             if id(buffer) not in moved:
-                value = buffer if plan.ranks is None else _of_rank_0(buffer, plan.ranks)
+                value = buffer if plan.ranks.size == 1 else _of_rank_0(buffer, plan.ranks)
                 dtype = plan.buffer_dtype if buffer.is_floating_point() else None
                 moved[id(buffer)] = (buffer, value.to(plan.device.torch, dtype))
             module._buffers[name] = moved[id(buffer)][1]
@@ -746,7 +742,7 @@ def _weights(
         unit_views,
         plan.mode.weight_dtype,
         trains=any(plan.parts.trainable_numel),
-        several_ranks=plan.ranks is not None,
+        several_ranks=plan.ranks.size > 1,
         callbacks=callbacks,
         opaque=tuple(sources.values()),
         stacks=_stack_handles(plan, model, handles),
@@ -785,7 +781,7 @@ def _strategy(
 ) -> UpdateStrategy:
     """Returns the strategy by which the mode's optimizer updates units."""
     # A rank that has whole units steps them as one rank does, and exchanges nothing, however many replicas there are.
-    ranks = None if plan.ranks is None or plan.ranks.mesh.shards == 1 else plan.ranks
+    ranks = Ranks() if plan.mesh.shards == 1 else plan.ranks
     if plan.mode.optimizer == TORCH:
         scratch = host.tiles.take(plan.placement.scratch_nbytes)
         assert scratch is not None and optimizer.replaced is not None
@@ -922,7 +918,7 @@ def _store(
         mode=plan.mode,
         shares=plan.shares,
         ranks=_everyone(plan.ranks, "give the run another number of ranks"),
-        everyone=_everyone(None if plan.grid is None else plan.everyone, "give the run another number of ranks"),
+        everyone=_everyone(Ranks() if plan.grid is None else plan.everyone, "give the run another number of ranks"),
         place={} if plan.grid is None else plan.grid.description,
         mesh=plan.mesh,
     )
@@ -935,10 +931,8 @@ def _store(
     return store
 
 
-def _everyone(ranks: Ranks | None, what: str) -> AllOrNothing:
+def _everyone(ranks: Ranks, what: str) -> AllOrNothing:
     """Returns this rank's side of work before there is an engine; `what` names the work, for messages."""
-    if ranks is None:
-        return AllOrNothing(0, 1, lambda value: [value], what)
     return AllOrNothing(ranks.rank, ranks.size, lambda value: ranks.share(value, what), what)
 
 
@@ -972,8 +966,6 @@ def _components(
         # Behind all other hooks on modules and state dicts, as nothing that fails follows here either.
         views = ShardedViews(plan.sites)
         parts = dataclasses.replace(parts, tensor_parallel=plan.grid, sharded_views=views)
-    if plan.node is not None:
-        parts = dataclasses.replace(parts, node=plan.node)
     if plan.sequence is not None:
         forward = SequenceForward(model, plan.sequence)
         parts = dataclasses.replace(parts, sequence=plan.sequence, sequence_forward=forward)
@@ -1117,7 +1109,7 @@ def _meter(plan: Plan, model: nn.Module, queue: SharedQueue | None, written: Wri
     everyone, breakdown = plan.everyone, plan.config.wall_clock_breakdown
     # With a grid, or groups for sequences, the counts are those of all of its groups.
     groups = plan.grid or plan.sequence or everyone
-    sent = None if groups is None else lambda: groups.sent.total
+    sent = (lambda: groups.sent.total) if everyone.size > 1 else None
     return StepMeter(plan.device.torch, io_bytes, written.drives, sent, breakdown, reporter)
 
 
@@ -1125,7 +1117,7 @@ def _written(plan: Plan) -> Written:
     """Returns the counter of bytes written to the drives, with the drives' endurance from the config."""
     block = plan.config.offload
     # Ranks of one machine share its drives, and each counts only its own bytes.
-    local = rank_number(os.environ, "LOCAL_WORLD_SIZE", 1) if plan.everyone is not None else 1  # set by torchrun
+    local = rank_number(os.environ, "LOCAL_WORLD_SIZE", 1) if plan.processes > 1 else 1  # set by torchrun
     rating = None if block.drive_tbw is None else Rating(block.drive_tbw * 1e12, block.drive_share, local)
     return Written(plan.config.drives, rating)
 
@@ -1139,8 +1131,6 @@ def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
     if not plan.resume:
         return None
     newest = store.newest_serial()
-    if plan.everyone is None:
-        return newest
     # The ranks decide together: a single rank that resumed would wait for the others for ever.
     folder = store.folders[0]
     run_id = None if newest is None else look(folder).run_id
@@ -1460,16 +1450,15 @@ def initialize(
         # The process group of this engine does not exist yet, so the reason goes through torch's store.
         stay_away(f"{type(error).__name__}: {error}")
         raise
-    ranks: Ranks | None = None
+    ranks = Ranks()
     try:
         ranks = join_ranks(device, loaded.zero_optimization.mics_shard_size)
         with STARTING, with_adopted_buffers(model):
             given = Given(optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
             return _initialize(loaded, model, device, ranks, shards, given)
     except BaseException as error:
-        if ranks is not None:
-            # The other ranks wait for this one, and receive the reason.
-            ranks.close(f"{UNABLE}{type(error).__name__}: {error}")
+        # The other ranks wait for this one, and receive the reason.
+        ranks.close(f"{UNABLE}{type(error).__name__}: {error}")
         raise
 
 
@@ -1477,7 +1466,7 @@ def _initialize(
     loaded: Config,
     model: nn.Module,
     device: Device,
-    everyone: Ranks | None,
+    everyone: Ranks,
     shards: FoundShards,
     given: Given,
 ) -> Initialized:
@@ -1527,7 +1516,7 @@ def _start(
     loaded: Config,
     model: nn.Module,
     device: Device,
-    everyone: Ranks | None,
+    everyone: Ranks,
     grid: TensorParallel | None,
     sequence: SequenceParallel | None,
     taken: TakenShards,
@@ -1536,7 +1525,7 @@ def _start(
     """Makes the plan and carries it out; for the arguments see `initialize`. The caller holds `STARTING`."""
     ranks = everyone if grid is None else grid.zero
     # Ranks with samples of their own: those that share sequences have the same.
-    rank, count = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    rank, count = ranks.rank, ranks.size
     if sequence is not None:
         rank, count = sequence.data_rank, sequence.data_ranks
     batch = resolve_batch(loaded, count)
@@ -1590,9 +1579,9 @@ def _start(
     return Initialized(engine, chosen, loader, schedule)
 
 
-def _check_same_data(everyone: Ranks | None, data: Any) -> None:
+def _check_same_data(everyone: Ranks, data: Any) -> None:
     """Raises `ConfigError`, on all ranks, if data sets of two ranks differ in length. Collective."""
-    lengths: list[int | None] = [] if everyone is None else everyone.share(None if data is None else len(data))
+    lengths: list[int | None] = everyone.share(None if data is None else len(data))
     counted = {rank: length for rank, length in enumerate(lengths) if length is not None}
     first = next(iter(counted), 0)
     for rank, length in counted.items():

@@ -210,8 +210,7 @@ class Shutdown:
         """Tells the other ranks which failure, if any, ends this one, before they learn that it ends."""
         if failure:
             self._after = f", after {failure}"
-            if self._components.everyone is not None:
-                self._components.everyone.heartbeat.explain(failure)
+            self._components.everyone.explain(failure)
 
     def _end(self, remove: bool, meet: bool, keep: bool = True, facts: Mapping[str, Any] | None = None) -> None:
         """Finishes, commits and closes, once.
@@ -243,7 +242,7 @@ class Shutdown:
         """
         ranks, rounds = self._components.ranks, self._components.agreement
         # No other rank shares these states, or an exception ends this one: nothing is agreed.
-        if rounds is None or ranks is None or not meet:
+        if rounds is None or not meet:
             if meet:
                 self._meet_all(remove)
             if remove:
@@ -359,9 +358,8 @@ class Shutdown:
         restore_signals(self._state)
         closing = components.closing()
         # The process group closes after the arena, so that no collective is in flight.
-        if components.everyone is not None:
-            everyone, steps = components.everyone, self._state.global_steps
-            closing.append(lambda: everyone.close(f"its engine was closed at step {steps}{self._after}"))
+        steps = self._state.global_steps
+        closing.append(lambda: components.everyone.close(f"its engine was closed at step {steps}{self._after}"))
         if components.store is not None:
             store = components.store
             closing.append(lambda: self._close_store(store, remove, notes))

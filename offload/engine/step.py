@@ -380,7 +380,7 @@ class OptimizerStep:
         components, state, gradients = self._components, self._state, self._components.gradients
         grid = components.tensor_parallel
         elsewhere = frozenset() if grid is None else grid.counted_elsewhere(components.layouts)
-        settings = 0 if components.everyone is None else self._optimizer.checksum(self._clip)
+        settings = self._optimizer.checksum(self._clip) if components.everyone.size > 1 else 0
         # Gradients that an aborted backward has added count, as in torch.
         if components.agreement is None:
             if self._zeros is not None:

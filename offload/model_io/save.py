@@ -1053,8 +1053,7 @@ class EngineSource:
             self._over = True
             raise
         # The broadcast is reached only if no rank has failed, so all ranks take part in it.
-        if self._components.everyone is not None:
-            self._components.everyone.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), rank)
+        self._components.everyone.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), rank)
 
     def close(self) -> None:
         """Does nothing: no file is open."""
@@ -1163,7 +1162,7 @@ class PretrainedWriter:
         if saved is not None and saved.computed:
             _check_own_dtype(wanted.dtype, self._components.shards.mode.weight_dtype, saved.computed)
             whole = self._module.state_dict()
-        elif saved is not None and saved.unconverted and wanted.dtype is None and self._components.everyone is None:
+        elif saved is not None and saved.unconverted and wanted.dtype is None and self._components.everyone.size == 1:
             with contextlib.suppress(BudgetError):  # a larger model has the names of memory, and a notice says so
                 whole = self._module.state_dict()
         with together(self._components, Collective.SAVE, "save the model") as ranks:

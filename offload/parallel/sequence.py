@@ -153,11 +153,11 @@ def all_to_all(parallel: SequenceParallel, rows: torch.Tensor) -> torch.Tensor:
     return received
 
 
-def form_groups(everyone: Ranks | None, size: int, tensor_parallel: bool) -> SequenceParallel | None:
+def form_groups(everyone: Ranks, size: int, tensor_parallel: bool) -> SequenceParallel | None:
     """Divides all ranks into groups that share sequences. Collective.
 
     Args:
-        everyone: all ranks; None if there is only one.
+        everyone: all ranks.
         size: the config's "sequence_parallel_size".
         tensor_parallel: True if the model is divided by tensor parallelism.
 
@@ -167,9 +167,9 @@ def form_groups(everyone: Ranks | None, size: int, tensor_parallel: bool) -> Seq
     Raises:
         ConfigError: on all ranks, if the ranks cannot be divided into such groups.
     """
-    ranks = 1 if everyone is None else everyone.size
+    ranks = everyone.size
     # Compared first, and by ranks that share no sequence too: groups of different sizes would wait for each other.
-    sizes = [size] if everyone is None else everyone.share(size, "compare their sequence parallelism")
+    sizes = everyone.share(size, "compare their sequence parallelism")
     for rank, other in enumerate(sizes):
         if other != sizes[0]:
             raise ConfigError(
@@ -188,12 +188,9 @@ def form_groups(everyone: Ranks | None, size: int, tensor_parallel: bool) -> Seq
             f"sequence_parallel_size is {size}, and the model is divided by tensor parallelism: an engine knows one of "
             "the two; leave sequence_parallel_size out, or give a model before parallelize_module"
         )
-    assert everyone is not None
     groups = [list(range(first, first + size)) for first in range(0, ranks, size)]
     # In one replica each, whatever "mics_shard_size" says of all ranks.
-    group = everyone.divided(groups, -1)
-    assert group is not None
-    return SequenceParallel(everyone=everyone, group=group)
+    return SequenceParallel(everyone=everyone, group=everyone.divided(groups, -1))
 
 
 # -- attention -----------------------------------------------------------------------------------------

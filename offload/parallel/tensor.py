@@ -35,8 +35,8 @@ class TensorParallel:
 
     everyone: Ranks
     """All processes."""
-    zero: Ranks | None
-    """The ranks of this process's column; None if it is alone there."""
+    zero: Ranks
+    """The ranks of this process's column."""
     row: tuple[int, ...]
     """The processes that compute together with this one, by their rank in `everyone`, in the order of coordinates:
     stage by stage of a pipeline."""
@@ -50,8 +50,9 @@ class TensorParallel:
     """Position of each process in its pipeline, by its rank in `everyone`; empty without one."""
     tied: frozenset[str] = frozenset()
     """Names of the parameters of this process that an earlier stage of its pipeline has too."""
-    stage: Ranks | None = None
-    """The processes with this one's layers, if there is a pipeline and tensor parallelism divides them; else None."""
+    stage: Ranks = field(default_factory=Ranks)
+    """The processes with this one's layers, if there is a pipeline and tensor parallelism divides them; else this one
+    alone."""
 
     @property
     def size(self) -> int:
@@ -108,14 +109,12 @@ class TensorParallel:
     @property
     def sent(self) -> Communication:
         """What this process has sent in the collectives of ZeRO, and over the grid; not the user's own collectives."""
-        return self.everyone.sent if self.zero is None else self.everyone.sent.plus(self.zero.sent)
+        return self.everyone.sent.plus(self.zero.sent)
 
     @property
-    def replicated(self) -> Ranks | None:
-        """The processes that have this one's whole parameters, by tensor parallelism; None if there is none."""
-        if self.size == 1:
-            return None
-        return self.everyone if self.stages == 1 else self.stage
+    def replicated(self) -> Ranks:
+        """The processes that have this one's whole parameters, by tensor parallelism; this one alone without it."""
+        return self.everyone if self.size > 1 and self.stages == 1 else self.stage
 
     def first_of_stage(self, process: int) -> int:
         """Returns the first process that has the same layers as `process`, both by their rank in `everyone`."""
@@ -196,7 +195,7 @@ class PipelinePlace(NamedTuple):
 
 
 def form_grid(
-    everyone: Ranks | None,
+    everyone: Ranks,
     row: Sequence[int],
     sharded: frozenset[str],
     pipeline: PipelinePlace,
@@ -205,7 +204,7 @@ def form_grid(
     """Divides all processes into rows and columns. Collective.
 
     Args:
-        everyone: all processes; None if there is only one.
+        everyone: all processes.
         row: the processes among which tensor parallelism divides this one's parameters, by their rank; empty without.
         sharded: names of the parameters of which this process has a part.
         pipeline: the stages of this process.
@@ -217,7 +216,7 @@ def form_grid(
     Raises:
         ConfigError: on all processes, if the rows are no grid, or columns cannot be divided into replicas.
     """
-    if everyone is None:
+    if everyone.size == 1:
         return None
     shared = everyone.share([list(row), *pipeline[:3]], "compare their tensor parallelism")
     rows = [tuple(each[0]) for each in shared]
@@ -235,7 +234,7 @@ def form_grid(
     size = len(mine) // stages
     positions = [block.index(process) // size for process, block in enumerate(blocks)]
     # Where there is no pipeline, the processes with the same layers are all.
-    stage = None
+    stage = Ranks()
     if stages > 1 and size > 1:
         stage = everyone.divided(
             [[each for each, at in enumerate(positions) if at == position] for position in range(stages)]
