@@ -34,7 +34,7 @@ from offload.swapper.memory.device import DONE, Device, Event
 #
 # A secondary partition has the bits of a gather, so a run has those of one without it. It holds from the gather that
 # fills it to the next call that may change weights. Every rank takes part in all gathers and in all such calls, in one
-# order (`Agreement`), so all know without a message which of the two a gather is.
+# order (`Rounds`), so all know without a message which of the two a gather is.
 
 
 class SecondaryShards:

@@ -585,7 +585,7 @@ def _decided(store: BoundedStore, to: str) -> str | None:
 
 
 _DIFFERENT = "have reached different calls"
-"""Words of `Agreement`'s error of ranks none of which can go on."""
+"""Words of `Rounds`'s error of ranks none of which can go on."""
 PULSE = 1.0
 """Seconds between two counts."""
 SILENT = 120.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from offload.activations.activations import Activations
 from offload.aio.shared_queue import SharedQueue
-from offload.distributed.agreement import Agreement, AllOrNothing, Collective, all_or_nothing, among_all
+from offload.distributed.agreement import Agreement, AllOrNothing, Collective, all_or_nothing, among
 from offload.distributed.process_group import Communication, Mesh, Ranks
 from offload.engine.edits import WeightEdits
 from offload.engine.gradients import GradientAccumulator
@@ -46,8 +46,8 @@ class EngineComponents:
     """None if micro-batches pass through the model one after the other."""
     ranks: Ranks
     """The ranks among which ZeRO divides."""
-    agreement: Agreement | None
-    """None if this process is alone there."""
+    agreement: Agreement
+    """What these ranks agree on."""
     store: Store | None
     queue: SharedQueue | None
     arena: HostArena
@@ -188,4 +188,4 @@ def together(components: EngineComponents, kind: Collective, what: str) -> Itera
     """
     grid = components.tensor_parallel
     with all_or_nothing(components.agreement, kind, what) as ranks:
-        yield ranks if grid is None else among_all(grid.everyone, what)
+        yield ranks if grid is None else among(grid.everyone, what)

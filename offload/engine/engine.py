@@ -387,8 +387,7 @@ class EngineCore(EngineCallbacks):
         # with its commit, after which the other slot of the unit may be written.
         components.unit_views.settle()
         components.update_worker.come_to_rest()
-        if components.agreement is not None:
-            edits = components.agreement.edit(unit, edits)
+        edits = components.agreement.edit(unit, edits)
         if not edits:
             return
         part = components.trainable[unit]
@@ -1614,7 +1613,7 @@ class Engine(MicroBatchesApi):
             RankError: if another rank is gone or does something else.
         """
         self._core.enter()
-        return value if self._core.components.agreement is None else self._core.components.agreement.mean(value)
+        return self._core.components.agreement.mean(value)
 
     def train(self, mode: bool = True) -> Engine:
         """Sets the model's training mode, as `nn.Module.train` does.

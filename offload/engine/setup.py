@@ -36,7 +36,7 @@ from offload.aio.shared_queue import SharedQueue
 from offload.checkpointing import with_configured
 from offload.config import Aio, Config, effective, load_config, resolve_batch
 from offload.config.load import read_json
-from offload.distributed.agreement import Agreement, AllOrNothing
+from offload.distributed.agreement import Agreement, Rounds, among
 from offload.distributed.gathers import SecondaryShards, WeightGathers, form_node
 from offload.distributed.process_group import UNABLE, Ranks, join_ranks, meet_others, stay_away
 from offload.distributed.reduce_scatter import ReduceScatterAccumulator
@@ -202,7 +202,7 @@ def gradient_accumulator(
     arena: DeviceArena,
     files: RunFiles,
     pager: Pager,
-    rounds: Agreement | None,
+    agreement: Agreement,
     callbacks: EngineCallbacks,
     spans: DriveSpans,
     compute: ComputeSpans,
@@ -215,7 +215,7 @@ def gradient_accumulator(
         arena: Source of device buffers.
         files: The files of the run.
         pager: Receives failures of other threads.
-        rounds: Order of collectives; None with one rank.
+        agreement: What the ranks agree on.
         callbacks: The engine.
         spans: Records requests to the drives.
         compute: Spans of forward and backward.
@@ -232,7 +232,7 @@ def gradient_accumulator(
             undo.callback(downloads.close)
         waiting = _gradient_places(plan, arena, spill, downloads)
         accumulator: GradientAccumulator
-        if rounds is None or plan.parts.reduction is None:
+        if plan.parts.reduction is None:
             accumulator = GradientAccumulator(
                 plan.layouts,
                 trainable,
@@ -245,6 +245,7 @@ def gradient_accumulator(
                 completion=UnitCompletion(callbacks) if run_may_speculate(_run_facts(plan)) else None,
             )
         else:
+            assert isinstance(agreement, Rounds), "only several ranks reduce"
             accumulator = ReduceScatterAccumulator(
                 plan.layouts,
                 trainable,
@@ -256,7 +257,7 @@ def gradient_accumulator(
                 device_arena=arena,
                 reduction=plan.parts.reduction,
                 ranks=plan.ranks,
-                rounds=rounds,
+                rounds=agreement,
                 timeline=timeline,
                 compute=compute,
             )
@@ -520,12 +521,14 @@ def assemble(
         # Each component that owns memory or a thread is closed by an error, in reverse order.
         host = undo.enter_context(contextlib.closing(_host_arena(plan, callbacks)))
         arena = DeviceArena(plan.placement.device_nbytes, plan.device, plan.config.offload.debug.poison)
-        compute, rounds = compute_spans(timeline, shown_names(plan)), _agreement(plan, arena, callbacks, timeline)
-        pager = undo.enter_context(contextlib.closing(_pager(plan, host, arena, files, rounds, timeline)))
+        compute, agreement = compute_spans(timeline, shown_names(plan)), _agreement(plan, arena, callbacks, timeline)
+        pager = undo.enter_context(contextlib.closing(_pager(plan, host, arena, files, agreement, timeline)))
         held = _held(plan, host, arena, pager, files.store)
         sources = _sources(plan)
         _fill(plan, model, held, files, resume, sources)
-        gradients = gradient_accumulator(plan, host, arena, files, pager, rounds, callbacks, recorders.spans, compute)
+        gradients = gradient_accumulator(
+            plan, host, arena, files, pager, agreement, callbacks, recorders.spans, compute
+        )
         undo.callback(gradients.close)
         handles = _handles(plan, model)
         unit_views = UnitViews(plan.layouts, handles, pager, plan.mode.weight_dtype)
@@ -548,7 +551,7 @@ def assemble(
         activations=kept,
         layer_major=borders,
         ranks=plan.ranks,
-        agreement=rounds,
+        agreement=agreement,
         store=files.store,
         queue=files.queue,
         model_files=files.model_files,
@@ -572,16 +575,16 @@ def _host_arena(plan: Plan, callbacks: EngineCallbacks) -> HostArena:
     return HostArena(placed.classes, plan.device, process_memory(), budget, callbacks.give_cache, copied)
 
 
-def _agreement(plan: Plan, arena: DeviceArena, callbacks: EngineCallbacks, timeline: Timeline) -> Agreement | None:
-    """Returns the agreement of all ranks; None if there is only one."""
+def _agreement(plan: Plan, arena: DeviceArena, callbacks: EngineCallbacks, timeline: Timeline) -> Agreement:
+    """Returns the agreement of the ranks among which ZeRO divides."""
     if plan.ranks.size == 1:
-        return None
+        return Agreement()
     coded = plan.parts.gathers
     codes, secondary = arena.keep(coded.nbytes) if coded else None, None
     if (sizes := plan.parts.secondary) is not None:
         secondary = SecondaryShards(sizes, plan.rank, plan.node, plan.device, arena.keep(sizes.nbytes))
     gathers = WeightGathers(plan.ranks, plan.device, coded, codes, secondary)
-    return Agreement(gathers, shown_names(plan), callbacks, timeline=timeline)
+    return Rounds(gathers, shown_names(plan), callbacks, timeline=timeline)
 
 
 def shown_names(plan: Plan) -> list[str]:
@@ -590,13 +593,13 @@ def shown_names(plan: Plan) -> list[str]:
 
 
 def _pager(
-    plan: Plan, host: HostArena, arena: DeviceArena, files: RunFiles, rounds: Agreement | None, timeline: Timeline
+    plan: Plan, host: HostArena, arena: DeviceArena, files: RunFiles, agreement: Agreement, timeline: Timeline
 ) -> Pager:
     """Returns the pager."""
     # The pager receives sizes and limits only; it knows neither modules nor parameters.
     sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode, plan.images)
     # Where each rank has whole weights, a use needs no other rank: they meet when they reduce gradients, and at step().
-    divided = plan.mesh.shards > 1
+    peers = agreement if isinstance(agreement, Rounds) and plan.mesh.shards > 1 else None
     return Pager(
         sizes,
         host,
@@ -604,7 +607,7 @@ def _pager(
         plan.device,
         files.store or files.model_files,
         limits(plan.config, plan.mode),
-        rounds if divided else None,
+        peers,
         expand=expander(plan.layouts, plan.mode.weight_dtype),
         timeline=timeline,
     )
@@ -909,7 +912,7 @@ def _store(
     if config.offload.resume == "never":
         run, job = Path(config.drives[0]) / config.offload.run, job_of(model, _settings(plan), optimizer, lr_scheduler)
         # The first rank alone has the note of the end, which its store deletes.
-        _everyone(plan.ranks, "replace the run").by_first(lambda: check_replaced(run, spec, job))
+        among(plan.ranks, "replace the run").by_first(lambda: check_replaced(run, spec, job))
     new = NewRanks(
         drives=config.drives,
         run=config.offload.run,
@@ -917,8 +920,8 @@ def _store(
         layouts=plan.layouts,
         mode=plan.mode,
         shares=plan.shares,
-        ranks=_everyone(plan.ranks, "give the run another number of ranks"),
-        everyone=_everyone(Ranks() if plan.grid is None else plan.everyone, "give the run another number of ranks"),
+        ranks=among(plan.ranks, "give the run another number of ranks"),
+        everyone=among(Ranks() if plan.grid is None else plan.everyone, "give the run another number of ranks"),
         place={} if plan.grid is None else plan.grid.description,
         mesh=plan.mesh,
     )
@@ -929,11 +932,6 @@ def _store(
     store = Store(new.drives, new.run, plan.rank, spec, queue, written, spans)
     store.notices += [] if line is None else [line]
     return store
-
-
-def _everyone(ranks: Ranks, what: str) -> AllOrNothing:
-    """Returns this rank's side of work before there is an engine; `what` names the work, for messages."""
-    return AllOrNothing(ranks.rank, ranks.size, lambda value: ranks.share(value, what), what)
 
 
 def _progress(plan: Plan, store: Store, model: nn.Module, optimizer: Optimizer) -> Snapshot | None:

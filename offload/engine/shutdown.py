@@ -240,15 +240,11 @@ class Shutdown:
 
         The arguments are those of `_end`.
         """
-        ranks, rounds = self._components.ranks, self._components.agreement
-        # No other rank shares these states, or an exception ends this one: nothing is agreed.
-        if rounds is None or not meet:
-            if meet:
-                self._meet_all(remove)
-            if remove:
-                self._note_end(facts or {})
-        elif remove or not (ranks.lost or rounds.interrupted):
-            rounds.end(remove)
+        ranks, agreement = self._components.ranks, self._components.agreement
+        if not meet:  # an exception ends this rank, whose run stays: nothing is agreed
+            return
+        if remove or not (ranks.lost or agreement.interrupted):
+            agreement.end(remove)
             self._meet_all(remove)
             if remove:  # the note, by which stores count as leftovers, exists before any is deleted
                 self._note_end(facts or {})
