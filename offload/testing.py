@@ -177,7 +177,7 @@ class Inspection:
     @property
     def ranks(self) -> Ranks:
         """The processes among which ZeRO divides states."""
-        return self._parts.ranks
+        return self._parts.world.ranks
 
     @property
     def gradients(self) -> GradientAccumulator:

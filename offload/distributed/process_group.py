@@ -966,7 +966,7 @@ class Ranks:
 
     def fail(self, reason: str) -> RankError:
         """Returns the error of this rank, which has left a collective; publishes its end, so that others end too."""
-        return RankError(f"rank {self.rank} has stopped: {reason}")
+        raise AssertionError("a process that trains alone has left nobody in a collective")
 
     def look(self) -> None:
         """Records and logs the loss of a rank whose end is known without a wait. Raises nothing."""

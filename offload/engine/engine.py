@@ -244,7 +244,7 @@ class EngineCore(EngineCallbacks):
         if self._in_turn:  # the other micro-batches keep memory and views, so a repetition would not help
             return self.module(*args, **kwargs)
         return self.device_budget.run(
-            lambda: self.module(*args, **kwargs), (args, kwargs), self.components.everyone.size == 1
+            lambda: self.module(*args, **kwargs), (args, kwargs), self.components.world.everyone.size == 1
         )
 
     @uninterrupted
@@ -293,7 +293,7 @@ class EngineCore(EngineCallbacks):
             return layer_major.run(list(works), generators, trains)
         except BaseException:
             # Some units have gradients of all micro-batches now, others of none, and no loop could go on with that.
-            if not self.components.pager.failed and self.components.everyone.size == 1:
+            if not self.components.pager.failed and self.components.world.everyone.size == 1:
                 with contextlib.suppress(OffloadError):
                     self.forget_gradients()
             raise
@@ -394,7 +394,7 @@ class EngineCore(EngineCallbacks):
         components.unit_views.outdate([unit])
         try:
             # The others of a grid take no part, and may yet have to resume from the step whose slot is written now.
-            if components.tensor_parallel is not None and components.store is not None:
+            if components.world.divides_model and components.store is not None:
                 components.store.set_aside(unit)
             # If this is interrupted, a part of the edit may be scheduled already: nothing may be committed after it.
             components.update_worker.schedule([UnitUpdate(unit=unit, numel=len(part), edits=cut(edits, part))], None)
@@ -846,12 +846,12 @@ class DeepSpeedApi(RunningApi):
     @property
     def global_rank(self) -> int:
         """The rank of this process among those that train together."""
-        return self._core.components.everyone.rank
+        return self._core.components.world.everyone.rank
 
     @property
     def world_size(self) -> int:
         """The number of processes that train together."""
-        return self._core.components.everyone.size
+        return self._core.components.world.everyone.size
 
     @property
     def local_rank(self) -> int:

@@ -165,10 +165,10 @@ class Shutdown:
             self._end(bool(remove), meet=not alone, keep=remove is False, facts=facts)
         except KeyboardInterrupt:
             # This engine has ended, so `at_exit` will not tell where its run is.
-            if mine and not self._reported and not self._noted and self._components.rank == 0:
+            if mine and not self._reported and not self._noted and self._components.world.ranks.rank == 0:
                 self._report_run(keep=True)
             raise
-        if stopped and remove and self._components.rank == 0 and self.resumable:
+        if stopped and remove and self._components.world.ranks.rank == 0 and self.resumable:
             logger.warning(
                 "an error has stopped the engine, so the run in %s is kept: `%s` deletes it",
                 self.resumable,
@@ -210,7 +210,7 @@ class Shutdown:
         """Tells the other ranks which failure, if any, ends this one, before they learn that it ends."""
         if failure:
             self._after = f", after {failure}"
-            self._components.everyone.explain(failure)
+            self._components.world.everyone.explain(failure)
 
     def _end(self, remove: bool, meet: bool, keep: bool = True, facts: Mapping[str, Any] | None = None) -> None:
         """Finishes, commits and closes, once.
@@ -240,7 +240,7 @@ class Shutdown:
 
         The arguments are those of `_end`.
         """
-        ranks, agreement = self._components.ranks, self._components.agreement
+        ranks, agreement = self._components.world.ranks, self._components.agreement
         if not meet:  # an exception ends this rank, whose run stays: nothing is agreed
             return
         if remove or not (ranks.lost or agreement.interrupted):
@@ -254,9 +254,9 @@ class Shutdown:
 
     def _meet_all(self, remove: bool) -> None:
         """Waits until every process of a grid is about to close its engine, and commits edits then; see `_end`."""
-        grid = self._components.tensor_parallel
-        if grid is not None and not grid.everyone.lost:
-            grid.end(remove)
+        world = self._components.world
+        if world.divides_model and not world.everyone.lost:
+            world.end(remove)
             if not remove:
                 self._commit(edits=True)
 
@@ -269,7 +269,7 @@ class Shutdown:
             self._components.update_worker.come_to_rest()
         # Processes of a grid meet in each step, but not at an edit. So one may have ended before its last commit, and
         # another one, which commits edits now, would be two commits ahead: no resume could go back to the first's.
-        self._commit(edits=self._components.tensor_parallel is None)
+        self._commit(edits=not self._components.world.divides_model)
 
     def _commit(self, edits: bool) -> None:
         """Commits steps that the durability setting left uncommitted and, with `edits`, edits since the last step."""
@@ -287,9 +287,9 @@ class Shutdown:
             keep: False to note on the disk that a later start may replace the run.
         """
         store = self._components.store
-        if self._components.rank != 0:
+        if self._components.world.ranks.rank != 0:
             self._reported = True
-        if store is None or store.durable is None or self._components.rank != 0 or not self.resumable:
+        if store is None or store.durable is None or self._components.world.ranks.rank != 0 or not self.resumable:
             return
         if not keep:
             try:
@@ -302,7 +302,7 @@ class Shutdown:
     def _note_end(self, facts: Mapping[str, Any]) -> None:
         """Writes a note that the run has ended. The first rank writes for all."""
         self._noted = True
-        if self._components.store is not None and self._components.rank == 0:
+        if self._components.store is not None and self._components.world.ranks.rank == 0:
             self._components.store.note_end({"steps": self._state.global_steps, **facts})
 
     def _report_run(self, keep: bool) -> None:
@@ -355,7 +355,7 @@ class Shutdown:
         closing = components.closing()
         # The process group closes after the arena, so that no collective is in flight.
         steps = self._state.global_steps
-        closing.append(lambda: components.everyone.close(f"its engine was closed at step {steps}{self._after}"))
+        closing.append(lambda: components.world.everyone.close(f"its engine was closed at step {steps}{self._after}"))
         if components.store is not None:
             store = components.store
             closing.append(lambda: self._close_store(store, remove, notes))

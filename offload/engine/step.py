@@ -378,9 +378,8 @@ class OptimizerStep:
     def _known(self) -> GradientStats:
         """Returns the gradient statistics over all ranks."""
         components, state, gradients = self._components, self._state, self._components.gradients
-        grid = components.tensor_parallel
-        elsewhere = frozenset() if grid is None else grid.counted_elsewhere(components.layouts)
-        settings = self._optimizer.checksum(self._clip) if components.everyone.size > 1 else 0
+        elsewhere = components.world.counted_elsewhere(components.layouts)
+        settings = self._optimizer.checksum(self._clip) if components.world.everyone.size > 1 else 0
         # Gradients that an aborted backward has added count, as in torch.
         gradients.complete()
         own = functools.partial(gradients.known, elsewhere)
@@ -389,9 +388,7 @@ class OptimizerStep:
             # Only now all ranks know of which stacks any rank has visited an expert. Zeros change no norm.
             self._zeros.add(known.present)
             gradients.receive_totals()
-        if grid is None:
-            return known
-        return grid.step(known, self._accumulation.count, state.global_steps, settings)
+        return components.world.step(known, self._accumulation.count, state.global_steps, settings)
 
     def _order(self) -> Sequence[int]:
         """Returns the uses of units in this step as the access order predicted for the next step."""
@@ -482,7 +479,7 @@ class OptimizerStep:
             scale: factor for each gradient: the clip and the inverse of the loss scale.
         """
         components = self._components
-        several, mode = components.ranks.size > 1, components.shards.mode
+        several, mode = components.world.ranks.size > 1, components.shards.mode
         # Ranks that step parameters together need one order, and predict each their own.
         updates = self._update_builder.updates(
             present, () if several and mode.steps_whole else order, scale, self._state.parameter_steps

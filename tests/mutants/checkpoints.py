@@ -283,8 +283,8 @@ MUTANTS = (
     Mutant(
         "give each rank an id of its own",
         "offload.engine.setup",
-        'plan.everyone.share(uuid.uuid4().hex, "check its start")[0]',
-        'plan.everyone.share(uuid.uuid4().hex, "check its start")[plan.everyone.rank]',
+        'plan.world.everyone.share(uuid.uuid4().hex, "check its start")[0]',
+        'plan.world.everyone.share(uuid.uuid4().hex, "check its start")[plan.world.everyone.rank]',
         "tests/checkpoints/test_mixed_runs.py",
     ),
     Mutant(

@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         "let each rank have a data set of another length",
         "offload.engine.setup",
-        "    _check_same_data(everyone, given.training_data)\n",
+        "    _check_same_data(world.everyone, given.training_data)\n",
         "",
         "tests/ranks/test_ranks_disagree.py",
     ),
