@@ -55,6 +55,25 @@ class World:
     stage: Ranks = field(default_factory=Ranks)
     """The processes with this one's layers, if there is a pipeline and tensor parallelism divides them; else this one
     alone."""
+    sequence: Ranks = field(default_factory=Ranks)
+    """The ranks that share each sequence, in the order of its parts; without sequence parallelism this one alone."""
+    node: Ranks = field(default_factory=Ranks)
+    """The ranks that keep a secondary partition of the weights together; without one this rank alone."""
+
+    @property
+    def data_rank(self) -> int:
+        """Number of this process's samples among those of a batch: ranks that share sequences have the same."""
+        return self.ranks.rank // self.sequence.size
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of processes with samples of their own."""
+        return self.ranks.size // self.sequence.size
+
+    @property
+    def shares_batches(self) -> bool:
+        """True if processes compute one batch together, so that each waits in the middle of it for the others."""
+        return self.divides_model or self.sequence.size > 1
 
     @property
     def divides_model(self) -> bool:
@@ -118,8 +137,12 @@ class World:
 
     @property
     def sent(self) -> Communication:
-        """What this process has sent in the collectives of ZeRO, and over the grid; not the user's own collectives."""
-        return self.everyone.sent.plus(self.ranks.sent) if self.row else self.everyone.sent
+        """What this process has sent to others, without the user's own collectives."""
+        sent = self.everyone.sent.plus(self.sequence.sent)
+        if self.row:
+            sent = sent.plus(self.ranks.sent)
+        # All that the ranks of a node send each other are weights.
+        return sent.plus(Communication(node_weights=self.node.sent.weights))
 
     @property
     def replicated(self) -> Ranks:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from offload.activations.activations import Activations
 from offload.aio.shared_queue import SharedQueue
 from offload.distributed.agreement import Agreement, AllOrNothing, Collective, among
-from offload.distributed.process_group import Communication, Ranks
 from offload.distributed.world import World
 from offload.engine.edits import WeightEdits
 from offload.engine.gradients import GradientAccumulator
@@ -20,7 +19,7 @@ from offload.engine.unit_views import UnitViews
 from offload.engine.update import UpdateWorker
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
-from offload.parallel.sequence import SequenceForward, SequenceParallel
+from offload.parallel.sequence import SequenceForward
 from offload.parallel.sharded_params import ShardedViews
 from offload.passes.layer_major import LayerMajor
 from offload.swapper.memory.host_arena import HostArena
@@ -64,41 +63,15 @@ class EngineComponents:
     """None if no metrics are recorded."""
     sharded_views: ShardedViews | None = None
     """The hooks that show DTensors to modules; None if the model has none."""
-    sequence: SequenceParallel | None = None
-    """This process's place in sequence parallelism; None without it."""
-    node: Ranks
-    """The ranks that keep a secondary partition of the weights together; this one alone without one."""
     sequence_forward: SequenceForward | None = None
     """The hooks that cut sequences; None without sequence parallelism."""
     untile: Callable[[], None] | None = None
     """Makes the MLPs that the config tiles compute whole inputs again; None if it tiles none."""
 
     @property
-    def data_rank(self) -> int:
-        """Number of this process's samples among those of a batch: ranks that share sequences have the same."""
-        return self.world.ranks.rank if self.sequence is None else self.sequence.data_rank
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of processes with samples of their own."""
-        return self.world.ranks.size if self.sequence is None else self.sequence.data_ranks
-
-    @property
     def divides_parameters(self) -> bool:
         """True if modules have parts of parameters, or DTensors: files have the names of whole parameters."""
         return self.world.divides_model or self.sharded_views is not None
-
-    @property
-    def shares_batches(self) -> bool:
-        """True if processes compute one batch together, so that each waits in the middle of it for the others."""
-        return self.sequence is not None or self.world.divides_model
-
-    @property
-    def sent(self) -> Communication:
-        """What this process has sent to others."""
-        sent = self.world.sent if self.sequence is None else self.sequence.sent
-        # All that the ranks of a node send each other are weights.
-        return sent.plus(Communication(node_weights=self.node.sent.weights))
 
     def refuse_shards(self, call: str) -> None:
         """Raises `UsageError` for a call that would save or load the part of one process as if it were all."""

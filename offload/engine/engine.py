@@ -596,7 +596,7 @@ class RunningApi:
 
         Collectives of your own are not counted, nor the heartbeat.
         """
-        return self._core.components.sent
+        return self._core.components.world.sent
 
     def memory_report(self) -> MemoryReport:
         """Returns bytes of RAM and of the device by owner, in sums that add up. `print` it for a readable form.
@@ -837,8 +837,7 @@ class DeepSpeedApi(RunningApi):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UsageError(f"deepspeed_io expects a batch_size of at least 1, got {size!r}")
         drop_last = settings.config.dataloader_drop_last
-        ranks = self._core.components
-        rank, count = ranks.data_rank, ranks.data_ranks
+        rank, count = self._core.components.world.data_rank, self._core.components.world.data_ranks
         return load(dataset, size, rank, count, settings.seed, collate_fn, self.device, drop_last)
 
     # -- where it runs ------------------------------------------------------------------------------
@@ -1316,7 +1315,7 @@ class MicroBatchesApi(PersistenceApi):
             )
         # A dtype that the engine chose because a step had one micro-batch may be too narrow to add several up.
         kept = None if self._settings.config.data_types.grad_accum_dtype else self._core.components.gradients.dtype
-        ranks = self._core.components.data_ranks
+        ranks = self._core.components.world.data_ranks
         self._core.state.change_settings(resized(self._settings, train_batch_size, ranks, kept))
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:

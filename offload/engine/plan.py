@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,6 @@ from offload.layout.tiers import Partitions, check_node
 from offload.layout.units import Units, tied_numel
 from offload.notices import Headline, Remark, shell_command
 from offload.optimizers.matrices import in_bf16
-from offload.parallel.sequence import SequenceParallel
 from offload.parallel.sharded_params import FoundShards, Site, is_dtensor
 from offload.precision import Choice as DtypeChoice
 from offload.sizes import count_of, format_size
@@ -698,10 +697,6 @@ class Plan:
     notices: tuple[str, ...]
     sites: tuple[Site, ...] = ()
     """The modules that compute with DTensors."""
-    sequence: SequenceParallel | None = None
-    """This process's place in sequence parallelism; None without it."""
-    node: Ranks = field(default_factory=Ranks)
-    """The ranks that keep a secondary partition of the weights together; this one alone without one."""
     images: tuple[UnitImage | None, ...] = ()
     """Each unit as it lies in the model's own files, None for one that is not read there. Empty if none is."""
 

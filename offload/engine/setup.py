@@ -559,7 +559,6 @@ def assemble(
         arena=host,
         layouts=plan.layouts,
         trainable=plan.trainable,
-        node=plan.node,
         shards=held,
         written=files.written,
         timeline=timeline,
@@ -583,7 +582,9 @@ def _agreement(plan: Plan, arena: DeviceArena, callbacks: EngineCallbacks, timel
     coded = plan.parts.gathers
     codes, secondary = arena.keep(coded.nbytes) if coded else None, None
     if (sizes := plan.parts.secondary) is not None:
-        secondary = SecondaryShards(sizes, plan.world.ranks.rank, plan.node, plan.device, arena.keep(sizes.nbytes))
+        secondary = SecondaryShards(
+            sizes, plan.world.ranks.rank, plan.world.node, plan.device, arena.keep(sizes.nbytes)
+        )
     gathers = WeightGathers(plan.world.ranks, plan.device, coded, codes, secondary)
     return Rounds(gathers, shown_names(plan), callbacks, timeline=timeline)
 
@@ -966,9 +967,9 @@ def _components(
     if plan.world.divides_model or plan.sites:
         # Behind all other hooks on modules and state dicts, as nothing that fails follows here either.
         parts = dataclasses.replace(parts, sharded_views=ShardedViews(plan.sites))
-    if plan.sequence is not None:
-        forward = SequenceForward(model, plan.sequence)
-        parts = dataclasses.replace(parts, sequence=plan.sequence, sequence_forward=forward)
+    if plan.world.sequence.size > 1:
+        forward = SequenceForward(model, SequenceParallel(world=plan.world))
+        parts = dataclasses.replace(parts, sequence_forward=forward)
     return parts
 
 
@@ -1106,9 +1107,8 @@ def _meter(plan: Plan, model: nn.Module, queue: SharedQueue | None, written: Wri
     def io_bytes() -> tuple[int, int]:
         return (0, 0) if queue is None else (queue.read_bytes, queue.written_bytes)
 
-    # With a grid, or groups for sequences, the counts are those of all of its groups.
-    groups, breakdown = plan.sequence or plan.world, plan.config.wall_clock_breakdown
-    sent = (lambda: groups.sent.total) if plan.world.everyone.size > 1 else None
+    breakdown = plan.config.wall_clock_breakdown
+    sent = (lambda: plan.world.sent.total) if plan.world.everyone.size > 1 else None
     return StepMeter(plan.device.torch, io_bytes, written.drives, sent, breakdown, reporter)
 
 
@@ -1475,13 +1475,13 @@ def _initialize(
     world = form_grid(everyone, shards.row, shards.sharded, pipeline_place(model), shards.dims)
     check_groups(world, shards, device.torch)
     check_nodes(loaded, world)
-    sequence = form_groups(everyone, loaded.sequence_parallel_size, world.divides_model)
-    one_at_a_time = bool(shards.dtensors) or sequence is not None or isinstance(model, PipelineStages)
+    world = dataclasses.replace(world, sequence=form_groups(world, loaded.sequence_parallel_size))
+    one_at_a_time = bool(shards.dtensors) or world.shares_batches or isinstance(model, PipelineStages)
     loaded = _of_a_column(loaded, world, one_at_a_time)
     with taken_over(model, shards) as taken:
         taken.translate_optimizer(given.optimizer)
         given = given._replace(model_parameters=taken.translated(given.model_parameters))
-        return _start(loaded, model, device, world, sequence, taken, given)
+        return _start(loaded, model, device, world, taken, given)
 
 
 def _of_a_column(loaded: Config, world: World, one_at_a_time: bool) -> Config:
@@ -1515,16 +1515,11 @@ def _start(
     model: nn.Module,
     device: Device,
     world: World,
-    sequence: SequenceParallel | None,
     taken: TakenShards,
     given: Given,
 ) -> Initialized:
     """Makes the plan and carries it out; for the arguments see `initialize`. The caller holds `STARTING`."""
-    # Ranks with samples of their own: those that share sequences have the same.
-    rank, count = world.ranks.rank, world.ranks.size
-    if sequence is not None:
-        rank, count = sequence.data_rank, sequence.data_ranks
-    batch = resolve_batch(loaded, count)
+    batch = resolve_batch(loaded, world.data_ranks)
     _check_same_data(world.everyone, given.training_data)
     chosen = build_optimizer.choose(loaded.optimizer, model, given.optimizer, given.model_parameters)
     check_options(chosen)
@@ -1535,9 +1530,9 @@ def _start(
     plan = decide(loaded, batch, model, device, world, chosen.rule.name, kept, matrices)
     codes = loaded.zero_optimization.sends_codes
     check_tensor_parallel(world, plan.mode, plan.layouts, bool(plan.units.experts), bool(plan.tiled_mlps), codes)
-    check_units(sequence, bool(plan.units.experts))
-    node = form_node(world.ranks, plan.parts.secondary)
-    plan = dataclasses.replace(plan, sites=tuple(taken.sites), sequence=sequence, node=node)
+    check_units(world.sequence.size, bool(plan.units.experts))
+    world = dataclasses.replace(world, node=form_node(world.ranks, plan.parts.secondary))
+    plan = dataclasses.replace(plan, sites=tuple(taken.sites), world=world)
     ModuleEntries(model, commits=bool(plan.commit_every))  # what no commit could contain is refused
     # From now on the weights leave the model, and no error could bring them back.
     taken.keep()
@@ -1555,8 +1550,8 @@ def _start(
         loader = load(
             given.training_data,
             batch.micro,
-            rank,
-            count,
+            world.data_rank,
+            world.data_ranks,
             loaded.offload.seed,
             given.collate_fn,
             device.torch,
@@ -1566,7 +1561,7 @@ def _start(
     release_heap()  # the model's first weights were made and freed unit by unit
     if plan.world.everyone.rank == 0:
         warn_if_slow(loaded, device.torch, plan.resume)
-        logger.info(effective(loaded, batch, count))
+        logger.info(effective(loaded, batch, world.data_ranks))
         for notice in engine.notices:
             announce(notice)
         logger.debug("the complete config: %s", json.dumps(engine.config, indent=2))

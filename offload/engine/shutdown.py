@@ -160,7 +160,7 @@ class Shutdown:
                 self._state.of_the_user()
         # After an exception of this rank alone the others wait in a collective of the model, or of a shared sequence,
         # where they answer no rank that ends. They learn of its end instead.
-        alone = self._after and not remove and self._components.shares_batches
+        alone = self._after and not remove and self._components.world.shares_batches
         try:
             self._end(bool(remove), meet=not alone, keep=remove is False, facts=facts)
         except KeyboardInterrupt:
