@@ -113,8 +113,8 @@ def _uses(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "use_us": _us(wall),
         "use_cpu_us": _us((time.thread_time() - began) / 30 / _BLOCKS),
     }
-    ranks = engine._core.components.ranks
-    if ranks is not None:
+    ranks = engine._core.components.world.ranks
+    if ranks.size > 1:
         numbers = [0] * 7
 
         def round_of(late: float = 0.0) -> float:
@@ -196,8 +196,8 @@ def _row(steps: list[tuple[float, int, float]]) -> dict[str, float]:
 def _allow(engine: offload.Engine, series: bool) -> None:
     """Lets the next steps begin series, or makes a round for each use and each reduction."""
     components = engine._core.components
-    uses, gradients = components.pager._common_uses, components.gradients
-    if uses is not None and isinstance(gradients, ReduceScatterAccumulator):
+    uses, gradients = components.pager._fetcher, components.gradients
+    if isinstance(uses, CommonUses) and isinstance(gradients, ReduceScatterAccumulator):
         gradients._order._predicts = series
         possible = CommonUses._possible_series if series else lambda *_: None
         setattr(uses, "_possible_series", functools.partial(possible, uses))  # noqa: B010
@@ -205,8 +205,8 @@ def _allow(engine: offload.Engine, series: bool) -> None:
 
 def _timed_rounds(engine: offload.Engine) -> list[float] | None:
     """Returns a list to which each round from now on adds its seconds; None with one rank."""
-    inside, ranks = list[float](), engine._core.components.ranks
-    if ranks is None:
+    inside, ranks = list[float](), engine._core.components.world.ranks
+    if ranks.size == 1:
         return None
     collect = ranks.collect
 

@@ -175,9 +175,9 @@ class Inspection:
         return self._parts.update_worker
 
     @property
-    def ranks(self) -> Ranks | None:
-        """The processes among which ZeRO divides states; None if this process is alone."""
-        return self._parts.ranks
+    def ranks(self) -> Ranks:
+        """The processes among which ZeRO divides states."""
+        return self._parts.world.ranks
 
     @property
     def gradients(self) -> GradientAccumulator:
@@ -519,8 +519,8 @@ POINTS: Mapping[str, Sequence[str]] = {
     # Ranks.
     "ranks.heartbeat_store": ("offload.distributed.process_group:BoundedStore",),
     "ranks.gone": ("offload.distributed.process_group:Heartbeat.gone",),
-    "ranks.blame": ("offload.distributed.process_group:Ranks._blame",),
-    "ranks.exchange": ("offload.distributed.process_group:Ranks.exchange",),
+    "ranks.blame": ("offload.distributed.process_group:ProcessGroup._blame",),
+    "ranks.exchange": ("offload.distributed.process_group:ProcessGroup.exchange",),
     "ranks.reduce": ("offload.distributed.reduce_scatter:ReduceScatterAccumulator.put",),
     "ranks.finish_reduce": ("offload.distributed.reduce_scatter:ReduceScatterAccumulator._finish",),
     "pipeline.split_backward": ("offload.parallel.pipeline:split",),

@@ -25,7 +25,6 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,9 +50,8 @@ from offload.swapper.store.folder import sync_names
 from offload.swapper.store.inspection import is_rank
 
 if TYPE_CHECKING:
-    from offload.distributed.process_group import Mesh
+    from offload.distributed.world import World
     from offload.layout.flat_layout import UnitLayout
-    from offload.parallel.tensor import TensorParallel
 
 
 # -- parts ---------------------------------------------------------------------------------------------
@@ -70,55 +68,38 @@ if TYPE_CHECKING:
 _FILES = re.compile(r"manifest\.json|(states|progress)\.rank[0-9]+\.safetensors")
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointPlace:
-    """The files of a checkpoint that one process writes, and reads again."""
+def described_part(
+    world: World, layout: Mapping[str, Any], about: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the description of a process's part, and what is said about its model.
 
-    rank: int
-    """This process among those that divide states by ZeRO, whose number its files have."""
-    mesh: Mesh
-    """The arrangement of those."""
-    grid: TensorParallel | None
-    """None if there is ZeRO alone, and one part that is the checkpoint itself."""
+    Args:
+        world: The process's place.
+        layout: Made by `offload.layout.fingerprint.describe`.
+        about: Made by `offload.layout.fingerprint.about`.
+    """
+    if not world.divides_model:
+        return dict(layout), dict(about)
+    divided = {name: world.dims.get(name) for name in sorted(world.sharded)}
+    return {**layout, **world.description}, {**about, "divided": divided, "elsewhere": sorted(world.tied)}
 
-    @property
-    def part(self) -> str:
-        """Name of the folder of this process's part; empty for the checkpoint itself."""
-        return "" if self.grid is None else self.grid.part
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Names of all parts; none if the checkpoint is whole."""
-        return () if self.grid is None else self.grid.parts
+def own_part(world: World, checkpoint: Path) -> Path:
+    """Returns the folder of a process's part of a checkpoint; without a grid the checkpoint itself.
 
-    def described(self, layout: Mapping[str, Any], about: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the description of this process's part, and what is said about its model.
-
-        Args:
-            layout: Made by `offload.layout.fingerprint.describe`.
-            about: Made by `offload.layout.fingerprint.about`.
-        """
-        if self.grid is None:
-            return dict(layout), dict(about)
-        divided = {name: self.grid.dims.get(name) for name in sorted(self.grid.sharded)}
-        return {**layout, **self.grid.description}, {**about, "divided": divided, "elsewhere": sorted(self.grid.tied)}
-
-    def own(self, checkpoint: Path) -> Path:
-        """Returns the folder of this process's part of a checkpoint.
-
-        Raises:
-            StoreError: If another grid has saved the checkpoint, or none, or files of a part are missing.
-        """
-        manifest = read_manifest(checkpoint)
-        saved = manifest.parts or tuple(filter(None, [_part_of(manifest.layout)]))
-        if saved == self.parts:
-            check_parts(checkpoint, manifest)
-            return checkpoint / self.part
-        raise StoreError(
-            f"the checkpoint {checkpoint} was saved by {_grid(saved)}, this engine has {_grid(self.parts)}: start as "
-            "many processes in the same grid; or take the weights alone, by offload export, and give them to the "
-            "model before offload.initialize"
-        )
+    Raises:
+        StoreError: If another grid has saved the checkpoint, or none, or files of a part are missing.
+    """
+    manifest = read_manifest(checkpoint)
+    saved = manifest.parts or tuple(filter(None, [_part_of(manifest.layout)]))
+    if saved == world.parts:
+        check_parts(checkpoint, manifest)
+        return checkpoint / world.part
+    raise StoreError(
+        f"the checkpoint {checkpoint} was saved by {_grid(saved)}, this engine has {_grid(world.parts)}: start as "
+        "many processes in the same grid; or take the weights alone, by offload export, and give them to the "
+        "model before offload.initialize"
+    )
 
 
 def _part_of(layout: Mapping[str, Any]) -> str:
@@ -133,18 +114,17 @@ def _grid(parts: Sequence[str]) -> str:
     )
 
 
-def counted_units(described: Mapping[str, Any], layouts: Sequence[UnitLayout], place: CheckpointPlace) -> list[Any]:
+def counted_units(described: Mapping[str, Any], layouts: Sequence[UnitLayout], world: World) -> list[Any]:
     """Returns the units of a part for people, without parameters that another part has counted.
 
     Args:
         described: Made by `offload.layout.fingerprint.describe`.
         layouts: The layouts that it describes.
-        place: This process.
+        world: This process's place.
     """
-    grid = place.grid
-    if grid is None:
+    if not world.divides_model:
         return list(described["units"])
-    elsewhere = grid.counted_elsewhere(layouts)
+    elsewhere = world.counted_elsewhere(layouts)
     units = []
     for unit, content in enumerate(described["units"]):
         # Of a parameter that is divided each part counts its own.

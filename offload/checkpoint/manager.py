@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from offload.aio.protocols import Queue
-from offload.checkpoint.directory import CheckpointPlace
+from offload.checkpoint.directory import own_part
 from offload.checkpoint.files import LATEST, check_folder, find
 from offload.checkpoint.foreign import ForeignCheckpoint, is_foreign, look_foreign
 from offload.checkpoint.load import (
@@ -249,7 +249,7 @@ class Checkpoints:
             ranks.settle(lambda: orders.append(ordered()))
             with own_or_shared(components.queue) as queue:
                 moment = functools.partial(self._moment, pending, client_state)
-                save(components.shards, orders[0], moment, queue, ranks, self._place)
+                save(components.shards, orders[0], moment, queue, ranks, components.world)
 
     def load(self, load_dir: str | os.PathLike[str], tag: Any, options: LoadOptions) -> Loaded | None:
         """Loads a checkpoint; see `Engine.load_checkpoint`. Collective.
@@ -284,7 +284,9 @@ class Checkpoints:
                 notices: list[str] = []
                 ranks.settle(lambda: found.append(self._inspect(Path(folder), options)))
                 ranks.settle(
-                    lambda: found[0].check_bytes(options, queue, self._components.rank, self._components.world_size)
+                    lambda: found[0].check_bytes(
+                        options, queue, self._components.world.ranks.rank, self._components.world.ranks.size
+                    )
                 )
                 try:
                     # The engine changes only now, after the ranks have found all data of the load intact.
@@ -294,12 +296,6 @@ class Checkpoints:
                     components.pager.fail(error)
                     raise
         return Loaded(folder, from_plain(found[0].client_state), tuple(notices))
-
-    @property
-    def _place(self) -> CheckpointPlace:
-        """This process's files in a checkpoint."""
-        components = self._components
-        return CheckpointPlace(rank=components.rank, mesh=components.mesh, grid=components.tensor_parallel)
 
     def _moment(self, pending: int, client_state: Any) -> Moment:
         """Returns the state of this rank that is saved beside its partitions."""
@@ -316,7 +312,7 @@ class Checkpoints:
             "tuples and dicts of them: convert the value, as by vars(args), array.tolist(), tensor.cpu(), float(number)"
         )
         plain = to_plain(dict(client_state or {}), "client_state", advice, tensors=True)
-        mesh = self._components.mesh
+        mesh = self._components.world.ranks.mesh
         contents = {**self._state.take().pack(), CLIENT_STATE: as_bytes(json.dumps(plain, allow_nan=False).encode())}
         layout = describe(self._components.layouts, self._components.shards.mode, mesh.shards, mesh.replicas)
         said = about_saved(self._module, self._components.divides_parameters)
@@ -330,7 +326,8 @@ class Checkpoints:
             self._components.refuse_shards("load_checkpoint of another program's checkpoint")
             found: FoundCheckpoint = look_foreign(folder, options.states, tied)
         else:
-            found = look(self._place.own(folder), self._components.rank, self._components.world_size, tied)
+            world = self._components.world
+            found = look(own_part(world, folder), world.ranks.rank, world.ranks.size, tied)
         names = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
         check_fits(found, self._components.shards, options, names, persistent_buffers(self._module))
         self._state.entries.check_fits(found.progress.entries, f"the checkpoint {folder}")
@@ -360,7 +357,7 @@ class Checkpoints:
         components.gradients.clear()
         components.unit_views.outdate(range(len(components.layouts)))
         components.pager.begin_load()
-        CheckpointRestorer(found, components.shards, options, queue, components.shard).run()
+        CheckpointRestorer(found, components.shards, options, queue, components.world.ranks.shard).run()
         components.pager.end_load()
         steps = (
             found.steps(components.layouts, self._state.parameter_steps)
@@ -384,10 +381,10 @@ class Checkpoints:
             if not found.own and found.progress.generators:
                 notices.append(
                     f"{found.folder} was saved by {count_of(found.manifest.ranks, 'rank')}, this run has "
-                    f"{components.world_size}: each rank continues with the random generators of rank 0, so dropout "
-                    "draws other numbers"
+                    f"{components.world.ranks.size}: each rank continues with the random generators of rank 0, so "
+                    "dropout draws other numbers"
                 )
-            for notice in notices if self._components.rank == 0 else ():
+            for notice in notices if self._components.world.ranks.rank == 0 else ():
                 logger.warning("offload: %s", notice)
         if components.store is not None and self._state.commits:
             held = self._state.take()

@@ -23,9 +23,9 @@ import torch
 from offload.aio import DirectFile, IoQueue, aligned_empty, crc32c, crc32c_joined
 from offload.aio.protocols import Future, Queue
 from offload.checkpoint.directory import (
-    CheckpointPlace,
     begin_folder,
     counted_units,
+    described_part,
     drop_partial,
     end_folder,
     holds_run,
@@ -46,7 +46,8 @@ from offload.checkpoint.files import (
     tensors_of,
 )
 from offload.distributed.agreement import AllOrNothing
-from offload.distributed.process_group import Mesh
+from offload.distributed.process_group import Ranks
+from offload.distributed.world import World
 from offload.engine.shards import LocalShards
 from offload.errors import StoreError, UsageError
 from offload.fileio import sync_folder
@@ -165,7 +166,7 @@ def save(
     take: Callable[[], Moment],
     queue: Queue,
     ranks: AllOrNothing,
-    place: CheckpointPlace,
+    world: World,
 ) -> None:
     """Writes a checkpoint, completely or not at all. Collective.
 
@@ -175,7 +176,7 @@ def save(
         take: Returns all that this rank saves beside its partitions.
         queue: Queue for the writes.
         ranks: All processes that train together.
-        place: This one among them. The first replica of each part saves the states.
+        world: The place of this one among them. The first replica of each part saves the states.
 
     Raises:
         StoreError: If there is not enough room, a name is taken, or another process saves into the folder.
@@ -185,7 +186,7 @@ def save(
     # Ranks with different arguments would write files that do not belong together.
     ranks.same({"folder": str(order.folder), "tag": order.tag, "frozen": order.frozen, "keep_last": order.keep_last})
     taken: list[tuple[Moment, bytes]] = []
-    tensors = _tensors(held, order, place.rank, place.mesh)
+    tensors = _tensors(held, order, world.ranks)
 
     def prepare() -> int:
         moment = take()
@@ -197,15 +198,15 @@ def save(
     moment, progress = taken[0]
     # Only rank 0 puts a lock on this stack.
     with contextlib.ExitStack() as locks:
-        partial = Path(ranks.by_first(lambda: str(_begin(order, need, locks, place.parts))))
+        partial = Path(ranks.by_first(lambda: str(_begin(order, need, locks, world.parts))))
         try:
             # `settle` returns after all ranks have written and synced their files, so the manifest comes last.
-            mine = partial / place.part
-            rows = ranks.settle(lambda: [place.part, _write(held, tensors, mine, progress, queue, place.rank)])
-            written = {name: each for part, row in rows if part == place.part for name, each in row.items()}
-            if place.parts:
-                heads = ranks.settle(lambda: _end_part(order, moment, mine, written, place, held))
-                moment, written = _of_all(moment, heads, place)
+            mine = partial / world.part
+            rows = ranks.settle(lambda: [world.part, _write(held, tensors, mine, progress, queue, world.ranks.rank)])
+            written = {name: each for part, row in rows if part == world.part for name, each in row.items()}
+            if world.parts:
+                heads = ranks.settle(lambda: _end_part(order, moment, mine, written, world, held))
+                moment, written = _of_all(moment, heads, world)
             ranks.by_first(lambda: _end(order, moment, partial, written, locks))
         except BaseException:
             # The folder is shared, so one rank deletes it.
@@ -214,9 +215,10 @@ def save(
             raise
 
 
-def _tensors(held: LocalShards, order: SaveRequest, rank: int, mesh: Mesh) -> dict[str, Tensor] | None:
+def _tensors(held: LocalShards, order: SaveRequest, ranks: Ranks) -> dict[str, Tensor] | None:
     """Returns the tensors of this rank's file of states; None if a rank of another replica saves them."""
-    return tensors_of(held.layouts, held.mode, rank, mesh.shards, order.frozen) if rank < mesh.shards else None
+    rank, shards = ranks.rank, ranks.mesh.shards
+    return tensors_of(held.layouts, held.mode, rank, shards, order.frozen) if rank < shards else None
 
 
 def _begin(order: SaveRequest, need: int, locks: contextlib.ExitStack, parts: Sequence[str]) -> Path:
@@ -250,7 +252,7 @@ def _end_part(
     moment: Moment,
     folder: Path,
     written: Mapping[str, Sequence[Any]],
-    place: CheckpointPlace,
+    world: World,
     held: LocalShards,
 ) -> dict[str, Any] | None:
     """Writes the manifest of a part, on its first process; returns what that of the whole says about it.
@@ -260,27 +262,27 @@ def _end_part(
         moment: State of this process at the time of the save.
         folder: Folder of the part.
         written: Size and checksums of each file of the part.
-        place: This process.
+        world: This process's place.
         held: Its partitions.
     """
-    if place.rank:
+    if world.ranks.rank:
         return None
-    layout, about = place.described(moment.layout, moment.about)
+    layout, about = described_part(world, moment.layout, moment.about)
     data = _manifest(order, moment._replace(layout=layout, about=about), written).pack()
     write_new(folder / MANIFEST, data)
     sync_folder(folder)
-    units = counted_units(moment.layout, held.layouts, place)
-    return {"file": f"{place.part}/{MANIFEST}", "size": [len(data), {"": crc32c(data)}], "units": units}
+    units = counted_units(moment.layout, held.layouts, world)
+    return {"file": f"{world.part}/{MANIFEST}", "size": [len(data), {"": crc32c(data)}], "units": units}
 
 
 def _of_all(
-    moment: Moment, heads: Sequence[Mapping[str, Any] | None], place: CheckpointPlace
+    moment: Moment, heads: Sequence[Mapping[str, Any] | None], world: World
 ) -> tuple[Moment, dict[str, Sequence[Any]]]:
     """Returns the description of a checkpoint with parts, and size and checksum of the manifest of each."""
     found = [head for head in heads if head is not None]
     layout = {name: value for name, value in moment.layout.items() if name != "units"}
     units = [unit for head in found for unit in head["units"]]
-    whole = {**layout, "parts": list(place.parts), "units": units}
+    whole = {**layout, "parts": list(world.parts), "units": units}
     return moment._replace(layout=whole), {head["file"]: head["size"] for head in found}
 
 

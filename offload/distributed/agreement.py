@@ -202,7 +202,65 @@ def describe(intent: RankIntent, names: Sequence[str]) -> str:
 
 
 class Agreement:
-    """One rank's side of every agreement, and its pager's `Peers`. Serves others until its announcement is chosen."""
+    """One rank's side of what all ranks agree on. A process that trains alone agrees with itself at once.
+
+    `Rounds` agrees with other ranks, and overrides the methods.
+    """
+
+    rank, size = 0, 1
+
+    @property
+    def interrupted(self) -> bool:
+        """True if this rank has left the others in the middle of a collective."""
+        return False
+
+    def step(
+        self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], GradientStats]
+    ) -> GradientStats:
+        """Returns the statistics of a step, summed over shards. By then each rank has ended its previous updates.
+
+        Args:
+            micro_batches: micro-batches of this rank since the last step.
+            global_steps: steps so far.
+            settings: checksum of the optimizer's settings.
+            known: called when every rank has arrived, since gradients of other ranks may come in until then.
+
+        Raises:
+            UsageError: on all ranks, if they differ in any of the three numbers.
+        """
+        return known()
+
+    def add_up(self, numbers: Sequence[float]) -> list[float]:
+        """Returns the sums of `numbers` over the shards of a replica, added in their order. Only within a `step`."""
+        return list(numbers)
+
+    def edit(self, unit: int, edits: Sequence[Edit]) -> Sequence[Edit]:
+        """Returns the edits of `unit` that apply on every rank: those of the lowest rank that has any."""
+        return edits
+
+    def mean(self, value: float) -> float:
+        """Returns the mean of every rank's `value`."""
+        return value
+
+    @contextlib.contextmanager
+    def meeting(self, kind: Collective) -> Iterator[Callable[[Any, str], list[Any]]]:
+        """Waits until every rank has announced `kind`, and yields `Ranks.share` for the exchange of values.
+
+        The body must raise an `Exception` on all ranks or on none. After any other `BaseException`, as from Ctrl-C,
+        this rank counts as interrupted.
+        """
+        yield lambda value, to: [value]
+
+    def end(self, remove: bool) -> None:
+        """Returns when every rank is about to close its engine. Until then this rank serves gathers of its weights.
+
+        Raises:
+            RankError: on all ranks, if only some are about to delete their stores (`remove`).
+        """
+
+
+class Rounds(Agreement):
+    """The agreement of several ranks, and the pager's `Peers`. Serves others until its announcement is chosen."""
 
     def __init__(
         self, gathers: WeightGathers, names: Sequence[str], callbacks: EngineCallbacks, timeline: Timeline = OFF
@@ -232,6 +290,10 @@ class Agreement:
         """True if this rank has left a series of reductions. It takes part in no other."""
         self._in_question = False
         """True during an exchange with all ranks, and from then on if the exchange was interrupted."""
+
+    @property
+    def interrupted(self) -> bool:
+        return self._in_question or self._agreed_unit >= 0
 
     # -- collectives --------------------------------------------------------------------------------
 
@@ -358,17 +420,6 @@ class Agreement:
     def step(
         self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], GradientStats]
     ) -> GradientStats:
-        """Returns the statistics of a step, summed over shards. By then each rank has ended its previous updates.
-
-        Args:
-            micro_batches: micro-batches of this rank since the last step.
-            global_steps: steps so far.
-            settings: checksum of the optimizer's settings.
-            known: called when every rank has arrived, since gradients of other ranks may come in until then.
-
-        Raises:
-            UsageError: on all ranks, if they differ in any of the three numbers.
-        """
         with self._timeline.span(Row.RANKS, "agree on a step"):
             return self._step(micro_batches, global_steps, settings, known)
 
@@ -384,14 +435,12 @@ class Agreement:
         return add_up_step(rows, self._ranks.mesh.shards)
 
     def add_up(self, numbers: Sequence[float]) -> list[float]:
-        """Returns the sums of `numbers` over the shards of a replica, added in their order. Only within a `step`."""
         packed = struct.Struct(f"<{len(numbers)}d")
         with self._question():
             rows = self._ranks.collect_bytes(packed.pack(*numbers), "add up the norms")[: self._ranks.mesh.shards]
         return [sum(column) for column in zip(*map(packed.unpack, rows), strict=True)]
 
     def edit(self, unit: int, edits: Sequence[Edit]) -> list[Edit]:
-        """Returns the edits of `unit` that apply on every rank: those of the lowest rank that has any."""
         intents = self._await_all(Collective.EDIT, unit, bool(edits))
         source = next((rank for rank, intent in enumerate(intents) if intent.ready), None)
         if source is None:
@@ -411,7 +460,6 @@ class Agreement:
         return agreed
 
     def mean(self, value: float | torch.Tensor) -> float:
-        """Returns the mean of every rank's `value`."""
         # A loss with a graph may be given, of which torch warns.
         value = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
         self._await_all(Collective.MEAN, -1)
@@ -425,11 +473,6 @@ class Agreement:
 
     @contextlib.contextmanager
     def meeting(self, kind: Collective) -> Iterator[Callable[[Any, str], list[Any]]]:
-        """Waits until every rank has announced `kind`, and yields `Ranks.share` for the exchange of values.
-
-        The body must raise an `Exception` on all ranks or on none. After any other `BaseException`, as from Ctrl-C,
-        this rank counts as interrupted.
-        """
         self._await_all(kind, -1)
         self._in_question = True
         try:
@@ -440,11 +483,6 @@ class Agreement:
         self._in_question = False
 
     def end(self, remove: bool) -> None:
-        """Returns when every rank is about to close its engine. Until then this rank serves gathers of its weights.
-
-        Raises:
-            RankError: on all ranks, if only some are about to delete their stores (`remove`).
-        """
         intents = self._await_all(Collective.END, -1, remove)
         if len({intent.ready for intent in intents}) > 1:
             described = "; ".join(
@@ -496,7 +534,7 @@ class Agreement:
                 choice = next_collective(intents)
                 if choice is None:
                     described = [describe(intent, self._names) for intent in intents]
-                    calls = self._ranks.heartbeat.tell(self._ranks.members, described)
+                    calls = self._ranks.described(described)
                     raise RankError(
                         f"the ranks have reached different calls: {calls}. Every rank must make the same steps, and "
                         "the same edits between them; `with offload.gathered(..., modify=True)` applies one rank's "
@@ -511,11 +549,6 @@ class Agreement:
                     return intents
                 else:
                     self._serve(choice.next.kind, choice.next.unit, intents)
-
-    @property
-    def interrupted(self) -> bool:
-        """True if this rank has left the others in the middle of a collective."""
-        return self._in_question or self._agreed_unit >= 0
 
     @contextlib.contextmanager
     def _question(self) -> Iterator[None]:
@@ -606,11 +639,11 @@ class AllOrNothing:
 
 
 @contextlib.contextmanager
-def all_or_nothing(rounds: Agreement | None, kind: Collective, what: str) -> Iterator[AllOrNothing]:
+def all_or_nothing(agreement: Agreement, kind: Collective, what: str) -> Iterator[AllOrNothing]:
     """Waits until every rank is about to do this work, and yields this rank's side of the work.
 
     Args:
-        rounds: this rank's agreement with the others; None for a process that trains alone.
+        agreement: this rank's agreement with the others.
         kind: the collective to announce.
         what: the work in words, for messages.
 
@@ -618,18 +651,15 @@ def all_or_nothing(rounds: Agreement | None, kind: Collective, what: str) -> Ite
         The object through which the ranks settle each action. Any exception that leaves the body must come from this
         object, so that all ranks raise.
     """
-    if rounds is None:
-        yield AllOrNothing(0, 1, lambda value: [value], what)
-        return
-    with rounds.meeting(kind) as share:
-        yield AllOrNothing(rounds.rank, rounds.size, lambda value: share(value, what), what)
+    with agreement.meeting(kind) as share:
+        yield AllOrNothing(agreement.rank, agreement.size, lambda value: share(value, what), what)
 
 
-def among_all(everyone: Ranks, what: str) -> AllOrNothing:
-    """Returns this process's side of work of a whole grid of processes, of which each column has met.
+def among(ranks: Ranks, what: str) -> AllOrNothing:
+    """Returns this process's side of work of ranks that have met: at the start, or as the columns of a grid.
 
     Args:
-        everyone: all processes.
+        ranks: the ranks that do the work.
         what: the work in words, for messages.
     """
-    return AllOrNothing(everyone.rank, everyone.size, lambda value: everyone.share(value, what), what)
+    return AllOrNothing(ranks.rank, ranks.size, lambda value: ranks.share(value, what), what)

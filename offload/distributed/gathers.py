@@ -34,7 +34,7 @@ from offload.swapper.memory.device import DONE, Device, Event
 #
 # A secondary partition has the bits of a gather, so a run has those of one without it. It holds from the gather that
 # fills it to the next call that may change weights. Every rank takes part in all gathers and in all such calls, in one
-# order (`Agreement`), so all know without a message which of the two a gather is.
+# order (`Rounds`), so all know without a message which of the two a gather is.
 
 
 class SecondaryShards:
@@ -102,10 +102,10 @@ class SecondaryShards:
             return self._device.uploaded()
 
 
-def form_node(ranks: Ranks | None, secondary: Secondary | None) -> Ranks | None:
-    """Divides all ranks into nodes, and returns this rank's; None without a secondary partition. Collective."""
-    if ranks is None or secondary is None:
-        return None
+def form_node(ranks: Ranks, secondary: Secondary | None) -> Ranks:
+    """Divides all ranks into nodes, and returns this rank's; itself without a secondary partition. Collective."""
+    if secondary is None:
+        return Ranks()
     nodes = [list(range(first, first + secondary.ranks)) for first in range(0, ranks.size, secondary.ranks)]
     return ranks.divided(nodes, -1)
 

@@ -29,7 +29,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -585,7 +585,7 @@ def _decided(store: BoundedStore, to: str) -> str | None:
 
 
 _DIFFERENT = "have reached different calls"
-"""Words of `Agreement`'s error of ranks none of which can go on."""
+"""Words of `Rounds`'s error of ranks none of which can go on."""
 PULSE = 1.0
 """Seconds between two counts."""
 SILENT = 120.0
@@ -769,20 +769,10 @@ def begin(start: Callable[[], Any]) -> Any:
         return start()
 
 
-class Waits(Protocol):
-    """The ranks of a collective, which wait for it and look for lost ranks meanwhile."""
-
-    on_gpu: bool
-
-    def wait(self, work: Any, to: str) -> None:
-        """Waits for `work`; raises `RankError` if a rank is lost."""
-        ...
-
-
 class Work:
-    """A collective under way, as an `Event`."""
+    """A collective under way, as an `Event`; with a `work` of None, one that has ended already."""
 
-    def __init__(self, ranks: Waits, work: Any, to: str) -> None:
+    def __init__(self, ranks: Ranks, work: Any = None, to: str = "") -> None:
         self.work, self._ranks, self._to = work, ranks, to
 
     def done(self) -> bool:
@@ -822,67 +812,34 @@ class AllDone:
             event.wait()
 
 
-# -- process group -------------------------------------------------------------------------------------
-
-
-_SLICE = datetime.timedelta(seconds=1)
-"""Length of one wait, after which lost ranks are looked for."""
-_BLAME = 5.0
-"""Seconds without a pulse after which a rank is blamed for a broken connection."""
-_GRACE = datetime.timedelta(seconds=2)
-"""Time that a collective still has to complete once the neighbour is found lost."""
+# -- ranks ---------------------------------------------------------------------------------------------
 
 
 class Ranks:
-    """This process and others that train together, at least two in all. The module says which thread may call."""
+    """The processes that train together, as one of them sees them. The module says which thread may call.
 
-    def __init__(self, device: Device, shard_size: int) -> None:
-        """Waits for all processes, and creates the process groups. Every process calls this.
+    An object of this class is a world of one process: its collectives return at once, with what this process has.
+    `ProcessGroup` joins several processes, and overrides them.
+    """
 
-        Args:
-            device: the compute device.
-            shard_size: the config's "mics_shard_size".
+    on_gpu = False
+    here = 1
+    """Number of processes on this machine, of all that train."""
 
-        Raises:
-            ConfigError: if `shard_size` does not fit the number of ranks, or ranks have different ones.
-        """
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.members = tuple(range(self.size))
+    def __init__(self, member: int = 0) -> None:
+        """Makes a world of one; `member` is this process's rank in torch's default process group, if there is one."""
+        self.rank, self.size, self.mesh = 0, 1, Mesh()
+        self.members: tuple[int, ...] = (member,)
         """The ranks in torch's default process group, by their rank here; see `divided`."""
-        self._device, self._shard_size = device, shard_size
-        self._divisions: list[Ranks] = []
-        """Groups that `divided` has made of these ranks."""
-        self._lost: RankError | None = None
         self.sent = Communication()
         """All collectives so far, each counted when it begins."""
-        self.on_gpu = device.torch.type != "cpu"
-        # The heartbeat comes before any collective, so that the others notice if this rank ends during one.
-        self._pulse = Heartbeat(ranks_store(), self.rank, self.size)
-        try:
-            self.mesh = mesh_of(shard_size, self.size)
-            self._pulse.meet()
-            # Only after `meet`: new_group blocks in C++ until every rank has called it.
-            self._control = make_control([self.members])
-            check_same([row[0] for row in self._collect([self.mesh.shards], "start", Kind.MESSAGES)])
-            self._groups = self._device_groups([self.members])
-        except BaseException as error:
-            self._pulse.close(f"{type(error).__name__}: {error}")  # the others must not wait for this rank
-            raise
-        self.here = self._pulse.here
-        """Number of processes on this machine, of all that train."""
 
     @property
     def shard(self) -> int:
         """The shard of each unit that this rank holds."""
         return self.mesh.shard_of(self.rank)
 
-    def _device_groups(self, divisions: Sequence[Sequence[int]]) -> DeviceGroups:
-        """Creates the groups for weights and gradients within `divisions`, and returns this rank's. Collective."""
-        # Separate groups for control and data: gloo ends the process if messages of different lengths meet.
-        backend, timeout = (device_backend(self._device.torch.type), None) if self.on_gpu else ("gloo", LONG)
-        return make_groups(self.mesh, divisions, backend, timeout)
-
-    def divided(self, divisions: Sequence[Sequence[int]], shard_size: int | None = None) -> Ranks | None:
+    def divided(self, divisions: Sequence[Sequence[int]], shard_size: int | None = None) -> Ranks:
         """Returns this process's group of ranks. Collective.
 
         The group has a mesh of its own, and watches all processes as these ranks do.
@@ -891,23 +848,10 @@ class Ranks:
             divisions: all processes, in groups of one size, the same list on every process.
             shard_size: ranks of a replica in the mesh; None for "mics_shard_size", -1 for all.
 
-        Returns:
-            The group; None if each process is alone in its own.
-
         Raises:
             ConfigError: on every process, if "mics_shard_size" does not fit the size of the groups.
         """
-        size = self._shard_size if shard_size is None else shard_size
-        mesh = mesh_of(size, len(divisions[0]), " with the same part of each divided parameter")
-        if mesh.ranks == 1:
-            return None
-        group = copy.copy(self)
-        group.members = next(tuple(members) for members in divisions if self.rank in members)
-        group.rank, group.size, group.mesh = group.members.index(self.rank), mesh.ranks, mesh
-        group._control, group._groups = make_control(divisions), group._device_groups(divisions)
-        group.sent, group._divisions = Communication(), []
-        self._divisions.append(group)
-        return group
+        return Ranks(self.members[0])
 
     # -- control messages ---------------------------------------------------------------------------
 
@@ -916,41 +860,18 @@ class Ranks:
 
         For announcements alone, which are counted as such.
         """
-        return self._collect(numbers, to, Kind.AGREEMENT)
-
-    def _collect(self, numbers: Sequence[int], to: str, kind: Kind) -> list[list[int]]:
-        """Exchanges the numbers, see `collect`."""
-        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # independent of torch's default device
-        everyone = torch.empty(self.size, len(numbers), dtype=torch.int64, device="cpu")
-        nbytes = mine.nbytes * (self.size - 1)
-        self._begin(lambda: gather_into(everyone.view(-1), mine, self._control), to, kind, nbytes).wait()
-        rows: list[list[int]] = everyone.tolist()
-        return rows
+        return [list(numbers)]
 
     def collect_bytes(self, content: bytes, to: str) -> list[bytes]:
         """Returns every rank's `content`, of any length, in rank order."""
-        lengths = [row[0] for row in self._collect([len(content)], to, Kind.MESSAGES)]
-        longest = max(lengths)
-        everyone = torch.empty(self.size * longest, dtype=torch.uint8, device="cpu")
-        if longest:
-            mine = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8)
-            nbytes = longest * (self.size - 1)
-            self._begin(lambda: gather_into(everyone, mine, self._control), to, Kind.MESSAGES, nbytes).wait()
-        rows = everyone.view(self.size, -1)
-        return [bytes(row[:length].numpy()) for row, length in zip(rows, lengths, strict=True)]
+        return [content]
 
     def share(self, value: Any, to: str = "start") -> list[Any]:
         """Returns every rank's `value`, which must be expressible in JSON."""
-        return [json.loads(content) for content in self.collect_bytes(json.dumps(value).encode(), to)]
+        return [value]
 
     def broadcast(self, values: torch.Tensor, source: int) -> None:
         """Overwrites `values`, on the CPU, with those of rank `source`."""
-        if not values.numel():
-            return
-        content = values.view(-1).view(torch.uint8)
-        start = functools.partial(dist.broadcast, content, self.members[source], self._control, async_op=True)
-        nbytes = content.nbytes * (self.size - 1) if source == self.rank else 0
-        self._begin(start, "share weights", Kind.MESSAGES, nbytes).wait()
 
     def swap(
         self, received: torch.Tensor, got: Sequence[int], sent: torch.Tensor, gives: Sequence[int], to: str
@@ -966,13 +887,7 @@ class Ranks:
             gives: number of elements for each of them.
             to: the purpose, for messages.
         """
-        size, out, into = sent.element_size(), received.view(torch.uint8), sent.view(torch.uint8)
-        # All ranks take part in one exchange; those of other replicas give and receive nothing.
-        before = [0] * self.mesh.replica(self.rank).start
-        behind = [0] * (self.size - len(before) - len(got))
-        outs, ins = ([*before, *(count * size for count in counts), *behind] for counts in (got, gives))
-        start = functools.partial(dist.all_to_all_single, out, into, outs, ins, group=self._control, async_op=True)
-        self._begin(start, to, Kind.PARAMETERS, sum(ins) - ins[self.rank]).wait()
+        received.copy_(sent)
 
     # -- weights and gradients ----------------------------------------------------------------------
 
@@ -987,25 +902,12 @@ class Ranks:
         Returns:
             An event that is done when all of `whole` is filled.
         """
-        if self.mesh.shards == 1:  # this rank's partition is all of the unit
-            return uploaded
-        if not self.on_gpu:
-            uploaded.wait()
-            return AllDone([self._gather(whole, byte_range) for byte_range in shard_ranges])
-        with self._device.uploading():  # on the upload stream, so the compute stream does not wait
-            for byte_range in shard_ranges:
-                self._gather(whole, byte_range).work.wait()
-        return self._device.uploaded()
-
-    def _gather(self, whole: torch.Tensor, mine: range) -> Work:
-        """Starts the gather of one of this rank's byte ranges and the other ranks' ranges around it."""
-        start = mine.start - self.shard * len(mine)
-        return self.gather_parts(whole[start : start + self.mesh.shards * len(mine)], whole[mine.start : mine.stop])
+        return uploaded
 
     def gather_parts(self, everyone: torch.Tensor, mine: torch.Tensor) -> Work:
         """Starts the gather of each shard's part into `everyone`, in their order; `mine` may be a view of it."""
-        start = functools.partial(gather_into, everyone, mine, self._groups.replica)
-        return self._begin(start, "gather weights", Kind.WEIGHTS, everyone.nbytes - mine.nbytes)
+        everyone.copy_(mine)
+        return Work(self)
 
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor | None, senders: Sequence[int], kind: Kind = Kind.GRADIENTS
@@ -1025,10 +927,193 @@ class Ranks:
         Returns:
             The exchange. Neither tensor may change before compute is ordered behind it (`Work.order_compute`).
         """
+        if sent is not None:
+            received.copy_(sent)
+        return Work(self)
+
+    def all_reduce(self, values: torch.Tensor) -> Work:
+        """Starts the sum of `values` over the ranks that hold the same shard.
+
+        All of them receive the same bits, as the backend adds each element up on one rank and sends the sum to the
+        others, on which the replicas of DistributedDataParallel rely too.
+
+        Args:
+            values: (n,) on the device, replaced by the sum; filled by compute that the calling thread has started.
+        """
+        return Work(self)
+
+    def gather_sums(self, everyone: torch.Tensor, mine: torch.Tensor) -> Work:
+        """Starts the gather of each replica's sum of this shard into `everyone`, in their order, as `gather_parts`."""
+        everyone.copy_(mine)
+        return Work(self)
+
+    # -- waits and lost ranks -----------------------------------------------------------------------
+
+    @property
+    def lost(self) -> bool:
+        """True if this rank can no longer reach the others."""
+        return False
+
+    def wait(self, work: Any, to: str) -> None:
+        """Waits for `work`, and looks for lost ranks each second; raises `RankError` if a rank is lost."""
+
+    def explain(self, error: str) -> None:
+        """Publishes the exception because of which this rank is about to end, for the other ranks' messages."""
+
+    def described(self, calls: Sequence[str]) -> str:
+        """Returns what each rank is about to do, in the words of `calls`, and the exception that it has published."""
+        return f"rank {self.rank} {calls[0]}"
+
+    def fail(self, reason: str) -> RankError:
+        """Returns the error of this rank, which has left a collective; publishes its end, so that others end too."""
+        raise AssertionError("a process that trains alone has left nobody in a collective")
+
+    def look(self) -> None:
+        """Records and logs the loss of a rank whose end is known without a wait. Raises nothing."""
+
+    def close(self, reason: str) -> None:
+        """Publishes the end of this rank with its reason; destroys the groups, unless a rank was lost. Idempotent."""
+
+
+# -- process group -------------------------------------------------------------------------------------
+
+
+_SLICE = datetime.timedelta(seconds=1)
+"""Length of one wait, after which lost ranks are looked for."""
+_BLAME = 5.0
+"""Seconds without a pulse after which a rank is blamed for a broken connection."""
+_GRACE = datetime.timedelta(seconds=2)
+"""Time that a collective still has to complete once the neighbour is found lost."""
+
+
+class ProcessGroup(Ranks):
+    """This process and others that train together, at least two in all."""
+
+    def __init__(self, device: Device, shard_size: int) -> None:
+        """Waits for all processes, and creates the process groups. Every process calls this.
+
+        Args:
+            device: the compute device.
+            shard_size: the config's "mics_shard_size".
+
+        Raises:
+            ConfigError: if `shard_size` does not fit the number of ranks, or ranks have different ones.
+        """
+        super().__init__()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.members = tuple(range(self.size))
+        self._device, self._shard_size = device, shard_size
+        self._divisions: list[ProcessGroup] = []
+        """Groups that `divided` has made of these ranks."""
+        self._lost: RankError | None = None
+        self.on_gpu = device.torch.type != "cpu"
+        # The heartbeat comes before any collective, so that the others notice if this rank ends during one.
+        self._pulse = Heartbeat(ranks_store(), self.rank, self.size)
+        try:
+            self.mesh = mesh_of(shard_size, self.size)
+            self._pulse.meet()
+            # Only after `meet`: new_group blocks in C++ until every rank has called it.
+            self._control = make_control([self.members])
+            check_same([row[0] for row in self._collect([self.mesh.shards], "start", Kind.MESSAGES)])
+            self._groups = self._device_groups([self.members])
+        except BaseException as error:
+            self._pulse.close(f"{type(error).__name__}: {error}")  # the others must not wait for this rank
+            raise
+        self.here = self._pulse.here
+
+    def _device_groups(self, divisions: Sequence[Sequence[int]]) -> DeviceGroups:
+        """Creates the groups for weights and gradients within `divisions`, and returns this rank's. Collective."""
+        # Separate groups for control and data: gloo ends the process if messages of different lengths meet.
+        backend, timeout = (device_backend(self._device.torch.type), None) if self.on_gpu else ("gloo", LONG)
+        return make_groups(self.mesh, divisions, backend, timeout)
+
+    def divided(self, divisions: Sequence[Sequence[int]], shard_size: int | None = None) -> Ranks:
+        size = self._shard_size if shard_size is None else shard_size
+        mesh = mesh_of(size, len(divisions[0]), " with the same part of each divided parameter")
+        if mesh.ranks == 1:
+            return Ranks(self.rank)
+        group = copy.copy(self)
+        group.members = next(tuple(members) for members in divisions if self.rank in members)
+        group.rank, group.size, group.mesh = group.members.index(self.rank), mesh.ranks, mesh
+        group._control, group._groups = make_control(divisions), group._device_groups(divisions)
+        group.sent, group._divisions = Communication(), []
+        self._divisions.append(group)
+        return group
+
+    # -- control messages ---------------------------------------------------------------------------
+
+    def collect(self, numbers: Sequence[int], to: str) -> list[list[int]]:
+        return self._collect(numbers, to, Kind.AGREEMENT)
+
+    def _collect(self, numbers: Sequence[int], to: str, kind: Kind) -> list[list[int]]:
+        """Exchanges the numbers, see `collect`."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # independent of torch's default device
+        everyone = torch.empty(self.size, len(numbers), dtype=torch.int64, device="cpu")
+        nbytes = mine.nbytes * (self.size - 1)
+        self._begin(lambda: gather_into(everyone.view(-1), mine, self._control), to, kind, nbytes).wait()
+        rows: list[list[int]] = everyone.tolist()
+        return rows
+
+    def collect_bytes(self, content: bytes, to: str) -> list[bytes]:
+        lengths = [row[0] for row in self._collect([len(content)], to, Kind.MESSAGES)]
+        longest = max(lengths)
+        everyone = torch.empty(self.size * longest, dtype=torch.uint8, device="cpu")
+        if longest:
+            mine = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8)
+            nbytes = longest * (self.size - 1)
+            self._begin(lambda: gather_into(everyone, mine, self._control), to, Kind.MESSAGES, nbytes).wait()
+        rows = everyone.view(self.size, -1)
+        return [bytes(row[:length].numpy()) for row, length in zip(rows, lengths, strict=True)]
+
+    def share(self, value: Any, to: str = "start") -> list[Any]:
+        return [json.loads(content) for content in self.collect_bytes(json.dumps(value).encode(), to)]
+
+    def broadcast(self, values: torch.Tensor, source: int) -> None:
+        if not values.numel():
+            return
+        content = values.view(-1).view(torch.uint8)
+        start = functools.partial(dist.broadcast, content, self.members[source], self._control, async_op=True)
+        nbytes = content.nbytes * (self.size - 1) if source == self.rank else 0
+        self._begin(start, "share weights", Kind.MESSAGES, nbytes).wait()
+
+    def swap(
+        self, received: torch.Tensor, got: Sequence[int], sent: torch.Tensor, gives: Sequence[int], to: str
+    ) -> None:
+        size, out, into = sent.element_size(), received.view(torch.uint8), sent.view(torch.uint8)
+        # All ranks take part in one exchange; those of other replicas give and receive nothing.
+        before = [0] * self.mesh.replica(self.rank).start
+        behind = [0] * (self.size - len(before) - len(got))
+        outs, ins = ([*before, *(count * size for count in counts), *behind] for counts in (got, gives))
+        start = functools.partial(dist.all_to_all_single, out, into, outs, ins, group=self._control, async_op=True)
+        self._begin(start, to, Kind.PARAMETERS, sum(ins) - ins[self.rank]).wait()
+
+    # -- weights and gradients ----------------------------------------------------------------------
+
+    def gather(self, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
+        if self.mesh.shards == 1:  # this rank's partition is all of the unit
+            return super().gather(whole, shard_ranges, uploaded)
+        if not self.on_gpu:
+            uploaded.wait()
+            return AllDone([self._gather(whole, byte_range) for byte_range in shard_ranges])
+        with self._device.uploading():  # on the upload stream, so the compute stream does not wait
+            for byte_range in shard_ranges:
+                self._gather(whole, byte_range).work.wait()
+        return self._device.uploaded()
+
+    def _gather(self, whole: torch.Tensor, mine: range) -> Work:
+        """Starts the gather of one of this rank's byte ranges and the other ranks' ranges around it."""
+        start = mine.start - self.shard * len(mine)
+        return self.gather_parts(whole[start : start + self.mesh.shards * len(mine)], whole[mine.start : mine.stop])
+
+    def gather_parts(self, everyone: torch.Tensor, mine: torch.Tensor) -> Work:
+        start = functools.partial(gather_into, everyone, mine, self._groups.replica)
+        return self._begin(start, "gather weights", Kind.WEIGHTS, everyone.nbytes - mine.nbytes)
+
+    def exchange(
+        self, received: torch.Tensor, sent: torch.Tensor | None, senders: Sequence[int], kind: Kind = Kind.GRADIENTS
+    ) -> Work:
         if not senders or self.mesh.shards == 1:  # nothing comes from another rank
-            if sent is not None:
-                received.copy_(sent)
-            return Work(self, None, kind.purpose)
+            return super().exchange(received, sent, senders, kind)
         part, sends, shards = received[0].nbytes, sent is not None, self.mesh.shards
         out = received.view(-1).view(torch.uint8)
         into = out[:0] if sent is None else sent.view(-1).view(torch.uint8)
@@ -1047,21 +1132,12 @@ class Ranks:
         )
 
     def all_reduce(self, values: torch.Tensor) -> Work:
-        """Starts the sum of `values` over the ranks that hold the same shard.
-
-        All of them receive the same bits, as the backend adds each element up on one rank and sends the sum to the
-        others, on which the replicas of DistributedDataParallel rely too.
-
-        Args:
-            values: (n,) on the device, replaced by the sum; filled by compute that the calling thread has started.
-        """
         start = functools.partial(dist.all_reduce, values, group=self._groups.across, async_op=True)
         # Once to add up and once to send the sums: each rank gives the others all but its own part.
         nbytes = 2 * values.nbytes * (self.mesh.replicas - 1) // self.mesh.replicas
         return self._begin(start, "reduce gradients", Kind.GRADIENTS, nbytes)
 
     def gather_sums(self, everyone: torch.Tensor, mine: torch.Tensor) -> Work:
-        """Starts the gather of each replica's sum of this shard into `everyone`, in their order, as `gather_parts`."""
         start = functools.partial(gather_into, everyone, mine, self._groups.across)
         return self._begin(start, "reduce gradients", Kind.GRADIENTS, everyone.nbytes - mine.nbytes)
 
@@ -1079,7 +1155,6 @@ class Ranks:
 
     @interruptible
     def wait(self, work: Any, to: str) -> None:
-        """Waits for `work`, and looks for lost ranks each second; raises `RankError` if a rank is lost."""
         began = noticed = time.monotonic()
         while not self._ends(work, _SLICE):
             if self._lost is not None:
@@ -1134,16 +1209,15 @@ class Ranks:
 
     @property
     def lost(self) -> bool:
-        """True if this rank can no longer reach the others."""
         return self._lost is not None
 
-    @property
-    def heartbeat(self) -> Heartbeat:
-        """What the ranks have published about themselves."""
-        return self._pulse
+    def explain(self, error: str) -> None:
+        self._pulse.explain(error)
+
+    def described(self, calls: Sequence[str]) -> str:
+        return self._pulse.tell(self.members, calls)
 
     def fail(self, reason: str) -> RankError:
-        """Returns the error of this rank, which has left a collective; publishes its end, so that others end too."""
         self.look()
         if self._lost is not None:
             return self._lost
@@ -1155,12 +1229,10 @@ class Ranks:
         return self._lost
 
     def look(self) -> None:
-        """Records and logs the loss of a rank whose end is known without a wait. Raises nothing."""
         if self._lost is None and self._pulse.gone(math.inf, self._pulse.others):
             self._blame(None)
 
     def close(self, reason: str) -> None:
-        """Publishes the end of this rank with its reason; destroys the groups, unless a rank was lost. Idempotent."""
         for division in self._divisions:
             division.close(reason)
         self._pulse.close(reason)
@@ -1173,13 +1245,12 @@ class Ranks:
             self._control, self._groups = None, DeviceGroups(None, None)
 
 
-def join_ranks(device: Device, shard_size: int) -> Ranks | None:
-    """Returns the ranks of this run, those of torch's default process group; None for a process that trains alone.
+def join_ranks(device: Device, shard_size: int) -> Ranks:
+    """Returns the ranks of this run, those of torch's default process group.
 
-    For the arguments and errors see `Ranks`.
+    For the arguments and errors see `ProcessGroup`.
     """
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if not several:
-        mesh_of(shard_size, 1)
-        return None
-    return Ranks(device, shard_size)
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return ProcessGroup(device, shard_size)
+    mesh_of(shard_size, 1)
+    return Ranks()

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import torch
 
-from offload.distributed.agreement import Agreement
+from offload.distributed.agreement import Rounds
 from offload.distributed.gathers import Exchange, ExchangeMemory, mean_of, values_of, zero_between
 from offload.distributed.process_group import Ranks, Work
 from offload.engine.callbacks import EngineCallbacks, GradientStats
@@ -193,7 +193,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         device_arena: DeviceArena,
         reduction: Reduction,
         ranks: Ranks,
-        rounds: Agreement,
+        rounds: Rounds,
         timeline: Timeline = OFF,
         compute: ComputeSpans = NO_SPANS,
     ) -> None:
@@ -227,7 +227,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         codes = [device_arena.keep(nbytes) for nbytes in reduction.sum_codes(list(map(len, parts)))]
         self._over_replicas = ReplicaSums(ranks, sums, codes)
         self._under_way: deque[Exchange] = deque()
-        """Exchanges whose values are not added up, oldest first. `Agreement.lock` guards it."""
+        """Exchanges whose values are not added up, oldest first. `Rounds.lock` guards it."""
         self._adding = False
         """True while values of an exchange are added up, and from then on if that has failed."""
         self._added = DONE

@@ -149,13 +149,12 @@ class ParamAccess:
         words = torch.empty(len(segment.packed), dtype=torch.float32, device="cpu")
 
         def mine() -> None:
-            if segment.packed_rank == self._components.rank:
+            if segment.packed_rank == self._components.world.ranks.rank:
                 self._read_newest(handle, State.PACKED, segment.packed.start, words)
 
         with self._together("access a parameter", handle, state) as everyone:
             everyone.settle(mine)
-            if self._components.ranks is not None:
-                self._components.ranks.broadcast(words, segment.packed_rank)
+            self._components.world.ranks.broadcast(words, segment.packed_rank)
         value = unpack(segment.kept, words.view(torch.uint8)).get(name)
         if value is None:
             return None
@@ -180,7 +179,7 @@ class ParamAccess:
             return self.read_local(handle, state)
         value = self.read_state(handle, name)
         # Not partitioned: one rank of each replica has all of it.
-        here = self._segment(handle).packed_rank == self._components.shard
+        here = self._segment(handle).packed_rank == self._components.world.ranks.shard
         return None if value is None else value.view(-1) if here else value.view(-1)[:0]
 
     def read(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
@@ -272,7 +271,7 @@ class ParamAccess:
                 if not any(everyone.settle(lambda: self._has(handle, state))):
                     return None
         if form := self._segment(handle).form:
-            if self._components.ranks is None:
+            if self._components.world.ranks.size == 1:
                 return self._components.weights.read(handle.unit, handle.position).float().view(-1)
             raise UsageError(
                 f"no rank has values of {handle.name} of its own: it is stored in {form}, whose bytes ranks divide; "
@@ -367,9 +366,8 @@ class ParamAccess:
 
     def _complete(self, handle: ParamHandle, whole: torch.Tensor) -> None:
         """Receives the segments of other ranks into `whole`, which holds this rank's segment already."""
-        if self._components.ranks is not None:
-            for shard in self._shards_of(handle):
-                self._components.ranks.broadcast(whole[shard.position : shard.position + shard.numel], shard.rank)
+        for shard in self._shards_of(handle):
+            self._components.world.ranks.broadcast(whole[shard.position : shard.position + shard.numel], shard.rank)
 
     def _read_own_shard(self, handle: ParamHandle, state: State, shard: SegmentShard, values: torch.Tensor) -> None:
         """Fills `values`, (shard.numel,) fp32 on the CPU, with the elements that this rank holds."""
@@ -413,22 +411,21 @@ class ParamAccess:
 
         # A collective, since rank 0's values go to all ranks and each keeps its own segment.
         with self._together("set a gradient", handle, State.GRAD) as everyone:
-            if self._components.ranks is not None:
-                self._components.ranks.broadcast(values, 0)
+            self._components.world.ranks.broadcast(values, 0)
             if len(values):
                 everyone.settle(mine)
 
     def _shards_of(self, handle: ParamHandle) -> list[SegmentShard]:
         """Returns the segments of a parameter. Their ranks are those of the first replica, which sends for all."""
         layout = self._components.layouts[handle.unit]
-        return list(segment_shards(layout, self._components.mesh.shards, layout.segments[handle.position]))
+        return list(segment_shards(layout, self._components.world.ranks.mesh.shards, layout.segments[handle.position]))
 
     def _segment(self, handle: ParamHandle) -> Segment:
         return self._components.layouts[handle.unit].segments[handle.position]
 
     def _own_shard(self, handle: ParamHandle) -> SegmentShard:
         """Returns this rank's segment of a parameter, which may be empty."""
-        own = self._components.shard
+        own = self._components.world.ranks.shard
         return next((shard for shard in self._shards_of(handle) if shard.rank == own), SegmentShard(own, 0, 0, 0))
 
     def _shape(self, handle: ParamHandle) -> tuple[int, ...]:

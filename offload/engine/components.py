@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from offload.activations.activations import Activations
 from offload.aio.shared_queue import SharedQueue
-from offload.distributed.agreement import Agreement, AllOrNothing, Collective, all_or_nothing, among_all
-from offload.distributed.process_group import Communication, Mesh, Ranks
+from offload.distributed.agreement import Agreement, AllOrNothing, Collective, among
+from offload.distributed.world import World
 from offload.engine.edits import WeightEdits
 from offload.engine.gradients import GradientAccumulator
 from offload.engine.hooks import ModuleHooks
@@ -19,9 +19,8 @@ from offload.engine.unit_views import UnitViews
 from offload.engine.update import UpdateWorker
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
-from offload.parallel.sequence import SequenceForward, SequenceParallel
+from offload.parallel.sequence import SequenceForward
 from offload.parallel.sharded_params import ShardedViews
-from offload.parallel.tensor import TensorParallel
 from offload.passes.layer_major import LayerMajor
 from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.pager import Pager
@@ -44,9 +43,10 @@ class EngineComponents:
     activations: Activations
     layer_major: LayerMajor | None
     """None if micro-batches pass through the model one after the other."""
-    ranks: Ranks | None
-    """The ranks among which ZeRO divides; None if this process is alone there; then `agreement` is None too."""
-    agreement: Agreement | None
+    world: World
+    """All processes that train together, and this one's place among them."""
+    agreement: Agreement
+    """What the ranks among which ZeRO divides states agree on."""
     store: Store | None
     queue: SharedQueue | None
     arena: HostArena
@@ -61,80 +61,23 @@ class EngineComponents:
     timeline: Timeline = OFF
     meter: StepMeter | None = None
     """None if no metrics are recorded."""
-    tensor_parallel: TensorParallel | None = None
-    """This process's place in the grid of pipeline, tensor parallelism and ZeRO; None if there is ZeRO alone."""
     sharded_views: ShardedViews | None = None
     """The hooks that show DTensors to modules; None if the model has none."""
-    sequence: SequenceParallel | None = None
-    """This process's place in sequence parallelism; None without it."""
-    node: Ranks | None = None
-    """The ranks that keep a secondary partition of the weights together; None without one."""
     sequence_forward: SequenceForward | None = None
     """The hooks that cut sequences; None without sequence parallelism."""
     untile: Callable[[], None] | None = None
     """Makes the MLPs that the config tiles compute whole inputs again; None if it tiles none."""
 
     @property
-    def rank(self) -> int:
-        """Number of this process among those that divide states by ZeRO."""
-        return 0 if self.ranks is None else self.ranks.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes that divide states by ZeRO."""
-        return 1 if self.ranks is None else self.ranks.size
-
-    @property
-    def data_rank(self) -> int:
-        """Number of this process's samples among those of a batch: ranks that share sequences have the same."""
-        return self.rank if self.sequence is None else self.sequence.data_rank
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of processes with samples of their own."""
-        return self.world_size if self.sequence is None else self.sequence.data_ranks
-
-    @property
-    def mesh(self) -> Mesh:
-        """Their arrangement."""
-        return Mesh() if self.ranks is None else self.ranks.mesh
-
-    @property
-    def shard(self) -> int:
-        """Number of the shard of each unit that this process holds."""
-        return self.mesh.shard_of(self.rank)
-
-    @property
-    def everyone(self) -> Ranks | None:
-        """All processes that train together; None if this one trains alone."""
-        return self.ranks if self.tensor_parallel is None else self.tensor_parallel.everyone
-
-    @property
     def divides_parameters(self) -> bool:
         """True if modules have parts of parameters, or DTensors: files have the names of whole parameters."""
-        return self.tensor_parallel is not None or self.sharded_views is not None
-
-    @property
-    def shares_batches(self) -> bool:
-        """True if processes compute one batch together, so that each waits in the middle of it for the others."""
-        return self.sequence is not None or self.tensor_parallel is not None
-
-    @property
-    def sent(self) -> Communication:
-        """What this process has sent to others."""
-        if self.tensor_parallel is not None:
-            return self.tensor_parallel.sent
-        sent = Communication() if self.ranks is None else self.ranks.sent
-        if self.sequence is not None:
-            sent = self.sequence.sent
-        # All that the ranks of a node send each other are weights.
-        return sent if self.node is None else sent.plus(Communication(node_weights=self.node.sent.weights))
+        return self.world.divides_model or self.sharded_views is not None
 
     def refuse_shards(self, call: str) -> None:
         """Raises `UsageError` for a call that would save or load the part of one process as if it were all."""
-        if self.tensor_parallel is not None:
+        if self.world.divides_model:
             raise UsageError(
-                f"{call} knows nothing of {self.tensor_parallel.kind}, and each process has a part of the weights: "
+                f"{call} knows nothing of {self.world.kind}, and each process has a part of the weights: "
                 "call save_checkpoint, which saves all parts, or save_pretrained or save_16bit_model(folder, "
                 '"model.safetensors"), which put the weights together; other weights are loaded before '
                 "offload.initialize"
@@ -180,13 +123,12 @@ def close_all(*closing: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def together(components: EngineComponents, kind: Collective, what: str) -> Iterator[AllOrNothing]:
-    """Yields this process's side of work that all do that train together; see `all_or_nothing`.
+    """Yields this process's side of work of all that train together, once the ranks of ZeRO have met for it.
 
     Args:
         components: Those of this process's engine.
         kind: The collective to announce.
         what: The work in words, for messages.
     """
-    grid = components.tensor_parallel
-    with all_or_nothing(components.agreement, kind, what) as ranks:
-        yield ranks if grid is None else among_all(grid.everyone, what)
+    with components.agreement.meeting(kind):
+        yield among(components.world.everyone, what)

@@ -244,7 +244,7 @@ class EngineCore(EngineCallbacks):
         if self._in_turn:  # the other micro-batches keep memory and views, so a repetition would not help
             return self.module(*args, **kwargs)
         return self.device_budget.run(
-            lambda: self.module(*args, **kwargs), (args, kwargs), self.components.everyone is None
+            lambda: self.module(*args, **kwargs), (args, kwargs), self.components.world.everyone.size == 1
         )
 
     @uninterrupted
@@ -293,7 +293,7 @@ class EngineCore(EngineCallbacks):
             return layer_major.run(list(works), generators, trains)
         except BaseException:
             # Some units have gradients of all micro-batches now, others of none, and no loop could go on with that.
-            if not self.components.pager.failed and self.components.everyone is None:
+            if not self.components.pager.failed and self.components.world.everyone.size == 1:
                 with contextlib.suppress(OffloadError):
                     self.forget_gradients()
             raise
@@ -387,15 +387,14 @@ class EngineCore(EngineCallbacks):
         # with its commit, after which the other slot of the unit may be written.
         components.unit_views.settle()
         components.update_worker.come_to_rest()
-        if components.agreement is not None:
-            edits = components.agreement.edit(unit, edits)
+        edits = components.agreement.edit(unit, edits)
         if not edits:
             return
         part = components.trainable[unit]
         components.unit_views.outdate([unit])
         try:
             # The others of a grid take no part, and may yet have to resume from the step whose slot is written now.
-            if components.tensor_parallel is not None and components.store is not None:
+            if components.world.divides_model and components.store is not None:
                 components.store.set_aside(unit)
             # If this is interrupted, a part of the edit may be scheduled already: nothing may be committed after it.
             components.update_worker.schedule([UnitUpdate(unit=unit, numel=len(part), edits=cut(edits, part))], None)
@@ -597,7 +596,7 @@ class RunningApi:
 
         Collectives of your own are not counted, nor the heartbeat.
         """
-        return self._core.components.sent
+        return self._core.components.world.sent
 
     def memory_report(self) -> MemoryReport:
         """Returns bytes of RAM and of the device by owner, in sums that add up. `print` it for a readable form.
@@ -838,8 +837,7 @@ class DeepSpeedApi(RunningApi):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UsageError(f"deepspeed_io expects a batch_size of at least 1, got {size!r}")
         drop_last = settings.config.dataloader_drop_last
-        ranks = self._core.components
-        rank, count = ranks.data_rank, ranks.data_ranks
+        rank, count = self._core.components.world.data_rank, self._core.components.world.data_ranks
         return load(dataset, size, rank, count, settings.seed, collate_fn, self.device, drop_last)
 
     # -- where it runs ------------------------------------------------------------------------------
@@ -847,20 +845,18 @@ class DeepSpeedApi(RunningApi):
     @property
     def global_rank(self) -> int:
         """The rank of this process among those that train together."""
-        everyone = self._core.components.everyone
-        return 0 if everyone is None else everyone.rank
+        return self._core.components.world.everyone.rank
 
     @property
     def world_size(self) -> int:
         """The number of processes that train together."""
-        everyone = self._core.components.everyone
-        return 1 if everyone is None else everyone.size
+        return self._core.components.world.everyone.size
 
     @property
     def local_rank(self) -> int:
         """The rank of this process on its machine, from the launcher's LOCAL_RANK."""
         # LOCAL_RANK may be set in the environment of a process that trains alone.
-        return 0 if self._core.components.everyone is None else rank_number(os.environ, "LOCAL_RANK", 0)
+        return rank_number(os.environ, "LOCAL_RANK", 0) if self.world_size > 1 else 0
 
     def drive_writes(self) -> tuple[DriveWrites, ...]:
         """Returns the bytes that this rank has written to each drive, in this process and in the life of the run."""
@@ -1319,7 +1315,7 @@ class MicroBatchesApi(PersistenceApi):
             )
         # A dtype that the engine chose because a step had one micro-batch may be too narrow to add several up.
         kept = None if self._settings.config.data_types.grad_accum_dtype else self._core.components.gradients.dtype
-        ranks = self._core.components.data_ranks
+        ranks = self._core.components.world.data_ranks
         self._core.state.change_settings(resized(self._settings, train_batch_size, ranks, kept))
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
@@ -1616,7 +1612,7 @@ class Engine(MicroBatchesApi):
             RankError: if another rank is gone or does something else.
         """
         self._core.enter()
-        return value if self._core.components.agreement is None else self._core.components.agreement.mean(value)
+        return self._core.components.agreement.mean(value)
 
     def train(self, mode: bool = True) -> Engine:
         """Sets the model's training mode, as `nn.Module.train` does.

@@ -10,7 +10,7 @@ from torch import nn
 
 from offload.aio import aligned_empty
 from offload.aio.protocols import Future
-from offload.distributed.process_group import Ranks
+from offload.distributed.world import World
 from offload.engine.deferred import DeferredParameter, Draw, forget, materialize, origin_of
 from offload.engine.opaque import ParameterBytes, page_out, write_bytes
 from offload.engine.shards import LocalShards, ResidentShard
@@ -21,7 +21,6 @@ from offload.layout.modes import Mode
 from offload.layout.optimizer_states import split
 from offload.layout.placement import Placement
 from offload.layout.tiers import Partitions
-from offload.parallel.tensor import TensorParallel
 from offload.states import State, Tier
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena
@@ -289,15 +288,14 @@ class InitialFill:
     only: its caches, tiles and staging buffers are not used yet.
     """
 
-    def __init__(self, held: LocalShards, ranks: Ranks | None, grid: TensorParallel | None = None) -> None:
+    def __init__(self, held: LocalShards, world: World) -> None:
         """Keeps what the units are written to.
 
         Args:
             held: the partitions of this rank.
-            ranks: the ranks among which states are divided; None for a single process.
-            grid: the place of this process in tensor parallelism; None without it.
+            world: all processes, and this one's place among them.
         """
-        self._held, self._ranks, self._grid, self._store = held, ranks, grid, held.store
+        self._held, self._world, self._store = held, world, held.store
         self._buffers: dict[State, memoryview] = {}
 
     def fill(
@@ -344,11 +342,11 @@ class InitialFill:
             for chunk in _chunks(layout):
                 flats = self._flats(len(chunk))
                 _copy_values(model, layout, chunk, sources, flats)
-                if self._ranks is not None and given:  # given weights may differ between ranks; drawn ones do not
+                if given:  # given weights may differ between ranks; drawn ones do not
                     for flat in flats.values():
-                        self._ranks.broadcast(flat, 0)
-                if self._grid is not None and self._grid.replicated is not None:
-                    self._share_replicated(self._grid, self._grid.replicated, layout, chunk, flats)
+                        self._world.ranks.broadcast(flat, 0)
+                if self._world.replicated.size > 1:
+                    self._share_replicated(layout, chunk, flats)
                 self._put(index, chunk, flats, writes)
             if self._store is not None and writes:
                 self._store.wrote(index, 0, writes)
@@ -357,16 +355,13 @@ class InitialFill:
                 if segment.parameter in ending and not segment.inner:
                     forget(model.get_parameter(segment.parameter))
 
-    @staticmethod
-    def _share_replicated(
-        grid: TensorParallel, ranks: Ranks, layout: UnitLayout, chunk: range, flats: Mapping[State, torch.Tensor]
-    ) -> None:
-        """Gives all of `ranks` the values of the first of them of each parameter that each of them has whole."""
+    def _share_replicated(self, layout: UnitLayout, chunk: range, flats: Mapping[State, torch.Tensor]) -> None:
+        """Gives the processes of a stage the first one's values of each parameter that each of them has whole."""
         for segment in layout.segments:
             first, last = max(segment.start, chunk.start), min(segment.stop, chunk.stop)
-            if first < last and not grid.is_sharded(segment.parameter):
+            if first < last and not self._world.is_sharded(segment.parameter):
                 for flat in flats.values():
-                    ranks.broadcast(flat[first - chunk.start : last - chunk.start], 0)
+                    self._world.replicated.broadcast(flat[first - chunk.start : last - chunk.start], 0)
 
     def _flats(self, numel: int) -> dict[State, torch.Tensor]:
         """Returns zeroed (numel,) memory for the weights of a chunk and for each further state of its masters."""

@@ -22,6 +22,7 @@ from torch import nn
 from offload import kernels
 from offload.activations.checkpoints import blocks_of
 from offload.config import Batch, Config, load_config, read_json
+from offload.distributed.world import World
 from offload.engine import build_optimizer
 from offload.engine.deferred import is_deferred, origin_of
 from offload.engine.engine import EngineCore, RunningApi
@@ -403,7 +404,7 @@ def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwar
             optimizer = build_optimizer.choose(None, model, None, None)
             places = TensorPlaces(model, loaded.zero_optimization.stage3_param_persistence_threshold)
             find_images = places.images if in_place else None
-            plan = decide(loaded, Batch(1, 1, 1), model, device, None, optimizer.rule.name, {}, None, find_images)
+            plan = decide(loaded, Batch(1, 1, 1), model, device, World(), optimizer.rule.name, {}, None, find_images)
             # Before the parameters lose their origins.
             lines = _lines(plan, places) if in_place else ()
             if not device.host_addressable:

@@ -25,6 +25,7 @@ from offload.activations.tiles import notices as tile_notices
 from offload.checkpoint.files import find, read_manifest
 from offload.config import Batch, Config, load_config, read_json
 from offload.distributed.process_group import Mesh, Ranks, as_the_first
+from offload.distributed.world import World
 from offload.engine.deferred import is_deferred, origin_of
 from offload.engine.opaque import is_under_engine
 from offload.engine.optimizer import Optimizer
@@ -58,9 +59,7 @@ from offload.layout.tiers import Partitions, check_node
 from offload.layout.units import Units, tied_numel
 from offload.notices import Headline, Remark, shell_command
 from offload.optimizers.matrices import in_bf16
-from offload.parallel.sequence import SequenceParallel
 from offload.parallel.sharded_params import FoundShards, Site, is_dtensor
-from offload.parallel.tensor import TensorParallel
 from offload.precision import Choice as DtypeChoice
 from offload.sizes import count_of, format_size
 from offload.states import State
@@ -89,65 +88,63 @@ from offload.torch_internals import inner_tensors
 # Checks of a model before an engine takes it over, and of the equality of all ranks' arguments.
 
 
-def check_alone(config: Config, model: nn.Module, grid: TensorParallel | None) -> None:
+def check_alone(config: Config, model: nn.Module, world: World) -> None:
     """Checks what a rank can check without the others.
 
     Args:
         config: The whole config.
         model: The model.
-        grid: The place of this process in the grid of tensor parallelism; None without one.
+        world: The place of this process.
 
     Raises:
         ConfigError: If the model, a tier or a folder for swap files cannot be used.
     """
     check_model(model)
-    _check_partitioned_activations(config, grid)
+    _check_partitioned_activations(config, world)
     check_tier(config.activation_tier, bool(config.drives))
     if config.wants_store or config.activation_tier not in (None, "device"):
         check_folders(config.drives)
 
 
-def _check_partitioned_activations(config: Config, grid: TensorParallel | None) -> None:
+def _check_partitioned_activations(config: Config, world: World) -> None:
     """Raises `ConfigError` if inputs are to be partitioned over ranks that share a batch.
 
     Data-parallel ranks have inputs of their own: there is nothing to partition, in DeepSpeed either.
     """
-    if config.activation_checkpointing.partition_activations and grid is not None and grid.size > 1:
+    if config.activation_checkpointing.partition_activations and world.tensor_size > 1:
         raise ConfigError(
             "activation_checkpointing.partition_activations divides an input over the ranks of a model-parallel group, "
-            f"of which this run has {grid.size}; that is not supported: leave it out, and set "
+            f"of which this run has {world.tensor_size}; that is not supported: leave it out, and set "
             '"activations" to "cpu" in the "offload" block to free device memory'
         )
 
 
 def check_same(
-    ranks: Ranks | None,
+    world: World,
     config: Config,
     batch: Batch,
     mode: Mode,
     layouts: Sequence[UnitLayout],
     model: nn.Module,
     device: Device,
-    grid: TensorParallel | None,
 ) -> None:
     """Compares config and model of all processes. Collective.
 
     Called before the disks are inspected: ranks with different configs would look for different runs.
 
     Args:
-        ranks: All processes; None if there is only one.
+        world: The place of this process among all.
         config: The whole config.
         batch: Sizes of batches.
         mode: States and dtypes.
         layouts: All units.
         model: The model before it is taken over.
         device: The compute device.
-        grid: The place of this process in tensor parallelism; None without it.
 
     Raises:
         ConfigError: If the ranks differ, on every rank.
     """
-    if ranks is None:
+    if world.everyone.size == 1:
         return
     # Facts that decide the layout, the collectives or the numbers. Values of weights and buffers are not among them:
     # all ranks receive those of rank 0. Paths may differ: each machine has its own drives.
@@ -165,7 +162,7 @@ def check_same(
         "seed": config.offload.seed,
         "on_nonfinite": config.offload.on_nonfinite,
         # The columns of tensor parallelism have runs of their own.
-        "run": config.offload.run.removesuffix("" if grid is None else grid.suffix),
+        "run": config.offload.run.removesuffix(world.suffix),
         "durability": repr(config.offload.durability),
         "resume": config.offload.resume,
         "blocks computed again": [
@@ -173,7 +170,7 @@ def check_same(
             config.activation_checkpointing.number_checkpoints,
         ],
         "units": [layout.name for layout in layouts],
-        "parameters": [_compared(segment, grid) for layout in layouts for segment in layout.segments],
+        "parameters": [_compared(segment, world) for layout in layouts for segment in layout.segments],
         "frozen": config.offload.frozen,
         # What decides the order, the lengths and the dtypes of what ranks send.
         **{name: getattr(config.zero_optimization, name) for name in _OF_COLLECTIVES},
@@ -189,7 +186,7 @@ def check_same(
         ],
     }
     # Every rank receives all facts and raises the same error, so that no rank waits for another.
-    _compare(ranks.share(facts), grid)
+    _compare(world.everyone.share(facts), world)
 
 
 _OF_COLLECTIVES = (
@@ -206,11 +203,11 @@ _OF_LAYERS = (
 """Facts in which the stages of a pipeline differ."""
 
 
-def _compare(everyone: Sequence[dict[str, Any]], grid: TensorParallel | None) -> None:
+def _compare(everyone: Sequence[dict[str, Any]], world: World) -> None:
     """Raises `ConfigError` if the facts of any rank differ from those of rank 0, or of the first of its stage."""
     for name in everyone[0]:
         for rank, others in enumerate(everyone):
-            first = 0 if grid is None or name not in _OF_LAYERS else grid.first_of_stage(rank)
+            first = world.first_of_stage(rank) if name in _OF_LAYERS else 0
             mine = everyone[first][name]
             if others[name] != mine:
                 theirs, own = _first_difference(others[name], mine)
@@ -228,17 +225,17 @@ def _first_difference(theirs: Any, own: Any) -> tuple[str, str]:
     return _brief(theirs), _brief(own)
 
 
-def _compared(segment: Segment, grid: TensorParallel | None) -> list[Any]:
+def _compared(segment: Segment, world: World) -> list[Any]:
     """Returns what all processes must have alike of a parameter. Shards of tensor parallelism may differ in size."""
-    sharded = grid is not None and grid.is_sharded(segment.parameter)
+    sharded = world.is_sharded(segment.parameter)
     return [segment.name, "sharded" if sharded else list(segment.shape), segment.trainable]
 
 
-def check_groups(grid: TensorParallel | None, shards: FoundShards, device: torch.device) -> None:
+def check_groups(world: World, shards: FoundShards, device: torch.device) -> None:
     """Raises `ConfigError` if the groups of tensor parallelism are not those that an engine forms.
 
     Args:
-        grid: The place of this process; None without tensor parallelism.
+        world: The place of this process.
         shards: What the model and `mpu` say.
         device: The device on which the model will compute.
     """
@@ -248,9 +245,9 @@ def check_groups(grid: TensorParallel | None, shards: FoundShards, device: torch
                 f"parameter {name} is a DTensor on a mesh of {form.mesh.device_type}, and this engine computes on "
                 f'{device.type}: make the mesh by init_device_mesh("{device.type}", …)'
             )
-    if grid is None or shards.data_ranks is None:
+    if not world.divides_model or shards.data_ranks is None:
         return
-    column = (grid.everyone.rank,) if grid.zero is None else grid.zero.members
+    column = world.ranks.members
     if set(shards.data_ranks) != set(column):
         raise ConfigError(
             f"mpu= has the data-parallel group {list(shards.data_ranks)}; expected {list(column)}, the processes with "
@@ -259,7 +256,7 @@ def check_groups(grid: TensorParallel | None, shards: FoundShards, device: torch
 
 
 def check_tensor_parallel(
-    grid: TensorParallel | None,
+    world: World,
     mode: Mode,
     layouts: Sequence[UnitLayout],
     experts: bool,
@@ -269,14 +266,14 @@ def check_tensor_parallel(
     """Raises `ConfigError` for what does not go together with tensor parallelism.
 
     Args:
-        grid: The place of this process in the grid; all is allowed without tensor parallelism.
+        world: The place of this process; all is allowed without tensor parallelism.
         mode: States and dtypes.
         layouts: All units.
         experts: True if experts of the model are units.
         tiled: True if the config tiles MLPs.
         codes: True if ranks send codes.
     """
-    if grid is None or grid.size == 1:
+    if world.tensor_size == 1:
         return
     segments = [segment for layout in layouts for segment in layout.segments]
     whole = mode.steps_whole or mode.optimizer == LAMB
@@ -293,23 +290,22 @@ def check_tensor_parallel(
             raise ConfigError(f"tensor parallelism does not go together with {what} here: {cure}")
 
 
-def check_nodes(config: Config, ranks: Ranks | None, grid: TensorParallel | None) -> None:
+def check_nodes(config: Config, world: World) -> None:
     """Raises `ConfigError` if the processes cannot be divided into nodes that keep a secondary partition.
 
     Args:
         config: The config.
-        ranks: All processes; None if there is only one.
-        grid: The place of this process in a grid of pipeline and tensor parallelism; None without it.
+        world: The place of this process.
     """
     size = config.zero_optimization.zero_hpz_partition_size
     if size == 1:
         return
-    if grid is not None:
+    if world.divides_model:
         raise ConfigError(
             "zero_optimization.zero_hpz_partition_size divides all processes into nodes, and with tensor parallelism "
             "or a pipeline not all of them share weights: leave it out"
         )
-    check_node(size, 1 if ranks is None else ranks.size)
+    check_node(size, world.ranks.size)
 
 
 def _brief(value: Any) -> str:
@@ -477,26 +473,22 @@ class FoundRun:
     """Notice about the run that this start replaces; empty if there is none."""
 
 
-def find_run(config: Config, on_disk: bool, ranks: Ranks | None) -> FoundRun:
+def find_run(config: Config, on_disk: bool, ranks: Ranks) -> FoundRun:
     """Returns the run that a start finds. Collective.
 
     Args:
         config: The whole config.
         on_disk: True if this rank has states whose tier is DISK.
-        ranks: All ranks; None if there is only one.
+        ranks: All ranks.
 
     Raises:
         StoreError: If the run on the drives and the configured "resume" contradict each other.
     """
-    if ranks is not None:
-        # Tiers may differ between ranks with different free memory, but either all ranks have a store or none.
-        on_disk = any(ranks.share(on_disk))
+    # Tiers may differ between ranks with different free memory, but either all ranks have a store or none.
+    on_disk = any(ranks.share(on_disk))
     resume, replaced = _resume(config, on_disk)
-    if ranks is not None:
-        # One rank's drive may be empty, if a kill interrupted the first start: `initialize` decides then by the
-        # commits.
-        resume = any(ranks.share(resume))
-    return FoundRun(on_disk=on_disk, resume=resume, replaced=replaced)
+    # One rank's drive may be empty, if a kill interrupted the first start: `initialize` decides then by the commits.
+    return FoundRun(on_disk=on_disk, resume=any(ranks.share(resume)), replaced=replaced)
 
 
 def check_division(drives: Sequence[str], run: str, own: str, resume: str) -> None:
@@ -531,17 +523,16 @@ def _size(end: str) -> str:
     return f"a pipeline of {pipeline} and {tensors}" if pipeline else tensors
 
 
-def no_room(config: Config, placed: PlacedStates, ranks: Ranks | None) -> str | None:
+def no_room(config: Config, placed: PlacedStates, ranks: Ranks) -> str | None:
     """Returns a notice if the drives of any rank have no room for two slots, else None. Collective.
 
     Args:
         config: The whole config.
         placed: The states in their tiers.
-        ranks: All ranks; None if there is only one.
+        ranks: All ranks.
     """
-    short = find_shortage(config.drives, placed.two_slots_nbytes * (1 if ranks is None else ranks.here))
-    if ranks is not None:
-        short = next((Shortage(*found) for found in ranks.share(short) if found is not None), None)
+    shortages = ranks.share(find_shortage(config.drives, placed.two_slots_nbytes * ranks.here))
+    short = next((Shortage(*shortage) for shortage in shortages if shortage is not None), None)
     if short is None:
         return None
     return (
@@ -689,8 +680,8 @@ class Plan:
     config: Config
     batch: Batch
     device: Device
-    ranks: Ranks | None
-    """The ranks among which ZeRO divides; None if this process is alone there."""
+    world: World
+    """All processes that train together, and this one's place among them."""
     mode: Mode
     units: Units
     layouts: tuple[UnitLayout, ...]
@@ -712,14 +703,8 @@ class Plan:
     schedule: Choice
     """Order in which the micro-batches of a step pass through the model, for steps that the engine runs as one call."""
     notices: tuple[str, ...]
-    grid: TensorParallel | None = None
-    """This process's place in tensor parallelism; None without it."""
     sites: tuple[Site, ...] = ()
     """The modules that compute with DTensors."""
-    sequence: SequenceParallel | None = None
-    """This process's place in sequence parallelism; None without it."""
-    node: Ranks | None = None
-    """The ranks that keep a secondary partition of the weights together; None without one."""
     images: tuple[UnitImage | None, ...] = ()
     """Each unit as it lies in the model's own files, None for one that is not read there. Empty if none is."""
 
@@ -729,36 +714,6 @@ class Plan:
         return frozenset(unit for unit, image in enumerate(self.images) if image is not None)
 
     @property
-    def rank(self) -> int:
-        """Rank of this process among those that ZeRO divides over."""
-        return 0 if self.ranks is None else self.ranks.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of those ranks."""
-        return 1 if self.ranks is None else self.ranks.size
-
-    @property
-    def mesh(self) -> Mesh:
-        """Arrangement of the ranks."""
-        return Mesh() if self.ranks is None else self.ranks.mesh
-
-    @property
-    def everyone(self) -> Ranks | None:
-        """All processes that train together; None if this one trains alone."""
-        return self.ranks if self.grid is None else self.grid.everyone
-
-    @property
-    def process(self) -> int:
-        """Number of this process among all that train together."""
-        return 0 if self.everyone is None else self.everyone.rank
-
-    @property
-    def processes(self) -> int:
-        """Number of all processes that train together."""
-        return 1 if self.everyone is None else self.everyone.size
-
-    @property
     def trainable(self) -> tuple[range, ...]:
         """Elements of each unit that this rank updates."""
         return tuple(trainable for trainable, _ in self.shares)
@@ -766,8 +721,7 @@ class Plan:
     @property
     def shares(self) -> tuple[tuple[range, range], ...]:
         """This rank's trainable and frozen elements of each unit."""
-        mesh = self.mesh
-        shard, shards = mesh.shard_of(self.rank), mesh.shards
+        shard, shards = self.world.ranks.shard, self.world.ranks.mesh.shards
         return tuple((layout.trainable(shard, shards), layout.frozen(shard, shards)) for layout in self.layouts)
 
 
@@ -776,12 +730,11 @@ def decide(
     batch: Batch,
     model: nn.Module,
     device: Device,
-    ranks: Ranks | None,
+    world: World,
     optimizer: str,
     kept: Mapping[str, tuple[StateField, ...]],
     matrices: Collection[str] | None,
     find_images: Callable[[Sequence[UnitLayout], Mode], tuple[UnitImage | None, ...]] | None = None,
-    grid: TensorParallel | None = None,
 ) -> Plan:
     """Returns the plan of this rank. Collective. Changes nothing; disks are only inspected.
 
@@ -790,21 +743,20 @@ def decide(
         batch: Sizes of batches, which follow from the config and the number of ranks.
         model: The model with all its parameters, real or deferred.
         device: The compute device.
-        ranks: The ranks among which ZeRO divides; None if there is only one.
+        world: All processes that train together, and this one's place among them.
         optimizer: Name of the optimizer's rule.
         kept: States that an optimizer of torch keeps of each parameter.
         matrices: Names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
         find_images: Returns `Plan.images`; None if the weights have the tier of the config.
-        grid: The place of this process in tensor parallelism; None without it.
 
     Raises:
         ConfigError: If model and config do not fit each other.
         BudgetError: If a budget is too small.
         StoreError: If the run on the drives does not fit the configured "resume".
     """
-    mesh, everyone = Mesh() if ranks is None else ranks.mesh, ranks if grid is None else grid.everyone
+    mesh, everyone = world.ranks.mesh, world.everyone
     # What needs no other rank comes first, so that its error is the one that is reported.
-    check_alone(config, model, grid)
+    check_alone(config, model, world)
     tiled_mlps = choose_mlps(model, config.offload.tile_mlp)
     mode, buffers = mode_of(config, optimizer), buffer_dtype(config)
     units, stacks, experts = divide(model, division_of(config, optimizer))
@@ -813,17 +765,17 @@ def decide(
     tiles = tile_notices(model, tiled_mlps, config.offload.tile_mlp)
     more = (*frozen_notices(config.offload.frozen, layouts, mode.weight_dtype.itemsize), *experts, *tiles)
     check_batch_norm(model, mode, device.torch, buffers)
-    check_same(everyone, config, batch, mode, layouts, model, device, grid)
+    check_same(world, config, batch, mode, layouts, model, device)
     device_kernels, why_not = _device_kernels(device)
     images = () if find_images is None else find_images(layouts, mode)
-    request = _request(config, layouts, optimizer, batch, device, ranks, everyone, device_kernels, images)
+    request = _request(config, layouts, optimizer, batch, device, world, device_kernels, images)
     memory, found = _with_disks(place_states(request), everyone)
     schedule, schedule_notices = _schedule(config, batch, model, memory, request.machine, everyone)
     return Plan(
         config=config,
         batch=batch,
         device=device,
-        ranks=ranks,
+        world=world,
         mode=memory.mode,
         units=units,
         layouts=layouts,
@@ -848,29 +800,27 @@ def _request(
     optimizer: str,
     batch: Batch,
     device: Device,
-    ranks: Ranks | None,
-    everyone: Ranks | None,
+    world: World,
     device_kernels: bool,
     images: tuple[UnitImage | None, ...],
 ) -> MemoryRequest:
     """Returns all on which the placement of this rank's states depends."""
-    mesh = Mesh() if ranks is None else ranks.mesh
     return MemoryRequest(
         config=config,
         layouts=layouts,
         optimizer=optimizer,
         accumulation=batch.accumulation,
         # Units that are not read from the model's files are kept in host memory: there is no store beside the files.
-        machine=_machine(config, device, everyone, device_kernels, bool(config.drives) and not images),
-        rank=0 if ranks is None else ranks.shard,
-        world_size=mesh.shards,
-        replicas=mesh.replicas,
+        machine=_machine(config, device, world.everyone, device_kernels, bool(config.drives) and not images),
+        rank=world.ranks.shard,
+        world_size=world.ranks.mesh.shards,
+        replicas=world.ranks.mesh.replicas,
         images=images,
     )
 
 
 def _schedule(
-    config: Config, batch: Batch, model: nn.Module, memory: MemoryPlan, machine: Machine, ranks: Ranks | None
+    config: Config, batch: Batch, model: nn.Module, memory: MemoryPlan, machine: Machine, ranks: Ranks
 ) -> tuple[Choice, tuple[str, ...]]:
     """Returns the order of micro-batches and blocks, and lines on it where it matters.
 
@@ -880,7 +830,7 @@ def _schedule(
         model: the model.
         memory: tiers and budgets of this rank.
         machine: what is free; memory that the device shares with the host counts as unknown.
-        ranks: all that train together; None if this process is alone.
+        ranks: all that train together.
     """
     asked, blocks = config.offload.schedule, blocks_of(model, config.units)
     # A block of transformers that checkpoints itself has this attribute.
@@ -888,7 +838,7 @@ def _schedule(
     checkpointed = config.activation_tier is not None or by_itself
     moves = not all(memory.parts.stays(unit, row) for unit, row in enumerate(memory.placement.tiers))
     free = None if machine.host_addressable else machine.free_device - memory.placement.device_nbytes
-    if free is not None and ranks is not None:
+    if free is not None:
         # All ranks pass through the blocks in one order, so the device with the least memory decides.
         free = min(ranks.share(free))
     choice = choose_schedule(
@@ -922,11 +872,11 @@ def _notices(
     found: FoundRun,
     memory: MemoryPlan,
     why_not: tuple[str, ...],
-    everyone: Ranks | None,
+    everyone: Ranks,
     mesh: Mesh,
 ) -> tuple[str, ...]:
     """Returns the lines that the plan has for the user, in the order in which they are reported."""
-    if everyone is not None and everyone.rank:
+    if everyone.rank:
         # Every rank finds the same run, and one notice is enough.
         return (*config.notices, *memory.notices, *why_not)
     return (*config.notices, *_mesh_notices(mesh), *found.replaced, *memory.notices, *why_not, *about_folders(config))
@@ -943,7 +893,7 @@ def _mesh_notices(mesh: Mesh) -> tuple[str, ...]:
     return (Remark(f"{mesh}: each rank has {part} of the weights, gradients and states; {told}"),)
 
 
-def _with_disks(placed: PlacedStates, ranks: Ranks | None) -> tuple[MemoryPlan, FoundRun]:
+def _with_disks(placed: PlacedStates, ranks: Ranks) -> tuple[MemoryPlan, FoundRun]:
     """Returns the memory plan that fits the room and the runs on all ranks' drives, and the run that was found."""
     config = placed.request.config
     found = find_run(config, placed.placement.on_disk and not placed.request.images, ranks)
@@ -953,19 +903,19 @@ def _with_disks(placed: PlacedStates, ranks: Ranks | None) -> tuple[MemoryPlan, 
     return plan_memory(placed, wanted, full), found
 
 
-def _machine(config: Config, device: Device, ranks: Ranks | None, device_kernels: bool, drives: bool) -> Machine:
+def _machine(config: Config, device: Device, ranks: Ranks, device_kernels: bool, drives: bool) -> Machine:
     """Returns the resources of this machine that one of its ranks may use.
 
     Args:
         config: The whole config.
         device: The compute device.
-        ranks: All ranks; None if there is only one.
+        ranks: All ranks.
         device_kernels: True if the device has kernels of ours.
         drives: True if there are drives for swap files.
     """
     return Machine(
         # The ranks of one machine divide its free memory evenly.
-        free_host=free_host_memory() // (1 if ranks is None else ranks.here),
+        free_host=free_host_memory() // ranks.here,
         free_device=device.free_bytes(),
         host_addressable=device.host_addressable,
         drives=drives,

@@ -36,11 +36,12 @@ from offload.aio.shared_queue import SharedQueue
 from offload.checkpointing import with_configured
 from offload.config import Aio, Config, effective, load_config, resolve_batch
 from offload.config.load import read_json
-from offload.distributed.agreement import Agreement, AllOrNothing
+from offload.distributed.agreement import Agreement, Rounds, among
 from offload.distributed.gathers import SecondaryShards, WeightGathers, form_node
 from offload.distributed.process_group import UNABLE, Ranks, join_ranks, meet_others, stay_away
 from offload.distributed.reduce_scatter import ReduceScatterAccumulator
 from offload.distributed.reshard import NewRanks, finish, reshard
+from offload.distributed.world import World
 from offload.engine import build_optimizer
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.components import EngineComponents, close_all
@@ -103,7 +104,7 @@ from offload.parallel.sequence import SequenceForward, SequenceParallel, check_u
 from offload.parallel.sequence import check_model as check_sequences
 from offload.parallel.sharded_params import FoundShards, ShardedViews, TakenShards, find_shards, taken_over
 from offload.parallel.stages import PipelineStages, check_pipeline, pipeline_place, stage_sites
-from offload.parallel.tensor import TensorParallel, form_grid
+from offload.parallel.tensor import form_grid
 from offload.passes.layer_major import LayerMajor
 from offload.sizes import count_of, format_size
 from offload.states import State, Tier
@@ -176,15 +177,12 @@ class NewStore:
             return
         if plan.commit_every:
             scheduler_state(self._lr_scheduler)
-        run_id = uuid.uuid4().hex
-        if plan.everyone is not None:
-            # All take the first rank's: by it folders of ranks are known to belong together.
-            run_id = plan.everyone.share(run_id, "check its start")[0]
+        # All take the first rank's: by it folders of ranks are known to belong together.
+        run_id = plan.world.everyone.share(uuid.uuid4().hex, "check its start")[0]
         self._made = True
         store.create(over=plan.resume or plan.replace, run_id=run_id)
-        if plan.everyone is not None:
-            # A rank commits only after this exchange: no commit exists beside files of an earlier run.
-            plan.everyone.share(None, "create its store")
+        # A rank commits only after this exchange: no commit exists beside files of an earlier run.
+        plan.world.everyone.share(None, "create its store")
 
     def undo(self) -> None:
         """Closes the files after an error. An earlier run keeps its files, and a new one leaves none."""
@@ -206,7 +204,7 @@ def gradient_accumulator(
     arena: DeviceArena,
     files: RunFiles,
     pager: Pager,
-    rounds: Agreement | None,
+    agreement: Agreement,
     callbacks: EngineCallbacks,
     spans: DriveSpans,
     compute: ComputeSpans,
@@ -219,7 +217,7 @@ def gradient_accumulator(
         arena: Source of device buffers.
         files: The files of the run.
         pager: Receives failures of other threads.
-        rounds: Order of collectives; None with one rank.
+        agreement: What the ranks agree on.
         callbacks: The engine.
         spans: Records requests to the drives.
         compute: Spans of forward and backward.
@@ -236,7 +234,7 @@ def gradient_accumulator(
             undo.callback(downloads.close)
         waiting = _gradient_places(plan, arena, spill, downloads)
         accumulator: GradientAccumulator
-        if plan.ranks is None or rounds is None or plan.parts.reduction is None:
+        if plan.parts.reduction is None:
             accumulator = GradientAccumulator(
                 plan.layouts,
                 trainable,
@@ -249,6 +247,7 @@ def gradient_accumulator(
                 completion=UnitCompletion(callbacks) if run_may_speculate(_run_facts(plan)) else None,
             )
         else:
+            assert isinstance(agreement, Rounds), "only several ranks reduce"
             accumulator = ReduceScatterAccumulator(
                 plan.layouts,
                 trainable,
@@ -259,8 +258,8 @@ def gradient_accumulator(
                 device=plan.device,
                 device_arena=arena,
                 reduction=plan.parts.reduction,
-                ranks=plan.ranks,
-                rounds=rounds,
+                ranks=plan.world.ranks,
+                rounds=agreement,
                 timeline=timeline,
                 compute=compute,
             )
@@ -288,7 +287,7 @@ def _run_facts(plan: Plan) -> RunFacts:
     return RunFacts(
         wanted=makes_early_updates(plan.config.offload.speculate, plan.device.host_addressable)
         and plan.config.offload.debug.overlap,
-        ranks=plan.processes,
+        ranks=plan.world.everyone.size,
         one_pass=plan.mode.optimizer != LAMB and not plan.mode.whole_units,
         commits=plan.slots == 2 and plan.commit_every > 0,
         on_disk=any(
@@ -524,12 +523,14 @@ def assemble(
         # Each component that owns memory or a thread is closed by an error, in reverse order.
         host = undo.enter_context(contextlib.closing(_host_arena(plan, callbacks)))
         arena = DeviceArena(plan.placement.device_nbytes, plan.device, plan.config.offload.debug.poison)
-        compute, rounds = compute_spans(timeline, shown_names(plan)), _agreement(plan, arena, callbacks, timeline)
-        pager = undo.enter_context(contextlib.closing(_pager(plan, host, arena, files, rounds, timeline)))
+        compute, agreement = compute_spans(timeline, shown_names(plan)), _agreement(plan, arena, callbacks, timeline)
+        pager = undo.enter_context(contextlib.closing(_pager(plan, host, arena, files, agreement, timeline)))
         held = _held(plan, host, arena, pager, files.store)
         sources = _sources(plan)
         _fill(plan, model, held, files, resume, sources)
-        gradients = gradient_accumulator(plan, host, arena, files, pager, rounds, callbacks, recorders.spans, compute)
+        gradients = gradient_accumulator(
+            plan, host, arena, files, pager, agreement, callbacks, recorders.spans, compute
+        )
         undo.callback(gradients.close)
         handles = _handles(plan, model)
         unit_views = UnitViews(plan.layouts, handles, pager, plan.mode.weight_dtype)
@@ -551,8 +552,8 @@ def assemble(
         gradients=gradients,
         activations=kept,
         layer_major=borders,
-        ranks=plan.ranks,
-        agreement=rounds,
+        world=plan.world,
+        agreement=agreement,
         store=files.store,
         queue=files.queue,
         model_files=files.model_files,
@@ -575,18 +576,18 @@ def _host_arena(plan: Plan, callbacks: EngineCallbacks) -> HostArena:
     return HostArena(placed.classes, plan.device, process_memory(), budget, callbacks.give_cache, copied)
 
 
-def _agreement(plan: Plan, arena: DeviceArena, callbacks: EngineCallbacks, timeline: Timeline) -> Agreement | None:
-    """Returns the agreement of all ranks; None if there is only one."""
-    if plan.ranks is None:
-        return None
+def _agreement(plan: Plan, arena: DeviceArena, callbacks: EngineCallbacks, timeline: Timeline) -> Agreement:
+    """Returns the agreement of the ranks among which ZeRO divides."""
+    if plan.world.ranks.size == 1:
+        return Agreement()
     coded = plan.parts.gathers
     codes, secondary = arena.keep(coded.nbytes) if coded else None, None
-    if plan.node is not None:
-        sizes = plan.parts.secondary
-        assert sizes is not None, "there are nodes for a secondary partition alone"
-        secondary = SecondaryShards(sizes, plan.rank, plan.node, plan.device, arena.keep(sizes.nbytes))
-    gathers = WeightGathers(plan.ranks, plan.device, coded, codes, secondary)
-    return Agreement(gathers, shown_names(plan), callbacks, timeline=timeline)
+    if (sizes := plan.parts.secondary) is not None:
+        secondary = SecondaryShards(
+            sizes, plan.world.ranks.rank, plan.world.node, plan.device, arena.keep(sizes.nbytes)
+        )
+    gathers = WeightGathers(plan.world.ranks, plan.device, coded, codes, secondary)
+    return Rounds(gathers, shown_names(plan), callbacks, timeline=timeline)
 
 
 def shown_names(plan: Plan) -> list[str]:
@@ -595,13 +596,13 @@ def shown_names(plan: Plan) -> list[str]:
 
 
 def _pager(
-    plan: Plan, host: HostArena, arena: DeviceArena, files: RunFiles, rounds: Agreement | None, timeline: Timeline
+    plan: Plan, host: HostArena, arena: DeviceArena, files: RunFiles, agreement: Agreement, timeline: Timeline
 ) -> Pager:
     """Returns the pager."""
     # The pager receives sizes and limits only; it knows neither modules nor parameters.
     sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode, plan.images)
     # Where each rank has whole weights, a use needs no other rank: they meet when they reduce gradients, and at step().
-    divided = plan.ranks is not None and plan.ranks.mesh.shards > 1
+    peers = agreement if isinstance(agreement, Rounds) and plan.world.ranks.mesh.shards > 1 else None
     return Pager(
         sizes,
         host,
@@ -609,7 +610,7 @@ def _pager(
         plan.device,
         files.store or files.model_files,
         limits(plan.config, plan.mode),
-        rounds if divided else None,
+        peers,
         expand=expander(plan.layouts, plan.mode.weight_dtype),
         timeline=timeline,
     )
@@ -658,11 +659,11 @@ def _fill(
 ) -> None:
     """Writes every weight to its tier, into new files or none, and moves buffers; parameters are left empty."""
     files.make()
-    filler = InitialFill(held, plan.ranks, plan.grid)
+    filler = InitialFill(held, plan.world)
     # A new run begins with the user's values, those from files, or the modules' initialization from the seed.
     if not resume:
         # The stages of a pipeline number their units alike, and are to draw other values.
-        seed = plan.config.offload.seed + (0 if plan.grid is None else plan.grid.position)
+        seed = plan.config.offload.seed + plan.world.position
         filler.fill(model, plan.layouts, seed, sources, plan.in_place)
     else:
         held.read_back()
@@ -683,7 +684,7 @@ def _move_buffers(model: nn.Module, plan: Plan) -> None:
             if buffer is None:
                 continue
             if id(buffer) not in moved:
-                value = buffer if plan.ranks is None else _of_rank_0(buffer, plan.ranks)
+                value = buffer if plan.world.ranks.size == 1 else _of_rank_0(buffer, plan.world.ranks)
                 dtype = plan.buffer_dtype if buffer.is_floating_point() else None
                 moved[id(buffer)] = (buffer, value.to(plan.device.torch, dtype))
             module._buffers[name] = moved[id(buffer)][1]
@@ -747,7 +748,7 @@ def _weights(
         unit_views,
         plan.mode.weight_dtype,
         trains=any(plan.parts.trainable_numel),
-        several_ranks=plan.ranks is not None,
+        several_ranks=plan.world.ranks.size > 1,
         callbacks=callbacks,
         opaque=tuple(sources.values()),
         stacks=_stack_handles(plan, model, handles),
@@ -786,7 +787,7 @@ def _strategy(
 ) -> UpdateStrategy:
     """Returns the strategy by which the mode's optimizer updates units."""
     # A rank that has whole units steps them as one rank does, and exchanges nothing, however many replicas there are.
-    ranks = None if plan.ranks is None or plan.ranks.mesh.shards == 1 else plan.ranks
+    ranks = Ranks() if plan.world.ranks.mesh.shards == 1 else plan.world.ranks
     if plan.mode.optimizer == TORCH:
         scratch = host.tiles.take(plan.placement.scratch_nbytes)
         assert scratch is not None and optimizer.replaced is not None
@@ -851,8 +852,8 @@ def build(
         stamps: Stamp of each of the model's own files that the plan reads, by path.
         listener: Receives the spans of the engine; None for none but those that the config asks for.
     """
-    timeline = open_timeline(plan.config.offload.trace, plan.process, plan.processes)
-    if plan.process == 0:
+    timeline = open_timeline(plan.config.offload.trace, plan.world.everyone.rank, plan.world.everyone.size)
+    if plan.world.everyone.rank == 0:
         check_monitor(plan.config)
     written = _written(plan)
     inputs_on_disk = plan.config.drives and plan.config.activation_tier in ("cpu", "nvme", "auto")
@@ -915,7 +916,7 @@ def _store(
     if config.offload.resume == "never":
         run, job = Path(config.drives[0]) / config.offload.run, job_of(model, _settings(plan), optimizer, lr_scheduler)
         # The first rank alone has the note of the end, which its store deletes.
-        _everyone(plan.ranks, "replace the run").by_first(lambda: check_replaced(run, spec, job))
+        among(plan.world.ranks, "replace the run").by_first(lambda: check_replaced(run, spec, job))
     new = NewRanks(
         drives=config.drives,
         run=config.offload.run,
@@ -923,25 +924,20 @@ def _store(
         layouts=plan.layouts,
         mode=plan.mode,
         shares=plan.shares,
-        ranks=_everyone(plan.ranks, "give the run another number of ranks"),
-        everyone=_everyone(None if plan.grid is None else plan.everyone, "give the run another number of ranks"),
-        place={} if plan.grid is None else plan.grid.description,
-        mesh=plan.mesh,
+        ranks=among(plan.world.ranks, "give the run another number of ranks"),
+        everyone=among(
+            plan.world.everyone if plan.world.divides_model else Ranks(), "give the run another number of ranks"
+        ),
+        place=plan.world.description,
+        mesh=plan.world.ranks.mesh,
     )
     new.ranks.by_first(lambda: finish(new.folders))
     line = None
     if plan.resume and plan.slots == 2:
         line = reshard(new, queue, lambda progress: check_fits(progress, model, optimizer))
-    store = Store(new.drives, new.run, plan.rank, spec, queue, written, spans)
+    store = Store(new.drives, new.run, plan.world.ranks.rank, spec, queue, written, spans)
     store.notices += [] if line is None else [line]
     return store
-
-
-def _everyone(ranks: Ranks | None, what: str) -> AllOrNothing:
-    """Returns this rank's side of work before there is an engine; `what` names the work, for messages."""
-    if ranks is None:
-        return AllOrNothing(0, 1, lambda value: [value], what)
-    return AllOrNothing(ranks.rank, ranks.size, lambda value: ranks.share(value, what), what)
 
 
 def _progress(plan: Plan, store: Store, model: nn.Module, optimizer: Optimizer) -> Snapshot | None:
@@ -971,15 +967,12 @@ def _components(
     if plan.tiled_mlps:  # last, as nothing that fails follows before the engine owns the components
         untile = tile_mlps(model, plan.tiled_mlps, plan.config.offload.tile_mlp)
         parts = dataclasses.replace(parts, untile=untile)
-    if plan.grid is not None or plan.sites:
+    if plan.world.divides_model or plan.sites:
         # Behind all other hooks on modules and state dicts, as nothing that fails follows here either.
-        views = ShardedViews(plan.sites)
-        parts = dataclasses.replace(parts, tensor_parallel=plan.grid, sharded_views=views)
-    if plan.node is not None:
-        parts = dataclasses.replace(parts, node=plan.node)
-    if plan.sequence is not None:
-        forward = SequenceForward(model, plan.sequence)
-        parts = dataclasses.replace(parts, sequence=plan.sequence, sequence_forward=forward)
+        parts = dataclasses.replace(parts, sharded_views=ShardedViews(plan.sites))
+    if plan.world.sequence.size > 1:
+        forward = SequenceForward(model, SequenceParallel(world=plan.world))
+        parts = dataclasses.replace(parts, sequence_forward=forward)
     return parts
 
 
@@ -1098,7 +1091,7 @@ def _facts(plan: Plan, model: nn.Module) -> dict[str, Any]:
         "moments": config.moments,
         "master": config.offload.master,
         "device": str(plan.device.torch),
-        "ranks": plan.processes,
+        "ranks": plan.world.everyone.size,
         "samples_a_step": plan.batch.total,
         "host_budget_bytes": sum(plan.placement.classes),
         "device_budget_bytes": plan.placement.device_nbytes,
@@ -1110,17 +1103,15 @@ def _facts(plan: Plan, model: nn.Module) -> dict[str, Any]:
 def _meter(plan: Plan, model: nn.Module, queue: SharedQueue | None, written: Written) -> StepMeter | None:
     """Returns the meter of steps, or None if the config does not ask for one, or on any rank but 0."""
     facts = _facts(plan, model)
-    reporter = make_reporter(plan.config, plan.batch.total, facts) if plan.process == 0 else None
+    reporter = make_reporter(plan.config, plan.batch.total, facts) if plan.world.everyone.rank == 0 else None
     if reporter is None:
         return None
 
     def io_bytes() -> tuple[int, int]:
         return (0, 0) if queue is None else (queue.read_bytes, queue.written_bytes)
 
-    everyone, breakdown = plan.everyone, plan.config.wall_clock_breakdown
-    # With a grid, or groups for sequences, the counts are those of all of its groups.
-    groups = plan.grid or plan.sequence or everyone
-    sent = None if groups is None else lambda: groups.sent.total
+    breakdown = plan.config.wall_clock_breakdown
+    sent = (lambda: plan.world.sent.total) if plan.world.everyone.size > 1 else None
     return StepMeter(plan.device.torch, io_bytes, written.drives, sent, breakdown, reporter)
 
 
@@ -1128,7 +1119,7 @@ def _written(plan: Plan) -> Written:
     """Returns the counter of bytes written to the drives, with the drives' endurance from the config."""
     block = plan.config.offload
     # Ranks of one machine share its drives, and each counts only its own bytes.
-    local = rank_number(os.environ, "LOCAL_WORLD_SIZE", 1) if plan.everyone is not None else 1  # set by torchrun
+    local = rank_number(os.environ, "LOCAL_WORLD_SIZE", 1) if plan.world.everyone.size > 1 else 1  # set by torchrun
     rating = None if block.drive_tbw is None else Rating(block.drive_tbw * 1e12, block.drive_share, local)
     return Written(plan.config.drives, rating)
 
@@ -1142,12 +1133,10 @@ def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
     if not plan.resume:
         return None
     newest = store.newest_serial()
-    if plan.everyone is None:
-        return newest
     # The ranks decide together: a single rank that resumed would wait for the others for ever.
     folder = store.folders[0]
     run_id = None if newest is None else look(folder).run_id
-    every = plan.everyone.share([newest, str(folder), run_id])
+    every = plan.world.everyone.share([newest, str(folder), run_id])
     everyone: list[int | None] = [row[0] for row in every]
     if None not in everyone:
         check_one_run([(path, run) for _, path, run in every])
@@ -1165,11 +1154,10 @@ def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
 
 def _store_spec(plan: Plan, model: nn.Module) -> StoreSpec:
     """Returns the layout of the swap files."""
-    layout = describe(plan.layouts, plan.mode, plan.mesh.shards, plan.mesh.replicas)
-    # Only where it differs from 1, so that descriptions of other stores have no such key.
-    if plan.grid is not None:
-        layout |= plan.grid.description
-    return plan.placement.store(plan.parts, plan.slots, layout, about_saved(model, plan.grid is not None))
+    layout = describe(plan.layouts, plan.mode, plan.world.ranks.mesh.shards, plan.world.ranks.mesh.replicas)
+    # A grid alone describes itself: descriptions of other stores have no such key.
+    layout |= plan.world.description
+    return plan.placement.store(plan.parts, plan.slots, layout, about_saved(model, plan.world.divides_model))
 
 
 # -- gpu allocator -------------------------------------------------------------------------------------
@@ -1463,16 +1451,15 @@ def initialize(
         # The process group of this engine does not exist yet, so the reason goes through torch's store.
         stay_away(f"{type(error).__name__}: {error}")
         raise
-    ranks: Ranks | None = None
+    ranks = Ranks()
     try:
         ranks = join_ranks(device, loaded.zero_optimization.mics_shard_size)
         with STARTING, with_adopted_buffers(model):
             given = Given(optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
             return _initialize(loaded, model, device, ranks, shards, given)
     except BaseException as error:
-        if ranks is not None:
-            # The other ranks wait for this one, and receive the reason.
-            ranks.close(f"{UNABLE}{type(error).__name__}: {error}")
+        # The other ranks wait for this one, and receive the reason.
+        ranks.close(f"{UNABLE}{type(error).__name__}: {error}")
         raise
 
 
@@ -1480,7 +1467,7 @@ def _initialize(
     loaded: Config,
     model: nn.Module,
     device: Device,
-    everyone: Ranks | None,
+    everyone: Ranks,
     shards: FoundShards,
     given: Given,
 ) -> Initialized:
@@ -1488,24 +1475,24 @@ def _initialize(
     # Before the first message: each rank comes to the same result by itself.
     check_sequences(model, loaded)
     check_pipeline(model, loaded)
-    grid = form_grid(everyone, shards.row, shards.sharded, pipeline_place(model), shards.dims)
-    check_groups(grid, shards, device.torch)
-    check_nodes(loaded, everyone, grid)
-    sequence = form_groups(everyone, loaded.sequence_parallel_size, grid is not None)
-    one_at_a_time = bool(shards.dtensors) or sequence is not None or isinstance(model, PipelineStages)
-    loaded = _of_a_column(loaded, grid, one_at_a_time)
+    world = form_grid(everyone, shards.row, shards.sharded, pipeline_place(model), shards.dims)
+    check_groups(world, shards, device.torch)
+    check_nodes(loaded, world)
+    world = dataclasses.replace(world, sequence=form_groups(world, loaded.sequence_parallel_size))
+    one_at_a_time = bool(shards.dtensors) or world.shares_batches or isinstance(model, PipelineStages)
+    loaded = _of_a_column(loaded, world, one_at_a_time)
     with taken_over(model, shards) as taken:
         taken.translate_optimizer(given.optimizer)
         given = given._replace(model_parameters=taken.translated(given.model_parameters))
-        return _start(loaded, model, device, everyone, grid, sequence, taken, given)
+        return _start(loaded, model, device, world, taken, given)
 
 
-def _of_a_column(loaded: Config, grid: TensorParallel | None, one_at_a_time: bool) -> Config:
+def _of_a_column(loaded: Config, world: World, one_at_a_time: bool) -> Config:
     """Returns the config of a column of the grid, which is a run of its own.
 
     Args:
         loaded: The config of the user.
-        grid: The place of this process; None without tensor parallelism and pipelines.
+        world: The place of this process.
         one_at_a_time: True if micro-batches cannot take turns: the model computes with DTensors, is stages of a
             pipeline, or ranks share sequences.
 
@@ -1513,9 +1500,9 @@ def _of_a_column(loaded: Config, grid: TensorParallel | None, one_at_a_time: boo
         ConfigError: If micro-batches shall take turns.
         StoreError: If the run of this name was divided otherwise.
     """
-    block, own = loaded.offload, "" if grid is None else grid.suffix
+    block, own = loaded.offload, world.suffix
     check_division(loaded.drives, block.run, own, block.resume)
-    if grid is None and not one_at_a_time:
+    if not world.divides_model and not one_at_a_time:
         return loaded
     if block.schedule == LAYER_MAJOR:
         raise ConfigError(
@@ -1530,32 +1517,25 @@ def _start(
     loaded: Config,
     model: nn.Module,
     device: Device,
-    everyone: Ranks | None,
-    grid: TensorParallel | None,
-    sequence: SequenceParallel | None,
+    world: World,
     taken: TakenShards,
     given: Given,
 ) -> Initialized:
     """Makes the plan and carries it out; for the arguments see `initialize`. The caller holds `STARTING`."""
-    ranks = everyone if grid is None else grid.zero
-    # Ranks with samples of their own: those that share sequences have the same.
-    rank, count = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-    if sequence is not None:
-        rank, count = sequence.data_rank, sequence.data_ranks
-    batch = resolve_batch(loaded, count)
-    _check_same_data(everyone, given.training_data)
+    batch = resolve_batch(loaded, world.data_ranks)
+    _check_same_data(world.everyone, given.training_data)
     chosen = build_optimizer.choose(loaded.optimizer, model, given.optimizer, given.model_parameters)
     check_options(chosen)
     check_model(model)  # before the optimizer's own code meets parameters without a shape
     with keep_generators(device.torch):  # the optimizer's own code may draw in its dry run
         kept = build_optimizer.kept_by(chosen, model)
     matrices = build_optimizer.matrices_by(chosen, model)
-    plan = decide(loaded, batch, model, device, ranks, chosen.rule.name, kept, matrices, grid=grid)
+    plan = decide(loaded, batch, model, device, world, chosen.rule.name, kept, matrices)
     codes = loaded.zero_optimization.sends_codes
-    check_tensor_parallel(grid, plan.mode, plan.layouts, bool(plan.units.experts), bool(plan.tiled_mlps), codes)
-    check_units(sequence, bool(plan.units.experts))
-    node = form_node(ranks, plan.parts.secondary)
-    plan = dataclasses.replace(plan, grid=grid, sites=tuple(taken.sites), sequence=sequence, node=node)
+    check_tensor_parallel(world, plan.mode, plan.layouts, bool(plan.units.experts), bool(plan.tiled_mlps), codes)
+    check_units(world.sequence.size, bool(plan.units.experts))
+    world = dataclasses.replace(world, node=form_node(world.ranks, plan.parts.secondary))
+    plan = dataclasses.replace(plan, sites=tuple(taken.sites), world=world)
     ModuleEntries(model, commits=bool(plan.commit_every))  # what no commit could contain is refused
     # From now on the weights leave the model, and no error could bring them back.
     taken.keep()
@@ -1573,8 +1553,8 @@ def _start(
         loader = load(
             given.training_data,
             batch.micro,
-            rank,
-            count,
+            world.data_rank,
+            world.data_ranks,
             loaded.offload.seed,
             given.collate_fn,
             device.torch,
@@ -1582,9 +1562,9 @@ def _start(
         )
     engine = build(plan, model, chosen, Engine, schedule, loader)
     release_heap()  # the model's first weights were made and freed unit by unit
-    if plan.process == 0:
+    if plan.world.everyone.rank == 0:
         warn_if_slow(loaded, device.torch, plan.resume)
-        logger.info(effective(loaded, batch, count))
+        logger.info(effective(loaded, batch, world.data_ranks))
         for notice in engine.notices:
             announce(notice)
         logger.debug("the complete config: %s", json.dumps(engine.config, indent=2))
@@ -1593,9 +1573,9 @@ def _start(
     return Initialized(engine, chosen, loader, schedule)
 
 
-def _check_same_data(everyone: Ranks | None, data: Any) -> None:
+def _check_same_data(everyone: Ranks, data: Any) -> None:
     """Raises `ConfigError`, on all ranks, if data sets of two ranks differ in length. Collective."""
-    lengths: list[int | None] = [] if everyone is None else everyone.share(None if data is None else len(data))
+    lengths: list[int | None] = everyone.share(None if data is None else len(data))
     counted = {rank: length for rank, length in enumerate(lengths) if length is not None}
     first = next(iter(counted), 0)
     for rank, length in counted.items():
@@ -1608,7 +1588,7 @@ def _check_same_data(everyone: Ranks | None, data: Any) -> None:
 
 def _as_saved(plan: Plan, model: nn.Module) -> tuple[str, ...]:
     """Returns a notice if a model that is divided among processes is not saved as its class says."""
-    if plan.grid is None or saved_names(model) is None:
+    if not plan.world.divides_model or saved_names(model) is None:
         return ()
     return (
         f"{type(model).__name__} saves entries of its own, or under names of its own: with tensor parallelism or a "
@@ -1618,7 +1598,7 @@ def _as_saved(plan: Plan, model: nn.Module) -> tuple[str, ...]:
 
 def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
     """Returns notices if training differs from the model's own settings, or from older DeepSpeed with this config."""
-    config, ranks, parts = plan.config, plan.world_size, plan.parts
+    config, ranks, parts = plan.config, plan.world.ranks.size, plan.parts
     stage, clip = config.zero_optimization.stage, config.gradient_clipping
     wide = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64]
     reduced = "the numbers are the same"
@@ -1641,7 +1621,8 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
             "in older DeepSpeed",
         ),
         (
-            plan.mesh.shards > 1 and stage < 3,  # with one shard each rank has all, and the line on replicas says so
+            plan.world.ranks.mesh.shards > 1
+            and stage < 3,  # with one shard each rank has all, and the line on replicas says so
             f"ZeRO stage {stage} on {ranks} ranks is trained as stage 3: weights, gradients and states are "
             f"partitioned; {reduced}{whole}",
         ),

@@ -160,15 +160,15 @@ class Shutdown:
                 self._state.of_the_user()
         # After an exception of this rank alone the others wait in a collective of the model, or of a shared sequence,
         # where they answer no rank that ends. They learn of its end instead.
-        alone = self._after and not remove and self._components.shares_batches
+        alone = self._after and not remove and self._components.world.shares_batches
         try:
             self._end(bool(remove), meet=not alone, keep=remove is False, facts=facts)
         except KeyboardInterrupt:
             # This engine has ended, so `at_exit` will not tell where its run is.
-            if mine and not self._reported and not self._noted and self._components.rank == 0:
+            if mine and not self._reported and not self._noted and self._components.world.ranks.rank == 0:
                 self._report_run(keep=True)
             raise
-        if stopped and remove and self._components.rank == 0 and self.resumable:
+        if stopped and remove and self._components.world.ranks.rank == 0 and self.resumable:
             logger.warning(
                 "an error has stopped the engine, so the run in %s is kept: `%s` deletes it",
                 self.resumable,
@@ -210,8 +210,7 @@ class Shutdown:
         """Tells the other ranks which failure, if any, ends this one, before they learn that it ends."""
         if failure:
             self._after = f", after {failure}"
-            if self._components.everyone is not None:
-                self._components.everyone.heartbeat.explain(failure)
+            self._components.world.everyone.explain(failure)
 
     def _end(self, remove: bool, meet: bool, keep: bool = True, facts: Mapping[str, Any] | None = None) -> None:
         """Finishes, commits and closes, once.
@@ -241,15 +240,11 @@ class Shutdown:
 
         The arguments are those of `_end`.
         """
-        ranks, rounds = self._components.ranks, self._components.agreement
-        # No other rank shares these states, or an exception ends this one: nothing is agreed.
-        if rounds is None or ranks is None or not meet:
-            if meet:
-                self._meet_all(remove)
-            if remove:
-                self._note_end(facts or {})
-        elif remove or not (ranks.lost or rounds.interrupted):
-            rounds.end(remove)
+        ranks, agreement = self._components.world.ranks, self._components.agreement
+        if not meet:  # an exception ends this rank, whose run stays: nothing is agreed
+            return
+        if remove or not (ranks.lost or agreement.interrupted):
+            agreement.end(remove)
             self._meet_all(remove)
             if remove:  # the note, by which stores count as leftovers, exists before any is deleted
                 self._note_end(facts or {})
@@ -259,9 +254,9 @@ class Shutdown:
 
     def _meet_all(self, remove: bool) -> None:
         """Waits until every process of a grid is about to close its engine, and commits edits then; see `_end`."""
-        grid = self._components.tensor_parallel
-        if grid is not None and not grid.everyone.lost:
-            grid.end(remove)
+        world = self._components.world
+        if world.divides_model and not world.everyone.lost:
+            world.end(remove)
             if not remove:
                 self._commit(edits=True)
 
@@ -274,7 +269,7 @@ class Shutdown:
             self._components.update_worker.come_to_rest()
         # Processes of a grid meet in each step, but not at an edit. So one may have ended before its last commit, and
         # another one, which commits edits now, would be two commits ahead: no resume could go back to the first's.
-        self._commit(edits=self._components.tensor_parallel is None)
+        self._commit(edits=not self._components.world.divides_model)
 
     def _commit(self, edits: bool) -> None:
         """Commits steps that the durability setting left uncommitted and, with `edits`, edits since the last step."""
@@ -292,9 +287,9 @@ class Shutdown:
             keep: False to note on the disk that a later start may replace the run.
         """
         store = self._components.store
-        if self._components.rank != 0:
+        if self._components.world.ranks.rank != 0:
             self._reported = True
-        if store is None or store.durable is None or self._components.rank != 0 or not self.resumable:
+        if store is None or store.durable is None or self._components.world.ranks.rank != 0 or not self.resumable:
             return
         if not keep:
             try:
@@ -307,7 +302,7 @@ class Shutdown:
     def _note_end(self, facts: Mapping[str, Any]) -> None:
         """Writes a note that the run has ended. The first rank writes for all."""
         self._noted = True
-        if self._components.store is not None and self._components.rank == 0:
+        if self._components.store is not None and self._components.world.ranks.rank == 0:
             self._components.store.note_end({"steps": self._state.global_steps, **facts})
 
     def _report_run(self, keep: bool) -> None:
@@ -359,9 +354,8 @@ class Shutdown:
         restore_signals(self._state)
         closing = components.closing()
         # The process group closes after the arena, so that no collective is in flight.
-        if components.everyone is not None:
-            everyone, steps = components.everyone, self._state.global_steps
-            closing.append(lambda: everyone.close(f"its engine was closed at step {steps}{self._after}"))
+        steps = self._state.global_steps
+        closing.append(lambda: components.world.everyone.close(f"its engine was closed at step {steps}{self._after}"))
         if components.store is not None:
             store = components.store
             closing.append(lambda: self._close_store(store, remove, notes))

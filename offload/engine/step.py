@@ -378,26 +378,17 @@ class OptimizerStep:
     def _known(self) -> GradientStats:
         """Returns the gradient statistics over all ranks."""
         components, state, gradients = self._components, self._state, self._components.gradients
-        grid = components.tensor_parallel
-        elsewhere = frozenset() if grid is None else grid.counted_elsewhere(components.layouts)
-        settings = 0 if components.everyone is None else self._optimizer.checksum(self._clip)
+        elsewhere = components.world.counted_elsewhere(components.layouts)
+        settings = self._optimizer.checksum(self._clip) if components.world.everyone.size > 1 else 0
         # Gradients that an aborted backward has added count, as in torch.
-        if components.agreement is None:
-            if self._zeros is not None:
-                self._zeros.add([gradients.present(unit) for unit, _ in enumerate(components.layouts)])
-            gradients.complete()
-            known = gradients.known(elsewhere)
-        else:
-            gradients.complete()
-            mine = functools.partial(gradients.known, elsewhere)
-            known = components.agreement.step(self._accumulation.count, state.global_steps, settings, mine)
-            if self._zeros is not None:
-                # Only now all ranks know of which stacks any rank has visited an expert. Zeros change no norm.
-                self._zeros.add(known.present)
-                gradients.receive_totals()
-        if grid is None:
-            return known
-        return grid.step(known, self._accumulation.count, state.global_steps, settings)
+        gradients.complete()
+        own = functools.partial(gradients.known, elsewhere)
+        known = components.agreement.step(self._accumulation.count, state.global_steps, settings, own)
+        if self._zeros is not None:
+            # Only now all ranks know of which stacks any rank has visited an expert. Zeros change no norm.
+            self._zeros.add(known.present)
+            gradients.receive_totals()
+        return components.world.step(known, self._accumulation.count, state.global_steps, settings)
 
     def _order(self) -> Sequence[int]:
         """Returns the uses of units in this step as the access order predicted for the next step."""
@@ -488,15 +479,17 @@ class OptimizerStep:
             scale: factor for each gradient: the clip and the inverse of the loss scale.
         """
         components = self._components
+        several, mode = components.world.ranks.size > 1, components.shards.mode
         # Ranks that step parameters together need one order, and predict each their own.
-        together = components.agreement is not None and components.shards.mode.steps_whole
-        updates = self._update_builder.updates(present, () if together else order, scale, self._state.parameter_steps)
+        updates = self._update_builder.updates(
+            present, () if several and mode.steps_whole else order, scale, self._state.parameter_steps
+        )
         for update in updates:
             if not update.segments:
                 components.gradients.drop(update.unit)
         # LAMB scales the update of each parameter by norms over the whole parameter, of which each rank holds a
         # segment.
-        if components.agreement is not None and components.shards.mode.optimizer == LAMB:
+        if several and mode.optimizer == LAMB:
             return with_ratios(updates, components.shards, components.gradients, updater, components.agreement)
         return updates
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from offload.aio import aligned_empty
 from offload.aio.protocols import Pending, Queue
-from offload.checkpoint.directory import CheckpointPlace, check_parts
+from offload.checkpoint.directory import check_parts, described_part
 from offload.checkpoint.files import read_manifest, states_file
 from offload.checkpoint.load import FoundCheckpoint, SavedStates, StateReader, compare_bytes, look
 from offload.checkpoint.resharding import Run
@@ -30,7 +30,6 @@ from offload.layout.flat_layout import Segment, UnitLayout, arrange
 from offload.layout.modes import Mode
 from offload.layout.optimizer_states import KEPT
 from offload.model_io.source import Source
-from offload.parallel.tensor import TensorParallel
 from offload.states import State
 
 # -- layout --------------------------------------------------------------------------------------------
@@ -45,7 +44,7 @@ class PartLayout:
     layouts: tuple[UnitLayout, ...]
     mode: Mode
     about: Mapping[str, Any]
-    """Made by `CheckpointPlace.described`."""
+    """Made by `described_part`."""
     position: int
     """Position in the pipeline; 0 without one."""
     coordinate: int
@@ -59,7 +58,7 @@ class PartLayout:
         """Returns the part that is described.
 
         Args:
-            description: Made by `CheckpointPlace.described`.
+            description: Made by `described_part`.
             about: Made there too.
             layouts: The units that it describes.
             mode: Its mode.
@@ -467,22 +466,22 @@ class _Partitions:
         """Does nothing: no file is open."""
 
 
-def whole_of_engine(module: nn.Module, components: EngineComponents, grid: TensorParallel, own: Source) -> WholeSource:
+def whole_of_engine(module: nn.Module, components: EngineComponents, own: Source) -> WholeSource:
     """Returns the weights of all processes as one model. Collective of all of them.
 
     Args:
         module: The model of this process.
         components: The components of its engine.
-        grid: Its place.
         own: Reads the partition of a process, by its rank among all, and sends it to all others.
 
     Raises:
         StoreError: On all processes, if the parts cannot be put together.
     """
-    rows = grid.everyone.share(_described(module, components, grid), "describe the model")
+    world = components.world
+    rows = world.everyone.share(_described(module, components), "describe the model")
     parts = []
     # In one order on all processes, since buffers are sent in between.
-    for name in grid.parts:
+    for name in world.parts:
         processes = [number for number, row in enumerate(rows) if row["part"] == name]
         first = rows[processes[0]]
         description, said = first["layout"], first["about"]
@@ -491,24 +490,23 @@ def whole_of_engine(module: nn.Module, components: EngineComponents, grid: Tenso
         # Processes of a column are in the order of their ranks; those of other replicas follow, and read nothing.
         shards = int(description["world_size"])
         states = SavedStates(layouts, mode, shards, _Partitions(own, processes[:shards]))
-        parts.append(Part(layout, states, _buffers(module, grid.everyone, processes[0], first["buffers"]), True))
+        parts.append(Part(layout, states, _buffers(module, world.everyone, processes[0], first["buffers"]), True))
     return WholeSource(parts, own.step)
 
 
-def _described(module: nn.Module, components: EngineComponents, grid: TensorParallel) -> dict[str, Any]:
+def _described(module: nn.Module, components: EngineComponents) -> dict[str, Any]:
     """Returns what the others need to know of this process; of a column one process describes it."""
-    place = CheckpointPlace(rank=components.rank, mesh=components.mesh, grid=grid)
+    world = components.world
     # The description names each parameter, and would be sent once for each rank.
-    if components.rank:
-        return {"part": grid.part}
-    layout, said = place.described(
-        describe(components.layouts, components.shards.mode, components.mesh.shards), about(module)
-    )
+    if world.ranks.rank:
+        return {"part": world.part}
+    whole = describe(components.layouts, components.shards.mode, world.ranks.mesh.shards)
+    layout, said = described_part(world, whole, about(module))
     buffers = {
         name: [str(value.dtype).removeprefix("torch."), list(value.shape)]
         for name, value in persistent_buffers(module).items()
     }
-    return {"part": grid.part, "layout": layout, "about": said, "buffers": buffers}
+    return {"part": world.part, "layout": layout, "about": said, "buffers": buffers}
 
 
 def _buffers(

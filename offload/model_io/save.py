@@ -1011,7 +1011,7 @@ class EngineSource:
         """
         self._components, self._ranks, self._check = components, ranks, check
         self.description: Mapping[str, Any] = describe(
-            components.layouts, components.shards.mode, components.mesh.shards
+            components.layouts, components.shards.mode, components.world.ranks.mesh.shards
         )
         self.about: Mapping[str, Any] = about(module)
         self.step, self.frozen = step, True
@@ -1053,8 +1053,7 @@ class EngineSource:
             self._over = True
             raise
         # The broadcast is reached only if no rank has failed, so all ranks take part in it.
-        if self._components.everyone is not None:
-            self._components.everyone.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), rank)
+        self._components.world.everyone.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), rank)
 
     def close(self) -> None:
         """Does nothing: no file is open."""
@@ -1163,7 +1162,12 @@ class PretrainedWriter:
         if saved is not None and saved.computed:
             _check_own_dtype(wanted.dtype, self._components.shards.mode.weight_dtype, saved.computed)
             whole = self._module.state_dict()
-        elif saved is not None and saved.unconverted and wanted.dtype is None and self._components.everyone is None:
+        elif (
+            saved is not None
+            and saved.unconverted
+            and wanted.dtype is None
+            and self._components.world.everyone.size == 1
+        ):
             with contextlib.suppress(BudgetError):  # a larger model has the names of memory, and a notice says so
                 whole = self._module.state_dict()
         with together(self._components, Collective.SAVE, "save the model") as ranks:
@@ -1192,8 +1196,8 @@ class PretrainedWriter:
         failure = _FirstFailure()
         # A failed write on rank 0 is raised on all ranks at the next read, by `check`.
         own = EngineSource(self._module, self._components, step, ranks, failure.check)
-        grid = self._components.tensor_parallel
-        source = own if grid is None else whole_of_engine(self._module, self._components, grid, own)
+        divided = self._components.world.divides_model
+        source = whole_of_engine(self._module, self._components, own) if divided else own
         shard_nbytes = _ONE_FILE if wanted.file_name else shard_size(wanted.max_shard_size)
         plan = make_plan(source, wanted.dtype, shard_nbytes, wanted.frozen, wanted.file_name, saved)
         buffers = {**source.buffers, **({} if saved is None else saved.values)}

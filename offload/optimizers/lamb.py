@@ -180,7 +180,7 @@ def with_ratios(
     shards: LocalShards,
     gradients: GradientAccumulator,
     updater: UpdateWorker,
-    rounds: Agreement,
+    agreement: Agreement,
 ) -> list[UnitUpdate]:
     """Returns the updates with the trust ratio of each segment. Collective: every rank updates the same units.
 
@@ -191,7 +191,7 @@ def with_ratios(
         shards: this rank's partitions, which are only read.
         gradients: the gradients of the step.
         updater: the update worker, which lends its tiles.
-        rounds: adds numbers over all ranks.
+        agreement: adds numbers over all ranks.
     """
     # Two sums for each parameter of each unit, weight and direction, at the same index on every rank, so that a rank
     # without a shard of a parameter adds zeros.
@@ -218,7 +218,7 @@ def with_ratios(
     chunks = (each for update in updates for each in _chunks(shards, update, updater.tile_numel))
     flow(buffers, chunks, begin, end, lambda *_: None)
     # float64, as the kernel's own sums are.
-    total = torch.tensor(rounds.add_up(sums), dtype=torch.float64, device="cpu").view(-1, 1, 2)
+    total = torch.tensor(agreement.add_up(sums), dtype=torch.float64, device="cpu").view(-1, 1, 2)
     return [
         dataclasses.replace(
             update,

@@ -239,7 +239,7 @@ class MatrixUpdates:
         whole: Whole,
         scratch: torch.Tensor,
         device: Device,
-        ranks: Ranks | None,
+        ranks: Ranks,
     ) -> None:
         """Takes over the scratch memory.
 
@@ -251,17 +251,15 @@ class MatrixUpdates:
             scratch: (n,) fp32 of the host arena: a gradient, a master and a square of the largest matrix, and what
                 ranks exchange.
             device: the compute device.
-            ranks: all ranks; None if each has whole units.
+            ranks: the ranks that divide units; this one alone if each has whole units.
         """
         self.mode, self.layouts, self.parts, self._device = mode, layouts, parts, device
         self.scratch_nbytes = scratch.nbytes
         sizes = (whole.parameter, whole.parameter, whole.square, whole.traded)
         self._gradient, self._master, self._square, traded = carve(scratch, *sizes)
-        self._in_bf16 = in_bf16(device)
-        self.exchange: Exchange | None = None
-        """Exchange of divided matrices; None if there are none."""
-        if ranks is not None:
-            self.exchange = Exchange(ranks=ranks, layouts=layouts, mode=mode, memory=traded)
+        self._in_bf16, self._whole_units = in_bf16(device), ranks.mesh.shards == 1
+        self.exchange = Exchange(ranks=ranks, layouts=layouts, mode=mode, memory=traded)
+        """Exchange of divided matrices."""
 
     def part(self, unit: int, state: State, start: int, stop: int) -> range:
         """Returns the same elements of every state, or those that are in no matrix."""
@@ -274,7 +272,7 @@ class MatrixUpdates:
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
         """Returns the steps of a unit, whose tiles end at borders of matrices."""
         layout, part = self.layouts[update.unit], self.parts[update.unit]
-        return _UnitSteps(self, layout, update, cuts(layout, self.mode, part, self.exchange is None, tile_numel))
+        return _UnitSteps(self, layout, update, cuts(layout, self.mode, part, self._whole_units, tile_numel))
 
     @property
     def traded_dtype(self) -> torch.dtype:
@@ -455,7 +453,6 @@ class _UnitSteps:
     def _trade(self, tile: TileContent, mine: Mapping[int, MatrixSegment]) -> None:
         """Steps the matrices that several ranks divide."""
         exchange = self._updates.exchange
-        assert exchange is not None
         trade = exchange.begin(self._update.unit, self._update.shared, self._updates.traded_dtype)
         away = [(self._layout.segments[index], mine[index], index) for index in trade.away if index in mine]
         for _, segment, index in away:
@@ -473,7 +470,6 @@ class _UnitSteps:
     def _step_home(self, trade: Trade, index: int, tile: TileContent, segment: MatrixSegment) -> None:
         """Steps this rank's part of a divided matrix, and puts the direction of the others' parts into `trade`."""
         exchange, parameter, step = self._updates.exchange, self._layout.segments[index], segment.step
-        assert exchange is not None
         parts = next(each.parts for each in trade.here if each.number == index)
         places = {part.rank: slice(part.position, part.position + part.numel) for part in parts}
         own = places.pop(exchange.rank)

@@ -35,7 +35,7 @@ class TorchUpdates:
         layouts: Sequence[UnitLayout],
         whole: Whole,
         scratch: torch.Tensor,
-        ranks: Ranks | None,
+        ranks: Ranks,
     ) -> None:
         """Takes over the scratch memory.
 
@@ -46,18 +46,16 @@ class TorchUpdates:
             whole: sizes of parameters.
             scratch: (n,) fp32 of the host arena, for a gradient and, if masters have no memory of their own, a master,
                 and for what ranks exchange.
-            ranks: all ranks; None if each has whole units.
+            ranks: the ranks that divide units; this one alone if each has whole units.
         """
-        self._optimizer, self.layouts, self._rank = optimizer, layouts, 0 if ranks is None else ranks.shard
+        self._optimizer, self.layouts, self._rank = optimizer, layouts, ranks.shard
         self.scratch_nbytes = scratch.nbytes
         # Masters that have memory of their own take none: then the gradient's serves, which nobody asks for.
-        copied = State.MASTER_LOW_BITS in mode.weights or ranks is not None
+        copied = State.MASTER_LOW_BITS in mode.weights or ranks.size > 1
         sizes = (whole.parameter, whole.parameter if copied else 0, 2 * whole.traded)
         self.gradient, self.master, traded = carve(scratch, *sizes)
-        self.exchange: Exchange | None = None
-        """Exchange of divided parameters; None if there are none."""
-        if ranks is not None:
-            self.exchange = Exchange(ranks=ranks, layouts=layouts, mode=mode, memory=traded)
+        self.exchange = Exchange(ranks=ranks, layouts=layouts, mode=mode, memory=traded)
+        """Exchange of divided parameters."""
 
     def part(self, unit: int, state: State, start: int, stop: int) -> range:
         """Returns the same elements of every state but PACKED, of which a tile contains all words."""
@@ -135,7 +133,6 @@ class _TorchSteps:
     def _trade(self, tile: TileContent, mine: Mapping[int, TorchSegment]) -> None:
         """Steps the parameters that several ranks divide: master and gradient go to a home, the master comes back."""
         exchange, shared = self._updates.exchange, self._update.shared
-        assert exchange is not None
         masters, gradients = (
             exchange.begin(self._update.unit, shared, torch.float32, number, of=2) for number in range(2)
         )

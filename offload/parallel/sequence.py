@@ -29,7 +29,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from offload.config import Config
-from offload.distributed.process_group import Communication, Kind, Ranks
+from offload.distributed.process_group import Kind, Ranks
+from offload.distributed.world import World
 from offload.errors import ConfigError, UsageError
 from offload.layout.pass_order import LAYER_MAJOR
 from offload.provenance import change_of_call, described, foreign_hooks, forward_text, is_causal_lm_loss, is_of
@@ -58,10 +59,12 @@ from offload.sizes import count_of
 class SequenceParallel:
     """This rank's place in its group."""
 
-    everyone: Ranks
-    """All ranks."""
-    group: Ranks
-    """The ranks that share each sequence, in the order of its parts."""
+    world: World
+
+    @property
+    def group(self) -> Ranks:
+        """The ranks that share each sequence, in the order of its parts."""
+        return self.world.sequence
 
     @property
     def size(self) -> int:
@@ -72,21 +75,6 @@ class SequenceParallel:
     def part(self) -> int:
         """Number of this rank's part."""
         return self.group.rank
-
-    @property
-    def data_rank(self) -> int:
-        """Number of this rank's group, whose samples are its own."""
-        return self.everyone.rank // self.size
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of groups."""
-        return self.everyone.size // self.size
-
-    @property
-    def sent(self) -> Communication:
-        """What this rank has sent, in all collectives."""
-        return self.everyone.sent.plus(self.group.sent)
 
     def exchange(self, sent: torch.Tensor) -> torch.Tensor:
         """Returns the rows that the ranks of the group have for this one. Collective of the group.
@@ -113,10 +101,10 @@ class SequenceParallel:
         for rank, others in zip(self.group.members, self.group.collect(facts, "compare their batches"), strict=True):
             if others != facts:
                 raise UsageError(
-                    f"ranks {self.everyone.rank} and {rank} share each sequence (sequence_parallel_size is "
+                    f"ranks {self.world.everyone.rank} and {rank} share each sequence (sequence_parallel_size is "
                     f"{self.size}), and called the model with different batches; give both the whole of one batch: a "
-                    f"sampler of your own takes num_replicas={self.data_ranks} and rank=(the rank) // {self.size}, as "
-                    "training_data= does"
+                    f"sampler of your own takes num_replicas={self.world.data_ranks} and rank=(the rank) // "
+                    f"{self.size}, as training_data= does"
                 )
 
     def sum_of(self, value: torch.Tensor) -> torch.Tensor:
@@ -153,23 +141,19 @@ def all_to_all(parallel: SequenceParallel, rows: torch.Tensor) -> torch.Tensor:
     return received
 
 
-def form_groups(everyone: Ranks | None, size: int, tensor_parallel: bool) -> SequenceParallel | None:
-    """Divides all ranks into groups that share sequences. Collective.
+def form_groups(world: World, size: int) -> Ranks:
+    """Divides all ranks into groups that share sequences, and returns this rank's. Collective.
 
     Args:
-        everyone: all ranks; None if there is only one.
+        world: all ranks.
         size: the config's "sequence_parallel_size".
-        tensor_parallel: True if the model is divided by tensor parallelism.
-
-    Returns:
-        The place of this rank; None if no sequence is divided.
 
     Raises:
         ConfigError: on all ranks, if the ranks cannot be divided into such groups.
     """
-    ranks = 1 if everyone is None else everyone.size
+    ranks = world.everyone.size
     # Compared first, and by ranks that share no sequence too: groups of different sizes would wait for each other.
-    sizes = [size] if everyone is None else everyone.share(size, "compare their sequence parallelism")
+    sizes = world.everyone.share(size, "compare their sequence parallelism")
     for rank, other in enumerate(sizes):
         if other != sizes[0]:
             raise ConfigError(
@@ -177,23 +161,20 @@ def form_groups(everyone: Ranks | None, size: int, tensor_parallel: bool) -> Seq
                 "give every rank the same config"
             )
     if size == 1:
-        return None
+        return Ranks()
     if ranks % size:
         raise ConfigError(
             f"sequence_parallel_size is {size}, the number of ranks that share each sequence, and "
             f"{count_of(ranks, 'rank')} cannot be divided into such groups: set it to a divisor of {ranks}"
         )
-    if tensor_parallel:
+    if world.divides_model:
         raise ConfigError(
             f"sequence_parallel_size is {size}, and the model is divided by tensor parallelism: an engine knows one of "
             "the two; leave sequence_parallel_size out, or give a model before parallelize_module"
         )
-    assert everyone is not None
     groups = [list(range(first, first + size)) for first in range(0, ranks, size)]
     # In one replica each, whatever "mics_shard_size" says of all ranks.
-    group = everyone.divided(groups, -1)
-    assert group is not None
-    return SequenceParallel(everyone=everyone, group=group)
+    return world.everyone.divided(groups, -1)
 
 
 # -- attention -----------------------------------------------------------------------------------------
@@ -438,16 +419,16 @@ def check_model(model: nn.Module, config: Config) -> None:
         )
 
 
-def check_units(parallel: SequenceParallel | None, experts: bool) -> None:
+def check_units(size: int, experts: bool) -> None:
     """Raises `ConfigError` if ranks that share sequences may use different units.
 
     Args:
-        parallel: this rank's group; None if no sequence is divided, when all is allowed.
+        size: number of ranks that share each sequence; all is allowed for 1.
         experts: True if experts of the model are units.
     """
-    if parallel is not None and experts:
+    if size > 1 and experts:
         raise ConfigError(
-            f"sequence_parallel_size is {parallel.size}, and experts are units of their own, of which ranks use those "
+            f"sequence_parallel_size is {size}, and experts are units of their own, of which ranks use those "
             "of their tokens, while others wait for them in attention: name the class of the module that has all "
             'experts in "units"'
         )

@@ -156,19 +156,20 @@ class Peers(Gathers, Protocol):
 # nothing is dropped for it, and the first gather of any other unit ends the series on every rank.
 
 
-class CommonUses:
-    """The uses that one rank's pager makes together with other ranks. The caller of a method holds the table's lock."""
+class CommonUses(Fetcher):
+    """Fetches units together with other ranks. The caller of a method holds the table's lock."""
 
     def __init__(
         self,
         table: UnitTable,
+        host_cache: HostCache,
         device_cache: DeviceCache,
         prefetcher: Prefetcher,
-        fetcher: Fetcher,
+        wait_for_update: Callable[[UnitEntry], None],
         limits: Limits,
         peers: Peers,
     ) -> None:
-        self._table, self._device_cache, self._prefetcher, self._fetcher = table, device_cache, prefetcher, fetcher
+        super().__init__(table, host_cache, device_cache, prefetcher, wait_for_update)
         # A use of a unit that stays would have to wait for its update here: none is fetched again after one.
         assert not any(entry.size.stays for entry in table.entries), "each of these ranks has a part of a unit"
         self._limits, self._peers = limits, peers
@@ -180,14 +181,16 @@ class CommonUses:
 
     @property
     def settled(self) -> bool:
-        """True if other ranks count on units that are on this rank's device."""
         return self._settled != ()
 
     def forget(self) -> None:
-        """Begins anew, since weights change, on all ranks at once."""
         self._settled, self._may_begin = (), True
 
-    def fetch(self, entry: UnitEntry, ahead: bool) -> None:
+    def prefetch(self) -> None:
+        """Starts reads alone: an upload would be a collective that the other ranks do not expect."""
+        self._prefetcher.read()
+
+    def fetch(self, entry: UnitEntry, ahead: bool = False) -> None:
         """Fetches `entry` together with the other ranks; with `ahead` also what is next, if all ranks have room."""
         self._table.check()
         if entry.index not in self._settled and not self._ask(entry, ahead):
@@ -200,7 +203,6 @@ class CommonUses:
         assert entry.residency is Residency.DEVICE, "its room was reserved, and nothing was dropped"
 
     def serve(self, entry: UnitEntry) -> None:
-        """Takes part in a gather of a unit: of a series, or because a rank needs the unit."""
         if entry.index not in self._settled:
             self._end_series()
         self._gather(entry)
@@ -208,7 +210,7 @@ class CommonUses:
     def _gather(self, entry: UnitEntry) -> None:
         """Gathers a unit, which this rank fetches if it lacks the unit."""
         if entry.device_buffer is None or entry.updating:
-            self._fetcher.fetch(entry)
+            super().fetch(entry)
         else:
             self._device_cache.gather(entry, entry.device_buffer, entry.copied)
 
@@ -616,17 +618,12 @@ class Pager:
         self._host_cache = HostCache(self.table, host, store)
         self._device_cache = DeviceCache(self.table, arena, device, peers, expand)
         caches = (self.table, self._host_cache, self._device_cache)
-        self._prefetcher = Prefetcher(*caches, limits, device, peers is not None)
+        self._prefetcher = Prefetcher(*caches, limits, device, several_ranks=peers is not None)
         self.weight_updates = WeightUpdates(*caches, self._prefetcher, arena, device)
-        self._fetcher = Fetcher(*caches, self._prefetcher, self.weight_updates.wait)
-        self._device, self._limits = device, limits
-        self._common_uses: CommonUses | None = None
-        """The uses that several ranks agree on; None with one rank."""
-        if peers is not None:
-            self._common_uses = CommonUses(
-                self.table, self._device_cache, self._prefetcher, self._fetcher, limits, peers
-            )
-        self._stays = tuple(peers is None and size.stays for size in sizes)
+        work = (*caches, self._prefetcher, self.weight_updates.wait)
+        self._fetcher = Fetcher(*work) if peers is None else CommonUses(*work, limits, peers)
+        self._device, self._limits, self._divided = device, limits, peers is not None
+        self._stays = tuple(size.stays and not self._divided for size in sizes)
         self._uses = self._hits = 0
 
     # -- the thread that runs the model -------------------------------------------------------------
@@ -657,12 +654,7 @@ class Pager:
                     self.table.access_order.use(unit)
                     self._uses += 1
                     self._hits += entry.residency is Residency.DEVICE
-                if self._common_uses is not None:
-                    self._common_uses.fetch(entry, ahead)
-                else:
-                    self._fetcher.fetch(entry)
-                    if ahead:
-                        self._prefetcher.run()
+                self._fetcher.fetch(entry, ahead)
             except BaseException:  # also a Ctrl-C at a wait
                 entry.pins -= 1
                 raise
@@ -686,8 +678,7 @@ class Pager:
         with self.lock:
             self.table.access_order.use(unit)
             self._uses, self._hits = self._uses + 1, self._hits + 1
-            self._fetcher.fetch(entry)
-            self._prefetcher.run()
+            self._fetcher.fetch(entry, ahead=True)
         self.wait_upload(unit)
 
     @uninterrupted
@@ -715,14 +706,13 @@ class Pager:
 
     def waits(self, unit: int) -> bool:
         """Returns True if `wait_upload` of a pinned unit may wait: with several ranks, as each may gather it again."""
-        return self._common_uses is not None or self._entries[unit].uploaded is not DONE
+        return self._divided or self._entries[unit].uploaded is not DONE
 
     @uninterrupted
     def serve_gather(self, unit: int) -> None:
         """Takes part in a gather of `unit` that another rank needs, with this rank's shard of the unit."""
-        assert self._common_uses is not None, "only other ranks ask for a gather"
         with self.lock:
-            self._common_uses.serve(self._entries[unit])
+            self._fetcher.serve(self._entries[unit])
 
     def updates(self, unit: int) -> int:
         """Returns the number of updates of a unit; see `UnitEntry.updates`."""
@@ -766,8 +756,7 @@ class Pager:
             The bytes; 0 if there are none, if a view of weights is alive there, or if other ranks count on the units.
         """
         with self.lock, self._prefetcher.stopped():
-            counted_on = self._common_uses is not None and self._common_uses.settled
-            return 0 if counted_on else self._device_cache.shrink()
+            return 0 if self._fetcher.settled else self._device_cache.shrink()
 
     @uninterrupted
     def begin(self, kind: PassKind) -> None:
@@ -795,14 +784,10 @@ class Pager:
     def prefetch(self) -> None:
         """Starts reads and uploads of the units that the access order predicts next, as far as they are possible now.
 
-        Called between two passes, such as at the end of a step. With several ranks only reads start: an upload would
-        be a collective that the other ranks do not expect.
+        Called between two passes, such as at the end of a step.
         """
         with self.lock:
-            if self._common_uses is None:
-                self._prefetcher.run()
-            else:
-                self._prefetcher.read()
+            self._fetcher.prefetch()
 
     def counts(self) -> PrefetchStats:
         """Returns the counts of uses so far."""
@@ -815,8 +800,8 @@ class Pager:
     def begin_updates(self, units: Sequence[int]) -> None:
         """Forbids every read of `units` until their weights are ready. No use of them may be open."""
         with self.lock, self._prefetcher.stopped():  # an upload ahead would bring old weights
-            if units and self._common_uses is not None:
-                self._common_uses.forget()
+            if units:
+                self._fetcher.forget()
             self.weight_updates.begin(units)
 
     def mark_rewritten(self, rewritten: bool) -> None:

@@ -224,7 +224,10 @@ class Prefetcher:
 
 
 class Fetcher:
-    """Moves units to the device for threads that need them now. The caller of a method holds the table's lock."""
+    """Moves units to the device for threads that need them now. The caller of a method holds the table's lock.
+
+    A fetch asks no other rank. `CommonUses` overrides it where ranks divide units.
+    """
 
     def __init__(
         self,
@@ -237,10 +240,30 @@ class Fetcher:
         self._table, self._host_cache, self._device_cache = table, host_cache, device_cache
         self._prefetcher, self._wait_for_update = prefetcher, wait_for_update
 
-    def fetch(self, entry: UnitEntry) -> None:
+    @property
+    def settled(self) -> bool:
+        """True if other ranks count on units that are on this rank's device."""
+        return False
+
+    def forget(self) -> None:
+        """Begins anew, since weights change, on all ranks at once."""
+
+    def serve(self, entry: UnitEntry) -> None:
+        """Takes part in a gather of a unit: of a series, or because a rank needs the unit."""
+        raise AssertionError("only ranks that divide units ask for a gather")
+
+    def prefetch(self) -> None:
+        """Starts what is possible now, between two passes."""
+        self._prefetcher.run()
+
+    def fetch(self, entry: UnitEntry, ahead: bool = False) -> None:
         """Moves a unit to DEVICE, one arrow of the residency table at a time.
 
         Each wait releases the lock, so the unit is looked at anew after each step.
+
+        Args:
+            entry: the unit.
+            ahead: True to start reads and uploads of what the access order predicts next as well.
 
         Raises:
             BudgetError: if pinned units leave no room.
@@ -270,6 +293,8 @@ class Fetcher:
             else:  # UPLOADING on another thread
                 self._table.wait(f"waits for upload of {entry.size.title}")
         self._table.check()
+        if ahead:
+            self._prefetcher.run()
 
     def _stream(self, entry: UnitEntry, host_buffer: HostBuffer) -> None:
         """Moves a unit from DISK to DEVICE in chunks, through `host_buffer` and a second buffer if memory is free."""

@@ -145,8 +145,11 @@ class CountedOn:
     def __init__(self, fetcher: Fetcher) -> None:
         self.settled, self._fetcher = True, fetcher
 
-    def fetch(self, entry: UnitEntry, ahead: bool) -> None:
+    def fetch(self, entry: UnitEntry, ahead: bool = False) -> None:
         self._fetcher.fetch(entry)
+
+    def prefetch(self) -> None:
+        pass
 
     def forget(self) -> None:
         self.settled = False
@@ -157,7 +160,7 @@ def test_what_other_ranks_count_on_stays_until_weights_change(tmp_path: Path, mo
     made = engine, device, _ = small(monkeypatch, tmp_path)
     at_first = engine.device_memory
     grown(made)
-    testing.inspect(engine).pager._common_uses = CountedOn(testing.inspect(engine).pager._fetcher)  # type: ignore[assignment]
+    testing.inspect(engine).pager._fetcher = CountedOn(testing.inspect(engine).pager._fetcher)  # type: ignore[assignment]
     assert engine.empty_partition_cache() == 0 and engine.device_memory > at_first
     train_step(engine, JOB, 1)
     assert engine.device_memory == device.arena == at_first

@@ -283,8 +283,8 @@ MUTANTS = (
     Mutant(
         "give each rank an id of its own",
         "offload.engine.setup",
-        '            run_id = plan.everyone.share(run_id, "check its start")[0]\n',
-        '            plan.everyone.share(run_id, "check its start")\n',
+        'plan.world.everyone.share(uuid.uuid4().hex, "check its start")[0]',
+        'plan.world.everyone.share(uuid.uuid4().hex, "check its start")[plan.world.everyone.rank]',
         "tests/checkpoints/test_mixed_runs.py",
     ),
     Mutant(

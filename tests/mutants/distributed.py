@@ -28,14 +28,14 @@ MUTANTS = (
     ),
     Mutant(
         "count a parameter that each process has whole once on each",
-        "offload.parallel.tensor",
+        "offload.distributed.world",
         "if segment.parameter in self.tied or (self.coordinate and not self.is_sharded(segment.parameter))",
         "if segment.parameter in self.tied",
         "tests/ranks/test_tensor_parallel.py::test_two_divided_ranks_equal_one_rank",
     ),
     Mutant(
         "count a parameter that two stages of a pipeline have in the norm of each",
-        "offload.parallel.tensor",
+        "offload.distributed.world",
         "if segment.parameter in self.tied or (self.coordinate and not self.is_sharded(segment.parameter))",
         "if self.coordinate and not self.is_sharded(segment.parameter)",
         "tests/deepspeed/test_deepspeed_pipeline.py::test_tied_layers_in_two_stages_stay_equal_and_train_as_one",
@@ -49,7 +49,7 @@ MUTANTS = (
     ),
     Mutant(
         "clip each stage of a pipeline by a norm of its own",
-        "offload.parallel.tensor",
+        "offload.distributed.world",
         "sum_squares=sum(facts[process][0] for process in self.row)",
         "sum_squares=known.sum_squares",
         "tests/ranks/test_pipeline.py::test_the_clip_is_that_of_the_whole_model",

@@ -29,8 +29,8 @@ MUTANTS = (
     Mutant(
         "say that a run has ended when its files are gone",
         "offload.engine.shutdown",
-        "            if remove:\n                self._note_end(facts or {})\n",
-        "",
+        "                self._note_end(facts or {})\n                ranks.share(",
+        "                ranks.share(",
         "tests/checkpoints/test_resume.py",
     ),
     Mutant(
@@ -64,15 +64,15 @@ MUTANTS = (
     Mutant(
         "let each rank have a data set of another length",
         "offload.engine.setup",
-        "    _check_same_data(everyone, given.training_data)\n",
+        "    _check_same_data(world.everyone, given.training_data)\n",
         "",
         "tests/ranks/test_ranks_disagree.py",
     ),
     Mutant(
         "decide on a step before other ranks' gradients are in",
         "offload.engine.step",
-        "state.global_steps, settings, mine)\n",
-        "state.global_steps, 0, (lambda found: lambda: found)(mine()))\n",
+        "state.global_steps, settings, own)\n",
+        "state.global_steps, 0, (lambda found: lambda: found)(own()))\n",
         "tests/ranks/test_ranks_disagree.py",
     ),
     Mutant(

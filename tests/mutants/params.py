@@ -169,7 +169,7 @@ MUTANTS = (
     Mutant(
         "each rank sets a gradient of its own",
         "offload.engine.access",
-        "self._components.ranks.broadcast(values, 0)",
+        "self._components.world.ranks.broadcast(values, 0)",
         "pass",
         "tests/deepspeed/test_safe_get_set_ranks.py",
     ),

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.distributed.agreement import (
-    Agreement,
     Collective,
     NextCollective,
     RankIntent,
+    Rounds,
     bitmap,
     next_collective,
     union,
@@ -136,7 +136,7 @@ def test_a_gather_for_another_rank_is_tried_again_once_there_is_room() -> None:
 
     two: Any = SimpleNamespace(rank=0, size=2, mesh=SimpleNamespace(shards=2), collect=collect, fail=RankError)
     callbacks: Any = SimpleNamespace(pending_unit=lambda: -1, serve_gather=serve)
-    agreement = Agreement(SimpleNamespace(ranks=two), ["a", "b"], callbacks)  # type: ignore[arg-type]
+    agreement = Rounds(SimpleNamespace(ranks=two), ["a", "b"], callbacks)  # type: ignore[arg-type]
     for _ in range(2):
         with pytest.raises(BudgetError) if not served else contextlib.nullcontext():
             agreement.agree(0, lambda: Having(unit=True, all=False, ahead=-1))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from offload import testing
-from offload.distributed.process_group import Ranks, Work
+from offload.distributed.process_group import ProcessGroup, Work
 from offload.distributed.reduce_scatter import ReduceScatterAccumulator
 from offload.errors import BudgetError, OffloadError, RankError
 from offload.layout.flat_layout import layouts_of
@@ -40,7 +40,9 @@ class Late:
 def train_late(job: Job, placement: tuple[str, str], folder: Path) -> Result:
     """Until an exchange is waited for, nothing is received, and what changes of the memory to be sent is sent."""
 
-    def late(exchange: Any, ranks: Ranks, received: torch.Tensor, sent: torch.Tensor | None, senders: Any) -> Any:
+    def late(
+        exchange: Any, ranks: ProcessGroup, received: torch.Tensor, sent: torch.Tensor | None, senders: Any
+    ) -> Any:
         received.view(torch.uint8).fill_(0xFF)  # NaN in any dtype, and the scale of a block of codes
         return Late(lambda: exchange(ranks, received, sent, senders))
 
@@ -149,7 +151,7 @@ class Broken:
 
 
 def test_a_lost_rank_is_named_once_however_many_exchanges_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = object.__new__(Ranks)
+    ranks = object.__new__(ProcessGroup)
     ranks._lost, ranks.on_gpu = RankError("rank 1 was killed"), False
     testing.replace(monkeypatch, "ranks.gone", lambda *_: pytest.fail("the loss is known"))
     for _ in range(2):
@@ -169,7 +171,7 @@ class Streamed(Broken):
 
 
 def test_on_a_gpu_the_stream_waits_and_not_the_host() -> None:
-    ranks, work = object.__new__(Ranks), Streamed()
+    ranks, work = object.__new__(ProcessGroup), Streamed()
     ranks.on_gpu = True
     Work(ranks, work, "reduce gradients").order_compute()
     assert work.waits == [()]

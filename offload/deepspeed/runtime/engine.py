@@ -230,16 +230,15 @@ class DeepSpeedEngine(Engine):
     @property
     def dp_world_size(self) -> int:
         """Number of ranks that ZeRO divides states over."""
-        return self._core.components.world_size
+        return self._core.components.world.ranks.size
 
     def get_data_parallel_rank(self) -> int:
         """Returns the rank of this process among those that ZeRO divides states over."""
-        return self._core.components.rank
+        return self._core.components.world.ranks.rank
 
     def get_model_parallel_rank(self) -> int:
         """Returns the coordinate of this process in tensor parallelism; 0 without it."""
-        grid = self._core.components.tensor_parallel
-        return 0 if grid is None else grid.coordinate
+        return self._core.components.world.coordinate
 
     get_tensor_parallel_rank = get_model_parallel_rank
 

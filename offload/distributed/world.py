@@ -1,0 +1,219 @@
+"""The world of one process: all that train together, and the part of them among which ZeRO divides states.
+
+With ZeRO alone both are the same ranks; a process that trains alone is a world of one. Tensor parallelism and pipelines
+make a grid of the processes:
+
+              coordinate 0    coordinate 1         a row       computes one layer together, on the same batch: the
+    ZeRO 0    process 0       process 1                        user's collectives, in forward and backward
+    ZeRO 1    process 2       process 3            a column    has the same shards, and other batches: ZeRO divides
+                                                               states, gathers weights and reduces gradients in it
+
+With a pipeline a row has the processes of all of its stages, one stage after the other, and a column those with the
+same layers, and the same part of each parameter.
+
+A column is a run of its own for everything that this package divides over ranks, with replicas of its own (`mesh`).
+Over the whole grid the processes compare their configs, commit in step, and add up the norm.
+
+**No deadlock.** Collectives of a row and of a column are never under way at the same time on one process, since all of
+them belong to the thread that runs the model. Every process runs the same program, so that each of two processes that
+meet in a collective has left behind the same collectives: none waits for one that waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from offload.distributed.agreement import STEP_FACTS
+from offload.distributed.process_group import Communication, Ranks
+from offload.engine.callbacks import GradientStats
+from offload.errors import RankError, UsageError
+from offload.layout.flat_layout import UnitLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """All processes that train together, and this one's place among them; by default a world of one."""
+
+    everyone: Ranks = field(default_factory=Ranks)
+    """All processes."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """The processes among which ZeRO divides states: all of them, or in a grid those of this one's column."""
+    row: tuple[int, ...] = ()
+    """The processes that compute together with this one, by their rank in `everyone`, in the order of coordinates:
+    stage by stage of a pipeline. Empty without a grid."""
+    sharded: frozenset[str] = frozenset()
+    """Names of the parameters of which each process of a stage has another part."""
+    dims: Mapping[str, int] = field(default_factory=dict)
+    """The dimension along which each of them is divided; those of Megatron are not known."""
+    stages: int = 1
+    """Number of processes of a pipeline, one behind the other; 1 without one."""
+    positions: tuple[int, ...] = ()
+    """Position of each process in its pipeline, by its rank in `everyone`; empty without one."""
+    tied: frozenset[str] = frozenset()
+    """Names of the parameters of this process that an earlier stage of its pipeline has too."""
+    stage: Ranks = field(default_factory=Ranks)
+    """The processes with this one's layers, if there is a pipeline and tensor parallelism divides them; else this one
+    alone."""
+    sequence: Ranks = field(default_factory=Ranks)
+    """The ranks that share each sequence, in the order of its parts; without sequence parallelism this one alone."""
+    node: Ranks = field(default_factory=Ranks)
+    """The ranks that keep a secondary partition of the weights together; without one this rank alone."""
+
+    @property
+    def data_rank(self) -> int:
+        """Number of this process's samples among those of a batch: ranks that share sequences have the same."""
+        return self.ranks.rank // self.sequence.size
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of processes with samples of their own."""
+        return self.ranks.size // self.sequence.size
+
+    @property
+    def shares_batches(self) -> bool:
+        """True if processes compute one batch together, so that each waits in the middle of it for the others."""
+        return self.divides_model or self.sequence.size > 1
+
+    @property
+    def divides_model(self) -> bool:
+        """True if the processes are a grid, of which each has a part of the model."""
+        return bool(self.row)
+
+    @property
+    def tensor_size(self) -> int:
+        """Number of processes among which tensor parallelism divides a parameter; 1 without it."""
+        return max(1, len(self.row) // self.stages)
+
+    @property
+    def coordinate(self) -> int:
+        """Position of this process among them."""
+        return self.row.index(self.everyone.rank) % self.tensor_size if self.row else 0
+
+    @property
+    def position(self) -> int:
+        """Position of this process in its pipeline; 0 without one."""
+        return self.row.index(self.everyone.rank) // self.tensor_size if self.row else 0
+
+    @property
+    def kind(self) -> str:
+        """What the grid is of, for messages."""
+        kinds = ("tensor" if self.tensor_size > 1 else "", "pipeline" if self.stages > 1 else "")
+        return f"{' and '.join(filter(None, kinds))} parallelism"
+
+    @property
+    def suffix(self) -> str:
+        """The end of the name of a column's run: each column has swap files of its own."""
+        return f"-{self.part}" if self.part else ""
+
+    @property
+    def part(self) -> str:
+        """The name of a column: its stages, and its part of each divided parameter."""
+        return self._part(self.position, self.coordinate)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of all columns, stage by stage, in each by coordinate; none without a grid."""
+        if not self.row:
+            return ()
+        coordinates = range(self.tensor_size)
+        return tuple(self._part(position, each) for position in range(self.stages) for each in coordinates)
+
+    def _part(self, position: int, coordinate: int) -> str:
+        """Returns the name of a column."""
+        pipeline = f"pp{position}of{self.stages}" if self.stages > 1 else ""
+        tensor = f"tp{coordinate}of{self.tensor_size}" if self.tensor_size > 1 else ""
+        return "-".join(filter(None, (pipeline, tensor)))
+
+    @property
+    def description(self) -> dict[str, dict[str, int]]:
+        """The place of a column in the grid, as its swap files contain it."""
+        found: dict[str, dict[str, int]] = {}
+        if self.tensor_size > 1:
+            found["tensor_parallel"] = {"size": self.tensor_size, "coordinate": self.coordinate}
+        if self.stages > 1:
+            found["pipeline"] = {"size": self.stages, "position": self.position}
+        return found
+
+    @property
+    def sent(self) -> Communication:
+        """What this process has sent to others, without the user's own collectives."""
+        sent = self.everyone.sent.plus(self.sequence.sent)
+        if self.row:
+            sent = sent.plus(self.ranks.sent)
+        # All that the ranks of a node send each other are weights.
+        return sent.plus(Communication(node_weights=self.node.sent.weights))
+
+    @property
+    def replicated(self) -> Ranks:
+        """The processes that have this one's whole parameters, by tensor parallelism; this one alone without it."""
+        return self.everyone if self.tensor_size > 1 and self.stages == 1 else self.stage
+
+    def first_of_stage(self, process: int) -> int:
+        """Returns the first process that has the same layers as `process`, both by their rank in `everyone`."""
+        return self.positions.index(self.positions[process]) if self.positions else 0
+
+    def is_sharded(self, parameter: str) -> bool:
+        """Returns True if each process of a stage has another part of the parameter, False if each has all of it."""
+        return parameter in self.sharded
+
+    def counted_elsewhere(self, layouts: Sequence[UnitLayout]) -> frozenset[tuple[int, int]]:
+        """Returns the parameters that another process of the stage counts in the norm, as (unit, segment).
+
+        All processes of a stage have the same gradient of a parameter that is whole on each. The first counts it.
+        """
+        if not self.row:
+            return frozenset()
+        return frozenset(
+            (unit, position)
+            for unit, layout in enumerate(layouts)
+            for position, segment in enumerate(layout.segments)
+            if segment.parameter in self.tied or (self.coordinate and not self.is_sharded(segment.parameter))
+        )
+
+    def step(self, known: GradientStats, micro_batches: int, global_steps: int, settings: int) -> GradientStats:
+        """Returns the statistics of a step with the sum of squares of a row. Collective of all processes.
+
+        Args:
+            known: statistics of this process's column, without what is counted elsewhere.
+            micro_batches: micro-batches since the last step.
+            global_steps: steps so far.
+            settings: checksum of the optimizer's settings.
+
+        Raises:
+            UsageError: on all processes, if they differ in any of the three numbers.
+        """
+        if not self.row:
+            return known
+        # The numbers that ranks of a data-parallel group compare, here of all processes of the grid.
+        content = STEP_FACTS.pack(known.sum_squares, micro_batches, global_steps, settings)
+        try:
+            rows = self.everyone.collect_bytes(content, "agree on a step")
+        except BaseException:
+            # By a Ctrl-C this process has left the others in the middle of a collective: they learn of it, and end.
+            self.everyone.fail("it was interrupted while it waited for the other processes")
+            raise
+        facts = [STEP_FACTS.unpack(row) for row in rows]
+        for what, column in (("micro-batches", 1), ("steps", 2), ("settings of the optimizer (checksums)", 3)):
+            numbers = [fact[column] for fact in facts]
+            if len(set(numbers)) > 1:
+                raise UsageError(
+                    f"the processes of {self.kind} differ in their {what}: {', '.join(map(str, numbers))}; all "
+                    "must run the same loop"
+                )
+        # In the order of coordinates, so that every process of a row computes the same bits. Rows have equal numbers.
+        return replace(known, sum_squares=sum(facts[process][0] for process in self.row))
+
+    def end(self, remove: bool) -> None:
+        """Returns when every process of the grid is about to close its engine. Collective of all processes.
+
+        Raises:
+            RankError: on all processes, if only some are about to delete their swap files (`remove`).
+        """
+        everyone = self.everyone.share(remove, "close its engine")
+        if len(set(everyone)) > 1:
+            deletes = [process for process, removes in enumerate(everyone) if removes]
+            raise RankError(
+                f"processes {deletes} of {self.kind} delete their swap files, the others keep theirs: all must "
+                "do the same; all are kept"
+            )
