@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterable
@@ -29,7 +30,9 @@ def atomic_write(path: Path, text: str | Iterable[str], *, durable: bool = True)
         with path.open("w", encoding="utf-8", newline="") as file:
             file.writelines(pieces)
         return
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
+    if path.is_symlink():  # a link that leads to itself names no file
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     # A name that nobody guesses, and that no other thread shares: in a folder that others may write, a link could wait.
     new = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:

@@ -34,6 +34,7 @@ from offload.checkpoint.dcp import METADATA
 from offload.checkpoint.foreign_contents import MASTER
 from offload.engine.snapshot import DECOUPLED
 from offload.errors import StoreError
+from offload.fileio import real_path
 from offload.fileio.plain_json import from_plain
 from offload.fileio.safetensors_stream import Tensor
 from offload.model_io.save import arriving, check_room
@@ -75,7 +76,7 @@ def export_distributed(
             optimizer's groups, or is damaged.
         IoError: If something cannot be read or written.
     """
-    out = out.resolve()
+    out = real_path(out)
     check_target(out)
     state = _state_dict(source, plan)
     messages: list[str] = []

@@ -30,6 +30,7 @@ from offload.fileio import (
     lock_folder,
     open_inner,
     read_inner,
+    real_path,
     sync_folder,
     this_process,
     write_all,
@@ -155,7 +156,7 @@ def lock_folders(folders: Sequence[Path]) -> list[Lock]:
     Raises:
         StoreError: if a folder is named twice, cannot be created, or is in use.
     """
-    if len({folder.parent.parent.resolve() for folder in folders}) < len(folders):
+    if len({real_path(folder.parent.parent) for folder in folders}) < len(folders):
         raise StoreError(f"nvme_path names a folder twice: {', '.join(str(f.parent.parent) for f in folders)}")
     while True:
         make_folders(folders)
@@ -283,7 +284,7 @@ def sync_names(folder: Path) -> None:
     Raises:
         OSError: if a folder above cannot be synced.
     """
-    here = folder.resolve()
+    here = real_path(folder)
     while not here.is_mount():
         here = here.parent
         # A folder that this process may not read cannot be synced. It may be used all the same: most file systems
