@@ -9,6 +9,8 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
+from offload.aio.unanswered import sync
+
 
 def atomic_write(path: Path, text: str | Iterable[str], *, durable: bool = True) -> None:
     """Replaces the file at `path` by `text`; a reader, or a kill in between, finds the old file or the new one.
@@ -42,7 +44,7 @@ def atomic_write(path: Path, text: str | Iterable[str], *, durable: bool = True)
             file.writelines(pieces)
             file.flush()
             if durable:
-                os.fsync(file.fileno())
+                sync(file.fileno(), path)
         if durable:
             replace_durably(new, path)
         else:
@@ -86,7 +88,7 @@ def write_new(path: Path, data: bytes) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         write_all(descriptor, 0, data)
-        os.fsync(descriptor)
+        sync(descriptor, path)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
@@ -107,6 +109,6 @@ def sync_folder(folder: Path) -> None:
     """Makes the names in `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        sync(descriptor, folder)
     finally:
         os.close(descriptor)

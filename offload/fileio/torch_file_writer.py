@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import io
-import os
 import pickle
 import zipfile
 from collections import OrderedDict
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from offload.aio.unanswered import sync
 from offload.errors import IoError
 from offload.fileio.safetensors_stream import Tensor
 from offload.torch_internals import rebuild_tensor
@@ -117,7 +117,7 @@ class TorchFileWriter:
             self._end()
             self._zip.close()
             self._file.flush()
-            os.fsync(self._file.fileno())
+            sync(self._file.fileno(), self._file.name)
             self._file.close()
 
     def _end(self) -> None:
