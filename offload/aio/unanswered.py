@@ -7,6 +7,7 @@ as fdatasync has no limit, so another thread speaks while it lasts.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ NOTICE_S = 30.0
 """Seconds without an answer before the first line."""
 AGAIN_S = 60.0
 """Seconds between two lines."""
+_here = threading.local()
+"""Whether a thread that waits has one that speaks for it."""
 
 
 def wait_aloud(ended: Callable[[float], bool], request: Callable[[], str]) -> None:
@@ -42,16 +45,40 @@ def wait_aloud(ended: Callable[[float], bool], request: Callable[[], str]) -> No
 def aloud(request: Callable[[], str]) -> Iterator[None]:
     """Says on another thread that a system call in the context has not ended, as `wait_aloud` does.
 
-    Costs the start of a thread, so it belongs around calls that wait for a drive anyway, several together.
+    Costs the start of a thread, so it belongs around calls that wait for a drive anyway, several together. Inside of
+    another such context it does nothing: that one speaks.
 
     Args:
         request: returns the name of the call that is under way, with its file. Called on the other thread.
     """
+    if getattr(_here, "speaks", False):
+        yield
+        return
     over = threading.Event()
     thread = threading.Thread(target=wait_aloud, args=(over.wait, request), name="offload-unanswered", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # no thread can be started, as at the end of Python: no line is worth a commit
+        yield
+        return
+    _here.speaks = True
     try:
         yield
     finally:
+        _here.speaks = False
         over.set()
         thread.join()  # ends at once: it waits for nothing but `over`
+
+
+def sync(descriptor: int, path: object) -> None:
+    """Makes the bytes of a file, or the names in a folder, durable, and says so while the drive does not answer.
+
+    Args:
+        descriptor: The open file or folder.
+        path: For the line.
+
+    Raises:
+        OSError: If they may not be durable.
+    """
+    with aloud(lambda: f"fsync of {path}"):
+        os.fsync(descriptor)

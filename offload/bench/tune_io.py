@@ -15,7 +15,7 @@ from offload.bench.io import Case, Plan, make_plan, passes_of
 from offload.config import load_config, read_json
 from offload.config.edit import set_in_block
 from offload.errors import ConfigError
-from offload.fileio import atomic_write
+from offload.fileio import atomic_write, real_path
 from offload.sizes import MIB
 
 BLOCKS = tuple(MIB * n // 2 for n in (1, 2, 4, 8, 16))
@@ -124,7 +124,7 @@ def check_writable(source: Path, target: Path) -> None:
     """
     if source.exists():
         load_config(read_json(source))
-    folder = target.resolve().parent
+    folder = real_path(target).parent
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}")
     if not os.access(folder, os.W_OK):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload.aio import crc32c
 from offload.errors import StoreError, UsageError
-from offload.fileio.inner_files import check_holes, open_inner, owner_name, read_inner
+from offload.fileio.inner_files import check_holes, open_inner, owner_name, read_inner, real_path
 from offload.records import anything, fields, flag, parse, read, rows, table, text, whole
 from offload.records import expected as wrong_kind
 from offload.sizes import KIB, MIB
@@ -315,7 +315,7 @@ def refuse_rank(folder: Path) -> None:
         if is_rank(folder) or (isinstance(content, dict) and {"extents", "stripes"} <= content.keys()):
             raise StoreError(
                 f"{folder} holds the swap files of one rank of a run, not a checkpoint: give the run's folder, "
-                f'{folder.resolve().parent}, to offload inspect, verify and export; to resume, set "resume": "auto"'
+                f'{real_path(folder).parent}, to offload inspect, verify and export; to resume, set "resume": "auto"'
             )
 
 

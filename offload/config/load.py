@@ -9,7 +9,6 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pydantic
@@ -239,6 +238,8 @@ def _is_choice(part: object) -> bool:
 # -- load ----------------------------------------------------------------------------------------------
 
 
+_LONGEST = 1 << 24
+"""Characters of a config file at most: a file of holes has any number."""
 _NOTES = ("_comment", "//", "#")
 """Prefixes of keys that are notes: plain JSON has no comments."""
 
@@ -362,7 +363,10 @@ def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
         name = "the config that came in base64"
     else:
         try:
-            text = Path(name).read_text(encoding="utf-8-sig")
+            with open(name, encoding="utf-8-sig") as file:
+                text = file.read(_LONGEST + 1)
+            if len(text) > _LONGEST:
+                raise ValueError(f"it has more than {_LONGEST} characters")
         except (OSError, ValueError) as error:  # a path may hold a null byte, a file anything
             raise ConfigError(f"cannot read the config {name}: {error}") from error
     content = _parse(text, name)

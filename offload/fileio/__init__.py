@@ -20,6 +20,7 @@ from offload.fileio.inner_files import (
     inner_status,
     open_inner,
     read_inner,
+    real_path,
 )
 from offload.fileio.locked_dir import DirLock, LockHeldError, holder_of, lock_folder, this_process
 
@@ -42,6 +43,7 @@ __all__ = [
     "own_cache_folder",
     "read_cache",
     "read_inner",
+    "real_path",
     "replace_durably",
     "sync_folder",
     "this_process",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+
+from offload.aio.unanswered import sync
 
 
 def atomic_write(path: Path, text: str | Iterable[str], *, durable: bool = True) -> None:
@@ -29,7 +32,9 @@ def atomic_write(path: Path, text: str | Iterable[str], *, durable: bool = True)
         with path.open("w", encoding="utf-8", newline="") as file:
             file.writelines(pieces)
         return
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
+    if path.is_symlink():  # a link that leads to itself names no file
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     # A name that nobody guesses, and that no other thread shares: in a folder that others may write, a link could wait.
     new = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
@@ -39,7 +44,7 @@ def atomic_write(path: Path, text: str | Iterable[str], *, durable: bool = True)
             file.writelines(pieces)
             file.flush()
             if durable:
-                os.fsync(file.fileno())
+                sync(file.fileno(), path)
         if durable:
             replace_durably(new, path)
         else:
@@ -83,7 +88,7 @@ def write_new(path: Path, data: bytes) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         write_all(descriptor, 0, data)
-        os.fsync(descriptor)
+        sync(descriptor, path)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
@@ -104,6 +109,6 @@ def sync_folder(folder: Path) -> None:
     """Makes the names in `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        sync(descriptor, folder)
     finally:
         os.close(descriptor)

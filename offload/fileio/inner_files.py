@@ -161,6 +161,14 @@ def inner_status(path: Path, depth: int) -> os.stat_result | None:
         return None
 
 
+def real_path(path: Path) -> Path:
+    """Returns a path of the user's without links; of links that lead in a circle themselves the path as it is.
+
+    `Path.resolve` raises `RuntimeError` there, which is no `OSError`.
+    """
+    return Path(os.path.realpath(path))
+
+
 # -- files that are read through links ---------------------------------------------------------------
 
 
@@ -180,6 +188,21 @@ def open_regular(path: Path) -> BinaryIO:
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
+        raise
+
+
+def open_data(path: Path) -> BinaryIO:
+    """Opens data of the user for reading: a file, or a pipe, through links.
+
+    Raises:
+        OSError: If it cannot be opened, or is a file of holes, of which the first line could take all memory.
+    """
+    file = path.open("rb")
+    try:
+        check_holes(file.fileno(), path)
+        return file
+    except BaseException:
+        file.close()
         raise
 
 

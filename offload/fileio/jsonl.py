@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from offload.errors import ConfigError
-from offload.fileio import atomic_write
+from offload.fileio import atomic_write, real_path
 
 _HEAD = '{"step": '
 """The first bytes of each line of a log."""
@@ -41,7 +41,7 @@ def check_log(log: Path) -> None:
     Raises:
         ConfigError: If the log cannot be written, the existing file is not the log of a run, or another run writes it.
     """
-    folder = log.resolve().parent
+    folder = real_path(log).parent
     # Root may write a file that stands where the folder should be.
     if log.is_dir() or not folder.is_dir() or not os.access(log if log.exists() else folder, os.W_OK):
         raise ConfigError(f"cannot write the log {log}: give a file in a folder that exists and that you may write")
@@ -73,7 +73,7 @@ def cut_log(path: Path, steps: int) -> Path | None:
             if not _lock(lines):
                 raise OSError(errno.EBUSY, "another run writes it")
             if steps == 0 and any(step_of(line) > 0 for line in lines):
-                return _move_aside(path.resolve())
+                return _move_aside(real_path(path))
             lines.seek(0)
             atomic_write(path, (line.rstrip("\n") + "\n" for line in lines if 0 < step_of(line) <= steps))
     except OSError as error:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from offload.aio.unanswered import aloud
+from offload.aio.unanswered import sync
 from offload.errors import IoError, StoreError
 from offload.fileio.atomic_write import write_all
 from offload.fileio.inner_files import open_regular
@@ -269,8 +269,7 @@ class Writer:
         if self._descriptor < 0:
             return
         try:
-            with aloud(lambda: f"fsync of {self._path}"):
-                os.fsync(self._descriptor)
+            sync(self._descriptor, self._path)
         except OSError as error:
             # A failed sync means that written bytes may be lost; the caller must discard the file.
             raise IoError(str(self._path), 0, 0, error.errno or errno.EIO, "sync") from error

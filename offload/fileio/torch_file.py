@@ -18,7 +18,6 @@ from __future__ import annotations
 import errno
 import io
 import math
-import os
 import pickle
 import pickletools
 import struct
@@ -33,6 +32,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
+from offload.aio.unanswered import sync
 from offload.errors import IoError, StoreError
 from offload.fileio.inner_files import open_regular
 from offload.fileio.safetensors_stream import Tensor
@@ -715,7 +715,7 @@ class TorchFileWriter:
             self._end()
             self._zip.close()
             self._file.flush()
-            os.fsync(self._file.fileno())
+            sync(self._file.fileno(), self._file.name)
             self._file.close()
 
     def _end(self) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from offload.config import Config
 from offload.errors import ConfigError, StoreError
-from offload.fileio import foreign_owner, read_inner
+from offload.fileio import foreign_owner, read_inner, real_path
 from offload.finetune.identity import Identity, differences, is_identity
 from offload.finetune.options import Options
 from offload.presets import PRESETS
@@ -110,8 +110,8 @@ def check_apart(folder: Path | None, config: Config) -> None:
     if folder is None:
         return
     for drive in config.drives:
-        run = Path(drive).resolve() / config.offload.run
-        if run in (folder.resolve(), *folder.resolve().parents):
+        run = real_path(Path(drive)) / config.offload.run
+        if run in (real_path(folder), *real_path(folder).parents):
             raise ConfigError(
                 f"--output {folder} is in the run's own folder {run}, which the run deletes; give another folder"
             )

@@ -36,7 +36,7 @@ from offload.engine.components import EngineComponents, together
 from offload.engine.saved_state import Part
 from offload.engine.snapshot import all_persistent_buffers, persistent_buffers
 from offload.errors import BudgetError, ConfigError, IoError, StoreError, UsageError
-from offload.fileio import inner_folder, keep_mode_and_owner, sync_folder
+from offload.fileio import inner_folder, keep_mode_and_owner, real_path, sync_folder
 from offload.fileio.buffered_copy import WriteBehind, flow
 from offload.fileio.safetensors_stream import Tensor, Writer, shard
 from offload.fileio.safetensors_stream import plan as plan_file
@@ -156,7 +156,7 @@ def check_not_a_file(out: Path) -> None:
 
 def _is_in_use(out: Path) -> bool:
     """Returns whether the working directory of this process is in `out`: an exchange would delete that directory."""
-    return Path.cwd().is_relative_to(out.resolve())
+    return Path.cwd().is_relative_to(real_path(out))
 
 
 def _is_free(out: Path) -> bool:

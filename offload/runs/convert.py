@@ -19,6 +19,7 @@ import torch
 from offload.aio.protocols import Future, Pending, Queue
 from offload.checkpoint.load import SavedMoments, SavedStates
 from offload.errors import StoreError
+from offload.fileio import real_path
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout import optimizer_states
 from offload.layout.fingerprint import described_layouts, described_mode, store_specs
@@ -269,8 +270,8 @@ def plan(source: StoreSource, run: Path, forms: Mapping[str, str], name: str | N
     old = described_mode(source.description)
     new = _mode_after(old, run, forms)
     layouts, size = described_layouts(source.description), int(source.description["world_size"])
-    name = "-".join((run.resolve().name, *dict.fromkeys(forms.values()))) if name is None else name
-    if name == run.resolve().name or "/" in name or not name.strip(". "):
+    name = "-".join((real_path(run).name, *dict.fromkeys(forms.values()))) if name is None else name
+    if name == real_path(run).name or "/" in name or not name.strip(". "):
         raise StoreError(f"the new run needs a name of its own, without a slash, got {name!r}; give --run")
     return Conversion(name, Side(layouts, old, size), Side(placed_for(layouts, new, size), new, size), source.about)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import io
 import itertools
 import math
-import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sized
 from pathlib import Path
@@ -30,10 +29,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from offload.aio.unanswered import sync
 from offload.checkpoint.dcp import METADATA
 from offload.checkpoint.foreign_contents import MASTER
 from offload.engine.snapshot import DECOUPLED
 from offload.errors import StoreError
+from offload.fileio import real_path
 from offload.fileio.plain_json import from_plain
 from offload.fileio.safetensors_stream import Tensor
 from offload.model_io.save import arriving, check_room
@@ -75,7 +76,7 @@ def export_distributed(
             optimizer's groups, or is damaged.
         IoError: If something cannot be read or written.
     """
-    out = out.resolve()
+    out = real_path(out)
     check_target(out)
     state = _state_dict(source, plan)
     messages: list[str] = []
@@ -205,7 +206,7 @@ class _Writing:
                 self._enter(name, paths[name], value, _SMALL, start, file.tell() - start)
             # Durable before the metadata, which name it.
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno(), file.name)
         places = self._metadata.storage_data
         for index, place in tuple(places.items()):
             if not place.length:
@@ -217,7 +218,7 @@ class _Writing:
         with (self._folder / METADATA).open("xb") as file:
             file.write(data.getbuffer())
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno(), file.name)
 
     def _enter(self, name: str, path: tuple[Any, ...], value: Any, file: str, start: int, nbytes: int) -> None:
         """Names a value in the metadata.

@@ -15,6 +15,7 @@ from offload.aio.protocols import Queue
 from offload.checkpoint.files import read_manifest
 from offload.checkpoint.load import CheckpointSource
 from offload.errors import StoreError
+from offload.fileio import real_path
 from offload.layout.modes import dtype_name
 from offload.model_io.grid import WholeSource, whole_of_checkpoint
 from offload.model_io.save import (
@@ -75,7 +76,7 @@ def open_source(path: Path, queue: Queue) -> StoreSource | CheckpointSource | Wh
     """
     checkpoint = find_own(path)
     if checkpoint is None:
-        return StoreSource(path.resolve(), queue)
+        return StoreSource(real_path(path), queue)
     if read_manifest(checkpoint).parts:
         return whole_of_checkpoint(checkpoint, queue)
     return CheckpointSource(checkpoint, queue)
@@ -117,7 +118,7 @@ def export(
         StoreError: If `out` cannot be used, there is not enough room, or the source is damaged.
         IoError: If something cannot be read or written.
     """
-    out = out.resolve()
+    out = real_path(out)
     check_target(out)
     if tokenizer is not None:
         # A folder without a tokenizer is reported before anything is written.

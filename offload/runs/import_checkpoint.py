@@ -34,6 +34,7 @@ from offload.checkpoint.foreign import ForeignCheckpoint, is_foreign, look_forei
 from offload.checkpoint.load import EVERYTHING
 from offload.checkpoint.resharding import Run, Source
 from offload.errors import StoreError
+from offload.fileio import real_path
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.fileio.safetensors_stream import Tensor, Writer
 from offload.model_io.save import check_room
@@ -108,7 +109,7 @@ def import_checkpoint(
         StoreError: If bytes are damaged, there is not enough room, or a folder that is no checkpoint has the name.
         IoError: If something cannot be read or written.
     """
-    checkpoint = out / check_tag(found.folder.resolve().name)
+    checkpoint = out / check_tag(real_path(found.folder).name)
     # Read twice, as by a load: damage shows before anything is written.
     found.check_bytes(EVERYTHING, queue, 0, 1)
     make_folder(out)

@@ -26,6 +26,7 @@ from offload.checkpoint.files import (
     wrong_files,
 )
 from offload.errors import StoreError
+from offload.fileio import real_path
 from offload.runs.own_checkpoint import of_trainer
 from offload.swapper.store import rank_folders, run_status
 from offload.swapper.store.folder import holder
@@ -44,7 +45,7 @@ def inspect(path: Path) -> dict[str, Any]:
     """
     if not path.is_dir():
         raise StoreError(f"there is no folder {path}")
-    path = path.resolve()
+    path = real_path(path)
     # The order matters: a checkpoint may have a tag such as "rank0", and a rank folder contains a `manifest.json` too.
     if may_be_checkpoint(path):
         return {"kind": "checkpoint", **_checkpoint(path)}

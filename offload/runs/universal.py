@@ -20,7 +20,7 @@ import torch
 
 from offload.checkpoint.deepspeed import OPTIMIZER_STATE, PARAMETERS
 from offload.errors import StoreError
-from offload.fileio import inner_name
+from offload.fileio import inner_name, real_path
 from offload.fileio.plain_json import from_plain
 from offload.fileio.safetensors_stream import Tensor
 from offload.fileio.torch_file import write_torch_file
@@ -52,7 +52,7 @@ def export_universal(
         StoreError: If `out` cannot be used, there is not enough room, or the source is damaged.
         IoError: If something cannot be read or written.
     """
-    out = out.resolve()
+    out = real_path(out)
     check_target(out)
     _check_names(plan)
     messages: list[str] = []

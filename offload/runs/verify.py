@@ -15,6 +15,7 @@ from offload.aio import StripedFile
 from offload.aio.protocols import Queue
 from offload.checkpoint.files import is_checkpoint, progress_file, read_manifest, wrong_files
 from offload.errors import IoError, StoreError
+from offload.fileio import real_path
 from offload.model_io.source import lock_and_look, ranks_of
 from offload.runs.own_checkpoint import find_own
 from offload.sizes import count_of, format_size
@@ -172,7 +173,7 @@ def open_checking(path: Path) -> Checking:
         StoreError: If the folder is none of these, or cannot be verified.
     """
     # A link that the user names is followed here, and no other below.
-    return CheckpointChecking(checkpoint) if (checkpoint := find_own(path)) else RunChecking(path.resolve())
+    return CheckpointChecking(checkpoint) if (checkpoint := find_own(path)) else RunChecking(real_path(path))
 
 
 class CheckpointChecking:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offload.aio import DirectFile, IoFuture, IoQueue, unanswered
+from offload.fileio import atomic_write, sync_folder, write_new
+from offload.swapper.store.folder import write_durably
 from offload.swapper.store.store import SwapFiles
 from tests.store.test_store import blob, created, update
 
@@ -90,3 +94,56 @@ def test_a_commit_that_waits_for_the_drive_is_told_while_it_waits(
     assert f"commit of step 7 to {store.folders[0]}, fdatasync of {store.folders[0] / 'states'};" in lines[0]
     assert set(threading.enumerate()) <= before, "the thread ends with the call"
     store.close()
+
+
+def _sync_folder(folder: Path) -> None:
+    sync_folder(folder)
+
+
+def _write_new(folder: Path) -> None:
+    write_new(folder / "file", b"x")
+
+
+def _note(folder: Path) -> None:
+    (folder / "run").mkdir()
+    write_durably(folder / "run" / "closed.json", b"{}")
+
+
+def _page(folder: Path) -> None:
+    atomic_write(folder / "file", "x")
+
+
+@pytest.mark.parametrize("write", [_sync_folder, _write_new, _note, _page])
+def test_a_small_file_that_waits_for_the_drive_is_told_once(
+    write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also inside of a wait that is told by its own name, as the syncs of a commit are."""
+    lines, said = list[str](), threading.Event()
+
+    def announce(line: str) -> None:
+        lines.append(line)
+        said.set()
+
+    fsync = os.fsync
+    monkeypatch.setattr(unanswered, "NOTICE_S", 0.0)
+    monkeypatch.setattr(unanswered, "announce", announce)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (said.wait(60), fsync(descriptor)))
+    write(tmp_path)
+    assert f"fsync of {tmp_path}" in lines[0]
+    said.clear()
+    lines.clear()
+    with (tmp_path / "other").open("w") as file, unanswered.aloud(lambda: "all of it"):
+        unanswered.sync(file.fileno(), "a part")
+        unanswered.sync(file.fileno(), "another")
+    assert len(lines) == 1 and "all of it" in lines[0]
+
+
+def test_a_write_needs_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None can be started at the end of Python, nor where a user has too many."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    write_new(tmp_path / "file", b"x")
+    assert (tmp_path / "file").read_bytes() == b"x"

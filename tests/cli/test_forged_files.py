@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from offload.cli.main import app
 from offload.errors import StoreError
 from tests.support.forgery import Bench, Outcome
 
@@ -58,3 +60,27 @@ def test_an_error_that_is_none_of_ours_is_noticed(bench: Bench, monkeypatch: pyt
 
     monkeypatch.setattr(module, "inspect", takes_much)
     assert "it took" in bench.run(command)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("inspect LOOP", "verify LOOP", "export LOOP out", "export ck LOOP", "export ck LOOP --format dcp"),
+        *("import LOOP out", "import ck LOOP", "convert LOOP --moments bf16", "rm LOOP --yes", "check-config LOOP"),
+        *(
+            "report LOOP",
+            "report log.jsonl -o LOOP",
+            "report log.jsonl --plan LOOP",
+            "tune . --size 1MiB --config LOOP",
+        ),
+    ],
+)
+def test_a_link_that_leads_to_itself_is_an_error_of_one_line(command: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "ck").mkdir()
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    words = command.replace("LOOP", str(tmp_path / "loop")).split()
+    known = {"ck", "log.jsonl", "out", "."}
+    done = CliRunner().invoke(app, [str(tmp_path / word) if word in known else word for word in words])
+    assert isinstance(done.exception, SystemExit) and done.exit_code in (1, 2), done.exception
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr

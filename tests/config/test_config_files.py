@@ -87,3 +87,10 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_what_is_neither_a_dict_nor_a_path(source: Any) -> None:
     with pytest.raises(ConfigError, match="a dict or the path"):
         load_config(source)
+
+
+def test_a_config_of_holes_is_not_read_to_its_end(tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(3 << 40)
+    with pytest.raises(ConfigError, match=r"cannot read the config .*: it has more than 16777216 characters"):
+        load_config(tmp_path / "config.json")

@@ -8,6 +8,7 @@ import pytest
 
 from offload.errors import ConfigError
 from offload.finetune.corpus.documents import Chat, Completion, Text, find_data, read_records
+from offload.finetune.corpus.token_stream import read_bytes
 
 CHAT = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "id": 7}'
 
@@ -84,3 +85,14 @@ def test_a_lone_surrogate_is_an_error(tmp_path: Path) -> None:
     file.write_text('{"text": "fine"}\n{"text": "lone \\ud83d surrogate"}\n')
     with pytest.raises(ConfigError, match=r"data\.jsonl:2 contains half of a surrogate pair, '\\ud83d'"):
         [*read_records([file])]
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.csv", "data.txt"])
+def test_a_file_of_holes_is_not_read(name: str, tmp_path: Path) -> None:
+    """Its first line may be as long as it claims to be, which is any number of terabytes."""
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(512 << 20)
+    with pytest.raises(ConfigError, match=rf"cannot read .*{name}: the file has 512.0 MiB, all but .* holes"):
+        [*read_records([tmp_path / name])]
+    with pytest.raises(ConfigError, match=rf"cannot read .*{name}: the file has 512.0 MiB, all but .* holes"):
+        read_bytes([tmp_path / name])

@@ -15,6 +15,7 @@ import typer
 from offload.cli.console import BAD_INPUT, FAILED, Json, echo, echo_error, errors, make_console
 from offload.cli.signals import signals
 from offload.errors import ConfigError, StoreError, UsageError
+from offload.fileio import real_path
 from offload.notices import shell_command
 from offload.sizes import count_of, format_size
 
@@ -272,7 +273,7 @@ def convert(
     forms = {what: form for what, form in (("master", master), ("moments", moments)) if form is not None}
     with errors(FAILED), _refusals(), signals():
         _check_folder(path)
-        path = path.resolve()  # a link that the user names is followed here, and no other below
+        path = real_path(path)  # a link that the user names is followed here, and no other below
         if not forms:
             raise StoreError("expected --moments or --master, or both, got neither")
         if run is not None:

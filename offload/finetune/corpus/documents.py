@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from offload.errors import ConfigError
+from offload.fileio.inner_files import open_data
 
 # -- tables --------------------------------------------------------------------------------------------
 #
@@ -227,7 +228,9 @@ def _read(files: Iterable[Path], make: Callable[[Any, str], _T]) -> Iterator[_T 
             # A file of an unknown kind is plain text: users name such files explicitly.
             rows = _ROWS.get(file.suffix)
             if rows is None:
-                yield Text(str(file), _decode(file.read_bytes(), str(file)))
+                with open_data(file) as content:
+                    data = content.read()
+                yield Text(str(file), _decode(data, str(file)))
             else:
                 for found, place in rows(file):
                     yield make(found, place)
@@ -236,7 +239,7 @@ def _read(files: Iterable[Path], make: Callable[[Any, str], _T]) -> Iterator[_T 
 
 
 def _lines(file: Path) -> Iterator[tuple[Any, str]]:
-    with file.open("rb") as content:
+    with open_data(file) as content:
         for number, line in enumerate(content, 1):
             place = f"{file}:{number}"
             text = _decode(line, place).strip()
@@ -245,7 +248,7 @@ def _lines(file: Path) -> Iterator[tuple[Any, str]]:
 
 
 def _csv(file: Path) -> Iterator[tuple[Any, str]]:
-    with file.open("rb") as content:
+    with open_data(file) as content:
         # Lines are decoded one by one, so that an error names the line and the file need not fit in memory.
         lines = (_decode(line, f"{file}:{number}") for number, line in enumerate(content, 1))
         for place, row in read_csv(file, lines):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from offload.errors import ConfigError
+from offload.fileio.inner_files import open_data
 from offload.finetune.corpus.token_memory import Pool, join
 from offload.finetune.evaluation import choose
 from offload.sizes import count_of
@@ -71,7 +72,8 @@ def read_tokens(files: Sequence[Path], encode: Callable[[str], np.ndarray]) -> n
 def _read(path: Path) -> bytes:
     """Returns a file's content. Raises `ConfigError` if it cannot be read, or has a zero byte in the first 64 KiB."""
     try:
-        content = path.read_bytes()
+        with open_data(path) as file:
+            content = file.read()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     if b"\0" in content[:_LOOKED_AT]:

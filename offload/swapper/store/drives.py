@@ -14,6 +14,7 @@ from typing import NamedTuple
 from offload.aio import Bandwidth, bandwidths
 from offload.aio.file import whole_weights
 from offload.errors import StoreError
+from offload.fileio import real_path
 from offload.sizes import MIB, PAGE, format_size
 from offload.swapper.store.format import Manifest, StoreSpec
 
@@ -124,7 +125,7 @@ def places_of(folders: Sequence[Path]) -> tuple[str, ...]:
     Args:
         folders: The rank's folder on each drive, in order.
     """
-    return tuple(str(folder.parent.parent.resolve()) for folder in folders)
+    return tuple(str(real_path(folder.parent.parent)) for folder in folders)
 
 
 def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec, run_id: str | None) -> Manifest:

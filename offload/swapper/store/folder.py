@@ -19,6 +19,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from offload.aio.unanswered import aloud, sync
 from offload.errors import IoError, StoreError
 from offload.fileio import (
     DirLock,
@@ -30,6 +31,7 @@ from offload.fileio import (
     lock_folder,
     open_inner,
     read_inner,
+    real_path,
     sync_folder,
     this_process,
     write_all,
@@ -155,7 +157,7 @@ def lock_folders(folders: Sequence[Path]) -> list[Lock]:
     Raises:
         StoreError: if a folder is named twice, cannot be created, or is in use.
     """
-    if len({folder.parent.parent.resolve() for folder in folders}) < len(folders):
+    if len({real_path(folder.parent.parent) for folder in folders}) < len(folders):
         raise StoreError(f"nvme_path names a folder twice: {', '.join(str(f.parent.parent) for f in folders)}")
     while True:
         make_folders(folders)
@@ -283,7 +285,7 @@ def sync_names(folder: Path) -> None:
     Raises:
         OSError: if a folder above cannot be synced.
     """
-    here = folder.resolve()
+    here = real_path(folder)
     while not here.is_mount():
         here = here.parent
         # A folder that this process may not read cannot be synced. It may be used all the same: most file systems
@@ -301,7 +303,7 @@ def remove_files(folder: Path) -> None:
         for name in (*temporary, *FILES):
             with contextlib.suppress(FileNotFoundError, IsADirectoryError):
                 os.unlink(name, dir_fd=descriptor)
-        os.fsync(descriptor)
+        sync(descriptor, folder)
     with inner_folder(folder.parent, 1) as run, contextlib.suppress(OSError):
         # Fails if other files are in the folder, which then stays.
         os.rmdir(folder.name, dir_fd=run)
@@ -384,7 +386,7 @@ def writing_in_place(path: Path) -> Iterator[Callable[[bytes | memoryview, int],
         yield write
         # On the descriptor that wrote: another one may not be told of an error that the system met meanwhile.
         with _named(path, *last):
-            os.fsync(descriptor)
+            sync(descriptor, path)
     finally:
         os.close(descriptor)
     # The name of a new file is durable only once its folder is synced.
@@ -417,8 +419,9 @@ def reserve(path: Path, nbytes: int) -> None:
     """
     descriptor = _open_for_writing(path)
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-        os.fsync(descriptor)
+        with aloud(lambda: f"reservation of {nbytes} bytes for {path}"):
+            os.posix_fallocate(descriptor, 0, nbytes)
+            os.fsync(descriptor)
     except OSError as error:
         raise IoError(str(path), 0, nbytes, error.errno or errno.EIO, "reserve") from error
     finally:
@@ -443,7 +446,7 @@ def write_durably(path: Path, data: bytes) -> None:
     write_in_place(temporary, data)
     with inner_folder(path.parent, _depth(path) - 1, ours=True) as folder:
         os.replace(temporary.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
-        os.fsync(folder)
+        sync(folder, path.parent)
 
 
 # -- forked children ----------------------------------------------------------------------------------

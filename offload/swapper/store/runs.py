@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.errors import StoreError
-from offload.fileio import inner_folder
+from offload.fileio import inner_folder, real_path
 from offload.records import fields, read, whole
 from offload.swapper.store.folder import (
     CLOSED,
@@ -282,8 +282,8 @@ def _not_found(found: Found) -> tuple[Path, ...]:
         return tuple(folder for folder in others if not folder.parent.parent.is_dir())
     if store_id(first) != manifest.id:
         return others
-    originals = [Path(drive, first.parent.name, first.name).resolve() for drive in manifest.drives]
-    return tuple(folder for folder in others if store_id(folder) == manifest.id and folder.resolve() not in originals)
+    originals = [real_path(Path(drive, first.parent.name, first.name)) for drive in manifest.drives]
+    return tuple(folder for folder in others if store_id(folder) == manifest.id and real_path(folder) not in originals)
 
 
 def _names(folder: Path) -> list[str]:
