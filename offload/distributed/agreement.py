@@ -33,7 +33,7 @@ from offload.engine.callbacks import Edit, EngineCallbacks, GradientStats
 from offload.errors import BudgetError, RankError, StoreError, UsageError
 from offload.states import State
 from offload.swapper.memory.device import Event
-from offload.swapper.pager import Agreed, Having, checksum
+from offload.swapper.pager import GatherDecision, UnitState, checksum
 from offload.timeline import OFF, Row, Timeline
 
 # -- step facts ----------------------------------------------------------------------------------------
@@ -56,10 +56,10 @@ _MUST_AGREE = (
 )
 
 
-def pack_step(mine: GradientStats, micro_batches: int, global_steps: int, settings: int) -> bytes:
+def pack_step(own: GradientStats, micro_batches: int, global_steps: int, settings: int) -> bytes:
     """Returns the message of one rank."""
-    flags = b"".join(bitmap(segments) for segments in mine.present)
-    return STEP_FACTS.pack(mine.sum_squares, micro_batches, global_steps, settings) + flags
+    flags = b"".join(bitmap(segments) for segments in own.present)
+    return STEP_FACTS.pack(own.sum_squares, micro_batches, global_steps, settings) + flags
 
 
 def add_up_step(rows: Sequence[bytes], shards: int) -> GradientStats:
@@ -96,14 +96,14 @@ def union(rows: Sequence[bytes]) -> list[set[int]]:
 
 def _segments(row: bytes) -> Sequence[set[int]]:
     """Returns, for each unit, the segments of a row of bitmaps."""
-    found, position = [], 0
+    sets, position = [], 0
     while position < len(row):
         (length,) = struct.unpack_from("<I", row, position)
         position += 4
         number = int.from_bytes(row[position : position + length], "little")
-        found.append({bit for bit in range(number.bit_length()) if number >> bit & 1})
+        sets.append({bit for bit in range(number.bit_length()) if number >> bit & 1})
         position += length
-    return found
+    return sets
 
 
 # -- intents -------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ class Rounds(Agreement):
         self.lock = threading.RLock()  # two of autograd's threads may call at the same time
         self._agreed_unit = -1
         """The unit that all ranks are gathering or reducing now; -1 between collectives."""
-        self._retry_answer: Agreed
+        self._retry_answer: GatherDecision
         """Result of `agree` if this rank calls it again for `_agreed_unit`, as after a lack of memory."""
         self._served_short = False
         """True if this rank had no room for `_agreed_unit`, which another rank needs and for which all others wait."""
@@ -297,38 +297,38 @@ class Rounds(Agreement):
 
     # -- collectives --------------------------------------------------------------------------------
 
-    def agree(self, unit: int, having: Callable[[], Having]) -> Agreed:
-        """Returns the common decision on this rank's use of `unit`; `having` is called in each round."""
+    def agree(self, unit: int, state: Callable[[], UnitState]) -> GatherDecision:
+        """Returns the common decision on this rank's use of `unit`; `state` is called in each round."""
         # The lock is held to the end, since a thread that asks after a series has begun must begin its gathers first.
         with self._timeline.span(Row.RANKS, self._agree_titles[unit]), self.lock:
-            return self._agree(unit, having)
+            return self._agree(unit, state)
 
-    def _agree(self, unit: int, having: Callable[[], Having]) -> Agreed:
+    def _agree(self, unit: int, state: Callable[[], UnitState]) -> GatherDecision:
         """Announces the use of `unit`, and derives the decision from the last round."""
         if self._served_short:  # this rank tries again, since it has made room
             self._serve(Collective.USE, self._agreed_unit, ())
         if self._agreed_unit == unit:  # the gather was agreed on before, when this rank lacked memory
             return self._retry_answer
-        latest: list[Having] = []
+        latest: list[UnitState] = []
 
-        def look() -> Having:
-            latest[:] = [having()]
+        def look() -> UnitState:
+            latest[:] = [state()]
             return latest[0]
 
         intents = self._await_all(Collective.USE, unit, look)
-        mine = intents[self.ranks.rank]
-        together = all(intent.same(mine) for intent in intents)
+        own = intents[self.ranks.rank]
+        together = all(intent.same(own) for intent in intents)
         series = latest[0].series
-        if together and series is not None and all(intent.series == mine.series for intent in intents):
+        if together and series is not None and all(intent.series == own.series for intent in intents):
             self._series, self._begun, self._ahead = series.missing, 0, series.ahead
             series.begin()
             self._uses_ask = False
-            return Agreed(gather=False, together=True, series=True)
-        gather = any(intent.same(mine) and not intent.ready for intent in intents)
+            return GatherDecision(gather=False, together=True, series=True)
+        gather = any(intent.same(own) and not intent.ready for intent in intents)
         # A prefetch is agreed on only if all ranks use the same unit and have it: none of them then waits for a gather
         # of the unit itself.
         following = _common([intent.ahead for intent in intents]) if together and not gather else -1
-        answer = Agreed(gather, together, all(intent.has_all for intent in intents), following)
+        answer = GatherDecision(gather, together, all(intent.has_all for intent in intents), following)
         self._agree_on(unit if gather else following, answer)
         self._uses_ask = not answer.all
         return answer
@@ -337,14 +337,14 @@ class Rounds(Agreement):
         """Returns the unit that every rank could gather next, or -1. Called right after a gather announced by all."""
         with self._timeline.span(Row.RANKS, "agree to gather ahead"), self.lock:
             self._check()
-            mine = ahead()
+            own = ahead()
             with self._question():
-                rows = self.ranks.collect([mine], "agree on what to gather ahead")
+                rows = self.ranks.collect([own], "agree on what to gather ahead")
             following = _common([row[0] for row in rows])
-            self._agree_on(following, Agreed(gather=True, together=False))
+            self._agree_on(following, GatherDecision(gather=True, together=False))
             return following
 
-    def _agree_on(self, unit: int, again: Agreed) -> None:
+    def _agree_on(self, unit: int, again: GatherDecision) -> None:
         """Records that all ranks gather `unit` now (-1: none); `again` is this rank's result if it repeats `agree`."""
         self._agreed_unit, self._retry_answer = unit, again
 
@@ -429,9 +429,9 @@ class Rounds(Agreement):
         """Exchanges the statistics."""
         self._await_all(Collective.STEP, -1)
         # Called only now: until every rank had arrived, this rank could still receive gradients of others.
-        mine = known()
+        own = known()
         with self._question():
-            rows = self.ranks.collect_bytes(pack_step(mine, micro_batches, global_steps, settings), "agree on a step")
+            rows = self.ranks.collect_bytes(pack_step(own, micro_batches, global_steps, settings), "agree on a step")
         return add_up_step(rows, self.ranks.mesh.shards)
 
     def add_up(self, numbers: Sequence[float]) -> list[float]:
@@ -446,8 +446,8 @@ class Rounds(Agreement):
         if source is None:
             return []
         with self._question():
-            mine = [[e.start, e.stop, str(e.values.dtype).removeprefix("torch."), e.state.value] for e in edits]
-            what = self.ranks.share(mine, "edit weights")
+            own = [[e.start, e.stop, str(e.values.dtype).removeprefix("torch."), e.state.value] for e in edits]
+            what = self.ranks.share(own, "edit weights")
             agreed: list[Edit] = []
             for position, (start, stop, dtype, state) in enumerate(what[source]):
                 # All ranks take part in the broadcast, and only the source has the values.
@@ -504,7 +504,7 @@ class Rounds(Agreement):
             raise self.ranks.fail("it was interrupted while it waited for the other ranks")
 
     def _await_all(
-        self, kind: Collective, unit: int, ready: bool | Callable[[], Having] = False, series: int = 0
+        self, kind: Collective, unit: int, ready: bool | Callable[[], UnitState] = False, series: int = 0
     ) -> list[RankIntent]:
         """Serves other ranks until this rank's announcement is chosen, or is a USE and all uses are ready.
 
@@ -520,13 +520,13 @@ class Rounds(Agreement):
         with self.lock:
             self._end_series()
             while True:
-                has = Having(ready, all=False, ahead=-1) if isinstance(ready, bool) else ready()
+                has = UnitState(ready, all=False, ahead=-1) if isinstance(ready, bool) else ready()
                 mark = series if has.series is None else has.series.checksum
-                mine = RankIntent(kind, unit, has.unit, self._callbacks.pending_unit(), has.ahead, has.all, mark)
+                own = RankIntent(kind, unit, has.unit, self._callbacks.pending_unit(), has.ahead, has.all, mark)
                 # One small all-gather for each round. A rank that has served others repeats its announcement.
-                numbers = [int(field) for field in mine]
+                numbers = [int(field) for field in own]
                 with self._question():
-                    rows = self.ranks.collect(numbers, f"agree what is next: it {describe(mine, self._names)}")
+                    rows = self.ranks.collect(numbers, f"agree what is next: it {describe(own, self._names)}")
                 intents = [
                     RankIntent(Collective(row[0]), row[1], bool(row[2]), row[3], row[4], bool(row[5]), row[6])
                     for row in rows
@@ -543,7 +543,7 @@ class Rounds(Agreement):
                 if choice.next is None:
                     if kind is Collective.USE:  # all uses are ready, this one among them
                         return intents
-                elif choice.next.same(mine):
+                elif choice.next.same(own):
                     if kind in (Collective.STEP, Collective.EDIT, Collective.LOAD, Collective.SLEEP):
                         self._gathers.forget()
                     return intents
