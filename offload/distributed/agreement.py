@@ -33,7 +33,7 @@ from offload.engine.callbacks import Edit, EngineCallbacks, GradientStats
 from offload.errors import BudgetError, RankError, StoreError, UsageError
 from offload.states import State
 from offload.swapper.memory.device import Event
-from offload.swapper.pager import Agreed, Having, checksum
+from offload.swapper.pager import GatherDecision, UnitState, checksum
 from offload.timeline import OFF, Row, Timeline
 
 # -- step facts ----------------------------------------------------------------------------------------
@@ -56,10 +56,10 @@ _MUST_AGREE = (
 )
 
 
-def pack_step(mine: GradientStats, micro_batches: int, global_steps: int, settings: int) -> bytes:
+def pack_step(own: GradientStats, micro_batches: int, global_steps: int, settings: int) -> bytes:
     """Returns the message of one rank."""
-    flags = b"".join(bitmap(segments) for segments in mine.present)
-    return STEP_FACTS.pack(mine.sum_squares, micro_batches, global_steps, settings) + flags
+    flags = b"".join(bitmap(segments) for segments in own.present)
+    return STEP_FACTS.pack(own.sum_squares, micro_batches, global_steps, settings) + flags
 
 
 def add_up_step(rows: Sequence[bytes], shards: int) -> GradientStats:
@@ -96,14 +96,14 @@ def union(rows: Sequence[bytes]) -> list[set[int]]:
 
 def _segments(row: bytes) -> Sequence[set[int]]:
     """Returns, for each unit, the segments of a row of bitmaps."""
-    found, position = [], 0
+    sets, position = [], 0
     while position < len(row):
         (length,) = struct.unpack_from("<I", row, position)
         position += 4
         number = int.from_bytes(row[position : position + length], "little")
-        found.append({bit for bit in range(number.bit_length()) if number >> bit & 1})
+        sets.append({bit for bit in range(number.bit_length()) if number >> bit & 1})
         position += length
-    return found
+    return sets
 
 
 # -- intents -------------------------------------------------------------------------------------------
@@ -207,7 +207,8 @@ class Agreement:
     `Rounds` agrees with other ranks, and overrides the methods.
     """
 
-    rank, size = 0, 1
+    ranks = Ranks()
+    """The ranks that agree."""
 
     @property
     def interrupted(self) -> bool:
@@ -243,13 +244,13 @@ class Agreement:
         return value
 
     @contextlib.contextmanager
-    def meeting(self, kind: Collective) -> Iterator[Callable[[Any, str], list[Any]]]:
-        """Waits until every rank has announced `kind`, and yields `Ranks.share` for the exchange of values.
+    def meeting(self, kind: Collective) -> Iterator[None]:
+        """Waits until every rank has announced `kind`; in the context they may exchange values.
 
         The body must raise an `Exception` on all ranks or on none. After any other `BaseException`, as from Ctrl-C,
         this rank counts as interrupted.
         """
-        yield lambda value, to: [value]
+        yield
 
     def end(self, remove: bool) -> None:
         """Returns when every rank is about to close its engine. Until then this rank serves gathers of its weights.
@@ -267,14 +268,13 @@ class Rounds(Agreement):
     ) -> None:
         """Prepares the agreement. `names` are those of the units; `timeline` includes each wait for other ranks."""
         self._gathers, self._names, self._callbacks, self._timeline = gathers, names, callbacks, timeline
-        self._ranks = ranks = gathers.ranks
+        self.ranks = gathers.ranks
         self._agree_titles = [f"agree to gather {name}" for name in names]
         self._reduce_titles = [f"reduce the gradients of {name}" for name in names]
-        self.rank, self.size = ranks.rank, ranks.size
         self.lock = threading.RLock()  # two of autograd's threads may call at the same time
         self._agreed_unit = -1
         """The unit that all ranks are gathering or reducing now; -1 between collectives."""
-        self._retry_answer: Agreed
+        self._retry_answer: GatherDecision
         """Result of `agree` if this rank calls it again for `_agreed_unit`, as after a lack of memory."""
         self._served_short = False
         """True if this rank had no room for `_agreed_unit`, which another rank needs and for which all others wait."""
@@ -284,7 +284,7 @@ class Rounds(Agreement):
         """Number of gathers of the series that have begun, and of those that begin before they are needed."""
         self._reductions: deque[int] = deque()
         """Units that all ranks reduce next in this order, without a round."""
-        self._uses_ask = ranks.mesh.shards > 1
+        self._uses_ask = self.ranks.mesh.shards > 1
         """False while all ranks know that their next uses need no round, as where each has whole weights."""
         self._strayed = False
         """True if this rank has left a series of reductions. It takes part in no other."""
@@ -297,38 +297,38 @@ class Rounds(Agreement):
 
     # -- collectives --------------------------------------------------------------------------------
 
-    def agree(self, unit: int, having: Callable[[], Having]) -> Agreed:
-        """Returns the common decision on this rank's use of `unit`; `having` is called in each round."""
+    def agree(self, unit: int, state: Callable[[], UnitState]) -> GatherDecision:
+        """Returns the common decision on this rank's use of `unit`; `state` is called in each round."""
         # The lock is held to the end, since a thread that asks after a series has begun must begin its gathers first.
         with self._timeline.span(Row.RANKS, self._agree_titles[unit]), self.lock:
-            return self._agree(unit, having)
+            return self._agree(unit, state)
 
-    def _agree(self, unit: int, having: Callable[[], Having]) -> Agreed:
+    def _agree(self, unit: int, state: Callable[[], UnitState]) -> GatherDecision:
         """Announces the use of `unit`, and derives the decision from the last round."""
         if self._served_short:  # this rank tries again, since it has made room
             self._serve(Collective.USE, self._agreed_unit, ())
         if self._agreed_unit == unit:  # the gather was agreed on before, when this rank lacked memory
             return self._retry_answer
-        latest: list[Having] = []
+        latest: list[UnitState] = []
 
-        def look() -> Having:
-            latest[:] = [having()]
+        def look() -> UnitState:
+            latest[:] = [state()]
             return latest[0]
 
         intents = self._await_all(Collective.USE, unit, look)
-        mine = intents[self._ranks.rank]
-        together = all(intent.same(mine) for intent in intents)
+        own = intents[self.ranks.rank]
+        together = all(intent.same(own) for intent in intents)
         series = latest[0].series
-        if together and series is not None and all(intent.series == mine.series for intent in intents):
+        if together and series is not None and all(intent.series == own.series for intent in intents):
             self._series, self._begun, self._ahead = series.missing, 0, series.ahead
             series.begin()
             self._uses_ask = False
-            return Agreed(gather=False, together=True, series=True)
-        gather = any(intent.same(mine) and not intent.ready for intent in intents)
+            return GatherDecision(gather=False, together=True, series=True)
+        gather = any(intent.same(own) and not intent.ready for intent in intents)
         # A prefetch is agreed on only if all ranks use the same unit and have it: none of them then waits for a gather
         # of the unit itself.
         following = _common([intent.ahead for intent in intents]) if together and not gather else -1
-        answer = Agreed(gather, together, all(intent.has_all for intent in intents), following)
+        answer = GatherDecision(gather, together, all(intent.has_all for intent in intents), following)
         self._agree_on(unit if gather else following, answer)
         self._uses_ask = not answer.all
         return answer
@@ -337,14 +337,14 @@ class Rounds(Agreement):
         """Returns the unit that every rank could gather next, or -1. Called right after a gather announced by all."""
         with self._timeline.span(Row.RANKS, "agree to gather ahead"), self.lock:
             self._check()
-            mine = ahead()
+            own = ahead()
             with self._question():
-                rows = self._ranks.collect([mine], "agree on what to gather ahead")
+                rows = self.ranks.collect([own], "agree on what to gather ahead")
             following = _common([row[0] for row in rows])
-            self._agree_on(following, Agreed(gather=True, together=False))
+            self._agree_on(following, GatherDecision(gather=True, together=False))
             return following
 
-    def _agree_on(self, unit: int, again: Agreed) -> None:
+    def _agree_on(self, unit: int, again: GatherDecision) -> None:
         """Records that all ranks gather `unit` now (-1: none); `again` is this rank's result if it repeats `agree`."""
         self._agreed_unit, self._retry_answer = unit, again
 
@@ -400,7 +400,7 @@ class Rounds(Agreement):
     def _reduce_next(self) -> None:
         """Reduces the next unit of the series, to which every rank contributes: zeros if it has no gradients."""
         unit = self._agreed_unit = self._reductions.popleft()
-        self._callbacks.serve_reduce(unit, range(self._ranks.size))
+        self._callbacks.serve_reduce(unit, range(self.ranks.size))
         self._agreed_unit = -1
 
     def end_reductions(self) -> None:
@@ -429,15 +429,15 @@ class Rounds(Agreement):
         """Exchanges the statistics."""
         self._await_all(Collective.STEP, -1)
         # Called only now: until every rank had arrived, this rank could still receive gradients of others.
-        mine = known()
+        own = known()
         with self._question():
-            rows = self._ranks.collect_bytes(pack_step(mine, micro_batches, global_steps, settings), "agree on a step")
-        return add_up_step(rows, self._ranks.mesh.shards)
+            rows = self.ranks.collect_bytes(pack_step(own, micro_batches, global_steps, settings), "agree on a step")
+        return add_up_step(rows, self.ranks.mesh.shards)
 
     def add_up(self, numbers: Sequence[float]) -> list[float]:
         packed = struct.Struct(f"<{len(numbers)}d")
         with self._question():
-            rows = self._ranks.collect_bytes(packed.pack(*numbers), "add up the norms")[: self._ranks.mesh.shards]
+            rows = self.ranks.collect_bytes(packed.pack(*numbers), "add up the norms")[: self.ranks.mesh.shards]
         return [sum(column) for column in zip(*map(packed.unpack, rows), strict=True)]
 
     def edit(self, unit: int, edits: Sequence[Edit]) -> list[Edit]:
@@ -446,16 +446,16 @@ class Rounds(Agreement):
         if source is None:
             return []
         with self._question():
-            mine = [[e.start, e.stop, str(e.values.dtype).removeprefix("torch."), e.state.value] for e in edits]
-            what = self._ranks.share(mine, "edit weights")
+            own = [[e.start, e.stop, str(e.values.dtype).removeprefix("torch."), e.state.value] for e in edits]
+            what = self.ranks.share(own, "edit weights")
             agreed: list[Edit] = []
             for position, (start, stop, dtype, state) in enumerate(what[source]):
                 # All ranks take part in the broadcast, and only the source has the values.
-                if source == self._ranks.rank:
+                if source == self.ranks.rank:
                     values = edits[position].values
                 else:
                     values = torch.empty(stop - start, dtype=getattr(torch, dtype), device="cpu")
-                self._ranks.broadcast(values, source)
+                self.ranks.broadcast(values, source)
                 agreed.append(Edit(start=start, stop=stop, values=values, state=State(state)))
         return agreed
 
@@ -464,7 +464,7 @@ class Rounds(Agreement):
         value = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
         self._await_all(Collective.MEAN, -1)
         with self._question():
-            values: list[float] = self._ranks.share(value, "take the mean of a number")
+            values: list[float] = self.ranks.share(value, "take the mean of a number")
         return sum(values) / len(values)
 
     def forget(self) -> None:
@@ -472,11 +472,11 @@ class Rounds(Agreement):
         self._await_all(Collective.FORGET, -1)
 
     @contextlib.contextmanager
-    def meeting(self, kind: Collective) -> Iterator[Callable[[Any, str], list[Any]]]:
+    def meeting(self, kind: Collective) -> Iterator[None]:
         self._await_all(kind, -1)
         self._in_question = True
         try:
-            yield self._ranks.share
+            yield
         except Exception:
             self._in_question = False
             raise
@@ -499,12 +499,12 @@ class Rounds(Agreement):
             retried: a unit whose gather is begun again, which is no reason.
         """
         if self._agreed_unit not in (-1, retried):
-            raise self._ranks.fail(f"it left an exchange of {self._names[self._agreed_unit]} unfinished")
+            raise self.ranks.fail(f"it left an exchange of {self._names[self._agreed_unit]} unfinished")
         if self._in_question:
-            raise self._ranks.fail("it was interrupted while it waited for the other ranks")
+            raise self.ranks.fail("it was interrupted while it waited for the other ranks")
 
     def _await_all(
-        self, kind: Collective, unit: int, ready: bool | Callable[[], Having] = False, series: int = 0
+        self, kind: Collective, unit: int, ready: bool | Callable[[], UnitState] = False, series: int = 0
     ) -> list[RankIntent]:
         """Serves other ranks until this rank's announcement is chosen, or is a USE and all uses are ready.
 
@@ -520,13 +520,13 @@ class Rounds(Agreement):
         with self.lock:
             self._end_series()
             while True:
-                has = Having(ready, all=False, ahead=-1) if isinstance(ready, bool) else ready()
+                has = UnitState(ready, all=False, ahead=-1) if isinstance(ready, bool) else ready()
                 mark = series if has.series is None else has.series.checksum
-                mine = RankIntent(kind, unit, has.unit, self._callbacks.pending_unit(), has.ahead, has.all, mark)
+                own = RankIntent(kind, unit, has.unit, self._callbacks.pending_unit(), has.ahead, has.all, mark)
                 # One small all-gather for each round. A rank that has served others repeats its announcement.
-                numbers = [int(field) for field in mine]
+                numbers = [int(field) for field in own]
                 with self._question():
-                    rows = self._ranks.collect(numbers, f"agree what is next: it {describe(mine, self._names)}")
+                    rows = self.ranks.collect(numbers, f"agree what is next: it {describe(own, self._names)}")
                 intents = [
                     RankIntent(Collective(row[0]), row[1], bool(row[2]), row[3], row[4], bool(row[5]), row[6])
                     for row in rows
@@ -534,7 +534,7 @@ class Rounds(Agreement):
                 choice = next_collective(intents)
                 if choice is None:
                     described = [describe(intent, self._names) for intent in intents]
-                    calls = self._ranks.described(described)
+                    calls = self.ranks.described(described)
                     raise RankError(
                         f"the ranks have reached different calls: {calls}. Every rank must make the same steps, and "
                         "the same edits between them; `with offload.gathered(..., modify=True)` applies one rank's "
@@ -543,7 +543,7 @@ class Rounds(Agreement):
                 if choice.next is None:
                     if kind is Collective.USE:  # all uses are ready, this one among them
                         return intents
-                elif choice.next.same(mine):
+                elif choice.next.same(own):
                     if kind in (Collective.STEP, Collective.EDIT, Collective.LOAD, Collective.SLEEP):
                         self._gathers.forget()
                     return intents
@@ -585,17 +585,10 @@ def _common(units: Sequence[int]) -> int:
 class AllOrNothing:
     """One rank's side of the common work. A process that trains alone is the only rank."""
 
-    def __init__(self, rank: int, size: int, share: Callable[[Any], list[Any]], what: str) -> None:
-        """Describes the work.
-
-        Args:
-            rank: this rank.
-            size: number of ranks.
-            share: sends a JSON value to all ranks, and returns every rank's.
-            what: the work in words, for messages.
-        """
-        self.rank, self.size = rank, size
-        self._share, self._what = share, what
+    def __init__(self, ranks: Ranks, what: str) -> None:
+        """Stores the ranks that do the work, and `what` it is in words, for messages."""
+        self.rank, self.size = ranks.rank, ranks.size
+        self._ranks, self._what = ranks, what
 
     def settle(self, action: Callable[[], Any]) -> list[Any]:
         """Runs `action` on every rank, and returns the results of all ranks; several ranks exchange them as JSON.
@@ -614,7 +607,7 @@ class AllOrNothing:
         except Exception as error:
             failure = error
         message = None if failure is None else f"{type(failure).__name__}: {failure}"
-        rows = self._share([message, value])
+        rows = self._ranks.share([message, value], self._what)
         if failure is not None:
             raise failure
         for rank, (message, _) in enumerate(rows):
@@ -651,15 +644,5 @@ def all_or_nothing(agreement: Agreement, kind: Collective, what: str) -> Iterato
         The object through which the ranks settle each action. Any exception that leaves the body must come from this
         object, so that all ranks raise.
     """
-    with agreement.meeting(kind) as share:
-        yield AllOrNothing(agreement.rank, agreement.size, lambda value: share(value, what), what)
-
-
-def among(ranks: Ranks, what: str) -> AllOrNothing:
-    """Returns this process's side of work of ranks that have met: at the start, or as the columns of a grid.
-
-    Args:
-        ranks: the ranks that do the work.
-        what: the work in words, for messages.
-    """
-    return AllOrNothing(ranks.rank, ranks.size, lambda value: ranks.share(value, what), what)
+    with agreement.meeting(kind):
+        yield AllOrNothing(agreement.ranks, what)

@@ -112,7 +112,7 @@ class Communication(NamedTuple):
     @property
     def total(self) -> Sent:
         """All kinds together."""
-        return Sent(sum(each.collectives for each in self), sum(each.nbytes for each in self))
+        return Sent(sum(sent.collectives for sent in self), sum(sent.nbytes for sent in self))
 
     def since(self, before: Communication) -> Communication:
         """Returns what was sent after `before` was taken."""
@@ -181,7 +181,7 @@ class Mesh(NamedTuple):
     def shards_among(self, ranks: Iterable[int], rank: int) -> list[int]:
         """Returns the shards of those of `ranks` that are in the replica of `rank`."""
         own = self.replica(rank)
-        return [self.shard_of(each) for each in ranks if each in own]
+        return [self.shard_of(member) for member in ranks if member in own]
 
     @property
     def replica_groups(self) -> list[list[int]]:
@@ -293,10 +293,10 @@ def _own(groups: list[list[int]], backend: str, timeout: datetime.timedelta | No
     return dist.new_subgroups_by_enumeration(groups, timeout=timeout, backend=backend)[0]
 
 
-def gather_into(everyone: torch.Tensor, mine: torch.Tensor, group: Any) -> Any:
-    """Starts an all-gather of `mine` into `everyone`."""
+def gather_into(everyone: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
+    """Starts an all-gather of `own` into `everyone`."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
-    return gather(everyone, mine, group=group, async_op=True)
+    return gather(everyone, own, group=group, async_op=True)
 
 
 # -- bounded store -------------------------------------------------------------------------------------
@@ -367,8 +367,8 @@ class BoundedStore:
         def read() -> str | None:
             return str(self._store.get(key).decode()) if self._store.check([key]) else None
 
-        found: str | None = self._within(read)
-        return found
+        value: str | None = self._within(read)
+        return value
 
     def set(self, key: str, value: str) -> None:
         """Sets the value of `key`. Raises as `get` does."""
@@ -471,9 +471,9 @@ def meet_others() -> None:
         return
     try:
         # Both backends, since tensors on either device are exchanged.
-        found = accelerator_type()
+        accelerator = accelerator_type()
         dist.init_process_group(
-            "gloo" if found is None else f"cpu:gloo,{found}:{device_backend(found)}",
+            "gloo" if accelerator is None else f"cpu:gloo,{accelerator}:{device_backend(accelerator)}",
             **(_place_after_restart() or _place_on_one_machine()),
         )
     except (RuntimeError, ValueError) as error:
@@ -662,7 +662,7 @@ class Heartbeat:
 
     def gone(self, silence: float, ranks: Sequence[int]) -> list[str]:
         """Returns a description of each of `ranks` that is lost, or silent for longer than `silence` seconds."""
-        found: list[str] = []
+        losses: list[str] = []
         for rank in ranks:
             machine, process = self.places[rank]
             where = f"rank {rank} (process {process} on {machine.partition('/')[0]})"
@@ -670,12 +670,12 @@ class Heartbeat:
             if self.cut_off is not None:  # of no rank is anything known then
                 return [f"{self.cut_off}: this machine, or the one that serves the store, is cut off"]
             if ended is not None:
-                found.append(f"{where} has ended: {ended}")
+                losses.append(f"{where} has ended: {ended}")
             elif machine == machine_name() and not is_alive(process):
-                found.append(f"{where} was killed or has crashed")
+                losses.append(f"{where} was killed or has crashed")
             elif self.silent(rank) > silence:
-                found.append(f"{where} has sent no heartbeat for {self.silent(rank):.0f} s")
-        return found
+                losses.append(f"{where} has sent no heartbeat for {self.silent(rank):.0f} s")
+        return losses
 
     @property
     def cut_off(self) -> str | None:
@@ -715,11 +715,11 @@ class Heartbeat:
             ranks: some or all ranks.
             calls: words for what each of them does.
         """
-        told = [(rank, call, self._get(f"error/{rank}")) for rank, call in zip(ranks, calls, strict=True)]
+        rows = [(rank, call, self._get(f"error/{rank}")) for rank, call in zip(ranks, calls, strict=True)]
         # A rank may have the error of these very calls already, which would stand in itself.
         return "; ".join(
             f"rank {rank} {call}{'' if error is None or _DIFFERENT in error else f', after {error}'}"
-            for rank, call, error in told
+            for rank, call, error in rows
         )
 
     def _get(self, key: str) -> str | None:
@@ -904,9 +904,9 @@ class Ranks:
         """
         return uploaded
 
-    def gather_parts(self, everyone: torch.Tensor, mine: torch.Tensor) -> Work:
-        """Starts the gather of each shard's part into `everyone`, in their order; `mine` may be a view of it."""
-        everyone.copy_(mine)
+    def gather_parts(self, everyone: torch.Tensor, own: torch.Tensor) -> Work:
+        """Starts the gather of each shard's part into `everyone`, in their order; `own` may be a view of it."""
+        everyone.copy_(own)
         return Work(self)
 
     def exchange(
@@ -942,9 +942,9 @@ class Ranks:
         """
         return Work(self)
 
-    def gather_sums(self, everyone: torch.Tensor, mine: torch.Tensor) -> Work:
+    def gather_sums(self, everyone: torch.Tensor, own: torch.Tensor) -> Work:
         """Starts the gather of each replica's sum of this shard into `everyone`, in their order, as `gather_parts`."""
-        everyone.copy_(mine)
+        everyone.copy_(own)
         return Work(self)
 
     # -- waits and lost ranks -----------------------------------------------------------------------
@@ -1047,10 +1047,10 @@ class ProcessGroup(Ranks):
 
     def _collect(self, numbers: Sequence[int], to: str, kind: Kind) -> list[list[int]]:
         """Exchanges the numbers, see `collect`."""
-        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # independent of torch's default device
+        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # independent of torch's default device
         everyone = torch.empty(self.size, len(numbers), dtype=torch.int64, device="cpu")
-        nbytes = mine.nbytes * (self.size - 1)
-        self._begin(lambda: gather_into(everyone.view(-1), mine, self._control), to, kind, nbytes).wait()
+        nbytes = own.nbytes * (self.size - 1)
+        self._begin(lambda: gather_into(everyone.view(-1), own, self._control), to, kind, nbytes).wait()
         rows: list[list[int]] = everyone.tolist()
         return rows
 
@@ -1059,9 +1059,9 @@ class ProcessGroup(Ranks):
         longest = max(lengths)
         everyone = torch.empty(self.size * longest, dtype=torch.uint8, device="cpu")
         if longest:
-            mine = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8)
+            own = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8)
             nbytes = longest * (self.size - 1)
-            self._begin(lambda: gather_into(everyone, mine, self._control), to, Kind.MESSAGES, nbytes).wait()
+            self._begin(lambda: gather_into(everyone, own, self._control), to, Kind.MESSAGES, nbytes).wait()
         rows = everyone.view(self.size, -1)
         return [bytes(row[:length].numpy()) for row, length in zip(rows, lengths, strict=True)]
 
@@ -1100,14 +1100,14 @@ class ProcessGroup(Ranks):
                 self._gather(whole, byte_range).work.wait()
         return self._device.uploaded()
 
-    def _gather(self, whole: torch.Tensor, mine: range) -> Work:
+    def _gather(self, whole: torch.Tensor, own: range) -> Work:
         """Starts the gather of one of this rank's byte ranges and the other ranks' ranges around it."""
-        start = mine.start - self.shard * len(mine)
-        return self.gather_parts(whole[start : start + self.mesh.shards * len(mine)], whole[mine.start : mine.stop])
+        start = own.start - self.shard * len(own)
+        return self.gather_parts(whole[start : start + self.mesh.shards * len(own)], whole[own.start : own.stop])
 
-    def gather_parts(self, everyone: torch.Tensor, mine: torch.Tensor) -> Work:
-        start = functools.partial(gather_into, everyone, mine, self._groups.replica)
-        return self._begin(start, "gather weights", Kind.WEIGHTS, everyone.nbytes - mine.nbytes)
+    def gather_parts(self, everyone: torch.Tensor, own: torch.Tensor) -> Work:
+        start = functools.partial(gather_into, everyone, own, self._groups.replica)
+        return self._begin(start, "gather weights", Kind.WEIGHTS, everyone.nbytes - own.nbytes)
 
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor | None, senders: Sequence[int], kind: Kind = Kind.GRADIENTS
@@ -1137,9 +1137,9 @@ class ProcessGroup(Ranks):
         nbytes = 2 * values.nbytes * (self.mesh.replicas - 1) // self.mesh.replicas
         return self._begin(start, "reduce gradients", Kind.GRADIENTS, nbytes)
 
-    def gather_sums(self, everyone: torch.Tensor, mine: torch.Tensor) -> Work:
-        start = functools.partial(gather_into, everyone, mine, self._groups.across)
-        return self._begin(start, "reduce gradients", Kind.GRADIENTS, everyone.nbytes - mine.nbytes)
+    def gather_sums(self, everyone: torch.Tensor, own: torch.Tensor) -> Work:
+        start = functools.partial(gather_into, everyone, own, self._groups.across)
+        return self._begin(start, "reduce gradients", Kind.GRADIENTS, everyone.nbytes - own.nbytes)
 
     # -- waits and lost ranks -----------------------------------------------------------------------
 

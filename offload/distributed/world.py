@@ -21,6 +21,7 @@ meet in a collective has left behind the same collectives: none waits for one th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -116,8 +117,8 @@ class World:
         """The names of all columns, stage by stage, in each by coordinate; none without a grid."""
         if not self.row:
             return ()
-        coordinates = range(self.tensor_size)
-        return tuple(self._part(position, each) for position in range(self.stages) for each in coordinates)
+        places = itertools.product(range(self.stages), range(self.tensor_size))
+        return tuple(self._part(position, coordinate) for position, coordinate in places)
 
     def _part(self, position: int, coordinate: int) -> str:
         """Returns the name of a column."""
@@ -128,12 +129,12 @@ class World:
     @property
     def description(self) -> dict[str, dict[str, int]]:
         """The place of a column in the grid, as its swap files contain it."""
-        found: dict[str, dict[str, int]] = {}
+        description: dict[str, dict[str, int]] = {}
         if self.tensor_size > 1:
-            found["tensor_parallel"] = {"size": self.tensor_size, "coordinate": self.coordinate}
+            description["tensor_parallel"] = {"size": self.tensor_size, "coordinate": self.coordinate}
         if self.stages > 1:
-            found["pipeline"] = {"size": self.stages, "position": self.position}
-        return found
+            description["pipeline"] = {"size": self.stages, "position": self.position}
+        return description
 
     @property
     def sent(self) -> Communication:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from offload.activations.activations import Activations
 from offload.aio.shared_queue import SharedQueue
-from offload.distributed.agreement import Agreement, AllOrNothing, Collective, among
+from offload.distributed.agreement import Agreement, AllOrNothing, Collective
 from offload.distributed.world import World
 from offload.engine.edits import WeightEdits
 from offload.engine.gradients import GradientAccumulator
@@ -131,4 +131,4 @@ def together(components: EngineComponents, kind: Collective, what: str) -> Itera
         what: The work in words, for messages.
     """
     with components.agreement.meeting(kind):
-        yield among(components.world.everyone, what)
+        yield AllOrNothing(components.world.everyone, what)

@@ -36,7 +36,7 @@ from offload.aio.shared_queue import SharedQueue
 from offload.checkpointing import with_configured
 from offload.config import Aio, Config, effective, load_config, resolve_batch
 from offload.config.load import read_json
-from offload.distributed.agreement import Agreement, Rounds, among
+from offload.distributed.agreement import Agreement, AllOrNothing, Rounds
 from offload.distributed.gathers import SecondaryShards, WeightGathers, form_node
 from offload.distributed.process_group import UNABLE, Ranks, join_ranks, meet_others, stay_away
 from offload.distributed.reduce_scatter import ReduceScatterAccumulator
@@ -916,7 +916,7 @@ def _store(
     if config.offload.resume == "never":
         run, job = Path(config.drives[0]) / config.offload.run, job_of(model, _settings(plan), optimizer, lr_scheduler)
         # The first rank alone has the note of the end, which its store deletes.
-        among(plan.world.ranks, "replace the run").by_first(lambda: check_replaced(run, spec, job))
+        AllOrNothing(plan.world.ranks, "replace the run").by_first(lambda: check_replaced(run, spec, job))
     new = NewRanks(
         drives=config.drives,
         run=config.offload.run,
@@ -924,8 +924,8 @@ def _store(
         layouts=plan.layouts,
         mode=plan.mode,
         shares=plan.shares,
-        ranks=among(plan.world.ranks, "give the run another number of ranks"),
-        everyone=among(
+        ranks=AllOrNothing(plan.world.ranks, "give the run another number of ranks"),
+        everyone=AllOrNothing(
             plan.world.everyone if plan.world.divides_model else Ranks(), "give the run another number of ranks"
         ),
         place=plan.world.description,

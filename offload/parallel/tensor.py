@@ -47,8 +47,8 @@ def form_grid(
     if everyone.size == 1:
         return World(everyone=everyone, ranks=everyone)
     shared = everyone.share([list(row), *pipeline[:3]], "compare their tensor parallelism")
-    rows = [tuple(each[0]) for each in shared]
-    places = [PipelinePlace(tuple(each[1]), each[2], tuple(each[3])) for each in shared]
+    rows = [tuple(message[0]) for message in shared]
+    places = [PipelinePlace(tuple(message[1]), message[2], tuple(message[3])) for message in shared]
     pipelines = [place.processes for place in places]
     if not any(rows) and not any(pipelines):
         return World(everyone=everyone, ranks=everyone)
@@ -58,19 +58,19 @@ def form_grid(
     distinct = _distinct(blocks, any(pipelines))
     _check_own(rows, "tensor")
     _check_stages(pipelines, places)
-    stages, mine = max(map(len, pipelines)) or 1, blocks[everyone.rank]
-    size = len(mine) // stages
-    positions = [block.index(process) // size for process, block in enumerate(blocks)]
+    stages, block = max(map(len, pipelines)) or 1, blocks[everyone.rank]
+    size = len(block) // stages
+    positions = [members.index(process) // size for process, members in enumerate(blocks)]
     # Where there is no pipeline, the processes with the same layers are all.
     stage = Ranks()
     if stages > 1 and size > 1:
         stage = everyone.divided(
-            [[each for each, at in enumerate(positions) if at == position] for position in range(stages)]
+            [[process for process, at in enumerate(positions) if at == position] for position in range(stages)]
         )
     return World(
         everyone=everyone,
-        ranks=everyone.divided([[each[coordinate] for each in distinct] for coordinate in range(len(mine))]),
-        row=mine,
+        ranks=everyone.divided([[members[coordinate] for members in distinct] for coordinate in range(len(block))]),
+        row=block,
         sharded=sharded,
         dims=dims,
         stages=stages,
@@ -89,7 +89,7 @@ _ADVICE = {
 
 def _check_own(groups: Sequence[tuple[int, ...]], kind: str) -> None:
     """Raises `ConfigError` if a process is not in its own group of a dimension that others have."""
-    wrong = [process for process, each in enumerate(groups) if any(groups) and process not in each]
+    wrong = [process for process, group in enumerate(groups) if any(groups) and process not in group]
     if wrong:
         raise ConfigError(
             f"process {wrong[0]} is not in the group {list(groups[wrong[0]])} of its {kind} parallelism: "
@@ -99,14 +99,14 @@ def _check_own(groups: Sequence[tuple[int, ...]], kind: str) -> None:
 
 def _block(process: int, rows: Sequence[tuple[int, ...]], pipelines: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Returns the processes that compute one batch with `process`, stage by stage, in each those of its row."""
-    return tuple(each for stage in pipelines[process] or (process,) for each in rows[stage] or (stage,))
+    return tuple(member for stage in pipelines[process] or (process,) for member in rows[stage] or (stage,))
 
 
 def _distinct(blocks: Sequence[tuple[int, ...]], has_pipelines: bool) -> list[tuple[int, ...]]:
     """Returns the blocks that make a grid, each once; raises `ConfigError` if they make none."""
     distinct = sorted(set(blocks))
-    in_order = sorted(process for each in distinct for process in each)
-    if in_order != list(range(len(blocks))) or len({len(each) for each in distinct}) > 1:
+    in_order = sorted(process for block in distinct for process in block)
+    if in_order != list(range(len(blocks))) or len({len(block) for block in distinct}) > 1:
         kind = "pipeline" if has_pipelines else "tensor"
         raise ConfigError(
             f"{kind} parallelism divides {len(blocks)} processes into {distinct}; expected groups of one size, with "
@@ -119,10 +119,11 @@ def _check_stages(pipelines: Sequence[tuple[int, ...]], places: Sequence[Pipelin
     """Raises `ConfigError` if the processes of a pipeline do not have each of its stages once."""
     for processes in filter(None, sorted(set(pipelines))):
         count = places[processes[0]].num_stages
-        held = {process: list(places[process].indices) for process in processes}
-        every = sorted(index for each in held.values() for index in each)
+        stages = {process: list(places[process].indices) for process in processes}
+        every = sorted(index for indices in stages.values() for index in indices)
         if every != list(range(count)) or any(places[process].num_stages != count for process in processes):
             raise ConfigError(
-                f"the processes of a pipeline have the stages {held}; expected each of 0 to {count - 1} once, and one "
-                "num_stages on all: give PipelineStages of each process the stages that its place in the schedule has"
+                f"the processes of a pipeline have the stages {stages}; expected each of 0 to {count - 1} once, "
+                "and one num_stages on all: give PipelineStages of each process the stages that its place in the "
+                "schedule has"
             )

@@ -76,7 +76,7 @@ class Series(NamedTuple):
     """Begins the series on this rank; called when all ranks have agreed, before any gather."""
 
 
-class Having(NamedTuple):
+class UnitState(NamedTuple):
     """State of the device of a rank that uses a unit."""
 
     unit: bool
@@ -89,7 +89,7 @@ class Having(NamedTuple):
     """The gathers that this rank could begin without a round each; None if it needs rounds."""
 
 
-class Agreed(NamedTuple):
+class GatherDecision(NamedTuple):
     """Joint decision of all ranks about a unit that one of them uses."""
 
     gather: bool
@@ -107,14 +107,14 @@ class Agreed(NamedTuple):
 class Peers(Gathers, Protocol):
     """The other ranks, which hold the rest of each unit. Called by the thread that runs the model or its backward."""
 
-    def agree(self, unit: int, having: Callable[[], Having]) -> Agreed:
+    def agree(self, unit: int, state: Callable[[], UnitState]) -> GatherDecision:
         """Announces that this rank uses `unit`, and returns the decision of all ranks.
 
         Serves the gathers of other ranks while it waits. The caller must not hold the table's lock.
 
         Args:
             unit: the unit in use.
-            having: returns the state of this rank; called without the table's lock, once for each round.
+            state: returns the state of this rank; called without the table's lock, once for each round.
         """
 
     def agree_ahead(self, ahead: Callable[[], int]) -> int:
@@ -219,18 +219,18 @@ class CommonUses(Fetcher):
     def _ask(self, entry: UnitEntry, ahead: bool) -> bool:
         """Fetches `entry` as a round decides. Returns True if all have all, or a series has begun."""
 
-        def having() -> Having:
+        def state() -> UnitState:
             with self._table.changed.lock:
                 series = self._possible_series(entry)
                 if entry.residency is not Residency.DEVICE:
-                    return Having(unit=False, all=False, ahead=-1, series=series)
+                    return UnitState(unit=False, all=False, ahead=-1, series=series)
                 next_one = self._prefetcher.next_with_room() if ahead else -1
-                return Having(unit=True, all=self._has_all(), ahead=next_one, series=series)
+                return UnitState(unit=True, all=self._has_all(), ahead=next_one, series=series)
 
         if ahead and entry.residency is Residency.DEVICE:
             self._prefetcher.read()
         # Other ranks are waited for, and served, without the lock.
-        agreed = self._table.changed.without_lock(lambda: self._peers.agree(entry.index, having))
+        agreed = self._table.changed.without_lock(lambda: self._peers.agree(entry.index, state))
         if agreed.series:
             return True
         self._device_cache.free_reserved()
@@ -243,7 +243,7 @@ class CommonUses(Fetcher):
             if ahead:
                 self._prefetcher.read()
             if agreed.together:
-                unit = self._table.changed.without_lock(lambda: self._peers.agree_ahead(lambda: having().ahead))
+                unit = self._table.changed.without_lock(lambda: self._peers.agree_ahead(lambda: state().ahead))
         self._table.check()
         if unit >= 0:
             self._gather_beside(self._table.entries[unit])

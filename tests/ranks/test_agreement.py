@@ -20,7 +20,7 @@ from offload.distributed.agreement import (
     union,
 )
 from offload.errors import BudgetError, RankError
-from offload.swapper.pager import Having
+from offload.swapper.pager import UnitState
 
 FREE = (Collective.USE, Collective.REDUCE)
 TOGETHER = (Collective.STEP, Collective.EDIT, Collective.END, Collective.MEAN)
@@ -139,5 +139,5 @@ def test_a_gather_for_another_rank_is_tried_again_once_there_is_room() -> None:
     agreement = Rounds(SimpleNamespace(ranks=two), ["a", "b"], callbacks)  # type: ignore[arg-type]
     for _ in range(2):
         with pytest.raises(BudgetError) if not served else contextlib.nullcontext():
-            agreement.agree(0, lambda: Having(unit=True, all=False, ahead=-1))
+            agreement.agree(0, lambda: UnitState(unit=True, all=False, ahead=-1))
     assert served == [1, 1] and not agreement.interrupted

@@ -15,7 +15,7 @@ from offload.states import Tier
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import Classes, HostArena
-from offload.swapper.pager import Agreed, Having, Pager
+from offload.swapper.pager import GatherDecision, Pager, UnitState
 from offload.swapper.policy import AccessOrder, Limits, PassKind
 from offload.swapper.table import Residency, UnitSize
 
@@ -54,15 +54,15 @@ class Twin:
         self.series: list[tuple[int, ...]] = []
         self._left: list[int] = []
 
-    def agree(self, unit: int, having: Callable[[], Having]) -> Agreed:
+    def agree(self, unit: int, state: Callable[[], UnitState]) -> GatherDecision:
         self.go_on(-1)
-        has = having()
+        has = state()
         if has.series is None:
-            return Agreed(not has.unit, together=True, all=has.all, ahead=has.ahead)
+            return GatherDecision(not has.unit, together=True, all=has.all, ahead=has.ahead)
         self.series.append(has.series.missing)
         self._left += has.series.missing
         has.series.begin()
-        return Agreed(gather=False, together=True, series=True)
+        return GatherDecision(gather=False, together=True, series=True)
 
     def agree_ahead(self, ahead: Callable[[], int]) -> int:
         return ahead()
