@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict, TypeVar
 
 import torch
 from torch import nn
@@ -84,7 +84,6 @@ from offload.engine.unit_views import UnitViews
 from offload.engine.update import RunFacts, UpdateWorker, run_may_speculate
 from offload.engine.update_strategy import FusedUpdates, UpdateStrategy
 from offload.errors import ConfigError, StoreError, UsageError
-from offload.fileio.cache_file import Stamp
 from offload.hardware.probe import kept_window
 from offload.launch.environment import rank_number
 from offload.layout.fingerprint import describe
@@ -116,10 +115,10 @@ from offload.swapper.pager import Pager
 from offload.swapper.store import Rating, Store, StoreSpec, Written
 from offload.swapper.store.format import last_of_all, was_committed
 from offload.swapper.store.inspection import look
-from offload.swapper.store.model_files import ModelFiles
 from offload.swapper.store.recovery import check_one_run
 from offload.swapper.store.requests import DriveSpans
 from offload.swapper.store.spill_file import SpillFile
+from offload.swapper.weight_source import WeightSource
 from offload.timeline import OFF, Timeline, open_timeline
 
 if TYPE_CHECKING:
@@ -139,8 +138,10 @@ class RunFiles:
     """Queue of all requests; None without files."""
     store: Store | None
     """The swap files; None without states on DISK."""
-    model_files: ModelFiles | None
-    """The model's own files; None if no weight is read there."""
+    source: WeightSource | None
+    """The files from which the pager reads weights: the swap files, or others that are only read; None without any."""
+    others: contextlib.ExitStack
+    """Closes the files that are only read."""
     make: Callable[[], None]
     """Makes the swap files of a new run, before anything is written to them; does nothing for a resumed run."""
     written: Written
@@ -556,7 +557,7 @@ def assemble(
         agreement=agreement,
         store=files.store,
         queue=files.queue,
-        model_files=files.model_files,
+        read_only=files.others,
         arena=host,
         layouts=plan.layouts,
         trainable=plan.trainable,
@@ -608,7 +609,7 @@ def _pager(
         host,
         arena,
         plan.device,
-        files.store or files.model_files,
+        files.source,
         limits(plan.config, plan.mode),
         peers,
         expand=expander(plan.layouts, plan.mode.weight_dtype),
@@ -821,6 +822,9 @@ def _strategy(
 
 _T = TypeVar("_T")
 
+OpenSource: TypeAlias = Callable[[SharedQueue, DriveSpans, contextlib.ExitStack], WeightSource]
+"""A function that opens files of weights that are only read, and leaves their closing to the stack."""
+
 STARTING = threading.RLock()
 """Serializes the starts of engines in a process: memory that a plan counts on must still be free when taken."""
 
@@ -837,7 +841,7 @@ def build(
     lr_scheduler: Any = None,
     loader: Loader | None = None,
     *,
-    stamps: Mapping[str, Stamp] = {},
+    open_source: OpenSource | None = None,
     listener: Listener | None = None,
 ) -> _T:
     """Returns an engine. Creates files, memory, threads and hooks, in this order; an error closes what was made before.
@@ -849,7 +853,7 @@ def build(
         make: Makes the engine of its core and of the lines for the user.
         lr_scheduler: A schedule, or None.
         loader: Batches of training data, or None.
-        stamps: Stamp of each of the model's own files that the plan reads, by path.
+        open_source: Opens the files from which weights are read, if these are not the swap files.
         listener: Receives the spans of the engine; None for none but those that the config asks for.
     """
     timeline = open_timeline(plan.config.offload.trace, plan.world.everyone.rank, plan.world.everyone.size)
@@ -858,11 +862,11 @@ def build(
     written = _written(plan)
     inputs_on_disk = plan.config.drives and plan.config.activation_tier in ("cpu", "nvme", "auto")
     # Without a file to read or write no I/O thread is started.
-    on_files = plan.slots or plan.placement.spilled or inputs_on_disk or plan.in_place
+    on_files = plan.slots or plan.placement.spilled or inputs_on_disk or open_source
     queue = _queue(plan.config) if on_files else None
     memory = memory_of(model)
     store: Store | None = None
-    files = NewStore(plan, None, False, lr_scheduler)
+    files, others = NewStore(plan, None, False, lr_scheduler), contextlib.ExitStack()
     try:
         recorders = _recorders(plan, model, timeline, queue, written, listener)
         progress: Snapshot | None = None
@@ -873,8 +877,10 @@ def build(
             files = NewStore(plan, store, progress is not None, lr_scheduler)
 
         def components(callbacks: EngineCallbacks) -> EngineComponents:
-            own = ModelFiles(plan.images, stamps, queue, recorders.spans) if queue and plan.in_place else None
-            found = RunFiles(queue=queue, store=store, model_files=own, make=files.make, written=written)
+            source: WeightSource | None = store
+            if queue is not None and open_source is not None:
+                source = open_source(queue, recorders.spans, others)
+            found = RunFiles(queue=queue, store=store, source=source, others=others, make=files.make, written=written)
             return _components(plan, model, optimizer, found, progress is not None, recorders, callbacks)
 
         core = EngineCore(
@@ -890,7 +896,7 @@ def build(
         )
     except BaseException:
         with contextlib.suppress(Exception):  # the first error is the one that is raised
-            close_all(*(() if queue is None else (queue.close,)), files.undo)
+            close_all(*(() if queue is None else (queue.close,)), others.close, files.undo)
         raise
     try:
         return make(core, (*_notices(plan, core), *line_on_users(memory), *_begin(plan, core, progress)))

@@ -39,6 +39,7 @@ from offload.states import State, Tier
 from offload.swapper.policy import Limits
 from offload.swapper.store.model_files import UnitImage
 from offload.swapper.table import UnitSize
+from offload.swapper.weight_source import pieces_of
 
 # -- config request ------------------------------------------------------------------------------------
 #
@@ -378,9 +379,12 @@ def unit_sizes(
     found = images or [None] * len(layouts)
     for layout, tiers, parts, image in zip(layouts, placement.tiers, shares, found, strict=True):
         share = tuple(range(part.start * itemsize, part.stop * itemsize) for part in parts if part)
+        shard_nbytes, pieces = sum(map(len, share)), pieces_of(share)
+        if image is not None:
+            shard_nbytes, pieces = image.nbytes, image.pieces
         expanded = (layout.device_numel - layout.numel) * itemsize
         nbytes = layout.device_numel * itemsize
-        sizes.append(UnitSize(layout.name, nbytes, tiers[State.WEIGHT], share, expanded, image))
+        sizes.append(UnitSize(layout.name, nbytes, tiers[State.WEIGHT], shard_nbytes, pieces, expanded))
     return sizes
 
 
