@@ -408,7 +408,7 @@ def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwar
             optimizer = build_optimizer.choose(None, model, None, None)
             places = TensorPlaces(model, loaded.zero_optimization.stage3_param_persistence_threshold)
             find_images = places.images if in_place else None
-            plan = decide(loaded, Batch(1, 1, 1), model, device, World(), optimizer.rule.name, {}, None, find_images)
+            plan = decide(loaded, Batch(1, 1, 1), model, device, World(), optimizer.rule, {}, None, find_images)
             # Before the parameters lose their origins.
             lines = _lines(plan, places) if in_place else ()
             if not device.host_addressable:

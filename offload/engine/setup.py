@@ -59,7 +59,7 @@ from offload.engine.keywords import refuse
 from offload.engine.metric_writers import check_monitor, make_reporter
 from offload.engine.metrics import ComputeSpans, Listener, Relay, StepMeter, compute_spans
 from offload.engine.opaque import ParameterBytes, page_out, with_adopted_buffers
-from offload.engine.optimizer import Optimizer, check_options, refuse_others
+from offload.engine.optimizer import Optimizer, Rule, check_options, refuse_others
 from offload.engine.params import ParamHandle, handle_of
 from offload.engine.plan import (
     Plan,
@@ -82,7 +82,7 @@ from offload.engine.state import LossScaler, StepSettings, job_of
 from offload.engine.torch_functions import RULES
 from offload.engine.unit_views import UnitViews
 from offload.engine.update import RunFacts, UpdateWorker, run_may_speculate
-from offload.engine.update_strategy import FusedUpdates, UpdateStrategy
+from offload.engine.update_strategy import UpdateSetting, UpdateStrategy
 from offload.errors import ConfigError, StoreError, UsageError
 from offload.hardware.probe import kept_window
 from offload.launch.environment import rank_number
@@ -90,15 +90,11 @@ from offload.layout.fingerprint import describe
 from offload.layout.flat_layout import Segment
 from offload.layout.frozen import expander
 from offload.layout.memory_plan import limits, unit_sizes
-from offload.layout.modes import LAMB, TORCH
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, makes_early_updates
 from offload.layout.placement import STAGING_BUFFERS, WINDOWS
 from offload.layout.tiers import copied_memory
 from offload.model_io.saved_names import about_saved, saved_names
 from offload.notices import Headline, Remark, announce
-from offload.optimizers.lamb import LambUpdates
-from offload.optimizers.matrices import MatrixUpdates
-from offload.optimizers.torch_updates import TorchUpdates
 from offload.parallel.sequence import SequenceForward, SequenceParallel, check_units, form_groups
 from offload.parallel.sequence import check_model as check_sequences
 from offload.parallel.sharded_params import FoundShards, ShardedViews, TakenShards, find_shards, taken_over
@@ -289,7 +285,7 @@ def _run_facts(plan: Plan) -> RunFacts:
         wanted=makes_early_updates(plan.config.offload.speculate, plan.device.host_addressable)
         and plan.config.offload.debug.overlap,
         ranks=plan.world.everyone.size,
-        one_pass=plan.mode.optimizer != LAMB and not plan.mode.whole_units,
+        one_pass=plan.mode.one_pass,
         commits=plan.slots == 2 and plan.commit_every > 0,
         on_disk=any(
             part and all(tier is Tier.DISK for state, tier in row.items() if state is not State.GRAD)
@@ -775,8 +771,9 @@ def _updater(
         shards=held,
         arena=host,
         gradients=gradients,
-        strategy=_strategy(plan, optimizer, host, held, gradients),
+        strategy=_strategy(plan, optimizer.rule, host, held, gradients),
         tile_numel=plan.placement.tile_numel,
+        tile_nbytes=(host.classes.tiles - plan.placement.scratch_nbytes) // plan.placement.tile_buffers,
         tile_buffers=plan.placement.tile_buffers,
         commit_every=plan.commit_every,
         timeline=timeline,
@@ -784,37 +781,25 @@ def _updater(
 
 
 def _strategy(
-    plan: Plan, optimizer: Optimizer, host: HostArena, held: LocalShards, gradients: GradientAccumulator
+    plan: Plan, rule: Rule, host: HostArena, held: LocalShards, gradients: GradientAccumulator
 ) -> UpdateStrategy:
-    """Returns the strategy by which the mode's optimizer updates units."""
-    # A rank that has whole units steps them as one rank does, and exchanges nothing, however many replicas there are.
-    ranks = Ranks() if plan.world.ranks.mesh.shards == 1 else plan.world.ranks
-    if plan.mode.optimizer == TORCH:
-        scratch = host.tiles.take(plan.placement.scratch_nbytes)
-        assert scratch is not None and optimizer.replaced is not None
-        return TorchUpdates(
-            optimizer=optimizer.replaced,
-            mode=plan.mode,
-            layouts=plan.layouts,
-            whole=plan.parts.whole,
-            scratch=scratch.tensor(torch.float32),
-            ranks=ranks,
-        )
-    if plan.mode.matrix_rule:
-        scratch = host.tiles.take(plan.placement.scratch_nbytes)
-        assert scratch is not None
-        return MatrixUpdates(
+    """Returns the strategy by which the optimizer's rule updates units."""
+    nbytes = plan.placement.scratch_nbytes
+    room = host.tiles.take(nbytes) if nbytes else None
+    return rule.strategy(
+        UpdateSetting(
             mode=plan.mode,
             layouts=plan.layouts,
             parts=plan.trainable,
             whole=plan.parts.whole,
-            scratch=scratch.tensor(torch.float32),
+            scratch=torch.empty(0, device="cpu") if room is None else room.tensor(torch.float32),
             device=held.device,
-            ranks=ranks,
+            gradients=gradients,
+            # A rank that has whole units steps them as one rank does, and exchanges nothing, however many replicas
+            # there are.
+            ranks=Ranks() if plan.world.ranks.mesh.shards == 1 else plan.world.ranks,
         )
-    if plan.mode.optimizer == LAMB:
-        return LambUpdates(mode=plan.mode)
-    return FusedUpdates(mode=plan.mode, device=held.device, gradients=gradients)
+    )
 
 
 # -- build ---------------------------------------------------------------------------------------------
@@ -1536,7 +1521,7 @@ def _start(
     with keep_generators(device.torch):  # the optimizer's own code may draw in its dry run
         kept = build_optimizer.kept_by(chosen, model)
     matrices = build_optimizer.matrices_by(chosen, model)
-    plan = decide(loaded, batch, model, device, world, chosen.rule.name, kept, matrices)
+    plan = decide(loaded, batch, model, device, world, chosen.rule, kept, matrices)
     codes = loaded.zero_optimization.sends_codes
     check_tensor_parallel(world, plan.mode, plan.layouts, bool(plan.units.experts), bool(plan.tiled_mlps), codes)
     check_units(world.sequence.size, bool(plan.units.experts))
