@@ -32,7 +32,7 @@ from offload.fileio.plain_json import to_plain
 from offload.fileio.torch_file import Storage
 from offload.layout.fingerprint import describe
 from offload.layout.flat_layout import Segment, UnitLayout, arrange
-from offload.layout.modes import ADAM, LAMB, MOMENTS, Mode, make_mode
+from offload.layout.modes import ADAM, LAMB, RULE_LAYOUTS, Mode, make_mode
 from offload.states import State
 
 # -- progress ------------------------------------------------------------------------------------------
@@ -218,8 +218,8 @@ def _mode(contents: SavedContents, folder: Path, states: bool) -> Mode:
     """Returns the mode that has the optimizer states of a checkpoint; raises `StoreError` if none has."""
     if not states:
         return make_mode(_PRECISION, ADAM)
-    for name, moments in MOMENTS.items():
-        same = frozenset(state.value for state in moments) == contents.moments
+    for name, rule in RULE_LAYOUTS.items():
+        same = frozenset(state.value for state in rule.moments) == contents.moments
         if same and (name == LAMB) == ("lamb" in contents.optimizer):
             return make_mode(_PRECISION, name)
     raise StoreError(

@@ -10,14 +10,13 @@ from torch import nn
 
 from offload.config import OptimizerBlock, SchedulerBlock
 from offload.config.blocks import spelled_number
-from offload.engine.optimizer import RULES, Optimizer, plain, rule_of
+from offload.engine.optimizer import Optimizer, no_rate
 from offload.errors import ConfigError
 from offload.layout.flat_layout import StateField
 from offload.layout.memory_plan import rule_name
-from offload.layout.modes import ADAM, TORCH
-from offload.layout.optimizer_states import MARK, MATRIX_RULES, make
-from offload.optimizers.matrices import matrix_optimizer, no_rate
-from offload.optimizers.of_torch import find_kept
+from offload.layout.modes import ADAM
+from offload.layout.optimizer_states import make
+from offload.optimizers.registry import RULES, rule_of
 from offload.schedules import MADE_BY
 from offload.schedules.base import Schedule
 from offload.sizes import count_of
@@ -102,7 +101,7 @@ def _no_optimizer() -> Optimizer:
     """Returns the optimizer of a model that trains nothing."""
     # One empty group, because torch refuses an optimizer without groups.
     numbers = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
-    return Optimizer([{"params": []}], numbers)
+    return Optimizer([{"params": []}], numbers, RULES[ADAM])
 
 
 def from_config(params: Iterable[Any], block: OptimizerBlock, model: nn.Module) -> Optimizer:
@@ -111,7 +110,7 @@ def from_config(params: Iterable[Any], block: OptimizerBlock, model: nn.Module) 
     Args:
         params: parameters, or groups of them as torch takes them.
         block: the config's optimizer block.
-        model: the model, by whose modules Muon and SinkGD know which parameters are matrices.
+        model: the model, from whose modules a rule may find which parameters are matrices.
 
     Raises:
         ConfigError: the learning rate is missing, a parameter is marked as a matrix and is none, or a class of torch
@@ -124,24 +123,14 @@ def from_config(params: Iterable[Any], block: OptimizerBlock, model: nn.Module) 
         if "lr" not in settings:
             raise no_rate()
         return from_torch(make(block.type, [dict(group) for group in groups], settings))
-    name = rule_name(block, groups)
-    if name in MATRIX_RULES:
-        return matrix_optimizer(groups, block, name, model)
-    if block.params.lr is None:
-        raise no_rate()
-    if name == ADAM:
-        # DeepSpeed's "Adam" is AdamW too, unless adam_w_mode is false.
-        settings["decoupled"] = block.type == "AdamW" or settings["adam_w_mode"]
-    rule = RULES[name]
-    defaults = {"lr": block.params.lr, **{key: settings[key] for key in rule.keys if key != "lr"}}
-    return Optimizer(groups, defaults, rule)
+    return RULES[rule_name(block, groups)].configured(groups, block, model)
 
 
 def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
     """Returns the engine's optimizer in place of a torch optimizer, which must not have stepped.
 
     Both contain the same groups, so schedules and users that hold the torch optimizer still act on the engine. Without
-    a suitable kernel the torch optimizer's own code runs (see `torch_fallback`).
+    a suitable kernel the torch optimizer's own code runs.
 
     Raises:
         ConfigError: the argument is no optimizer, or has stepped already.
@@ -153,13 +142,12 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
     _check_kept(optimizer)
     rule = rule_of(optimizer)
     for group in optimizer.param_groups:
-        if rule.name == ADAM:
-            decoupled = type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
-            group.setdefault("decoupled", decoupled)
+        for key, value in rule.beside(optimizer, group).items():
+            group.setdefault(key, value)
         for key in rule.scheduled:
             # A tensor stays the script's, which may fill it; a step reads its number.
             if key in group and not isinstance(group[key], torch.Tensor):
-                value = plain(group[key], rule.name)
+                value = rule.plain(group[key])
                 group[key] = tuple(value) if isinstance(value, list) else value
     groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
     mine = Optimizer(groups, optimizer.defaults, rule)
@@ -230,17 +218,16 @@ def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[StateFiel
     Raises:
         ConfigError: the optimizer cannot run parameter by parameter.
     """
-    if optimizer.rule.name != TORCH or optimizer.replaced is None:
-        return {}
-    return find_kept(optimizer.replaced, _names(model))
+    return optimizer.rule.kept(_names(model))
 
 
 def matrices_by(optimizer: Optimizer, model: nn.Module) -> frozenset[str] | None:
     """Returns the names of the parameters that the optimizer steps as matrices; None if it has no rule for them."""
-    if optimizer.rule.name not in MATRIX_RULES:
+    mark = optimizer.rule.mark
+    if not mark:
         return None
     names, groups = _names(model), optimizer.param_groups
-    marked = (id(parameter) for group in groups if group[MARK] for parameter in group["params"])
+    marked = (id(parameter) for group in groups if group[mark] for parameter in group["params"])
     return frozenset(names[each] for each in marked if each in names)
 
 

@@ -25,7 +25,6 @@ from offload.passes.layer_major import LayerMajor
 from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.pager import Pager
 from offload.swapper.store import Store, Written
-from offload.swapper.store.model_files import ModelFiles
 from offload.timeline import OFF, Timeline
 
 
@@ -56,8 +55,8 @@ class EngineComponents:
     shards: LocalShards
     written: Written
     """Counter of the bytes that go to each drive."""
-    model_files: ModelFiles | None = None
-    """The model's own files; None if no weight is read there."""
+    read_only: contextlib.ExitStack
+    """Closes files of weights that are only read."""
     timeline: Timeline = OFF
     meter: StepMeter | None = None
     """None if no metrics are recorded."""
@@ -101,7 +100,7 @@ class EngineComponents:
             self.pager.close,
             self.shards.residents.clear,  # on the device they would stay until Python finds the engine's cycles
             *(() if self.queue is None else (self.queue.close,)),
-            *(() if self.model_files is None else (self.model_files.close,)),
+            self.read_only.close,
             self.arena.close,  # raises after a GPU's fault
         ]
 

@@ -8,6 +8,7 @@ Nothing is written, unless the config asks for swap files. A process may be kill
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections import Counter
@@ -21,6 +22,7 @@ from torch import nn
 
 from offload import kernels
 from offload.activations.checkpoints import blocks_of
+from offload.aio.protocols import Queue
 from offload.config import Batch, Config, load_config, read_json
 from offload.distributed.world import World
 from offload.engine import build_optimizer
@@ -44,7 +46,9 @@ from offload.presets import read_config
 from offload.sizes import count_of, format_size
 from offload.states import State, Tier
 from offload.swapper.memory.device import compute_device, open_device
-from offload.swapper.store.model_files import FileRange, UnitImage, image_of
+from offload.swapper.store.model_files import FileRange, ModelFiles, UnitImage, image_of
+from offload.swapper.store.requests import DriveSpans
+from offload.swapper.weight_source import WeightSource
 from offload.timeline import Phase, Row, now
 
 # -- pass meter ----------------------------------------------------------------------------------------
@@ -404,7 +408,7 @@ def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwar
             optimizer = build_optimizer.choose(None, model, None, None)
             places = TensorPlaces(model, loaded.zero_optimization.stage3_param_persistence_threshold)
             find_images = places.images if in_place else None
-            plan = decide(loaded, Batch(1, 1, 1), model, device, World(), optimizer.rule.name, {}, None, find_images)
+            plan = decide(loaded, Batch(1, 1, 1), model, device, World(), optimizer.rule, {}, None, find_images)
             # Before the parameters lose their origins.
             lines = _lines(plan, places) if in_place else ()
             if not device.host_addressable:
@@ -430,7 +434,10 @@ def _build(
     def make(core: EngineCore, notices: tuple[str, ...]) -> InferenceEngine:
         return InferenceEngine(core, (*notices, *lines), meter)
 
-    return build(plan, model, optimizer, make, stamps=places.stamps, listener=meter)
+    def open_source(queue: Queue, spans: DriveSpans, files: contextlib.ExitStack) -> WeightSource:
+        return files.enter_context(contextlib.closing(ModelFiles(plan.images, places.stamps, queue, spans)))
+
+    return build(plan, model, optimizer, make, open_source=open_source if plan.in_place else None, listener=meter)
 
 
 def read_model(path: Path, model_class: Any, kwargs: Mapping[str, Any]) -> nn.Module:

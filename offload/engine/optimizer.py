@@ -6,198 +6,203 @@ import collections
 import math
 import types
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from functools import partial
-from typing import Any, NamedTuple, NoReturn, Protocol, overload
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, overload
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from offload import kernels
+from offload.config import OptimizerBlock
 from offload.engine.params import handle_of
 from offload.errors import ConfigError, UsageError
 from offload.fileio.plain_json import from_plain, to_plain
-from offload.layout.modes import ADAM, LAMB, MUON, SINKGD, TORCH
-from offload.layout.optimizer_states import MARK, MATRIX_RULES, WITHOUT_KERNEL, kernel_rule
+from offload.layout.flat_layout import StateField
+from offload.layout.optimizer_states import WITHOUT_KERNEL
 from offload.notices import announce
-from offload.optimizers.matrix_steps import MuonStep, SinkGDStep, muon, sinkgd
-from offload.optimizers.of_torch import TorchStep, numbers_of
 from offload.schedules.base import set_values
 from offload.sizes import count_of
+from offload.swapper.memory.device import Device
 
-# -- algorithms ----------------------------------------------------------------------------------------
-#
-# Update rules of the optimizers: the kernel of each, its moments, and the numbers of a group that it reads.
+if TYPE_CHECKING:
+    from offload.distributed.agreement import Agreement
+    from offload.engine.gradients import GradientAccumulator
+    from offload.engine.shards import LocalShards
+    from offload.engine.update import UpdateWorker
+    from offload.engine.update_strategy import UnitUpdate, UpdateSetting, UpdateStrategy
+
+# -- rules ---------------------------------------------------------------------------------------------
 
 
-_FLAGS = ("decoupled", "nesterov", MARK)
-"""Keys of groups that a kernel reads as True or False."""
+@dataclass(frozen=True, kw_only=True)
+class Rule(ABC):
+    """An update rule: all that an engine asks of an optimizer.
 
-
-class Rule(NamedTuple):
-    """An update rule: one of the kernels, or an optimizer of torch that runs by itself."""
+    Each rule has its file in `offload.optimizers`, and its row in `optimizers.registry`. What the layout of memory has
+    to know of it is its row in `layout.modes.RULE_LAYOUTS`.
+    """
 
     name: str
-    """Name of the rule in the mode, which determines the moments."""
+    """Name of the rule in the mode, which determines the states."""
     scheduled: tuple[str, ...]
     """Keys of a group's numbers that may change between steps (OneCycleLR moves the betas too)."""
-    fixed: tuple[str, ...]
+    fixed: tuple[str, ...] = ()
     """Keys of a group's numbers that are constant."""
-    step: Callable[[Mapping[str, Any], int, float], kernels.Step | kernels.LambStep | TorchStep | MuonStep | SinkGDStep]
-    """Makes a kernel's arguments from a group, the count of the parameter's steps and the gradient's factor."""
-
+    flags: tuple[str, ...] = ()
+    """Keys of a group that are True or False."""
     known_as: str = ""
     """Name of the optimizer, if it is not the capitalized name of the rule."""
     defaults: tuple[str, ...] = ()
     """Further keys that every group has from the optimizer's defaults, such as words."""
-
-    def title(self, group: Mapping[str, Any]) -> str:
-        """Returns the name by which the config knows the optimizer of `group`."""
-        if self.known_as:
-            return self.known_as
-        if self.name == ADAM:
-            return "AdamW" if group["decoupled"] else "Adam"
-        return "SGD" if self.name in ("sgd", "momentum") else self.name.capitalize()
-
-    def refused(self, group: Mapping[str, Any]) -> str | None:
-        """Returns an option that the group asks for and its kernel does not implement, or None.
-
-        The rule is chosen at `initialize`, but users may set options on a group later.
-        """
-        if self.name == TORCH:
-            return None
-        asked = [option for option in WITHOUT_KERNEL if group.get(option)]
-        if self.name == "sgd" and group.get("momentum"):  # the rule has no state for momentum
-            asked.append("momentum")
-        # The kernel's kind of decay was chosen at `initialize`; torch's own key may have been changed since.
-        if self.name == ADAM and bool(group.get("decoupled_weight_decay", group["decoupled"])) != group["decoupled"]:
-            asked.append("decoupled_weight_decay")
-        return asked[0] if asked else None
+    mark: str = ""
+    """Flag that decides which states the parameters of a group have; empty if all have the same."""
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Keys of a group that the rule reads."""
-        return (*self.scheduled, *self.fixed)
+        return (*self.scheduled, *self.fixed, *self.flags)
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Keys that every group has."""
+        return (*self.defaults, *self.keys)
+
+    # -- groups -------------------------------------------------------------------------------------
+
+    def title(self, group: Mapping[str, Any]) -> str:
+        """Returns the name by which the config knows the optimizer of `group`."""
+        return self.known_as or self.name.capitalize()
+
+    def refused(self, group: Mapping[str, Any]) -> str | None:
+        """Returns an option that the group asks for and the rule does not implement, or None.
+
+        The rule is chosen at `initialize`, but users may set options on a group later.
+        """
+        return next((option for option in WITHOUT_KERNEL if group.get(option)), None)
+
+    def is_valid(self, key: str, value: Any) -> bool:
+        """Returns True if a group's entry is a finite number, or as many of them as the rule reads."""
+        if not isinstance(value, list | tuple):
+            return key != "betas" and is_finite(value)
+        return key == "betas" and len(value) == 2 and all(map(is_finite, value))
+
+    def plain(self, value: Any) -> Any:
+        """Returns a group's number, which may be a tensor, as a float; several as a list of floats; None as None."""
+        if isinstance(value, list | tuple):
+            return [Rule.plain(self, item) for item in value]
+        return None if value is None else float(value)
+
+    # -- construction -------------------------------------------------------------------------------
+
+    def settings(self, block: OptimizerBlock) -> dict[str, Any]:
+        """Returns the numbers and flags that a config's block asks for, by their keys in a group."""
+        return block.settings
+
+    def configured(self, groups: Sequence[Mapping[str, Any]], block: OptimizerBlock, model: nn.Module) -> Optimizer:
+        """Returns the optimizer that a config's block asks for.
+
+        Args:
+            groups: groups of parameters.
+            block: the block.
+            model: the model.
+
+        Raises:
+            ConfigError: the learning rate is missing, or the rule cannot step a parameter as the user asks.
+        """
+        if block.params.lr is None:
+            raise no_rate()
+        settings = self.settings(block)
+        defaults = {"lr": block.params.lr, **{key: settings[key] for key in self.keys if key != "lr"}}
+        return Optimizer(groups, defaults, self)
+
+    def beside(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what the rule reads in a group of a torch optimizer beside torch's keys."""
+        return {}
+
+    def kept(self, names: Mapping[int, str]) -> dict[str, tuple[StateField, ...]]:
+        """Returns the packed states of each parameter, by name; empty unless the rule's own code decides on them.
+
+        Args:
+            names: names of the trainable parameters, by their ids.
+
+        Raises:
+            ConfigError: the rule's own code cannot run parameter by parameter.
+        """
+        return {}
+
+    def facts(self, device: Device) -> dict[str, Any]:
+        """Returns what all ranks must have alike beside groups and config, in words."""
+        return {}
+
+    def notices(self) -> tuple[str, ...]:
+        """Returns lines about the rule's way to run that a user should read."""
+        return ()
+
+    # -- steps --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def step(self, parameter: nn.Parameter, group: Mapping[str, Any], count: int, grad_scale: float) -> Any:
+        """Returns the arguments of one step of a parameter, which the rule's strategy reads while the update runs.
+
+        Args:
+            parameter: the parameter, without values.
+            group: its group.
+            count: number of the parameter's steps, this one included.
+            grad_scale: factor of the gradient: the clip coefficient over the loss scale.
+        """
+
+    def steps_whole(self, step: Any) -> bool:
+        """Returns True if `step` needs the whole parameter, so that ranks that divide it step it together."""
+        return False
+
+    def complete(
+        self,
+        updates: list[UnitUpdate],
+        shards: LocalShards,
+        gradients: GradientAccumulator,
+        updater: UpdateWorker,
+        agreement: Agreement,
+    ) -> list[UnitUpdate]:
+        """Returns the updates with what they need of other ranks. Collective: every rank updates the same units.
+
+        No update is in flight, so the tiles of the update worker may serve as buffers.
+
+        Args:
+            updates: updates of this rank, which may lack segments that are on other ranks.
+            shards: this rank's partitions, which are only read.
+            gradients: the gradients of the step.
+            updater: the update worker, which lends its tiles.
+            agreement: adds numbers over all ranks.
+        """
+        return updates
+
+    @abstractmethod
+    def strategy(self, setting: UpdateSetting) -> UpdateStrategy:
+        """Returns the way in which the update worker of an engine steps units."""
 
 
-def _floats(group: Mapping[str, Any], *names: str) -> dict[str, float]:
-    """Returns numbers of a group, which may be tensors there, as floats."""
-    return {name: float(group[name]) for name in names}
+def no_rate() -> ConfigError:
+    """Returns the error about a missing learning rate."""
+    return ConfigError('the learning rate is "auto" or absent; give optimizer.params.lr a number')
 
 
-def _betas(group: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the two betas of a group as the kernels name them."""
-    return {name: float(beta) for name, beta in zip(("beta1", "beta2"), group["betas"], strict=True)}
+def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns numbers and flags of a group without its parameters. Of a tensor that is a number, the number."""
+    return {
+        key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for key, value in group.items()
+        if key != "params"
+    }
 
 
-def _adam(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
-    """Returns the arguments of the Adam and AdamW kernel."""
-    return kernels.AdamWStep(
-        **_floats(group, "lr", "eps", "weight_decay"),
-        **_betas(group),
-        step=count,
-        grad_scale=grad_scale,
-        decoupled=bool(group["decoupled"]),
-    )
-
-
-def _lamb(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.LambStep:
-    """Returns the arguments of the LAMB kernels."""
-    return kernels.LambStep(
-        **_floats(group, "lr", "eps", "weight_decay"),
-        **_betas(group),
-        step=count,
-        grad_scale=grad_scale,
-        min_ratio=float(group["min_coeff"]),
-        max_ratio=float(group["max_coeff"]),
-    )
-
-
-def _adagrad(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
-    """Returns the arguments of the Adagrad kernel."""
-    numbers = _floats(group, "lr", "lr_decay", "eps", "weight_decay")
-    return kernels.AdagradStep(**numbers, step=count, grad_scale=grad_scale)
-
-
-def _lion(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
-    """Returns the arguments of the Lion kernel."""
-    return kernels.LionStep(**_floats(group, "lr", "weight_decay"), **_betas(group), grad_scale=grad_scale)
-
-
-def _momentum(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
-    """Returns the arguments of the kernel of SGD with momentum."""
-    return kernels.SGDStep(
-        **_floats(group, "lr", "momentum", "dampening", "weight_decay"),
-        nesterov=bool(group["nesterov"]),
-        # torch starts the buffer with the first gradient undamped, so the kernel must know the first step.
-        first=count == 1,
-        grad_scale=grad_scale,
-    )
-
-
-def _sgd(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
-    """Returns the arguments of the kernel of SGD without momentum."""
-    return kernels.PlainSGDStep(**_floats(group, "lr", "weight_decay"), grad_scale=grad_scale)
-
-
-RULES = {
-    rule.name: rule
-    for rule in (
-        Rule(ADAM, ("lr", "betas", "eps", "weight_decay"), ("decoupled",), _adam),
-        Rule(LAMB, ("lr", "betas", "eps", "weight_decay"), ("min_coeff", "max_coeff"), _lamb),
-        Rule("adagrad", ("lr", "eps", "weight_decay"), ("lr_decay",), _adagrad),
-        Rule("lion", ("lr", "betas", "weight_decay"), (), _lion),
-        Rule("momentum", ("lr", "momentum", "weight_decay"), ("dampening", "nesterov"), _momentum),
-        Rule("sgd", ("lr", "weight_decay"), (), _sgd),
-        Rule(
-            MUON,
-            ("lr", "momentum", "betas", "eps", "weight_decay"),
-            (MARK, "nesterov", "ns_steps"),
-            muon,
-            defaults=("adjust_lr_fn", "ns_coefficients"),
-        ),
-        Rule(SINKGD, ("lr", "betas", "eps", "weight_decay"), (MARK, "iterations"), sinkgd, "SinkGD"),
-    )
-}
-"""Rules by name: those with a kernel, and those for matrices."""
-
-
-def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
-    """Returns the rule for a torch optimizer: a kernel's if one computes the same, else the optimizer's own code."""
-    name = kernel_rule(type(optimizer), optimizer.param_groups)
-    return RULES[name] if name in RULES else _by_itself(optimizer)
-
-
-def _by_itself(optimizer: torch.optim.Optimizer) -> Rule:
-    """Returns the rule of an optimizer without a kernel.
-
-    Any number of a group may change between steps, also one that is an integer now, such as torch's `weight_decay=0`.
-    Flags are no numbers.
-    """
-    scheduled = sorted(
-        {key for group in optimizer.param_groups for key, value in group.items() if _is_number_of(key, value)}
-    )
-    defaults = [key for key in optimizer.defaults if all(key in group for group in optimizer.param_groups)]
-    return Rule(TORCH, tuple(scheduled), (), partial(_by_torch, optimizer), type(optimizer).__name__, tuple(defaults))
-
-
-def _by_torch(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], count: int, grad_scale: float) -> TorchStep:
-    """Returns the arguments of a step by torch's own code; the parameter's attributes are added later."""
-    # Copies: the user may change the group and the optimizer while the update is in flight.
-    return TorchStep(numbers_of(group), grad_scale, {}, dict(vars(optimizer)))
-
-
-def _is_number_of(key: str, value: Any) -> bool:
-    """Returns True if a group's entry is an integer, or is or contains a float, but no parameter, name or flag."""
-    return key not in ("params", "param_names") and (type(value) is int or _is_float(value))
-
-
-def _is_float(value: Any) -> bool:
-    """Returns True for a float, a floating-point tensor of one element, or a sequence that contains one of them."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and value.is_floating_point()
-    return isinstance(value, float) or (isinstance(value, tuple | list) and any(map(_is_float, value)))
+def is_finite(value: Any) -> bool:
+    """Returns True if `value` is a finite number; False for objects that are no number."""
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 # -- numbers of groups ------------------------------------------------------------------------------
@@ -210,12 +215,12 @@ def check_numbers(groups: Iterable[Mapping[str, Any]], rule: Rule) -> None:
         UsageError: a group lacks a key, or has a number that is not finite, or an option that its kernel lacks.
     """
     for number, group in enumerate(groups):
-        for key in (*rule.defaults, *(rule.keys if rule.name != TORCH else ())):
+        for key in rule.required:
             if key not in group:
                 raise UsageError(f"group {number} has no {key} any more; set it again; nothing was changed")
         # A NaN in a group would reach every weight of the group with the next update.
-        for key in (key for key in rule.keys if key in group and key not in _FLAGS):
-            if not _is_valid(key, group[key], rule):
+        for key in (key for key in (*rule.scheduled, *rule.fixed) if key in group):
+            if not rule.is_valid(key, group[key]):
                 expected = "two finite numbers" if key == "betas" else "a finite number"
                 raise UsageError(f"{key} of group {number} is {group[key]!r}, expected {expected}; nothing was changed")
         refused = rule.refused(group)
@@ -224,23 +229,6 @@ def check_numbers(groups: Iterable[Mapping[str, Any]], rule: Rule) -> None:
                 f"group {number} has {refused}={group[refused]!r} now, which its kernel does not support; set the "
                 "option before offload.initialize, which then chooses another kernel or torch's own code"
             )
-
-
-def _is_valid(key: str, value: Any, rule: Rule) -> bool:
-    """Returns True if a group's entry is a finite number, or as many of them as the rule reads."""
-    items = list(value) if isinstance(value, list | tuple) else [value]
-    if rule.name == TORCH:  # its own code knows how many it reads, and None may be one of them (Adafactor's eps)
-        return all(item is None or _is_finite(item) for item in items) and (key != "betas" or len(items) >= 2)
-    several = isinstance(value, list | tuple)
-    return all(map(_is_finite, items)) and (several and len(items) == 2 if key == "betas" else not several)
-
-
-def _is_finite(value: Any) -> bool:
-    """Returns True if `value` is a finite number; False for objects that are no number."""
-    try:
-        return math.isfinite(value)
-    except (TypeError, ValueError, RuntimeError):
-        return False
 
 
 _SET_BY_SCHEDULES = {"lr", "betas", "momentum"}
@@ -275,18 +263,6 @@ def merge_values(
     return merged
 
 
-def plain(value: Any, rule_name: str) -> Any:
-    """Returns a group's number, which may be a tensor, as a float; several as a list of floats.
-
-    Args:
-        value: a number, a sequence of numbers, or None.
-        rule_name: name of the update rule. For torch's own code, which may count with it, an integer stays one.
-    """
-    if isinstance(value, list | tuple):
-        return [plain(item, "") for item in value]
-    return value if value is None or (rule_name == TORCH and type(value) is int) else float(value)
-
-
 # -- optimizer -----------------------------------------------------------------------------------------
 
 
@@ -312,9 +288,7 @@ class Optimizer(torch.optim.Optimizer):
     Call `engine.step()` in place of `step()`.
     """
 
-    def __init__(
-        self, groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any], rule: Rule = RULES[ADAM]
-    ) -> None:
+    def __init__(self, groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any], rule: Rule) -> None:
         """Makes an optimizer without an engine; `attach` gives it one.
 
         Args:
@@ -329,8 +303,8 @@ class Optimizer(torch.optim.Optimizer):
         self._loss_scale = 1.0
         self._taken: Set[int] = frozenset()
         """Ids of the parameters that an engine trains."""
-        self._matrices: Set[int] = frozenset()
-        """Ids of those whose states in the store are those of a matrix, for Muon and SinkGD."""
+        self._marked: Set[int] = frozenset()
+        """Ids of those whose states in the store are those of parameters with the rule's mark."""
         # torch's constructor calls `add_param_group`, which reads `_engine_step`.
         super().__init__([dict(group) for group in groups], dict(defaults))
         self._engine_zero_grad: Callable[[], None] | None = None
@@ -359,7 +333,7 @@ class Optimizer(torch.optim.Optimizer):
         self.states = states
         self._taken = self.settings().keys()
         self.state = _StatesOfEngine()
-        self._matrices = self._marked()
+        self._marked = self._marked_now()
         if self.replaced is not None:
             self._replace(self.replaced)
 
@@ -406,13 +380,13 @@ class Optimizer(torch.optim.Optimizer):
         try:
             for group, parameters in before:
                 group["params"] = [p for p in parameters if id(p) not in ids]
-            if self.rule.name in MATRIX_RULES:  # without a mark the parameters stay what they are
-                param_group = {MARK: ids <= self._matrices, **param_group}
+            if mark := self.rule.mark:  # without a mark the parameters stay what they are
+                param_group = {mark: ids <= self._marked, **param_group}
             group = (
                 {key: before[0][0][key] for key in self.rule.keys if key in before[0][0]} | self.defaults | param_group
             )
             check_numbers([group], self.rule)
-            self._check_marks(ids & self._matrices, ids if group.get(MARK) else set())
+            self._check_marks(ids & self._marked, ids if group.get(self.rule.mark) else set())
             super().add_param_group({**group, "params": moved})
             self._engine_regrouped()
         # Also after a Ctrl-C: a parameter that has left its group and is in no other yet would be lost.
@@ -457,17 +431,18 @@ class Optimizer(torch.optim.Optimizer):
         if self.settings().keys() != self._taken:
             raise UsageError(_OTHER_GROUPS)
         check_numbers(self.param_groups, self.rule)
-        self._check_marks(self._matrices, self._marked())
+        self._check_marks(self._marked, self._marked_now())
 
-    def _marked(self) -> set[int]:
-        """Returns the ids of the parameters in groups of matrices."""
-        return {id(parameter) for group in self.param_groups if group.get(MARK) for parameter in group["params"]}
+    def _marked_now(self) -> set[int]:
+        """Returns the ids of the parameters in groups with the rule's mark."""
+        marked = (group for group in self.param_groups if group.get(self.rule.mark))
+        return {id(parameter) for group in marked for parameter in group["params"]}
 
     def _check_marks(self, then: Set[int], now: Set[int]) -> None:
-        """Raises `UsageError` if a parameter that was a matrix `then` is none `now`, or the other way round."""
-        if self.rule.name in MATRIX_RULES and then != now:
+        """Raises `UsageError` if a parameter that had the mark `then` has none `now`, or the other way round."""
+        if then != now:
             raise UsageError(
-                f"the {MARK} of a group differs from that at offload.initialize for "
+                f"the {self.rule.mark} of a group differs from that at offload.initialize for "
                 f"{count_of(len(then ^ now), 'parameter')}, whose states are stored already; set it back, and mark "
                 "parameters before offload.initialize"
             )
@@ -589,23 +564,18 @@ class Optimizer(torch.optim.Optimizer):
 
     def notices(self) -> tuple[str, ...]:
         """Returns lines about the optimizer's way to run that a user should read."""
-        if self.rule.name != TORCH:
-            return ()
-        return (
-            f"{self.rule.known_as} has no kernel for these options: its own code updates parameter by parameter on "
-            "the CPU",
-        )
+        return self.rule.notices()
 
     def values(self) -> list[dict[str, Any]]:
         """Returns the numbers of each group that may change between steps, also lists such as the betas."""
-        keys, name = self.rule.scheduled, self.rule.name
-        return [{key: plain(group[key], name) for key in keys if key in group} for group in self.param_groups]
+        rule = self.rule
+        return [{key: rule.plain(group[key]) for key in rule.scheduled if key in group} for group in self.param_groups]
 
     def configured(self) -> list[dict[str, Any]]:
         """Returns `values`, with learning rates as they were before a schedule moved them, if torch has noted them."""
         return [
             # torch's schedules store the learning rate under "initial_lr" before they change it.
-            {**values, "lr": plain(group.get("initial_lr", group["lr"]), self.rule.name)} if "lr" in values else values
+            {**values, "lr": self.rule.plain(group.get("initial_lr", group["lr"]))} if "lr" in values else values
             for values, group in zip(self.values(), self.param_groups, strict=True)
         ]
 

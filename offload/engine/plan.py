@@ -28,7 +28,7 @@ from offload.distributed.process_group import Mesh, Ranks, as_the_first
 from offload.distributed.world import World
 from offload.engine.deferred import is_deferred, origin_of
 from offload.engine.opaque import is_under_engine
-from offload.engine.optimizer import Optimizer
+from offload.engine.optimizer import Optimizer, Rule
 from offload.engine.params import PagedParameter
 from offload.engine.saved_state import ModuleEntries
 from offload.engine.shared_memory import check_shared_memory
@@ -52,13 +52,12 @@ from offload.layout.memory_plan import (
     plan_memory,
     wanted_slots,
 )
-from offload.layout.modes import LAMB, MUON, Mode, dtype_name
+from offload.layout.modes import Mode, dtype_name
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, Choice, choose_schedule
 from offload.layout.placement import Machine, Placement
 from offload.layout.tiers import Partitions, check_node
 from offload.layout.units import Units, tied_numel
 from offload.notices import Headline, Remark, shell_command
-from offload.optimizers.matrices import in_bf16
 from offload.parallel.sharded_params import FoundShards, Site, is_dtensor
 from offload.precision import Choice as DtypeChoice
 from offload.sizes import count_of, format_size
@@ -126,7 +125,7 @@ def check_same(
     mode: Mode,
     layouts: Sequence[UnitLayout],
     model: nn.Module,
-    device: Device,
+    facts_of_rule: Mapping[str, Any],
 ) -> None:
     """Compares config and model of all processes. Collective.
 
@@ -139,7 +138,7 @@ def check_same(
         mode: States and dtypes.
         layouts: All units.
         model: The model before it is taken over.
-        device: The compute device.
+        facts_of_rule: What the optimizer's rule needs alike, in words.
 
     Raises:
         ConfigError: If the ranks differ, on every rank.
@@ -176,8 +175,7 @@ def check_same(
         **{name: getattr(config.zero_optimization, name) for name in _OF_COLLECTIVES},
         "communication_data_type": config.communication_data_type,
         "schedule": config.offload.schedule,
-        # Ranks send each other matrices of Muon in this dtype.
-        "dtype of Muon's products": ("bf16" if in_bf16(device) else "fp32") if mode.optimizer == MUON else None,
+        **facts_of_rule,
         "quantized weights": [[s.name, s.kind, *s.inner] for layout in layouts for s in layout.segments if s.inner],
         "buffers": [[name, str(b.dtype), list(b.shape)] for name, b in model.named_buffers()],
         "weights given": [name for name, parameter in model.named_parameters() if not parameter.is_meta],
@@ -276,7 +274,7 @@ def check_tensor_parallel(
     if world.tensor_size == 1:
         return
     segments = [segment for layout in layouts for segment in layout.segments]
-    whole = mode.steps_whole or mode.optimizer == LAMB
+    whole = not mode.rule.elementwise
     refused = (
         (whole, "an optimizer that needs whole parameters", "take AdamW, Adam, Lion, Adagrad or SGD with a kernel"),
         (any(each.form or each.inner for each in segments), "quantized frozen weights", 'leave "frozen" out'),
@@ -731,7 +729,7 @@ def decide(
     model: nn.Module,
     device: Device,
     world: World,
-    optimizer: str,
+    rule: Rule,
     kept: Mapping[str, tuple[StateField, ...]],
     matrices: Collection[str] | None,
     find_images: Callable[[Sequence[UnitLayout], Mode], tuple[UnitImage | None, ...]] | None = None,
@@ -744,7 +742,7 @@ def decide(
         model: The model with all its parameters, real or deferred.
         device: The compute device.
         world: All processes that train together, and this one's place among them.
-        optimizer: Name of the optimizer's rule.
+        rule: The optimizer's rule.
         kept: States that an optimizer of torch keeps of each parameter.
         matrices: Names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
         find_images: Returns `Plan.images`; None if the weights have the tier of the config.
@@ -758,17 +756,17 @@ def decide(
     # What needs no other rank comes first, so that its error is the one that is reported.
     check_alone(config, model, world)
     tiled_mlps = choose_mlps(model, config.offload.tile_mlp)
-    mode, buffers = mode_of(config, optimizer), buffer_dtype(config)
-    units, stacks, experts = divide(model, division_of(config, optimizer))
+    mode, buffers = mode_of(config, rule.name), buffer_dtype(config)
+    units, stacks, experts = divide(model, division_of(config, rule.name))
     stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, rows_of(stacks))
     layouts = laid_out_for(layouts_of(model, units, mesh.shards, kept, stored, matrices), mode, mesh.shards)
     tiles = tile_notices(model, tiled_mlps, config.offload.tile_mlp)
     more = (*frozen_notices(config.offload.frozen, layouts, mode.weight_dtype.itemsize), *experts, *tiles)
     check_batch_norm(model, mode, device.torch, buffers)
-    check_same(world, config, batch, mode, layouts, model, device)
+    check_same(world, config, batch, mode, layouts, model, rule.facts(device))
     device_kernels, why_not = _device_kernels(device)
     images = () if find_images is None else find_images(layouts, mode)
-    request = _request(config, layouts, optimizer, batch, device, world, device_kernels, images)
+    request = _request(config, layouts, rule.name, batch, device, world, device_kernels, images)
     memory, found = _with_disks(place_states(request), everyone)
     schedule, schedule_notices = _schedule(config, batch, model, memory, request.machine, everyone)
     return Plan(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict, TypeVar
 
 import torch
 from torch import nn
@@ -59,7 +59,7 @@ from offload.engine.keywords import refuse
 from offload.engine.metric_writers import check_monitor, make_reporter
 from offload.engine.metrics import ComputeSpans, Listener, Relay, StepMeter, compute_spans
 from offload.engine.opaque import ParameterBytes, page_out, with_adopted_buffers
-from offload.engine.optimizer import Optimizer, check_options, refuse_others
+from offload.engine.optimizer import Optimizer, Rule, check_options, refuse_others
 from offload.engine.params import ParamHandle, handle_of
 from offload.engine.plan import (
     Plan,
@@ -82,24 +82,19 @@ from offload.engine.state import LossScaler, StepSettings, job_of
 from offload.engine.torch_functions import RULES
 from offload.engine.unit_views import UnitViews
 from offload.engine.update import RunFacts, UpdateWorker, run_may_speculate
-from offload.engine.update_strategy import FusedUpdates, UpdateStrategy
+from offload.engine.update_strategy import UpdateSetting, UpdateStrategy
 from offload.errors import ConfigError, StoreError, UsageError
-from offload.fileio.cache_file import Stamp
 from offload.hardware.probe import kept_window
 from offload.launch.environment import rank_number
 from offload.layout.fingerprint import describe
 from offload.layout.flat_layout import Segment
 from offload.layout.frozen import expander
 from offload.layout.memory_plan import limits, unit_sizes
-from offload.layout.modes import LAMB, TORCH
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, makes_early_updates
 from offload.layout.placement import STAGING_BUFFERS, WINDOWS
 from offload.layout.tiers import copied_memory
 from offload.model_io.saved_names import about_saved, saved_names
 from offload.notices import Headline, Remark, announce
-from offload.optimizers.lamb import LambUpdates
-from offload.optimizers.matrices import MatrixUpdates
-from offload.optimizers.torch_updates import TorchUpdates
 from offload.parallel.sequence import SequenceForward, SequenceParallel, check_units, form_groups
 from offload.parallel.sequence import check_model as check_sequences
 from offload.parallel.sharded_params import FoundShards, ShardedViews, TakenShards, find_shards, taken_over
@@ -116,10 +111,10 @@ from offload.swapper.pager import Pager
 from offload.swapper.store import Rating, Store, StoreSpec, Written
 from offload.swapper.store.format import last_of_all, was_committed
 from offload.swapper.store.inspection import look
-from offload.swapper.store.model_files import ModelFiles
 from offload.swapper.store.recovery import check_one_run
 from offload.swapper.store.requests import DriveSpans
 from offload.swapper.store.spill_file import SpillFile
+from offload.swapper.weight_source import WeightSource
 from offload.timeline import OFF, Timeline, open_timeline
 
 if TYPE_CHECKING:
@@ -139,8 +134,10 @@ class RunFiles:
     """Queue of all requests; None without files."""
     store: Store | None
     """The swap files; None without states on DISK."""
-    model_files: ModelFiles | None
-    """The model's own files; None if no weight is read there."""
+    source: WeightSource | None
+    """The files from which the pager reads weights: the swap files, or others that are only read; None without any."""
+    others: contextlib.ExitStack
+    """Closes the files that are only read."""
     make: Callable[[], None]
     """Makes the swap files of a new run, before anything is written to them; does nothing for a resumed run."""
     written: Written
@@ -288,7 +285,7 @@ def _run_facts(plan: Plan) -> RunFacts:
         wanted=makes_early_updates(plan.config.offload.speculate, plan.device.host_addressable)
         and plan.config.offload.debug.overlap,
         ranks=plan.world.everyone.size,
-        one_pass=plan.mode.optimizer != LAMB and not plan.mode.whole_units,
+        one_pass=plan.mode.one_pass,
         commits=plan.slots == 2 and plan.commit_every > 0,
         on_disk=any(
             part and all(tier is Tier.DISK for state, tier in row.items() if state is not State.GRAD)
@@ -556,7 +553,7 @@ def assemble(
         agreement=agreement,
         store=files.store,
         queue=files.queue,
-        model_files=files.model_files,
+        read_only=files.others,
         arena=host,
         layouts=plan.layouts,
         trainable=plan.trainable,
@@ -608,7 +605,7 @@ def _pager(
         host,
         arena,
         plan.device,
-        files.store or files.model_files,
+        files.source,
         limits(plan.config, plan.mode),
         peers,
         expand=expander(plan.layouts, plan.mode.weight_dtype),
@@ -774,8 +771,9 @@ def _updater(
         shards=held,
         arena=host,
         gradients=gradients,
-        strategy=_strategy(plan, optimizer, host, held, gradients),
+        strategy=_strategy(plan, optimizer.rule, host, held, gradients),
         tile_numel=plan.placement.tile_numel,
+        tile_nbytes=(host.classes.tiles - plan.placement.scratch_nbytes) // plan.placement.tile_buffers,
         tile_buffers=plan.placement.tile_buffers,
         commit_every=plan.commit_every,
         timeline=timeline,
@@ -783,43 +781,34 @@ def _updater(
 
 
 def _strategy(
-    plan: Plan, optimizer: Optimizer, host: HostArena, held: LocalShards, gradients: GradientAccumulator
+    plan: Plan, rule: Rule, host: HostArena, held: LocalShards, gradients: GradientAccumulator
 ) -> UpdateStrategy:
-    """Returns the strategy by which the mode's optimizer updates units."""
-    # A rank that has whole units steps them as one rank does, and exchanges nothing, however many replicas there are.
-    ranks = Ranks() if plan.world.ranks.mesh.shards == 1 else plan.world.ranks
-    if plan.mode.optimizer == TORCH:
-        scratch = host.tiles.take(plan.placement.scratch_nbytes)
-        assert scratch is not None and optimizer.replaced is not None
-        return TorchUpdates(
-            optimizer=optimizer.replaced,
-            mode=plan.mode,
-            layouts=plan.layouts,
-            whole=plan.parts.whole,
-            scratch=scratch.tensor(torch.float32),
-            ranks=ranks,
-        )
-    if plan.mode.matrix_rule:
-        scratch = host.tiles.take(plan.placement.scratch_nbytes)
-        assert scratch is not None
-        return MatrixUpdates(
+    """Returns the strategy by which the optimizer's rule updates units."""
+    nbytes = plan.placement.scratch_nbytes
+    room = host.tiles.take(nbytes) if nbytes else None
+    return rule.strategy(
+        UpdateSetting(
             mode=plan.mode,
             layouts=plan.layouts,
             parts=plan.trainable,
             whole=plan.parts.whole,
-            scratch=scratch.tensor(torch.float32),
+            scratch=torch.empty(0, device="cpu") if room is None else room.tensor(torch.float32),
             device=held.device,
-            ranks=ranks,
+            gradients=gradients,
+            # A rank that has whole units steps them as one rank does, and exchanges nothing, however many replicas
+            # there are.
+            ranks=Ranks() if plan.world.ranks.mesh.shards == 1 else plan.world.ranks,
         )
-    if plan.mode.optimizer == LAMB:
-        return LambUpdates(mode=plan.mode)
-    return FusedUpdates(mode=plan.mode, device=held.device, gradients=gradients)
+    )
 
 
 # -- build ---------------------------------------------------------------------------------------------
 
 
 _T = TypeVar("_T")
+
+OpenSource: TypeAlias = Callable[[SharedQueue, DriveSpans, contextlib.ExitStack], WeightSource]
+"""A function that opens files of weights that are only read, and leaves their closing to the stack."""
 
 STARTING = threading.RLock()
 """Serializes the starts of engines in a process: memory that a plan counts on must still be free when taken."""
@@ -837,7 +826,7 @@ def build(
     lr_scheduler: Any = None,
     loader: Loader | None = None,
     *,
-    stamps: Mapping[str, Stamp] = {},
+    open_source: OpenSource | None = None,
     listener: Listener | None = None,
 ) -> _T:
     """Returns an engine. Creates files, memory, threads and hooks, in this order; an error closes what was made before.
@@ -849,7 +838,7 @@ def build(
         make: Makes the engine of its core and of the lines for the user.
         lr_scheduler: A schedule, or None.
         loader: Batches of training data, or None.
-        stamps: Stamp of each of the model's own files that the plan reads, by path.
+        open_source: Opens the files from which weights are read, if these are not the swap files.
         listener: Receives the spans of the engine; None for none but those that the config asks for.
     """
     timeline = open_timeline(plan.config.offload.trace, plan.world.everyone.rank, plan.world.everyone.size)
@@ -858,11 +847,11 @@ def build(
     written = _written(plan)
     inputs_on_disk = plan.config.drives and plan.config.activation_tier in ("cpu", "nvme", "auto")
     # Without a file to read or write no I/O thread is started.
-    on_files = plan.slots or plan.placement.spilled or inputs_on_disk or plan.in_place
+    on_files = plan.slots or plan.placement.spilled or inputs_on_disk or open_source
     queue = _queue(plan.config) if on_files else None
     memory = memory_of(model)
     store: Store | None = None
-    files = NewStore(plan, None, False, lr_scheduler)
+    files, others = NewStore(plan, None, False, lr_scheduler), contextlib.ExitStack()
     try:
         recorders = _recorders(plan, model, timeline, queue, written, listener)
         progress: Snapshot | None = None
@@ -873,8 +862,10 @@ def build(
             files = NewStore(plan, store, progress is not None, lr_scheduler)
 
         def components(callbacks: EngineCallbacks) -> EngineComponents:
-            own = ModelFiles(plan.images, stamps, queue, recorders.spans) if queue and plan.in_place else None
-            found = RunFiles(queue=queue, store=store, model_files=own, make=files.make, written=written)
+            source: WeightSource | None = store
+            if queue is not None and open_source is not None:
+                source = open_source(queue, recorders.spans, others)
+            found = RunFiles(queue=queue, store=store, source=source, others=others, make=files.make, written=written)
             return _components(plan, model, optimizer, found, progress is not None, recorders, callbacks)
 
         core = EngineCore(
@@ -890,7 +881,7 @@ def build(
         )
     except BaseException:
         with contextlib.suppress(Exception):  # the first error is the one that is raised
-            close_all(*(() if queue is None else (queue.close,)), files.undo)
+            close_all(*(() if queue is None else (queue.close,)), others.close, files.undo)
         raise
     try:
         return make(core, (*_notices(plan, core), *line_on_users(memory), *_begin(plan, core, progress)))
@@ -1530,7 +1521,7 @@ def _start(
     with keep_generators(device.torch):  # the optimizer's own code may draw in its dry run
         kept = build_optimizer.kept_by(chosen, model)
     matrices = build_optimizer.matrices_by(chosen, model)
-    plan = decide(loaded, batch, model, device, world, chosen.rule.name, kept, matrices)
+    plan = decide(loaded, batch, model, device, world, chosen.rule, kept, matrices)
     codes = loaded.zero_optimization.sends_codes
     check_tensor_parallel(world, plan.mode, plan.layouts, bool(plan.units.experts), bool(plan.tiled_mlps), codes)
     check_units(world.sequence.size, bool(plan.units.experts))

@@ -27,8 +27,6 @@ from offload.engine.state import TrainingState
 from offload.engine.update import UpdateWorker, reason_to_clip
 from offload.engine.update_strategy import UnitUpdate, UpdateBuilder, grad_scale
 from offload.errors import EngineFailed, NumericsError, RankError, UsageError
-from offload.layout.modes import LAMB
-from offload.optimizers.lamb import with_ratios
 from offload.sizes import count_of
 
 # -- gradient accumulation -----------------------------------------------------------------------------
@@ -347,7 +345,7 @@ class OptimizerStep:
         try:
             self._apply(components.update_worker, norm, known.present, self._order(), refused=refusal is not None)
         except BaseException as error:
-            # Counters, gradients and scheduled updates may disagree, also after a Ctrl-C at a wait of LAMB's norms.
+            # Counters, gradients and scheduled updates may disagree, also after a Ctrl-C at a wait of `Rule.complete`.
             # Nothing may be committed after it, and the last commit stays valid.
             components.pager.fail(error)
             raise
@@ -473,7 +471,7 @@ class OptimizerStep:
         """Returns the update of each unit. Gradients are dropped if this rank has no partition to update with them.
 
         Args:
-            updater: the update worker, which LAMB's norms use.
+            updater: the update worker, whose tiles the rule may borrow.
             present: for each unit the segments that have a gradient.
             order: the uses of units.
             scale: factor for each gradient: the clip and the inverse of the loss scale.
@@ -487,10 +485,9 @@ class OptimizerStep:
         for update in updates:
             if not update.segments:
                 components.gradients.drop(update.unit)
-        # LAMB scales the update of each parameter by norms over the whole parameter, of which each rank holds a
-        # segment.
-        if several and mode.optimizer == LAMB:
-            return with_ratios(updates, components.shards, components.gradients, updater, components.agreement)
+        if several:
+            shards, gradients, agreement = components.shards, components.gradients, components.agreement
+            updates = self._optimizer.rule.complete(updates, shards, gradients, updater, agreement)
         return updates
 
 

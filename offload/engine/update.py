@@ -814,8 +814,8 @@ class RunFacts:
 
 def run_may_speculate(facts: RunFacts) -> bool:
     """Returns True if updates of the run may be made under the backward."""
-    # Ranks would have to agree on every guess. LAMB needs norms first, and a tile of torch's optimizers is an entire
-    # unit, without room for its old states beside.
+    # Ranks would have to agree on every guess. A rule of two passes needs norms first, and a tile of torch's optimizers
+    # is an entire unit, without room for its old states beside.
     return facts.wanted and facts.ranks == 1 and facts.one_pass and facts.commits and facts.on_disk
 
 
@@ -904,6 +904,7 @@ class UpdateWorker:
         gradients: GradientAccumulator,
         strategy: UpdateStrategy,
         tile_numel: int,
+        tile_nbytes: int,
         tile_buffers: int,
         commit_every: int,
         timeline: Timeline,
@@ -916,6 +917,7 @@ class UpdateWorker:
             gradients: the gradients of the units.
             strategy: the arithmetic of an update.
             tile_numel: largest number of elements of a tile.
+            tile_nbytes: bytes of the buffer of a tile.
             tile_buffers: largest number of tiles in flight.
             commit_every: steps between two commits; 0 for no commits.
             timeline: records waits, kernels and updates.
@@ -934,9 +936,8 @@ class UpdateWorker:
         self.offers = Offers(shards.pager.lock, self._wake)
         """Updates that may be made before their step is decided."""
         self._results = UpdateResults(shards=shards, gradients=gradients, timeline=timeline)
-        buffer_nbytes = (arena.classes.tiles - strategy.scratch_nbytes) // tile_buffers
         self._tile_numel = tile_numel
-        host_buffers = [arena.tiles.take(buffer_nbytes) for _ in range(tile_buffers)]
+        host_buffers = [arena.tiles.take(tile_nbytes) for _ in range(tile_buffers)]
         buffers = [host_buffer for host_buffer in host_buffers if host_buffer is not None]
         assert len(buffers) == tile_buffers > 0 and tile_numel > 0
         reader = TileReader(shards=shards, gradients=gradients, strategy=strategy)

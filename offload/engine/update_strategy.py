@@ -3,8 +3,8 @@
     worker      tiles, reads, copies, writes, publication of weights, commits
     strategy    number of passes over the tiles, content of a tile for each state, arithmetic on a tile
 
-Each way to step has one strategy: `fused` (one kernel, in one pass), `lamb` (norms first), `matrices` (Muon and SinkGD)
-and `torch_updates` (an optimizer of torch). Values that a user sets are written by `EditSteps`, under every strategy.
+Each rule of `offload.optimizers` has its strategy. Values that a user sets are written by `EditSteps`, under every
+strategy.
 """
 
 from __future__ import annotations
@@ -12,28 +12,45 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from offload import kernels
+from offload.distributed.process_group import Ranks
 from offload.engine.callbacks import Edit
 from offload.engine.gradients import GradientAccumulator
 from offload.engine.optimizer import Optimizer
-from offload.kernels import cuda
 from offload.layout import optimizer_states
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.modes import Mode
-from offload.layout.optimizer_states import put_weight, split
-from offload.optimizers.matrix_steps import MatrixSegment, MuonStep, SinkGDStep
-from offload.optimizers.of_torch import TorchSegment, TorchStep, attributes_of
+from offload.layout.optimizer_states import Whole, put_weight, split
 from offload.states import State
 from offload.swapper.memory.device import Device
 
 # -- unit updates --------------------------------------------------------------------------------------
 #
 # Updates of the units in one optimizer step, made once the gradient norm is known, in the order of their next use.
+
+
+class ParameterStep(NamedTuple):
+    """A step on elements [start, stop) of a rank's shard of a unit: a parameter, or what the rank has of one."""
+
+    start: int
+    stop: int
+    step: Any
+    """Arguments of the step, from `Rule.step`. The worker does not look at them."""
+    noise: kernels.Noise | None
+    """Rounds moments and masters of fewer bits than fp32; None where all are fp32."""
+    parameter: int
+    """Index of the parameter in the unit."""
+
+    def within(self, start: int, stop: int) -> ParameterStep:
+        """Returns the part within elements [start, stop), counted from `start`."""
+        first = max(self.start, start)
+        noise = self.noise and self.noise.after(first - self.start)
+        return self._replace(start=first - start, stop=min(self.stop, stop) - start, noise=noise)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,13 +60,9 @@ class UnitUpdate:
     unit: int
     numel: int
     """Elements of the trainable shard of this rank's partition."""
-    segments: tuple[kernels.Segment | TorchSegment | MatrixSegment, ...] = ()
+    segments: tuple[ParameterStep, ...] = ()
     edits: tuple[Edit, ...] = ()
     """Values set by the user; an update contains segments or edits, or neither if other ranks hold all of them."""
-    parameters: tuple[int, ...] = ()
-    """Index in the unit of each segment's parameter."""
-    ratios: tuple[float, ...] = ()
-    """Trust ratio of each segment, for LAMB on several ranks; see `lamb_norms`."""
     shared: tuple[int, ...] = ()
     """Indices in the unit of parameters that several ranks step as a whole, together; the same on every rank."""
 
@@ -161,37 +174,21 @@ class UpdateBuilder:
             counts: number of updates of each parameter, this one included.
             settings: the group of each parameter.
         """
-        part = self._trainable[unit]
-        segments: list[kernels.Segment | TorchSegment | MatrixSegment] = []
-        parameters: list[int] = []
+        part, rule = self._trainable[unit], self._optimizer.rule
+        segments: list[ParameterStep] = []
         shared: list[int] = []
         for position in sorted(present):
-            segment = self._layouts[unit].segments[position]
+            segment, parameter = self._layouts[unit].segments[position], self._parameters[unit][position]
             start, stop = part_of(part, segment.start, segment.stop)
-            group = settings[id(self._parameters[unit][position])]
-            step = self._optimizer.rule.step(group, counts[position], scale)
+            step = rule.step(parameter, settings[id(parameter)], counts[position], scale)
             # Ranks have equally many elements of a unit each.
             borders = segment.start // len(part), (segment.stop - 1) // len(part)
-            if isinstance(step, TorchStep | MuonStep | SinkGDStep) and segment.numel and borders[0] < borders[1]:
+            if rule.steps_whole(step) and segment.numel and borders[0] < borders[1]:
                 shared.append(position)
             if start < stop:
-                if isinstance(step, TorchStep):
-                    attributes = attributes_of(self._parameters[unit][position])
-                    segments.append(TorchSegment(start, stop, step._replace(attributes=attributes)))
-                elif isinstance(step, MuonStep | SinkGDStep):
-                    segments.append(MatrixSegment(start, stop, step, self._noise(unit, counts[position], part, start)))
-                else:
-                    segments.append(
-                        kernels.Segment(start, stop, step, self._noise(unit, counts[position], part, start))
-                    )
-                parameters.append(position)
-        return UnitUpdate(
-            unit=unit,
-            numel=len(part),
-            segments=tuple(segments),
-            parameters=tuple(parameters),
-            shared=tuple(shared),
-        )
+                noise = self._noise(unit, counts[position], part, start)
+                segments.append(ParameterStep(start, stop, step, noise, position))
+        return UnitUpdate(unit=unit, numel=len(part), segments=tuple(segments), shared=tuple(shared))
 
     def _noise(self, unit: int, count: int, part: range, start: int) -> kernels.Noise | None:
         """Returns the noise that rounds states from element `start` of `part` on; None if all are fp32.
@@ -256,10 +253,6 @@ class UnitSteps(Protocol):
 class UpdateStrategy(Protocol):
     """A way to update units, one object for all units of an engine."""
 
-    @property
-    def scratch_nbytes(self) -> int:
-        """Bytes that the strategy takes from the host arena's class of tiles."""
-
     def part(self, unit: int, state: State, start: int, stop: int) -> range:
         """Returns the elements of `state` that a tile with the elements [start, stop) of a unit contains.
 
@@ -277,6 +270,24 @@ class UpdateStrategy(Protocol):
             update: the update, which contains segments.
             tile_numel: largest number of elements of a tile.
         """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateSetting:
+    """The parts of an engine with which a strategy works."""
+
+    mode: Mode
+    layouts: Sequence[UnitLayout]
+    parts: Sequence[range]
+    """Elements of each unit that this rank updates."""
+    whole: Whole
+    """Sizes of the parameters that the rule steps as a whole."""
+    scratch: torch.Tensor
+    """(n,) fp32 of the host arena, which belongs to the strategy; empty if the rule steps nothing as a whole."""
+    device: Device
+    gradients: GradientAccumulator
+    ranks: Ranks
+    """The ranks that divide units; this one alone if it has whole units."""
 
 
 class EditSteps:
@@ -318,113 +329,3 @@ class EditSteps:
             split(values, states)
         else:
             put_weight(values, states)
-
-
-# -- for strategies that run kernels of ours ----------------------------------------------------------
-
-
-def partition_of(mode: Mode, states: Mapping[State, torch.Tensor], gradient: torch.Tensor) -> kernels.Partition:
-    """Returns states and gradient of some elements, (n,) each, in the form that the kernels take."""
-    # Both forms of a master may be absent: in fp32 the weight is the master.
-    scales = states.get(State.SCALES)
-    return kernels.Partition(
-        states[State.WEIGHT],
-        gradient,
-        tuple(states[moment] for moment in mode.moments),
-        states.get(State.MASTER_LOW_BITS),
-        states.get(State.MASTER),
-        # Those of a tile fill whole pages.
-        None if scales is None else optimizer_states.scales_of(mode, scales, len(gradient)),
-    )
-
-
-def segments_in(update: UnitUpdate, tile: TileContent) -> list[tuple[int, kernels.Segment]]:
-    """Returns the segments of the update that overlap the tile: number in the update, and elements in the tile."""
-    # Segments of torch's optimizers are skipped: their strategy cuts them itself.
-    return [
-        (number, _cut(each, tile.start, tile.stop))
-        for number, each in enumerate(update.segments)
-        if isinstance(each, kernels.Segment) and each.start < tile.stop and each.stop > tile.start
-    ]
-
-
-def _cut(segment: kernels.Segment, start: int, stop: int) -> kernels.Segment:
-    """Returns the part of a segment within elements [start, stop), counted from `start`."""
-    first = max(segment.start, start)
-    noise = segment.noise and segment.noise.after(first - segment.start)
-    return kernels.Segment(first - start, min(segment.stop, stop) - start, segment.step, noise)
-
-
-# -- fused ---------------------------------------------------------------------------------------------
-#
-# Updates by one fused kernel in one pass: AdamW, Adagrad, Lion, SGD, which all step element by element.
-#
-# A unit whose gradient waits on the device is updated by the device's own kernel; all others are updated on the host.
-
-
-class FusedUpdates:
-    """Strategy of every optimizer whose kernel needs one pass."""
-
-    scratch_nbytes = 0
-
-    def __init__(self, *, mode: Mode, device: Device, gradients: GradientAccumulator) -> None:
-        self._mode, self._device, self._gradients = mode, device, gradients
-
-    def part(self, unit: int, state: State, start: int, stop: int) -> range:
-        """Returns the same elements of every state, and the scales of their blocks."""
-        return self._mode.padded_part(state, start, stop)
-
-    def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
-        """Returns the steps of a unit, on the device if its gradient stays on the device."""
-        if self._gradients.stays(update.unit):
-            return _DeviceSteps(update, self._mode, self._device)
-        return _HostSteps(update, self._mode)
-
-
-class _HostSteps:
-    """Steps of one unit by the kernel on the host."""
-
-    passes = 1
-    in_place = False
-    cuts: Sequence[range] = ()
-    drafts: Sequence[State] = ()
-
-    def __init__(self, update: UnitUpdate, mode: Mode) -> None:
-        self._update, self._mode = update, mode
-
-    def run(self, tile: TileContent, last: bool) -> None:
-        """Steps all segments in the tile."""
-        segments = [segment for _, segment in segments_in(self._update, tile)]
-        if segments:
-            assert tile.gradient is not None
-            kernels.update(partition_of(self._mode, tile.states, tile.gradient), segments)
-
-
-class _DeviceSteps:
-    """Steps of one unit by the kernel on the device, in the memory of its states."""
-
-    passes = 1
-    in_place = True
-    cuts: Sequence[range] = ()
-    drafts: Sequence[State] = ()
-
-    def __init__(self, update: UnitUpdate, mode: Mode, device: Device) -> None:
-        self._update, self._mode, self._device = update, mode, device
-
-    def run(self, tile: TileContent, last: bool) -> None:
-        """Steps all segments in the tile, and waits for the kernel.
-
-        No event has to precede the kernel. The norm is known, so the gradient is complete; every reader of the unit
-        waits for its update.
-        """
-        segments = [segment for _, segment in segments_in(self._update, tile)]
-        if not segments:
-            return
-        assert tile.gradient is not None
-        partition = partition_of(self._mode, tile.states, tile.gradient)
-        # The update stream is not the one of compute, so the next forward overlaps with the update. The CPU as a
-        # compute device has no such stream and runs the host's kernel.
-        with self._device.updating():
-            (cuda.update if partition.weight.is_cuda else kernels.update)(partition, segments)
-            done = self._device.updated()
-        done.wait()  # blocks this thread alone

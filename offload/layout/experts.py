@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from offload.layout.modes import LAMB, TORCH
-from offload.layout.optimizer_states import MATRIX_RULES
+from offload.layout.modes import RULE_LAYOUTS
 from offload.layout.units import Stack, is_compiled
 from offload.notices import Remark
 from offload.provenance import described as described_code
@@ -47,7 +46,7 @@ def cut_stacks(model: nn.Module, experts: str, optimizer: str) -> CutStacks:
         reason = _why_not_loop(model.get_submodule(name), implementation)
         if reason is not None:
             return CutStacks((), (_whole(f"{reason}, which a loop over the experts may not replace"),))
-    if optimizer in (LAMB, TORCH, *MATRIX_RULES):
+    if not RULE_LAYOUTS[optimizer].elementwise:
         kept = tuple(stack for stack in found if not _trains(model, stack))
         if len(kept) < len(found):
             return CutStacks(kept, (_whole("the optimizer's rule looks at whole parameters"),))

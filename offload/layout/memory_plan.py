@@ -20,7 +20,7 @@ from offload.config import Config, OptimizerBlock
 from offload.errors import ConfigError
 from offload.layout.experts import cut_stacks, described, other_implementations
 from offload.layout.flat_layout import UnitLayout
-from offload.layout.modes import ADAM, DTYPES, MOMENTS, NOT_OF_MATRICES, Mode, make_mode
+from offload.layout.modes import ADAM, DTYPES, RULE_LAYOUTS, Mode, make_mode
 from offload.layout.optimizer_states import kernel_rule, optimizer_class
 from offload.layout.pass_order import LAYER_MAJOR
 from offload.layout.placement import Machine, Placement, place
@@ -39,6 +39,7 @@ from offload.states import State, Tier
 from offload.swapper.policy import Limits
 from offload.swapper.store.model_files import UnitImage
 from offload.swapper.table import UnitSize
+from offload.swapper.weight_source import pieces_of
 
 # -- config request ------------------------------------------------------------------------------------
 #
@@ -111,13 +112,13 @@ def mode_of(config: Config, optimizer: str) -> Mode:
     Raises:
         ConfigError: the moments or the master are to have a form that the optimizer or the weights cannot keep.
     """
-    if State.PACKED in MOMENTS[optimizer] and config.moments != "fp32":
+    if State.PACKED in RULE_LAYOUTS[optimizer].moments and config.moments != "fp32":
         raise ConfigError(
             f'"moments" is {config.moments}, but this optimizer runs by torch\'s own code, and keeps states of its own '
             'dtypes; leave "moments" and bf16_optimizer_states out, or use an optimizer with a kernel (AdamW, Adam, '
             "Lamb, Lion, Adagrad, SGD, Muon, SinkGD)"
         )
-    if optimizer in NOT_OF_MATRICES and config.moments == "int8":
+    if RULE_LAYOUTS[optimizer].not_of_matrices and config.moments == "int8":
         raise ConfigError(
             '"moments" is int8, but Muon and SinkGD keep moments of matrices, which have no blocks of 8 bits; set bf16'
         )
@@ -132,7 +133,7 @@ def mode_of(config: Config, optimizer: str) -> Mode:
             f'"master" is {master}, a bf16 weight with 8 more bits, but the weights are {config.dtype}: {why}; set '
             '"bf16": {"enabled": true} (--dtype bf16), or leave "master" out'
         )
-    if State.PACKED in MOMENTS[optimizer] and master != "fp32":
+    if State.PACKED in RULE_LAYOUTS[optimizer].moments and master != "fp32":
         raise ConfigError(
             f'"master" is {master}, but this optimizer runs by torch\'s own code, whose steps are not '
             'rounded stochastically; leave "master" out, or use an optimizer with a kernel (AdamW, Adam, Lamb, Lion, '
@@ -378,9 +379,12 @@ def unit_sizes(
     found = images or [None] * len(layouts)
     for layout, tiers, parts, image in zip(layouts, placement.tiers, shares, found, strict=True):
         share = tuple(range(part.start * itemsize, part.stop * itemsize) for part in parts if part)
+        shard_nbytes, pieces = sum(map(len, share)), pieces_of(share)
+        if image is not None:
+            shard_nbytes, pieces = image.nbytes, image.pieces
         expanded = (layout.device_numel - layout.numel) * itemsize
         nbytes = layout.device_numel * itemsize
-        sizes.append(UnitSize(layout.name, nbytes, tiers[State.WEIGHT], share, expanded, image))
+        sizes.append(UnitSize(layout.name, nbytes, tiers[State.WEIGHT], shard_nbytes, pieces, expanded))
     return sizes
 
 

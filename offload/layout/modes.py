@@ -7,8 +7,26 @@ from typing import NamedTuple
 
 import torch
 
+from offload.kernels.lamb import BLOCK as LAMB_BLOCK
 from offload.sizes import PAGE, align_up
 from offload.states import State
+
+
+class RuleLayout(NamedTuple):
+    """What the layout of memory has to know of an update rule."""
+
+    moments: tuple[State, ...]
+    """States of the optimizer, in the kernel's order of arguments; PACKED if its own code decides which."""
+    elementwise: bool = True
+    """True if the step of an element depends on no other element."""
+    passes: int = 1
+    """Largest number of passes over the states of a unit."""
+    block: int = 1
+    """Elements of a block of sums, of which those of a tile are a multiple."""
+    not_of_matrices: tuple[State, ...] = ()
+    """States that a matrix does not have, if the rule steps matrices in its own way, each as a whole."""
+    on_device: bool = False
+    """True if the device has a kernel of the rule."""
 
 
 class Mode(NamedTuple):
@@ -99,6 +117,16 @@ class Mode(NamedTuple):
         return PAGE if self.in_bytes else _STEP
 
     @property
+    def rule(self) -> RuleLayout:
+        """The layout of the optimizer's rule."""
+        return RULE_LAYOUTS[self.optimizer]
+
+    @property
+    def one_pass(self) -> bool:
+        """True if an update passes once over a unit, in tiles that may be smaller than the unit."""
+        return self.rule.passes == 1 and not self.whole_units
+
+    @property
     def whole_units(self) -> bool:
         """True if a tile of an update is all that a rank has of a unit: a step needs whole parameters."""
         return State.PACKED in self.moments
@@ -106,7 +134,7 @@ class Mode(NamedTuple):
     @property
     def matrix_rule(self) -> bool:
         """True if the optimizer steps each matrix as a whole, and all else by AdamW."""
-        return self.optimizer in NOT_OF_MATRICES
+        return bool(self.rule.not_of_matrices)
 
     @property
     def steps_whole(self) -> bool:
@@ -116,7 +144,7 @@ class Mode(NamedTuple):
     @property
     def partial(self) -> tuple[State, ...]:
         """States that a matrix does not have, if the optimizer has a rule for matrices."""
-        return NOT_OF_MATRICES.get(self.optimizer, ())
+        return self.rule.not_of_matrices
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -151,7 +179,7 @@ def moments_name(dtype: torch.dtype) -> str:
 
 ADAM, LAMB, TORCH = "adam", "lamb", "torch"
 MUON, SINKGD = "muon", "sinkgd"
-# States that hold the weights, by precision, and states that hold the moments, by optimizer. A mode is one of each.
+# States that hold the weights, by precision, and the rules with their moments. A mode is one of each.
 PRECISIONS: dict[str, dict[State, torch.dtype]] = {
     # Weight and low bits together give the master bit for bit: see kernels.split_master.
     "bf16": {State.WEIGHT: torch.bfloat16, State.MASTER_LOW_BITS: torch.int16},
@@ -165,23 +193,20 @@ MASTERS: dict[str, dict[State, torch.dtype]] = {
     "bf24": {State.MASTER_LOW_BITS: torch.int8},
 }
 """Forms of the master of a bf16 weight by their names in configs, with what differs from `PRECISIONS`."""
-MOMENTS: dict[str, tuple[State, ...]] = {
-    ADAM: (State.EXP_AVG, State.EXP_AVG_SQ),
-    LAMB: (State.EXP_AVG, State.EXP_AVG_SQ),
-    "adagrad": (State.SUM,),
-    "lion": (State.EXP_AVG,),
-    "momentum": (State.MOMENTUM_BUFFER,),
-    "sgd": (),
-    TORCH: (State.PACKED,),
+_ADAM = (State.EXP_AVG, State.EXP_AVG_SQ)
+RULE_LAYOUTS: dict[str, RuleLayout] = {
+    ADAM: RuleLayout(_ADAM, on_device=True),
+    LAMB: RuleLayout(_ADAM, elementwise=False, passes=2, block=LAMB_BLOCK),
+    "adagrad": RuleLayout((State.SUM,)),
+    "lion": RuleLayout((State.EXP_AVG,)),
+    "momentum": RuleLayout((State.MOMENTUM_BUFFER,)),
+    "sgd": RuleLayout(()),
+    TORCH: RuleLayout((State.PACKED,), elementwise=False),
     # AdamW's, for what is no matrix. The first is a matrix's momentum with Muon.
-    MUON: (State.EXP_AVG, State.EXP_AVG_SQ),
-    SINKGD: (State.EXP_AVG, State.EXP_AVG_SQ),
+    MUON: RuleLayout(_ADAM, elementwise=False, not_of_matrices=(State.EXP_AVG_SQ,)),
+    SINKGD: RuleLayout(_ADAM, elementwise=False, not_of_matrices=_ADAM),
 }
-NOT_OF_MATRICES: dict[str, tuple[State, ...]] = {
-    MUON: (State.EXP_AVG_SQ,),
-    SINKGD: (State.EXP_AVG, State.EXP_AVG_SQ),
-}
-"""Rules that step matrices in their own way, and the states that a matrix does not have."""
+"""Rules by name; `optimizers.registry` has their steps."""
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 """Dtypes of moments, by their names in configs."""
 ROOTS = (State.EXP_AVG_SQ, State.SUM)
@@ -198,11 +223,11 @@ def make_mode(precision: str, optimizer: str, moments: str = "fp32", master: str
 
     Args:
         precision: one of `PRECISIONS`.
-        optimizer: one of `MOMENTS`.
+        optimizer: one of `RULE_LAYOUTS`.
         moments: one of `MOMENT_DTYPES`; without effect if the optimizer has no moments, or its own code keeps them.
         master: one of `MASTERS`; without effect if the weights are not bf16.
     """
-    states = MOMENTS[optimizer]
+    states = RULE_LAYOUTS[optimizer].moments
     dtype = MOMENT_DTYPES[moments] if states and State.PACKED not in states else torch.float32
     stored = PRECISIONS[precision]
     weights = {state: MASTERS[master].get(state, stored[state]) for state in stored}
@@ -214,7 +239,7 @@ MODES = {
     for mode in (
         make_mode(precision, optimizer, moments, master)
         for precision in PRECISIONS
-        for optimizer in MOMENTS
+        for optimizer in RULE_LAYOUTS
         for moments in MOMENT_DTYPES
         for master in MASTERS
     )

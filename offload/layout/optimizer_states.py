@@ -33,7 +33,7 @@ from offload.layout.flat_layout import (
     segment_shards,
     with_kept,
 )
-from offload.layout.modes import ADAM, MOMENT_BLOCK, MUON, NOT_OF_MATRICES, TORCH, Mode
+from offload.layout.modes import ADAM, MOMENT_BLOCK, MUON, RULE_LAYOUTS, TORCH, Mode
 from offload.states import State
 
 # -- whole ---------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def whole_sizes(layouts: Sequence[UnitLayout], mode: Mode, rank: int, world_size
 def _stepped_whole(layout: UnitLayout, mode: Mode) -> Iterator[tuple[int, Segment]]:
     """Yields index and segment of the parameters that the mode's optimizer steps as a whole."""
     for index, segment in enumerate(layout.segments):
-        if segment.trainable and segment.numel and (mode.optimizer == TORCH or _in_matrices(layout, mode, segment)):
+        if segment.trainable and segment.numel and (mode.whole_units or _in_matrices(layout, mode, segment)):
             yield index, segment
 
 
@@ -246,8 +246,6 @@ def put_weight(values: torch.Tensor, states: Mapping[State, torch.Tensor]) -> No
 # Pure functions of the model and its layout. A run and the planner decide by them.
 
 
-MATRIX_RULES = tuple(NOT_OF_MATRICES)
-"""Names of the rules that step matrices in their own way, and all other parameters by AdamW."""
 MOMENTUM = "momentum_buffer"
 """torch's name of the state of a matrix of Muon."""
 MARK = "use_muon"
@@ -323,7 +321,7 @@ def for_rule(
         matrices: names of the parameters that are matrices.
         world_size: number of ranks.
     """
-    if rule not in MATRIX_RULES:
+    if not RULE_LAYOUTS[rule].not_of_matrices:
         return tuple(layouts)
     return tuple(arrange(layout.name, layout.segments, world_size, matrices) for layout in layouts)
 

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.errors import BudgetError
-from offload.kernels.lamb import BLOCK as LAMB_BLOCK
-from offload.layout.modes import ADAM, LAMB, Mode
+from offload.layout.modes import Mode
 from offload.layout.tiers import (
     Partitions,
     PlacementRequest,
@@ -421,8 +420,8 @@ def _scratch_nbytes(parts: Partitions, mode: Mode) -> int:
 
 
 def _tile_step(mode: Mode) -> int:
-    """Returns the number of which a tile's elements are a multiple: LAMB sums squares block by block."""
-    return max(LAMB_BLOCK, mode.tile_step) if mode.optimizer == LAMB else mode.tile_step
+    """Returns the number of which a tile's elements are a multiple."""
+    return max(mode.rule.block, mode.tile_step)
 
 
 def _tile_step_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
@@ -681,7 +680,7 @@ def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Mac
         inputs = inputs_nbytes(request, budget - sum(least_host(parts, mode, request, machine)))
         budget -= inputs
     # The device has a kernel for AdamW only; any other optimizer needs the gradients on the host.
-    if machine.device_kernels and mode.optimizer == ADAM:
+    if machine.device_kernels and mode.rule.on_device:
         configured_tiers = gradients_on_device(
             parts, configured_tiers, device_spare(parts, request, machine, configured_tiers)
         )

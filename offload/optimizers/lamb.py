@@ -3,7 +3,7 @@
     a unit of one tile    moments and norms ─► weights
     a larger unit         first pass: moments and norms of every tile, moments dropped
                           second pass: moments again ─► weights
-    several ranks         the norms are known before (see `lamb_norms`): moments ─► weights
+    several ranks         the norms are known before (`LambRule.complete`): moments ─► weights
 
 Sums of squares are taken over blocks whose borders do not depend on the tiles, and are added in order. The bits
 therefore do not depend on the division into tiles.
@@ -12,34 +12,79 @@ therefore do not depend on the division into tiles.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from offload import kernels
 from offload.aio.protocols import Future
 from offload.distributed.agreement import Agreement
 from offload.engine.gradients import GradientAccumulator
+from offload.engine.optimizer import Rule
 from offload.engine.shards import LocalShards
 from offload.engine.update import UpdateWorker
-from offload.engine.update_strategy import TileContent, UnitSteps, UnitUpdate, partition_of, segments_in
+from offload.engine.update_strategy import ParameterStep, TileContent, UnitSteps, UnitUpdate, UpdateSetting
 from offload.fileio.buffered_copy import flow
 from offload.kernels import LambSegment, LambStep, Partition
 from offload.kernels.lamb import BLOCK
-from offload.layout.modes import Mode
+from offload.layout.modes import LAMB, Mode
 from offload.layout.placement import CHUNK
-from offload.optimizers.matrix_steps import MatrixSegment
-from offload.optimizers.of_torch import TorchSegment
+from offload.optimizers.fused import betas, floats, partition_of, segments_in
 from offload.sizes import align_up
 from offload.states import State
 
-# -- lamb ----------------------------------------------------------------------------------------------
+# -- rule ----------------------------------------------------------------------------------------------
+
+
+class RatedStep(NamedTuple):
+    """A step of LAMB."""
+
+    step: LambStep
+    ratio: float | None = None
+    """Trust ratio, if the sums of other ranks were needed; None if this rank computes it."""
+
+
+class LambRule(Rule):
+    """LAMB, of which the norms of a parameter may be on several ranks."""
+
+    def step(self, parameter: nn.Parameter, group: Mapping[str, Any], count: int, grad_scale: float) -> RatedStep:
+        """Returns the arguments of the kernels."""
+        return RatedStep(
+            LambStep(
+                **floats(group, "lr", "eps", "weight_decay"),
+                **betas(group),
+                step=count,
+                grad_scale=grad_scale,
+                min_ratio=float(group["min_coeff"]),
+                max_ratio=float(group["max_coeff"]),
+            )
+        )
+
+    def complete(
+        self,
+        updates: list[UnitUpdate],
+        shards: LocalShards,
+        gradients: GradientAccumulator,
+        updater: UpdateWorker,
+        agreement: Agreement,
+    ) -> list[UnitUpdate]:
+        """Returns the updates with the trust ratio of each segment, since each rank has a part of a parameter."""
+        return _with_ratios(updates, shards, gradients, updater, agreement)
+
+    def strategy(self, setting: UpdateSetting) -> LambUpdates:
+        """Returns the strategy of LAMB."""
+        return LambUpdates(mode=setting.mode)
+
+
+LAMB_RULE = LambRule(name=LAMB, scheduled=("lr", "betas", "eps", "weight_decay"), fixed=("min_coeff", "max_coeff"))
+
+# -- updates -------------------------------------------------------------------------------------------
 
 
 class LambUpdates:
     """Strategy of LAMB."""
-
-    scratch_nbytes = 0
 
     def __init__(self, *, mode: Mode) -> None:
         self._mode = mode
@@ -51,7 +96,8 @@ class LambUpdates:
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
         """Returns the steps of a unit: two passes, unless the ratios are known or one tile holds the entire unit."""
         # One tile is computed at once, so its weights can follow its norms without a second read.
-        return _LambSteps(update, self._mode, 1 if update.ratios or update.numel <= tile_numel else 2)
+        rated = any(segment.step.ratio is not None for segment in update.segments)
+        return _LambSteps(update, self._mode, 1 if rated or update.numel <= tile_numel else 2)
 
 
 class _LambSteps:
@@ -62,7 +108,7 @@ class _LambSteps:
 
     def __init__(self, update: UnitUpdate, mode: Mode, passes: int) -> None:
         self._update, self._mode = update, mode
-        self._trust = Trust(update.ratios)
+        self._trust = Trust()
         self.passes = passes
         self.drafts: Sequence[State] = mode.optimizer_states
 
@@ -82,16 +128,10 @@ class _LambSteps:
 class Trust:
     """Norms of the parameters of one unit, as far as they are known."""
 
-    def __init__(self, ratios: Sequence[float] = ()) -> None:
-        """Stores the trust ratios, if known.
-
-        Args:
-            ratios: ratio of each segment, if the sums of other ranks were needed; empty if this rank computes them.
-        """
-        self._ratios = ratios
+    def __init__(self) -> None:
         self._sums: dict[int, list[torch.Tensor]] = {}
 
-    def weigh(self, partition: Partition, segments: Sequence[tuple[int, kernels.Segment]], start: int) -> None:
+    def weigh(self, partition: Partition, segments: Sequence[tuple[int, ParameterStep]], start: int) -> None:
         """Updates the moments of a tile in place, and adds its sums of squares to the norms.
 
         Args:
@@ -103,7 +143,7 @@ class Trust:
             self._sums.setdefault(number, []).extend(_moments(partition, segment, start))
 
     def move(
-        self, partition: Partition, segments: Sequence[tuple[int, kernels.Segment]], start: int, weighed: bool
+        self, partition: Partition, segments: Sequence[tuple[int, ParameterStep]], start: int, weighed: bool
     ) -> None:
         """Updates moments and weights of a tile in place.
 
@@ -115,22 +155,22 @@ class Trust:
                 unit.
         """
         # The norms are complete, so the sums of this pass are dropped: added again they would count twice.
-        if weighed or self._ratios:
+        if weighed or any(segment.step.ratio is not None for _, segment in segments):
             for _, segment in segments:
                 _moments(partition, segment, start)
         else:
             self.weigh(partition, segments, start)
         # The noise rounds masters; the moments are rounded already.
-        steps = [LambSegment(each.start, each.stop, _step(each), each.noise) for _, each in segments]
-        kernels.lamb_move(partition, steps, [self._ratio(number, each) for number, each in segments])
+        steps = [LambSegment(each.start, each.stop, each.step.step, each.noise) for _, each in segments]
+        kernels.lamb_move(partition, steps, [self._ratio(number, each.step) for number, each in segments])
 
-    def _ratio(self, number: int, segment: kernels.Segment) -> float:
+    def _ratio(self, number: int, step: RatedStep) -> float:
         """Returns the trust ratio of a segment."""
         # The ratios of several ranks win: this rank's own sums lack the shards of the others.
-        return self._ratios[number] if self._ratios else kernels.lamb_ratio(_step(segment), self._sums[number])
+        return kernels.lamb_ratio(step.step, self._sums[number]) if step.ratio is None else step.ratio
 
 
-def _moments(partition: Partition, segment: kernels.Segment, start: int) -> list[torch.Tensor]:
+def _moments(partition: Partition, segment: ParameterStep, start: int) -> list[torch.Tensor]:
     """Updates the moments of a segment; returns its sums of squares, one row for each block."""
     # Blocks are counted from the unit's first element, and tiles begin at borders of blocks. If the segment begins
     # within a block, the elements up to the next border are summed apart: its other blocks are then the same for every
@@ -139,20 +179,14 @@ def _moments(partition: Partition, segment: kernels.Segment, start: int) -> list
     cuts = [(segment.start, first), (first, segment.stop)]
     noise = segment.noise
     states = [
-        LambSegment(begin, end, _step(segment), noise and noise.after(begin - segment.start))
+        LambSegment(begin, end, segment.step.step, noise and noise.after(begin - segment.start))
         for begin, end in cuts
         if begin < end
     ]
     return kernels.lamb_moments(partition, states)
 
 
-def _step(segment: kernels.Segment) -> LambStep:
-    """Returns the step of a segment, which is one of LAMB."""
-    assert isinstance(segment.step, LambStep)
-    return segment.step
-
-
-# -- lamb norms ----------------------------------------------------------------------------------------
+# -- norms ---------------------------------------------------------------------------------------------
 #
 # Norms that LAMB needs of each parameter, if its shards are on several ranks.
 #
@@ -175,24 +209,14 @@ class _Chunk:
     noise: kernels.Noise | None
 
 
-def with_ratios(
+def _with_ratios(
     updates: Sequence[UnitUpdate],
     shards: LocalShards,
     gradients: GradientAccumulator,
     updater: UpdateWorker,
     agreement: Agreement,
 ) -> list[UnitUpdate]:
-    """Returns the updates with the trust ratio of each segment. Collective: every rank updates the same units.
-
-    No update may be in flight: the tiles of the update worker serve as buffers here.
-
-    Args:
-        updates: updates of this rank, which may lack segments that are on other ranks.
-        shards: this rank's partitions, which are only read.
-        gradients: the gradients of the step.
-        updater: the update worker, which lends its tiles.
-        agreement: adds numbers over all ranks.
-    """
+    """Returns the updates with the trust ratio of each segment; for the arguments see `Rule.complete`."""
     # Two sums for each parameter of each unit, weight and direction, at the same index on every rank, so that a rank
     # without a shard of a parameter adds zeros.
     counts = [len(layout.segments) for layout in shards.layouts]
@@ -219,14 +243,14 @@ def with_ratios(
     flow(buffers, chunks, begin, end, lambda *_: None)
     # float64, as the kernel's own sums are.
     total = torch.tensor(agreement.add_up(sums), dtype=torch.float64, device="cpu").view(-1, 1, 2)
+
+    def rated(unit: int, segment: ParameterStep) -> ParameterStep:
+        step = segment.step.step
+        ratio = kernels.lamb_ratio(step, [total[before[unit] // 2 + segment.parameter]])
+        return segment._replace(step=RatedStep(step, ratio))
+
     return [
-        dataclasses.replace(
-            update,
-            ratios=tuple(
-                kernels.lamb_ratio(_lamb_norms_step(segment), [total[before[update.unit] // 2 + parameter]])
-                for parameter, segment in zip(update.parameters, update.segments, strict=True)
-            ),
-        )
+        dataclasses.replace(update, segments=tuple(rated(update.unit, segment) for segment in update.segments))
         for update in updates
     ]
 
@@ -236,17 +260,17 @@ def _chunks(shards: LocalShards, update: UnitUpdate, numel: int) -> Iterator[_Ch
 
     Windows of a gradient on disk may begin at any `CHUNK` border of a parameter, so no chunk crosses one.
     """
-    for parameter, segment in zip(update.parameters, update.segments, strict=True):
+    for segment in update.segments:
         for chunk in range(segment.start, segment.stop, CHUNK):
             last = min(chunk + CHUNK, segment.stop)
             for start in range(chunk, last, numel):
                 yield _Chunk(
                     unit=update.unit,
-                    parameter=parameter,
+                    parameter=segment.parameter,
                     start=start,
                     stop=min(start + numel, last),
-                    step=_lamb_norms_step(segment),
-                    noise=_noise(segment, start),
+                    step=segment.step.step,
+                    noise=segment.noise and segment.noise.after(start - segment.start),
                 )
 
 
@@ -291,15 +315,3 @@ def _sums(
     partition = partition_of(shards.mode, states, gradient)
     (sums,) = kernels.lamb_moments(partition, [kernels.LambSegment(0, stop - start, chunk.step, chunk.noise)])
     return [(weight, direction) for weight, direction in sums.tolist()]
-
-
-def _noise(segment: kernels.Segment | TorchSegment | MatrixSegment, start: int) -> kernels.Noise | None:
-    """Returns the noise of a segment from element `start` of the partition on."""
-    assert isinstance(segment, kernels.Segment)
-    return segment.noise and segment.noise.after(start - segment.start)
-
-
-def _lamb_norms_step(segment: kernels.Segment | TorchSegment | MatrixSegment) -> kernels.LambStep:
-    """Returns the step of a segment, which is one of LAMB."""
-    assert isinstance(segment.step, kernels.LambStep)
-    return segment.step

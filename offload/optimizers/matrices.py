@@ -5,15 +5,17 @@
 
 The direction of Muon is computed on the compute device: its products take as many operations as a forward of thousands
 of tokens. A GPU receives the update of a matrix in bf16 and returns the direction, 4 bytes an element in all. A matrix
-that several ranks divide gets its direction on one of them, its home (see `optim.exchange`).
+that several ranks divide gets its direction on one of them, its home (see `Exchange`).
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -21,17 +23,178 @@ from torch import nn
 from offload import kernels
 from offload.config import OptimizerBlock
 from offload.distributed.process_group import Ranks
-from offload.engine.optimizer import RULES, Optimizer
-from offload.engine.update_strategy import TileContent, UnitSteps, UnitUpdate, partition_of, segments_in
-from offload.errors import ConfigError
+from offload.engine.optimizer import Optimizer, Rule, no_rate
+from offload.engine.update_strategy import ParameterStep, TileContent, UnitSteps, UnitUpdate, UpdateSetting
 from offload.layout.flat_layout import Segment, UnitLayout
-from offload.layout.modes import MUON, Mode
-from offload.layout.optimizer_states import MARK, Divided, Whole, checked_mark, cuts, divided, join, matrices_of, split
-from offload.optimizers.matrix_steps import MatrixSegment, MatrixStep, MuonStep
+from offload.layout.modes import MUON, SINKGD, Mode
+from offload.layout.optimizer_states import MARK, Divided, checked_mark, cuts, divided, join, matrices_of, split
+from offload.optimizers.fused import betas, floats, kernel_segments, partition_of
 from offload.precision import products_in_bf16
 from offload.sizes import align_up
 from offload.states import State
 from offload.swapper.memory.device import Device
+
+# -- rules ---------------------------------------------------------------------------------------------
+#
+# The groups of an optimizer with a rule for matrices: each group contains matrices alone, or none.
+
+
+class MuonStep(NamedTuple):
+    """A step of Muon (Jordan et al. 2024), as `torch.optim.Muon` makes it. State: a momentum."""
+
+    lr: float
+    momentum: float
+    weight_decay: float
+    nesterov: bool
+    ns_steps: int
+    """Newton-Schulz iterations."""
+    ns_coefficients: tuple[float, float, float]
+    adjust_lr_fn: str
+    """How the learning rate follows from the shape: "original" or "match_rms_adamw"."""
+    grad_scale: float = 1.0
+    """Factor of the gradient: the clip coefficient over the loss scale."""
+
+    def length(self, shape: Sequence[int]) -> float:
+        """Returns the factor of the orthogonal matrix, for a matrix of `shape`."""
+        rows, columns = shape
+        if self.adjust_lr_fn == "match_rms_adamw":
+            return self.lr * (0.2 * math.sqrt(max(rows, columns)))
+        return self.lr * math.sqrt(max(1, rows / columns))
+
+
+class SinkGDStep(NamedTuple):
+    """A step of SinkGD (Scetbon et al. 2025, arXiv 2502.06742), with decoupled decay. No state."""
+
+    lr: float
+    weight_decay: float
+    iterations: int
+    """Normalizations of the rows, each followed by one of the columns."""
+    grad_scale: float = 1.0
+
+
+MatrixStep: TypeAlias = MuonStep | SinkGDStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixRule(Rule):
+    """A rule that steps matrices in a way of its own, and all other parameters by AdamW."""
+
+    mark: str = MARK
+
+    @abstractmethod
+    def matrix_step(self, group: Mapping[str, Any], grad_scale: float) -> MatrixStep:
+        """Returns the arguments of the step of a matrix."""
+
+    def step(
+        self, parameter: nn.Parameter, group: Mapping[str, Any], count: int, grad_scale: float
+    ) -> MatrixStep | kernels.AdamWStep:
+        """Returns the arguments of the step of a matrix, or of AdamW's kernel."""
+        if group[MARK]:
+            return self.matrix_step(group, grad_scale)
+        return kernels.AdamWStep(
+            **floats(group, "lr", "eps", "weight_decay"),
+            **betas(group),
+            step=count,
+            grad_scale=grad_scale,
+            decoupled=True,
+        )
+
+    def steps_whole(self, step: Any) -> bool:
+        """Returns True for a matrix."""
+        return isinstance(step, MatrixStep)
+
+    def strategy(self, setting: UpdateSetting) -> MatrixUpdates:
+        """Returns the strategy of Muon and SinkGD."""
+        return MatrixUpdates(setting)
+
+    def configured(self, groups: Sequence[Mapping[str, Any]], block: OptimizerBlock, model: nn.Module) -> Optimizer:
+        """Returns the optimizer of a config's block.
+
+        A group's `use_muon` decides for all its parameters, before their own marks.
+
+        Raises:
+            ConfigError: a learning rate is missing, or a parameter is marked as a matrix and is none.
+        """
+        settings = block.settings
+        matrix_lr, adam_lr = settings.pop(f"{self.name}_lr"), settings.pop("adam_lr")
+        settings.pop("ns_method", None)  # there is one
+        rates = {True: _first(matrix_lr, block.params.lr), False: _first(adam_lr, block.params.lr)}
+        divided = [part for group in groups for part in _divided(group, model)] or [{"params": [], MARK: False}]
+        for group in divided:
+            if "lr" not in group:
+                rate = rates[group[MARK]]
+                if rate is None:
+                    raise no_rate()
+                group["lr"] = rate
+        defaults = {"lr": _first(block.params.lr, adam_lr, matrix_lr), MARK: False, **settings}
+        return Optimizer(divided, defaults, self)
+
+
+class MuonRule(MatrixRule):
+    """Muon (Jordan et al. 2024), as `torch.optim.Muon` computes it."""
+
+    def matrix_step(self, group: Mapping[str, Any], grad_scale: float) -> MuonStep:
+        """Returns the arguments of the step of a matrix."""
+        first, second, third = group["ns_coefficients"]
+        return MuonStep(
+            **floats(group, "lr", "momentum", "weight_decay"),
+            nesterov=bool(group["nesterov"]),
+            ns_steps=int(group["ns_steps"]),
+            ns_coefficients=(float(first), float(second), float(third)),
+            adjust_lr_fn=group["adjust_lr_fn"],
+            grad_scale=grad_scale,
+        )
+
+    def facts(self, device: Device) -> dict[str, Any]:
+        """Returns the dtype in which ranks send each other matrices."""
+        return {"dtype of Muon's products": "bf16" if in_bf16(device) else "fp32"}
+
+
+class SinkGDRule(MatrixRule):
+    """SinkGD (Scetbon et al. 2025, arXiv 2502.06742)."""
+
+    def matrix_step(self, group: Mapping[str, Any], grad_scale: float) -> SinkGDStep:
+        """Returns the arguments of the step of a matrix."""
+        numbers = floats(group, "lr", "weight_decay")
+        return SinkGDStep(**numbers, iterations=int(group["iterations"]), grad_scale=grad_scale)
+
+
+MUON_RULE = MuonRule(
+    name=MUON,
+    scheduled=("lr", "momentum", "betas", "eps", "weight_decay"),
+    fixed=("ns_steps",),
+    flags=(MARK, "nesterov"),
+    defaults=("adjust_lr_fn", "ns_coefficients"),
+)
+SINKGD_RULE = SinkGDRule(
+    name=SINKGD,
+    scheduled=("lr", "betas", "eps", "weight_decay"),
+    fixed=("iterations",),
+    flags=(MARK,),
+    known_as="SinkGD",
+)
+
+
+def _divided(group: Mapping[str, Any], model: nn.Module) -> list[dict[str, Any]]:
+    """Returns a group as one of its matrices and one of its other parameters, without those that are empty."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    inner = matrices_of(model)
+    found: dict[bool, list[Any]] = {True: [], False: []}
+    for parameter in group["params"]:
+        # A parameter of another model has no name here, and is refused later.
+        name = names.get(id(parameter), "a parameter")
+        if group.get(MARK) is None:
+            mark = name in inner
+        else:
+            mark = checked_mark(group[MARK], name, tuple(parameter.shape))
+        found[mark].append(parameter)
+    return [{**group, "params": params, MARK: mark} for mark, params in found.items() if params]
+
+
+def _first(*rates: float | None) -> float | None:
+    """Returns the first rate that is given, or None."""
+    return next((rate for rate in rates if rate is not None), None)
+
 
 # -- exchange ------------------------------------------------------------------------------------------
 #
@@ -230,35 +393,14 @@ _ALIGNMENT = 64
 class MatrixUpdates:
     """Strategy of Muon and SinkGD. Belongs to the update worker, on whose thread alone it runs."""
 
-    def __init__(
-        self,
-        *,
-        mode: Mode,
-        layouts: Sequence[UnitLayout],
-        parts: Sequence[range],
-        whole: Whole,
-        scratch: torch.Tensor,
-        device: Device,
-        ranks: Ranks,
-    ) -> None:
-        """Takes over the scratch memory.
-
-        Args:
-            mode: the mode.
-            layouts: the layout of each unit.
-            parts: elements of each unit that this rank updates.
-            whole: sizes of matrices.
-            scratch: (n,) fp32 of the host arena: a gradient, a master and a square of the largest matrix, and what
-                ranks exchange.
-            device: the compute device.
-            ranks: the ranks that divide units; this one alone if each has whole units.
-        """
-        self.mode, self.layouts, self.parts, self._device = mode, layouts, parts, device
-        self.scratch_nbytes = scratch.nbytes
+    def __init__(self, setting: UpdateSetting) -> None:
+        """Divides the scratch memory: gradient, master and square of the largest matrix, and what ranks exchange."""
+        self.mode, self.layouts, self.parts = setting.mode, setting.layouts, setting.parts
+        self._device, whole, ranks = setting.device, setting.whole, setting.ranks
         sizes = (whole.parameter, whole.parameter, whole.square, whole.traded)
-        self._gradient, self._master, self._square, traded = carve(scratch, *sizes)
-        self._in_bf16, self._whole_units = in_bf16(device), ranks.mesh.shards == 1
-        self.exchange = Exchange(ranks=ranks, layouts=layouts, mode=mode, memory=traded)
+        self._gradient, self._master, self._square, traded = carve(setting.scratch, *sizes)
+        self._in_bf16, self._whole_units = in_bf16(setting.device), ranks.mesh.shards == 1
+        self.exchange = Exchange(ranks=ranks, layouts=self.layouts, mode=self.mode, memory=traded)
         """Exchange of divided matrices."""
 
     def part(self, unit: int, state: State, start: int, stop: int) -> range:
@@ -282,7 +424,7 @@ class MatrixUpdates:
     # -- the step of a matrix ---------------------------------------------------------------------------
 
     def update_of(
-        self, states: Mapping[State, torch.Tensor], gradient: torch.Tensor, segment: MatrixSegment
+        self, states: Mapping[State, torch.Tensor], gradient: torch.Tensor, segment: ParameterStep
     ) -> torch.Tensor:
         """Steps the momentum of a matrix, or of a part of it, and returns the update from which its direction follows.
 
@@ -308,7 +450,7 @@ class MatrixUpdates:
         return momentum if momentum.data_ptr() != self._master.data_ptr() else scaled.copy_(momentum)
 
     def _rounded(
-        self, momentum: torch.Tensor, gradient: torch.Tensor, segment: MatrixSegment, step: MuonStep
+        self, momentum: torch.Tensor, gradient: torch.Tensor, segment: ParameterStep, step: MuonStep
     ) -> torch.Tensor:
         """Steps a bf16 momentum, stochastically rounded, and returns its fp32 values before that, in scratch memory."""
         # The kernel of SGD: a weight of 0 becomes the momentum with a learning rate of -1.
@@ -390,7 +532,7 @@ class MatrixUpdates:
         states: Mapping[State, torch.Tensor],
         direction: torch.Tensor,
         shape: tuple[int, int],
-        segment: MatrixSegment,
+        segment: ParameterStep,
     ) -> None:
         """Moves the weights of a matrix, or of a part of it, in place.
 
@@ -424,23 +566,22 @@ class _UnitSteps:
 
     def run(self, tile: TileContent, last: bool) -> None:
         """Steps what a tile contains: elements by AdamW, or matrices."""
-        if others := [segment for _, segment in segments_in(self._update, tile)]:
+        if others := kernel_segments(self._update, tile):
             assert tile.gradient is not None
             kernels.update(partition_of(self._updates.mode, tile.states, tile.gradient), others)
-        pairs = zip(self._update.parameters, self._update.segments, strict=True)
-        mine = {
-            index: segment
-            for index, segment in pairs
-            if isinstance(segment, MatrixSegment) and tile.start <= segment.start and segment.stop <= tile.stop
+        matrices = {
+            segment.parameter: segment
+            for segment in self._update.segments
+            if isinstance(segment.step, MatrixStep) and tile.start <= segment.start and segment.stop <= tile.stop
         }
-        for index, segment in mine.items():
+        for index, segment in matrices.items():
             if index not in self._update.shared:
                 self._step(self._layout.segments[index], tile, segment)
         # Every rank's last tile has all that it has of matrices.
         if self._update.shared and tile.stop == self._update.numel:
-            self._trade(tile, mine)
+            self._trade(tile, matrices)
 
-    def _step(self, parameter: Segment, tile: TileContent, segment: MatrixSegment) -> None:
+    def _step(self, parameter: Segment, tile: TileContent, segment: ParameterStep) -> None:
         """Steps a matrix of which this rank has all elements."""
         states, gradient = _content(tile, segment)
         shape, step = (parameter.shape[0], parameter.shape[1]), segment.step
@@ -450,24 +591,24 @@ class _UnitSteps:
             room.copy_(update)
         self._updates.move(states, self._updates.direction(shape, step).view(-1), shape, segment)
 
-    def _trade(self, tile: TileContent, mine: Mapping[int, MatrixSegment]) -> None:
+    def _trade(self, tile: TileContent, matrices: Mapping[int, ParameterStep]) -> None:
         """Steps the matrices that several ranks divide."""
         exchange = self._updates.exchange
         trade = exchange.begin(self._update.unit, self._update.shared, self._updates.traded_dtype)
-        away = [(self._layout.segments[index], mine[index], index) for index in trade.away if index in mine]
+        away = [(self._layout.segments[index], matrices[index], index) for index in trade.away if index in matrices]
         for _, segment, index in away:
             update = self._updates.update_of(*_content(tile, segment), segment)
             trade.part(index, exchange.rank).copy_(update)
         trade.go()
         for each in trade.here:
-            self._step_home(trade, each.number, tile, mine[each.number])
+            self._step_home(trade, each.number, tile, matrices[each.number])
         trade.back()
         for parameter, segment, index in away:
             states, _ = _content(tile, segment)
             shape = (parameter.shape[0], parameter.shape[1])
             self._updates.move(states, trade.part(index, exchange.rank), shape, segment)
 
-    def _step_home(self, trade: Trade, index: int, tile: TileContent, segment: MatrixSegment) -> None:
+    def _step_home(self, trade: Trade, index: int, tile: TileContent, segment: ParameterStep) -> None:
         """Steps this rank's part of a divided matrix, and puts the direction of the others' parts into `trade`."""
         exchange, parameter, step = self._updates.exchange, self._layout.segments[index], segment.step
         parts = next(each.parts for each in trade.here if each.number == index)
@@ -486,7 +627,7 @@ class _UnitSteps:
         self._updates.move(states, direction[own], shape, segment)
 
 
-def _content(tile: TileContent, segment: MatrixSegment) -> tuple[dict[State, torch.Tensor], torch.Tensor]:
+def _content(tile: TileContent, segment: ParameterStep) -> tuple[dict[State, torch.Tensor], torch.Tensor]:
     """Returns states and gradient of a matrix, or of a part of it, in a tile."""
     own = slice(segment.start - tile.start, segment.stop - tile.start)
     numel = tile.stop - tile.start
@@ -500,63 +641,3 @@ def _halves(memory: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tenso
     flat = memory.view(torch.bfloat16)
     first = align_up(numel * flat.itemsize, _ALIGNMENT) // flat.itemsize
     return flat[:first], flat[first : first + numel]
-
-
-# -- groups --------------------------------------------------------------------------------------------
-#
-# The groups of an optimizer with a rule for matrices: each group contains matrices alone, or none.
-
-
-def no_rate() -> ConfigError:
-    """Returns the error about a missing learning rate."""
-    return ConfigError('the learning rate is "auto" or absent; give optimizer.params.lr a number')
-
-
-def matrix_optimizer(
-    groups: Sequence[Mapping[str, Any]], block: OptimizerBlock, rule: str, model: nn.Module
-) -> Optimizer:
-    """Returns the optimizer Muon or SinkGD of the config's block.
-
-    Args:
-        groups: groups of parameters. A group's `use_muon` decides for all its parameters, before their own marks.
-        block: the config's optimizer block.
-        rule: name of the rule.
-        model: the model.
-
-    Raises:
-        ConfigError: a learning rate is missing, or a parameter is marked as a matrix and is none.
-    """
-    settings = block.settings
-    matrix_lr, adam_lr = settings.pop(f"{rule}_lr"), settings.pop("adam_lr")
-    settings.pop("ns_method", None)  # there is one
-    rates = {True: _first(matrix_lr, block.params.lr), False: _first(adam_lr, block.params.lr)}
-    divided = [part for group in groups for part in _divided(group, model)] or [{"params": [], MARK: False}]
-    for group in divided:
-        if "lr" not in group:
-            rate = rates[group[MARK]]
-            if rate is None:
-                raise no_rate()
-            group["lr"] = rate
-    defaults = {"lr": _first(block.params.lr, adam_lr, matrix_lr), MARK: False, **settings}
-    return Optimizer(divided, defaults, RULES[rule])
-
-
-def _divided(group: Mapping[str, Any], model: nn.Module) -> list[dict[str, Any]]:
-    """Returns a group as one of its matrices and one of its other parameters, without those that are empty."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    inner = matrices_of(model)
-    found: dict[bool, list[Any]] = {True: [], False: []}
-    for parameter in group["params"]:
-        # A parameter of another model has no name here, and is refused later.
-        name = names.get(id(parameter), "a parameter")
-        if group.get(MARK) is None:
-            mark = name in inner
-        else:
-            mark = checked_mark(group[MARK], name, tuple(parameter.shape))
-        found[mark].append(parameter)
-    return [{**group, "params": params, MARK: mark} for mark, params in found.items() if params]
-
-
-def _first(*rates: float | None) -> float | None:
-    """Returns the first rate that is given, or None."""
-    return next((rate for rate in rates if rate is not None), None)

@@ -3,9 +3,9 @@
     states of a unit, read as one tile ─► each parameter: master, gradient, states ─► step() ─► packed again
 
 `step` runs on a clone of the user's optimizer that contains one parameter, with the numbers of its group at the time of
-the optimizer step. A dry run finds the states of a parameter, and `opaque_state` packs them. An optimizer is refused
-if its parameters depend on each other, or if a step changes numbers that are no parameter's state: it would give
-other results this way. The steps of a unit are in `torch_updates`.
+the optimizer step. A dry run finds the states of a parameter, and `layout.flat_layout.pack` packs them. An optimizer
+is refused if its parameters depend on each other, or if a step changes numbers that are no parameter's state: it would
+give other results this way. The steps of a unit are in `torch_updates`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offload.engine.optimizer import numbers_of
 from offload.errors import ConfigError
 from offload.layout.flat_layout import StateField, describe_state
 
@@ -47,14 +48,6 @@ class TorchStep(NamedTuple):
     """Attributes that the user has set on the parameter, such as `lr_mult`."""
     optimizer: Mapping[str, Any]
     """Attributes of the optimizer, which a script may set between steps too."""
-
-
-class TorchSegment(NamedTuple):
-    """A step for elements [start, stop) of a unit, which are one parameter."""
-
-    start: int
-    stop: int
-    step: TorchStep
 
 
 def likeness(
@@ -113,15 +106,6 @@ def find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
                     known[key] = _dry_run(optimizer, options, shape, attributes)
             found[name] = known[key]
     return found
-
-
-def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns numbers and flags of a group without its parameters. Of a tensor that is a number, the number."""
-    return {
-        key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-        for key, value in group.items()
-        if key != "params"
-    }
 
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:

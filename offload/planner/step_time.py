@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from offload.errors import ConfigError
 from offload.layout.memory_plan import limits, unit_sizes
-from offload.layout.modes import LAMB
 from offload.layout.optimizer_states import cuts, product_flops
 from offload.layout.pass_order import LAYER_MAJOR, Choice, choose_schedule
 from offload.planner.activations import (
@@ -699,8 +698,8 @@ def _of_step(costs: Sequence[UpdateCost | None], passes: Sequence[Sequence[Use]]
 
 def speculates(memory: Memory, load: Load) -> bool:
     """Returns True if some unit may be updated before `step()`: its rule needs one pass, and nothing else waits."""
-    one_pass = memory.mode.optimizer != LAMB and not memory.mode.whole_units
-    return load.speculate and memory.parts.alone and one_pass and memory.config.offload.debug.overlap
+    alone, overlap = memory.parts.alone, memory.config.offload.debug.overlap
+    return load.speculate and alone and memory.mode.one_pass and overlap
 
 
 def _miss_seconds(found: Simulation, costs: Sequence[UpdateCost | None], rates: simulate_machine.Rates) -> float:

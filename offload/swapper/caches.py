@@ -14,19 +14,18 @@ from offload.aio import Priority
 from offload.aio.protocols import Future, wait_for_all
 from offload.errors import BudgetError
 from offload.sizes import PAGE, align_up, format_size
-from offload.states import State, Tier
+from offload.states import Tier
 from offload.swapper.memory.device import DONE, Device, Event
 from offload.swapper.memory.device_arena import DeviceArena, DeviceBuffer
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.swapper.policy import Block, Eviction, Floor, Limits, find_room, largest_beside, next_to_fetch, victims
-from offload.swapper.store import Store
-from offload.swapper.store.model_files import ModelFiles, Piece
 from offload.swapper.table import Residency, Transfer, UnitEntry, UnitSize, UnitTable
+from offload.swapper.weight_source import Piece, WeightSource
 from offload.timeline import Row
 
 # -- chunked upload ------------------------------------------------------------------------------------
 #
-# Chunked transfer of a partition, or an image, that is larger than any host buffer, from DISK to the device.
+# Chunked transfer of a partition that is larger than any host buffer, from DISK to the device.
 
 
 def stream(
@@ -456,7 +455,7 @@ class DeviceCache:
 
 # -- host cache ----------------------------------------------------------------------------------------
 #
-# The pager's host side: host buffers for weights, their eviction, and reads from the store into them.
+# The pager's host side: host buffers for weights, their eviction, and reads into them.
 
 
 class HostCache:
@@ -465,17 +464,17 @@ class HostCache:
     The caller of every method holds the table's lock. Methods that wait release the lock meanwhile.
     """
 
-    def __init__(self, table: UnitTable, host: HostArena, store: Store | ModelFiles | None) -> None:
+    def __init__(self, table: UnitTable, host: HostArena, source: WeightSource | None) -> None:
         """Allocates the permanent host buffers.
 
         Args:
             table: the table that all components of the pager share.
             host: the memory of all host buffers.
-            store: the swap files, or the model's own files; None if no unit's tier is DISK.
+            source: the files from which units are read; None if no unit's tier is DISK.
         """
         self._table = table
         self._host = host
-        self._store = store
+        self._source = source
         self.waiting_for_buffer = 0
         """Number of threads that wait for a host buffer."""
         for entry in table.entries:
@@ -634,14 +633,11 @@ class HostCache:
     def reader(self, entry: UnitEntry, priority: Priority) -> Callable[[int, memoryview], Future]:
         """Returns a function that starts to read the newest partition from a byte offset into a buffer.
 
-        The returned function needs no lock: the slot is looked up now.
+        The returned function needs no lock: no update of the unit begins before its fetch has ended.
         """
-        store, unit = self._store, entry.index
-        assert store is not None
-        if isinstance(store, ModelFiles):
-            return lambda start, buffer: store.read(unit, start, buffer, priority)
-        slot = store.newest[unit]
-        return lambda start, buffer: store.read(unit, State.WEIGHT, slot, start, buffer, priority)
+        source, unit = self._source, entry.index
+        assert source is not None, "a unit of tier DISK comes with the files that contain it"
+        return lambda start, buffer: source.start_read(unit, start, buffer, priority)
 
     # -- shutdown -----------------------------------------------------------------------------------
 

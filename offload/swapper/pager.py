@@ -45,9 +45,8 @@ from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.swapper.policy import Limits, PassKind, keeps, leaves_room_ahead
 from offload.swapper.prefetch import Fetcher, Prefetcher, PrefetchStats
-from offload.swapper.store import Store
-from offload.swapper.store.model_files import ModelFiles
 from offload.swapper.table import MemoryCounters, Residency, UnitEntry, UnitSize, UnitTable
+from offload.swapper.weight_source import WeightSource
 from offload.timeline import OFF, Row, Timeline
 
 # -- peers ---------------------------------------------------------------------------------------------
@@ -596,7 +595,7 @@ class Pager:
         host: HostArena,
         arena: DeviceArena,
         device: Device,
-        store: Store | ModelFiles | None,
+        source: WeightSource | None,
         limits: Limits,
         peers: Peers | None = None,
         *,
@@ -605,7 +604,7 @@ class Pager:
     ) -> None:
         self.table = UnitTable(
             sizes,
-            lambda: isinstance(store, Store) and store.spec.slots == 2 and store.durable is not None,
+            lambda: source is not None and source.committed,
             timeline=timeline,
             memory=None if timeline.recorded is OFF else MemoryCounters(host, arena, timeline.recorded),
         )
@@ -615,7 +614,7 @@ class Pager:
         self.host = host
         self.arena = arena
         self._entries = self.table.entries
-        self._host_cache = HostCache(self.table, host, store)
+        self._host_cache = HostCache(self.table, host, source)
         self._device_cache = DeviceCache(self.table, arena, device, peers, expand)
         caches = (self.table, self._host_cache, self._device_cache)
         self._prefetcher = Prefetcher(*caches, limits, device, several_ranks=peers is not None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import errno
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -22,7 +21,7 @@ from offload.swapper.memory.device_arena import DeviceArena, DeviceBuffer
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.swapper.memory.lock import InterruptibleLock
 from offload.swapper.policy import AccessOrder
-from offload.swapper.store.model_files import Piece, UnitImage
+from offload.swapper.weight_source import Piece
 from offload.timeline import OFF, Row, Timeline
 
 # -- residency -----------------------------------------------------------------------------------------
@@ -34,8 +33,8 @@ from offload.timeline import OFF, Row, Timeline
 #
 #     state       invariant
 #     ---------   ---------------------------------------------------------------------------------
-#     DISK        The newest copy is in the store's newest slot, or in the model's own files, and nowhere else.
-#     READING     A host buffer is being filled from that slot; the entry's transfer owns buffer and read.
+#     DISK        The source of weights contains the newest copy, and nothing else does.
+#     READING     A host buffer is being filled from there; the entry's transfer owns buffer and read.
 #     HOST        A host buffer holds the newest copy, and no write of that copy is in flight: the store contains
 #                 it as well, or the unit's tier is HOST. If the tier is DISK, the buffer may be evicted.
 #                 With several ranks, a partition whose tier is DEVICE is HOST as well: at hand, not gathered.
@@ -260,12 +259,12 @@ class UnitSize:
     nbytes: int
     """Bytes of all weights of the unit, as laid out on the device."""
     tier: Tier
-    shard_ranges: tuple[range, ...]
-    """Byte ranges of the unit that form this rank's WEIGHT partition, in the order of the partition's bytes."""
+    shard_nbytes: int
+    """Bytes of this rank's WEIGHT partition; of a unit in other files, those that its source delivers."""
+    pieces: tuple[Piece, ...]
+    """The bytes of these that are copied to the device, each with their place there."""
     expanded_nbytes: int = 0
     """Bytes at the end of the unit that are in no partition: the device makes them from the others."""
-    image: UnitImage | None = None
-    """The unit as it lies in the model's own files, which is what a host buffer of it holds; None for a partition."""
 
     @property
     def title(self) -> str:
@@ -279,22 +278,15 @@ class UnitSize:
 
     # Those below are asked at each use of a unit.
     @functools.cached_property
-    def shard_nbytes(self) -> int:
-        """The bytes of this rank's WEIGHT partition, or of the image."""
-        return self.image.nbytes if self.image else sum(len(stretch) for stretch in self.shard_ranges)
-
-    @functools.cached_property
-    def pieces(self) -> tuple[Piece, ...]:
-        """The bytes of the partition or image that are copied to the device, each with their place there."""
-        if self.image is not None:
-            return self.image.pieces
-        ends = itertools.accumulate(len(stretch) for stretch in self.shard_ranges)
-        return tuple(Piece(end - len(stretch), stretch) for end, stretch in zip(ends, self.shard_ranges, strict=True))
+    def shard_ranges(self) -> tuple[range, ...]:
+        """The byte ranges of the unit that form this rank's WEIGHT partition, in the order of the partition's bytes."""
+        return tuple(piece.target for piece in self.pieces)
 
     @functools.cached_property
     def is_whole(self) -> bool:
         """True if the partition has the bytes of the unit in their order, so that one copy moves it."""
-        return self.image is None and self.shard_nbytes == self.nbytes
+        in_order = all(piece.start == piece.target.start for piece in self.pieces)
+        return in_order and self.shard_nbytes == self.nbytes
 
     @functools.cached_property
     def stays(self) -> bool:

@@ -9,12 +9,13 @@ from offload.planner.simulation.updater import UpdateCost
 from offload.states import Tier
 from offload.swapper.policy import Limits
 from offload.swapper.table import UnitSize
+from offload.swapper.weight_source import pieces_of
 
 PAGE = 4096
 
 
 def unit(pages: int, tier: Tier = Tier.DISK) -> UnitSize:
-    return UnitSize(f"{pages} pages", pages * PAGE, tier, (range(pages * PAGE),))
+    return UnitSize(f"{pages} pages", pages * PAGE, tier, pages * PAGE, pieces_of([range(pages * PAGE)]))
 
 
 def cost(pages: int, tier: Tier = Tier.DISK, spills: bool = False) -> UpdateCost:

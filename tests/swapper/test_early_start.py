@@ -6,7 +6,6 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from offload.swapper.pager import Pager
 from offload.swapper.policy import AccessOrder, Limits, PassKind
 from offload.swapper.prefetch import may_upload_elsewhere
 from offload.swapper.table import Residency, UnitSize
+from offload.swapper.weight_source import pieces_of
 
 FORWARD_AND_BACKWARD = [0, 1, 2, 2, 1, 0]
 
@@ -83,13 +83,13 @@ class Read:
 class SlowStore:
     """Every byte of unit n is n + 1. Reads end at once, unless `slow`."""
 
-    def __init__(self, units: int) -> None:
-        self.newest = [0] * units
-        self.spec, self.durable = SimpleNamespace(slots=1), None
+    committed = False
+
+    def __init__(self) -> None:
         self.reads: list[Read] = []
         self.slow = False
 
-    def read(self, unit: int, state: object, slot: int, start: int, buffer: memoryview, priority: Priority) -> Read:
+    def start_read(self, unit: int, start: int, buffer: memoryview, priority: Priority) -> Read:
         read = Read(unit, buffer, priority)
         self.reads.append(read)
         if not self.slow:
@@ -101,11 +101,14 @@ class Rig:
     """A pager over a slow store and an accelerator."""
 
     def __init__(self, pages: Sequence[int], weights: int, device: int, order: Sequence[int] = ()) -> None:
-        self.store, self.device = SlowStore(len(pages)), Accelerator()
-        sizes = [UnitSize(str(n), size * PAGE, Tier.DISK, (range(size * PAGE),)) for n, size in enumerate(pages)]
+        self.store, self.device = SlowStore(), Accelerator()
+        sizes = [
+            UnitSize(str(unit), nbytes, Tier.DISK, nbytes, pieces_of([range(nbytes)]))
+            for unit, nbytes in enumerate(size * PAGE for size in pages)
+        ]
         host = HostArena(Classes(0, weights * PAGE, 0, 0), self.device)
         arena = DeviceArena(device * PAGE, self.device)
-        self.pager = Pager(sizes, host, arena, self.device, self.store, Limits())  # type: ignore[arg-type]
+        self.pager = Pager(sizes, host, arena, self.device, self.store, Limits())
         self.pager.table.access_order = AccessOrder.of(order, PassKind.TRAIN)
 
     def update(self, unit: int, value: int) -> None:

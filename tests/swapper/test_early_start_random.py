@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from offload.swapper.memory.host_arena import Classes, HostArena
 from offload.swapper.pager import Pager
 from offload.swapper.policy import Limits
 from offload.swapper.table import Residency, UnitSize
+from offload.swapper.weight_source import pieces_of
 from tests.support.devices.late_device import LateDevice, Ticks
 
 STEPS = 5
@@ -48,15 +48,16 @@ class LateRead:
 class LateStore:
     """Two slots of each unit in memory, each of one value."""
 
+    committed = False
+
     def __init__(self, units: int, chance: random.Random) -> None:
         self.newest = [0] * units
-        self.spec, self.durable = SimpleNamespace(slots=1), None
         self.slots = [[unit + 1, 0] for unit in range(units)]
         self.pool = ThreadPoolExecutor(3)
         self._chance = chance
 
-    def read(self, unit: int, state: object, slot: int, start: int, buffer: memoryview, priority: object) -> LateRead:
-        delay = self._chance.choice([0, 0, 0.0002, 0.002])
+    def start_read(self, unit: int, start: int, buffer: memoryview, priority: object) -> LateRead:
+        slot, delay = self.newest[unit], self._chance.choice([0, 0, 0.0002, 0.002])
 
         def carry_out() -> int:
             time.sleep(delay)
@@ -86,14 +87,14 @@ class Storm:
         self.store = LateStore(len(self.pages), chance)
         tiers = [chance.choice([Tier.DISK, Tier.DISK, Tier.HOST]) for _ in self.pages]
         sizes = [
-            UnitSize(str(unit), pages * PAGE, tier, (range(pages * PAGE),))
+            UnitSize(str(unit), pages * PAGE, tier, pages * PAGE, pieces_of([range(pages * PAGE)]))
             for unit, (pages, tier) in enumerate(zip(self.pages, tiers, strict=True))
         ]
         kept = sum(align_up(size.nbytes) for size in sizes if size.tier is Tier.HOST)
         arena = HostArena(Classes(0, host * PAGE, 0, kept), self.device)
         limits = Limits(chance.choice([None, None, 0, 2 * PAGE]), chance.choice([None, None, 3 * PAGE]))
         device_arena = DeviceArena(on_device * PAGE, self.device, poison=chance.random() < 0.3)
-        self.pager = Pager(sizes, arena, device_arena, self.device, self.store, limits)  # type: ignore[arg-type]
+        self.pager = Pager(sizes, arena, device_arena, self.device, self.store, limits)
         self.values = [unit + 1 for unit in range(len(self.pages))]
         for unit, size in enumerate(sizes):
             if size.tier is Tier.HOST:

@@ -18,6 +18,7 @@ from offload.swapper.memory.host_arena import Classes, HostArena
 from offload.swapper.pager import GatherDecision, Pager, UnitState
 from offload.swapper.policy import AccessOrder, Limits, PassKind
 from offload.swapper.table import Residency, UnitSize
+from offload.swapper.weight_source import pieces_of
 
 CPU = Device(torch.device("cpu"))
 
@@ -36,11 +37,12 @@ class Done:
 class MemoryStore:
     """Every byte of unit n is n + 1; `reads` are the units that were read, and from which byte on."""
 
-    def __init__(self, units: int) -> None:
-        self.newest = [0] * units
+    committed = False
+
+    def __init__(self) -> None:
         self.reads: list[tuple[int, int]] = []
 
-    def read(self, unit: int, state: object, slot: int, start: int, buffer: memoryview, priority: object) -> Done:
+    def start_read(self, unit: int, start: int, buffer: memoryview, priority: object) -> Done:
         self.reads.append((unit, start))
         buffer[:] = bytes([unit + 1]) * len(buffer)
         return Done(len(buffer))
@@ -89,8 +91,11 @@ def pager_of(
     twin: Twin | None = None,
     on: Device = CPU,
 ) -> tuple[Pager, MemoryStore]:
-    store = MemoryStore(len(pages))
-    sizes = [UnitSize(str(n), size * PAGE, Tier.DISK, (range(size * PAGE),)) for n, size in enumerate(pages)]
+    store = MemoryStore()
+    sizes = [
+        UnitSize(str(unit), nbytes, Tier.DISK, nbytes, pieces_of([range(nbytes)]))
+        for unit, nbytes in enumerate(size * PAGE for size in pages)
+    ]
     host = HostArena(Classes(0, weights * PAGE, 0, 0), on)
     pager = Pager(sizes, host, DeviceArena(device * PAGE, on), on, store, Limits(), twin)  # type: ignore[arg-type]
     if twin is not None:

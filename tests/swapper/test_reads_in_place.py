@@ -22,6 +22,7 @@ from offload.swapper.memory.host_arena import Classes, HostArena
 from offload.swapper.pager import Pager
 from offload.swapper.policy import AccessOrder, Limits, PassKind
 from offload.swapper.table import Residency, UnitSize
+from offload.swapper.weight_source import pieces_of
 from tests.support import models
 from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import (
@@ -66,13 +67,14 @@ class Read:
 class PendingStore:
     """Every byte of unit n is `values[n]`; a read that somebody waits for in vain would end the test."""
 
+    committed = False
+
     def __init__(self, units: int) -> None:
-        self.newest = [0] * units
         self.values = list(range(1, units + 1))
         self.reads: list[Read] = []
         self.at_once = False
 
-    def read(self, unit: int, state: object, slot: int, start: int, buffer: memoryview, priority: Priority) -> Read:
+    def start_read(self, unit: int, start: int, buffer: memoryview, priority: Priority) -> Read:
         value = self.values[unit]
         assert start == 0 and len(buffer) == PAGES * PAGE, "a unit comes in one read"
         buffer[:] = b"\xff" * len(buffer)
@@ -89,9 +91,10 @@ class PendingStore:
 def pager_of(units: int, room: int, order: list[int]) -> tuple[Pager, PendingStore]:
     """Returns a pager with room for `room` units on the device, whose next step is foreseen to use them in `order`."""
     cpu, store = Device(torch.device("cpu")), PendingStore(units)
-    sizes = [UnitSize(str(n), PAGES * PAGE, Tier.DISK, (range(PAGES * PAGE),)) for n in range(units)]
+    nbytes = PAGES * PAGE
+    sizes = [UnitSize(str(unit), nbytes, Tier.DISK, nbytes, pieces_of([range(nbytes)])) for unit in range(units)]
     host = HostArena(Classes(0, 2 * PAGE, 0, 0), cpu)
-    pager = Pager(sizes, host, DeviceArena(room * PAGES * PAGE, cpu), cpu, store, Limits())  # type: ignore[arg-type]
+    pager = Pager(sizes, host, DeviceArena(room * nbytes, cpu), cpu, store, Limits())
     pager.table.access_order = AccessOrder.of(order, PassKind.TRAIN)
     return pager, store
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from offload.deepspeed.ops.options import SharedGroups, refuse_options
-from offload.engine.optimizer import RULES
 from offload.kernels import CPUAdamW
 from offload.layout.modes import ADAM
+from offload.optimizers.registry import RULES
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 

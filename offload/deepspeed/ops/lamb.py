@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from offload.deepspeed.ops.options import SharedGroups, refuse_options
-from offload.engine.optimizer import RULES
 from offload.layout.modes import LAMB
+from offload.optimizers.registry import RULES
 
 __all__ = ["FusedLamb"]
 

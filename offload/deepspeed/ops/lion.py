@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from offload.deepspeed.ops.options import SharedGroups, refuse_options
-from offload.engine.optimizer import RULES
+from offload.optimizers.registry import RULES
 
 __all__ = ["DeepSpeedCPULion", "FusedLion"]
 

@@ -16,6 +16,7 @@ from offload.fileio.cache_file import Stamp
 from offload.sizes import PAGE, align_up
 from offload.states import State
 from offload.swapper.store.requests import NO_SPANS, DriveSpans
+from offload.swapper.weight_source import Piece
 from offload.timeline import Row, now
 
 # -- image ---------------------------------------------------------------------------------------------
@@ -41,15 +42,6 @@ class FileRange(NamedTuple):
     def stop(self) -> int:
         """End of the bytes in the file."""
         return self.start + self.nbytes
-
-
-class Piece(NamedTuple):
-    """Bytes of a partition or an image, and the bytes of the unit to which they are copied."""
-
-    start: int
-    """First byte in the partition or image."""
-    target: range
-    """Bytes of the unit on the device."""
 
 
 class UnitImage(NamedTuple):
@@ -101,10 +93,12 @@ def image_of(tensors: Sequence[tuple[FileRange, int]], file_nbytes: Mapping[str,
 
 
 class ModelFiles:
-    """The files of a model. They are only read, and must not change while they are open.
+    """The files of a model as a source of weights. They are only read, and must not change while they are open.
 
-    Any thread may submit reads and wait for them. The caller must wait for every future before `close`.
+    The caller must wait for every future before `close`.
     """
+
+    committed = False
 
     def __init__(
         self,
@@ -136,17 +130,10 @@ class ModelFiles:
             raise
         self._units = [None if image is None else _UnitFile(image, self._files) for image in images]
 
-    def read(self, unit: int, start: int, buffer: memoryview, priority: Priority) -> Future:
-        """Submits a read that fills `buffer` from the image of a unit.
+    def start_read(self, unit: int, start: int, buffer: memoryview, priority: Priority) -> Future:
+        """Submits a read that fills `buffer` from the image of a unit; see `WeightSource`.
 
-        Args:
-            unit: the unit, which has an image.
-            start: first byte, from the start of the image.
-            buffer: receives the bytes; it belongs to the caller and must live until the future is done.
-            priority: priority in the queue.
-
-        Returns:
-            The request. Its `wait` raises `IoError` (ESTALE) if a file has changed.
+        The `wait` of the request raises `IoError` (ESTALE) if a file has changed.
         """
         # One request for all extents of the unit, so that the drive sees them at once.
         began, file = now(), self._units[unit]

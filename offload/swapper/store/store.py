@@ -463,6 +463,15 @@ class Store:
 
     # -- data ---------------------------------------------------------------------------------------
 
+    @property
+    def committed(self) -> bool:
+        """True if a later process can resume from a commit."""
+        return self.spec.slots == 2 and self.durable is not None
+
+    def start_read(self, unit: int, start: int, buffer: memoryview, priority: Priority) -> Future:
+        """Submits a read of the newest weights of a unit; see `WeightSource`."""
+        return self.read(unit, State.WEIGHT, self.newest[unit], start, buffer, priority)
+
     def keeps(self, unit: int, state: State) -> bool:
         """Returns True if the store has slots for this state of this unit."""
         return state in self._places[unit]

@@ -1,0 +1,21 @@
+"""All update rules, one row each. A new optimizer is a file of this folder and a row here and in `layout.modes`."""
+
+from __future__ import annotations
+
+import torch
+
+from offload.engine.optimizer import Rule
+from offload.layout.optimizer_states import kernel_rule
+from offload.optimizers.fused import FUSED
+from offload.optimizers.lamb import LAMB_RULE
+from offload.optimizers.matrices import MUON_RULE, SINKGD_RULE
+from offload.optimizers.torch_updates import by_itself
+
+RULES: dict[str, Rule] = {rule.name: rule for rule in (*FUSED, LAMB_RULE, MUON_RULE, SINKGD_RULE)}
+"""Rules by name: those that need no optimizer of torch."""
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
+    """Returns the rule for a torch optimizer: a kernel's if one computes the same, else the optimizer's own code."""
+    name = kernel_rule(type(optimizer), optimizer.param_groups)
+    return RULES[name] if name in RULES else by_itself(optimizer)
