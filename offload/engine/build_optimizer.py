@@ -218,7 +218,7 @@ def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[StateFiel
     Raises:
         ConfigError: the optimizer cannot run parameter by parameter.
     """
-    return optimizer.rule.kept(_names(model))
+    return optimizer.rule.packed(_names(model))
 
 
 def matrices_by(optimizer: Optimizer, model: nn.Module) -> frozenset[str] | None:

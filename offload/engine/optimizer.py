@@ -121,7 +121,7 @@ class Rule(ABC):
         """Returns what the rule reads in a group of a torch optimizer beside torch's keys."""
         return {}
 
-    def kept(self, names: Mapping[int, str]) -> dict[str, tuple[StateField, ...]]:
+    def packed(self, names: Mapping[int, str]) -> dict[str, tuple[StateField, ...]]:
         """Returns the packed states of each parameter, by name; empty unless the rule's own code decides on them.
 
         Args:
