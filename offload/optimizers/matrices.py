@@ -600,8 +600,8 @@ class _UnitSteps:
             update = self._updates.update_of(*_content(tile, segment), segment)
             trade.part(index, exchange.rank).copy_(update)
         trade.go()
-        for parameter in trade.here:
-            self._step_home(trade, parameter.number, tile, matrices[parameter.number])
+        for whole in trade.here:
+            self._step_home(trade, whole.number, tile, matrices[whole.number])
         trade.back()
         for parameter, segment, index in away:
             states, _ = _content(tile, segment)
@@ -611,7 +611,7 @@ class _UnitSteps:
     def _step_home(self, trade: Trade, index: int, tile: TileContent, segment: ParameterStep) -> None:
         """Steps this rank's part of a divided matrix, and puts the direction of the others' parts into `trade`."""
         exchange, parameter, step = self._updates.exchange, self._layout.segments[index], segment.step
-        parts = next(divided.parts for divided in trade.here if divided.number == index)
+        parts = next(whole.parts for whole in trade.here if whole.number == index)
         places = {part.rank: slice(part.position, part.position + part.numel) for part in parts}
         own = places.pop(exchange.rank)
         states, gradient = _content(tile, segment)

@@ -91,12 +91,12 @@ def stream(
 
 def overlaps(pieces: Sequence[Piece], first: int, last: int) -> list[tuple[range, int]]:
     """Returns the byte ranges of the unit that hold bytes [first, last) of a partition, with offsets from `first`."""
-    found: list[tuple[range, int]] = []
+    parts: list[tuple[range, int]] = []
     for begin, target in pieces:
         start, stop = max(begin, first), min(begin + len(target), last)
         if start < stop:
-            found.append((range(target.start + start - begin, target.start + stop - begin), start - first))
-    return found
+            parts.append((range(target.start + start - begin, target.start + stop - begin), start - first))
+    return parts
 
 
 # -- device cache --------------------------------------------------------------------------------------
@@ -170,11 +170,11 @@ class DeviceCache:
 
     def no_room(self, entry: UnitEntry) -> BudgetError:
         """Returns the error for a unit for which the units in use leave no room."""
-        held = [e.size.title for e in self._table.entries if e.device_buffer is not None and e is not entry]
+        users = [e.size.title for e in self._table.entries if e.device_buffer is not None and e is not entry]
         free = self._arena.nbytes - self._arena.used_bytes
         return BudgetError(
             f"unit {entry.size.title} needs {format_size(entry.size.nbytes)} of contiguous device memory. The "
-            f"device budget of {format_size(self._arena.nbytes)} is used by {', '.join(held) or 'nothing'} "
+            f"device budget of {format_size(self._arena.nbytes)} is used by {', '.join(users) or 'nothing'} "
             f'({format_size(free)} free); raise "device_memory" in the "offload" block, or checkpoint smaller '
             "regions"
         )
@@ -280,13 +280,13 @@ class DeviceCache:
 
     def _droppable(self) -> list[Block]:
         """Returns the blocks of all units that may be dropped, by index."""
-        entries, found = self._table.entries, []
+        entries, blocks = self._table.entries, []
         for unit in sorted(self._table.on_device):
             entry = entries[unit]
             in_use = entry.pins or entry.copying
             if not in_use and not entry.size.stays and (buffer := entry.device_buffer) is not None:
-                found.append(Block(unit, buffer.offset, buffer.nbytes))
-        return found
+                blocks.append(Block(unit, buffer.offset, buffer.nbytes))
+        return blocks
 
     def idle(self, entry: UnitEntry) -> bool:
         """Returns True if the unit is on the device, unpinned, and not permanent."""
@@ -531,7 +531,7 @@ class HostCache:
 
     def _evictable(self) -> list[Block]:
         """Returns the blocks of all host buffers that may be evicted, one for each unit."""
-        found = []
+        blocks = []
         for entry in self._table.entries:
             if entry.host_buffer is None and entry.fresh is None:
                 continue  # most of thousands of experts
@@ -539,8 +539,8 @@ class HostCache:
             if entry.host_buffer is None and entry.fresh is not None and not entry.fresh_stays:
                 buffer = entry.fresh
             if buffer is not None:
-                found.append(Block(entry.index, buffer.offset, buffer.nbytes))
-        return found
+                blocks.append(Block(entry.index, buffer.offset, buffer.nbytes))
+        return blocks
 
     def _is_evictable(self, entry: UnitEntry) -> bool:
         """Returns True if the store contains the bytes of the unit's host buffer and no thread uses the buffer."""
