@@ -250,9 +250,9 @@ class DeviceCache:
         assert len(self._arena.blocks) == 1, "grown memory is given back before the arena grows again"
         self._first_floor()  # determined while all free memory belongs to the first allocation
         start, stop = self._arena.grow(nbytes)
-        for each in kept:
-            stop -= each
-            self._kept.append(self._arena.take_at(stop, each))
+        for block_nbytes in kept:
+            stop -= block_nbytes
+            self._kept.append(self._arena.take_at(stop, block_nbytes))
         self._grown = start, stop
         self._floors.clear()
         return [self._arena.view(device_buffer) for device_buffer in self._kept]
@@ -332,6 +332,7 @@ class DeviceCache:
             device_buffer: room for the unit.
             read: starts to read the partition from a byte offset into a buffer.
         """
+        # The drive writes this memory without a stream, so compute that reads it must be over, not only ordered.
         for event in device_buffer.after:
             event.wait()
         entry.transfer = Transfer(None, read(0, self._arena.view(device_buffer).numpy().data))
@@ -368,6 +369,7 @@ class DeviceCache:
     def _copy_shard(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:
         """Starts the copies of this rank's shard into `device_buffer`, and keeps the last event. Needs no lock."""
         whole, shard = self._arena.view(device_buffer), self._shard(entry)
+        # Upload stream: the copies wait for `after`, the last compute and upload of the memory's former owner.
         if entry.size.is_whole:
             entry.uploaded = entry.copied = self._device.upload(whole, shard, device_buffer.after)
             return
@@ -447,8 +449,8 @@ class DeviceCache:
         except BaseException as error:  # reads and copies in flight may still write to both, so neither is reused
             self._table.fail(error, entry)
             raise
-        for each in host_buffers:
-            each.release()
+        for buffer in host_buffers:
+            buffer.release()
         entry.device_buffer = device_buffer
         self._table.move(entry, Residency.DEVICE)
 
