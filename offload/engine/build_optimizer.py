@@ -117,8 +117,8 @@ def from_config(params: Iterable[Any], block: OptimizerBlock, model: nn.Module) 
             does not exist, cannot be used, or does not take the params.
     """
     settings = block.settings
-    given = list(params)
-    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+    items = list(params)
+    groups = items if items and isinstance(items[0], Mapping) else [{"params": items}]
     if block.of_torch:
         if "lr" not in settings:
             raise no_rate()
@@ -150,14 +150,14 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
                 value = rule.plain(group[key])
                 group[key] = tuple(value) if isinstance(value, list) else value
     groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
-    mine = Optimizer(groups, optimizer.defaults, rule)
+    engine_optimizer = Optimizer(groups, optimizer.defaults, rule)
     # The list of groups itself is shared; the constructor has checked copies of the groups.
-    mine.param_groups = optimizer.param_groups
-    mine.replaced = optimizer
+    engine_optimizer.param_groups = optimizer.param_groups
+    engine_optimizer.replaced = optimizer
     # Hooks of the torch optimizer are shared too: schedules and profilers may have registered some.
-    mine._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
-    mine._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
-    return mine
+    engine_optimizer._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
+    engine_optimizer._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+    return engine_optimizer
 
 
 _STATE_HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
@@ -218,7 +218,7 @@ def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[StateFiel
     Raises:
         ConfigError: the optimizer cannot run parameter by parameter.
     """
-    return optimizer.rule.kept(_names(model))
+    return optimizer.rule.packed(_names(model))
 
 
 def matrices_by(optimizer: Optimizer, model: nn.Module) -> frozenset[str] | None:
@@ -241,9 +241,9 @@ def _check_covers(optimizer: Optimizer, model: nn.Module) -> None:
 
     Frozen parameters of the model may be in the groups.
     """
-    mine = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     grouped = optimizer.settings()
-    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in mine]
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
     if strangers:
         raise ConfigError(
             f"the optimizer has {count_of(len(strangers), 'parameter that is', 'parameters that are')} not the "

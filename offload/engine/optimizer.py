@@ -121,7 +121,7 @@ class Rule(ABC):
         """Returns what the rule reads in a group of a torch optimizer beside torch's keys."""
         return {}
 
-    def kept(self, names: Mapping[int, str]) -> dict[str, tuple[StateField, ...]]:
+    def packed(self, names: Mapping[int, str]) -> dict[str, tuple[StateField, ...]]:
         """Returns the packed states of each parameter, by name; empty unless the rule's own code decides on them.
 
         Args:
@@ -256,9 +256,9 @@ def merge_values(
     """
     merged = []
     for values, old, new in zip(committed, then, now, strict=True):
-        kept = {key for key in old if key in new and (old[key] == new[key] or (scheduled and key == "lr"))}
-        kept -= _SET_BY_SCHEDULES if unscheduled else set()
-        group = {key: values[key] if key in kept and key in values else new[key] for key in new}
+        unchanged = {key for key in old if key in new and (old[key] == new[key] or (scheduled and key == "lr"))}
+        unchanged -= _SET_BY_SCHEDULES if unscheduled else set()
+        group = {key: values[key] if key in unchanged and key in values else new[key] for key in new}
         merged.append({key: tuple(value) if isinstance(value, list) else value for key, value in group.items()})
     return merged
 
@@ -370,8 +370,8 @@ class Optimizer(torch.optim.Optimizer):
             return
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise UsageError(f'a group of parameters is a dict with "params", got {type(param_group).__name__}')
-        given = param_group["params"]
-        moved = [given] if isinstance(given, torch.Tensor) else list(given)
+        parameters = param_group["params"]
+        moved = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         # Other parameters have no states in the store, whose layout is fixed.
         ids = {id(parameter) for parameter in moved}
         if ids - self._taken:
@@ -460,15 +460,15 @@ class Optimizer(torch.optim.Optimizer):
         # The hooks that run afterwards get the states too.
         hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, collections.OrderedDict()
         try:
-            found: dict[str, Any] = super().state_dict()
+            content: dict[str, Any] = super().state_dict()
         finally:
             self._optimizer_state_dict_post_hooks = hooks
         states = [self.states.read(parameter) for parameter in self._numbered()]
-        found["state"] = {number: state for number, state in enumerate(states) if state}
+        content["state"] = {number: state for number, state in enumerate(states) if state}
         for hook in hooks.values():
-            replaced = hook(self, found)
-            found = found if replaced is None else replaced
-        return found
+            replaced = hook(self, content)
+            content = content if replaced is None else replaced
+        return content
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this optimizer, or of a torch optimizer of its kind. Collective: every rank calls it.
@@ -489,7 +489,7 @@ class Optimizer(torch.optim.Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         groups, states = _checked(state_dict, [len(group["params"]) for group in self.param_groups])
-        check_numbers([{**mine, **theirs} for mine, theirs in zip(self.param_groups, groups, strict=True)], self.rule)
+        check_numbers([{**group, **loaded} for group, loaded in zip(self.param_groups, groups, strict=True)], self.rule)
         parameters = self._numbered()
         numbers = [number for group in groups for number in group["params"]]
         known = set(numbers)
@@ -499,12 +499,14 @@ class Optimizer(torch.optim.Optimizer):
                 f"{count_of(len(strangers), 'state')} of other numbers, the first is {strangers[0]!r}; pass the "
                 "result of state_dict() unchanged"
             )
-        work = [(each, states.get(number, {}), number) for each, number in zip(parameters, numbers, strict=True)]
+        work = [
+            (parameter, states.get(number, {}), number) for parameter, number in zip(parameters, numbers, strict=True)
+        ]
         # All states are checked before the first is written, so that an error leaves everything as it was.
         for parameter, state, number in work:
             self.states.check(parameter, state, number)
-        for mine, theirs in zip(self.param_groups, groups, strict=True):
-            set_values(mine, {key: value for key, value in theirs.items() if key != "params"})
+        for group, loaded in zip(self.param_groups, groups, strict=True):
+            set_values(group, {key: value for key, value in loaded.items() if key != "params"})
         for parameter, state, _ in work:
             self.states.write(parameter, state)
         trained = [bool(state) for parameter, state, _ in work if parameter.requires_grad]
@@ -635,10 +637,10 @@ def _checked(state_dict: Any, sizes: Sequence[int]) -> tuple[list[dict[str, Any]
             '"param_groups", got '
             f"{sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__}"
         )
-    theirs = [len(group["params"]) for group in state_dict["param_groups"]]
-    if theirs != list(sizes):
+    saved = [len(group["params"]) for group in state_dict["param_groups"]]
+    if saved != list(sizes):
         raise UsageError(
-            f"the state contains groups of {theirs} parameters, this optimizer contains groups of {list(sizes)}"
+            f"the state contains groups of {saved} parameters, this optimizer contains groups of {list(sizes)}"
         )
     return state_dict["param_groups"], state_dict["state"]
 
@@ -685,9 +687,9 @@ class GroupOptions:
         Raises:
             UsageError: an entry is no plain value.
         """
-        found: list[dict[str, Any]] = []
+        changes: list[dict[str, Any]] = []
         for first, objects, group in zip(self._first, self._objects, self._optimizer.param_groups, strict=True):
-            found.append({})
+            changes.append({})
             for key in group:
                 # At each step: an object that cannot change is compared by identity.
                 same = group[key] is objects.get(key) and (group[key] is None or isinstance(group[key], _CONSTANT))
@@ -697,8 +699,8 @@ class GroupOptions:
                     raise UsageError(
                         f"{key} of a group of the optimizer is another {type(now).__name__} now; {_ADVICE}"
                     )
-                found[-1][key] = [*([first[key]] if key in first else ()), now]
-        return found
+                changes[-1][key] = [*([first[key]] if key in first else ()), now]
+        return changes
 
     def apply(self, changes: Sequence[Mapping[str, Sequence[Any]]]) -> None:
         """Gives the groups entries of a commit, but for those that this script sets otherwise than the former one."""

@@ -150,14 +150,14 @@ class Job:
     def cut(self) -> Cut:
         """Advances to the next tile, and returns its elements."""
         elements = self._cuts[self._next]
-        found = Cut(elements.start, elements.stop, self._passed)
+        cut = Cut(elements.start, elements.stop, self._passed)
         self._next += 1
         # Tiles of the last pass alone are written.
-        if self.is_last(found):
+        if self.is_last(cut):
             self._unwritten += 1
         if self._next == len(self._cuts):
             self._next, self._passed = 0, self._passed + 1
-        return found
+        return cut
 
     def is_last(self, cut: Cut) -> bool:
         """Returns True if a tile belongs to the last pass, whose results are kept."""
@@ -959,8 +959,8 @@ class UpdateWorker:
         # Done first: the worker may begin as soon as it sees an update, and no thread may use the units then.
         with self._speculative.paused():
             self._pager.begin_updates([update.unit for update in updates])
-        mine = [update for update in updates if update.changes]
-        self._gradients.give([update.unit for update in mine if update.segments])
+        changing = [update for update in updates if update.changes]
+        self._gradients.give([update.unit for update in changing if update.segments])
         for update in updates:
             if not update.changes:  # all changes of the unit are on other ranks
                 self._pager.weight_updates.weights_ready(update.unit, False, False)
@@ -969,7 +969,7 @@ class UpdateWorker:
         self._pager.prefetch()
         with self._pager.lock:
             assert not self._queue and self._commit_step is None, "one step in flight at most"
-            self._queue.extend(self.offers.settle(mine))
+            self._queue.extend(self.offers.settle(changing))
             due = step is not None and self._commit_every and step % self._commit_every == 0
             self._commit_step = step if due else None
             self._blob = None

@@ -94,14 +94,14 @@ def part_of(part: range, start: int, stop: int) -> tuple[int, int]:
 
 def cut(edits: Sequence[Edit], part: range) -> tuple[Edit, ...]:
     """Returns the edits of a unit, limited to this rank's `part` and counted from the first element of `part`."""
-    mine: list[Edit] = []
+    own: list[Edit] = []
     for edit in edits:
         start, stop = part_of(part, edit.start, edit.stop)
         if start < stop:
             first = start + part.start - edit.start
             values = edit.values[first : first + stop - start]
-            mine.append(dataclasses.replace(edit, start=start, stop=stop, values=values))
-    return tuple(mine)
+            own.append(dataclasses.replace(edit, start=start, stop=stop, values=values))
+    return tuple(own)
 
 
 class UpdateBuilder:

@@ -161,8 +161,8 @@ class Trust:
         else:
             self.weigh(partition, segments, start)
         # The noise rounds masters; the moments are rounded already.
-        steps = [LambSegment(each.start, each.stop, each.step.step, each.noise) for _, each in segments]
-        kernels.lamb_move(partition, steps, [self._ratio(number, each.step) for number, each in segments])
+        steps = [LambSegment(part.start, part.stop, part.step.step, part.noise) for _, part in segments]
+        kernels.lamb_move(partition, steps, [self._ratio(number, part.step) for number, part in segments])
 
     def _ratio(self, number: int, step: RatedStep) -> float:
         """Returns the trust ratio of a segment."""
@@ -239,7 +239,7 @@ def _with_ratios(
         return ()
 
     # A generator: the chunks of a large model are many.
-    chunks = (each for update in updates for each in _chunks(shards, update, updater.tile_numel))
+    chunks = (chunk for update in updates for chunk in _chunks(shards, update, updater.tile_numel))
     flow(buffers, chunks, begin, end, lambda *_: None)
     # float64, as the kernel's own sums are.
     total = torch.tensor(agreement.add_up(sums), dtype=torch.float64, device="cpu").view(-1, 1, 2)

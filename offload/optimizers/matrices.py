@@ -179,7 +179,7 @@ def _divided(group: Mapping[str, Any], model: nn.Module) -> list[dict[str, Any]]
     """Returns a group as one of its matrices and one of its other parameters, without those that are empty."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     inner = matrices_of(model)
-    found: dict[bool, list[Any]] = {True: [], False: []}
+    parts: dict[bool, list[Any]] = {True: [], False: []}
     for parameter in group["params"]:
         # A parameter of another model has no name here, and is refused later.
         name = names.get(id(parameter), "a parameter")
@@ -187,8 +187,8 @@ def _divided(group: Mapping[str, Any], model: nn.Module) -> list[dict[str, Any]]
             mark = name in inner
         else:
             mark = checked_mark(group[MARK], name, tuple(parameter.shape))
-        found[mark].append(parameter)
-    return [{**group, "params": params, MARK: mark} for mark, params in found.items() if params]
+        parts[mark].append(parameter)
+    return [{**group, "params": params, MARK: mark} for mark, params in parts.items() if params]
 
 
 def _first(*rates: float | None) -> float | None:
@@ -242,36 +242,36 @@ class Exchange:
             number: number of this exchange, if several of a unit are under way at once.
             of: number of these.
         """
-        found = [each for each in self._divided[unit] if each.number in indices]
+        parameters = [parameter for parameter in self._divided[unit] if parameter.number in indices]
         numel = len(self._memory) // of
         memory = self._memory[number * numel : (number + 1) * numel].view(dtype)
-        return Trade(self._ranks, found, memory)
+        return Trade(self._ranks, parameters, memory)
 
 
 class Trade:
     """One exchange: `away` parts of this rank go out and come back, `here` come in and go back."""
 
-    def __init__(self, ranks: Ranks, found: Sequence[Divided], memory: torch.Tensor) -> None:
+    def __init__(self, ranks: Ranks, parameters: Sequence[Divided], memory: torch.Tensor) -> None:
         """Lays the parts out in `memory`: first what goes out, home by home, then what comes in, rank by rank."""
         self._ranks, own, shards = ranks, ranks.shard, ranks.mesh.shards
-        self.away = {each.number: _mine(each, own) for each in found if each.home != own}
+        self.away = {parameter.number: _part_of(parameter, own) for parameter in parameters if parameter.home != own}
         """Position and length of this rank's part of each parameter whose home is another rank; both 0 for none."""
-        self.here = tuple(each for each in found if each.home == own)
+        self.here = tuple(parameter for parameter in parameters if parameter.home == own)
         """Parameters whose home is this rank."""
         self._sent, self._got = [0] * shards, [0] * shards
         self._places: dict[tuple[int, int], torch.Tensor] = {}
         end = 0
         for home in range(shards):
-            for each in (each for each in found if each.home == home != own):
-                numel = self.away[each.number][1]
-                self._places[each.number, own] = memory[end : end + numel]
+            for parameter in (parameter for parameter in parameters if parameter.home == home != own):
+                numel = self.away[parameter.number][1]
+                self._places[parameter.number, own] = memory[end : end + numel]
                 self._sent[home] += numel
                 end += numel
         self._out, first = memory[:end], end
         for rank in range(shards):
-            for each in self.here if rank != own else ():
-                _, numel = _mine(each, rank)
-                self._places[each.number, rank] = memory[end : end + numel]
+            for parameter in self.here if rank != own else ():
+                _, numel = _part_of(parameter, rank)
+                self._places[parameter.number, rank] = memory[end : end + numel]
                 self._got[rank] += numel
                 end += numel
         self._in = memory[first:end]
@@ -289,9 +289,9 @@ class Trade:
         self._ranks.swap(self._out, self._sent, self._in, self._got, "scatter what a step has made")
 
 
-def _mine(each: Divided, rank: int) -> tuple[int, int]:
+def _part_of(parameter: Divided, rank: int) -> tuple[int, int]:
     """Returns position and length of a rank's part of a parameter; both are 0 if it has none."""
-    return next(((part.position, part.numel) for part in each.parts if part.rank == rank), (0, 0))
+    return next(((part.position, part.numel) for part in parameter.parts if part.rank == rank), (0, 0))
 
 
 def carve(memory: torch.Tensor, *numels: int) -> tuple[torch.Tensor, ...]:
@@ -354,8 +354,8 @@ def orthogonalize(
     a, b, c = coefficients
     numel, small, large = shape[0] * shape[1], min(shape), max(shape)
     tall = shape[0] > shape[1]
-    given = workspace.matrix[:numel].view(shape)
-    x = given.T if tall else given
+    matrix = workspace.matrix[:numel].view(shape)
+    x = matrix.T if tall else matrix
     x.div_(x.norm().clamp(min=_SMALLEST_NORM))  # the largest singular value is now 1 at most
     polynomial = workspace.polynomial[: small * small].view(small, small)
     free, used = workspace.other[:numel].view(small, large), workspace.matrix[:numel].view(small, large)
@@ -454,7 +454,7 @@ class MatrixUpdates:
     ) -> torch.Tensor:
         """Steps a bf16 momentum, stochastically rounded, and returns its fp32 values before that, in scratch memory."""
         # The kernel of SGD: a weight of 0 becomes the momentum with a learning rate of -1.
-        found = self._master[: len(momentum)].zero_()
+        values = self._master[: len(momentum)].zero_()
         rule = kernels.SGDStep(
             lr=-1.0,
             momentum=step.momentum,
@@ -465,8 +465,8 @@ class MatrixUpdates:
             grad_scale=step.grad_scale,
         )
         whole = kernels.Segment(0, len(momentum), rule, segment.noise)
-        kernels.update(kernels.Partition(found, gradient, (momentum,)), [whole])
-        return found
+        kernels.update(kernels.Partition(values, gradient, (momentum,)), [whole])
+        return values
 
     def room(self, numel: int, step: MatrixStep) -> torch.Tensor:
         """Returns the memory in which a matrix of so many elements waits for `direction`, (numel,)."""
@@ -484,9 +484,9 @@ class MatrixUpdates:
         """Returns the direction of the matrix in `room`: (rows, columns) in the scratch memory of gradients."""
         numel = shape[0] * shape[1]
         if not isinstance(step, MuonStep):
-            found = self._gradient[:numel].view(shape)
-            balance(found, step.iterations)
-            return found
+            gradient = self._gradient[:numel].view(shape)
+            balance(gradient, step.iterations)
+            return gradient
         if not self._in_bf16:
             return self._in_fp32(shape, step)
         # In fp32 a parameter takes as much memory as two in bf16, beginning at multiples of the alignment.
@@ -503,15 +503,15 @@ class MatrixUpdates:
         numel = shape[0] * shape[1]
         matrix, other = self._master[:numel], self._gradient[:numel]
         workspace = Workspace(matrix, other, self._square)
-        found = orthogonalize(shape, workspace, step.ns_steps, step.ns_coefficients)
-        if found.data_ptr() == other.data_ptr() and found.is_contiguous():
-            return found
+        direction = orthogonalize(shape, workspace, step.ns_steps, step.ns_coefficients)
+        if direction.data_ptr() == other.data_ptr() and direction.is_contiguous():
+            return direction
         # The number of iterations decides in which of the two the direction is, and the master needs its own memory.
         # A direction that lies in its memory column by column becomes one of rows.
-        if found.data_ptr() == other.data_ptr():
-            matrix.view(shape).copy_(found)
-            found = matrix.view(shape)
-        return other.view(shape).copy_(found)
+        if direction.data_ptr() == other.data_ptr():
+            matrix.view(shape).copy_(direction)
+            direction = matrix.view(shape)
+        return other.view(shape).copy_(direction)
 
     def _on_device(self, matrix: torch.Tensor, direction: torch.Tensor, step: MuonStep) -> torch.Tensor:
         """Copies `matrix` to the device, and the direction back into host memory; returns the latter."""
@@ -600,8 +600,8 @@ class _UnitSteps:
             update = self._updates.update_of(*_content(tile, segment), segment)
             trade.part(index, exchange.rank).copy_(update)
         trade.go()
-        for each in trade.here:
-            self._step_home(trade, each.number, tile, matrices[each.number])
+        for whole in trade.here:
+            self._step_home(trade, whole.number, tile, matrices[whole.number])
         trade.back()
         for parameter, segment, index in away:
             states, _ = _content(tile, segment)
@@ -611,7 +611,7 @@ class _UnitSteps:
     def _step_home(self, trade: Trade, index: int, tile: TileContent, segment: ParameterStep) -> None:
         """Steps this rank's part of a divided matrix, and puts the direction of the others' parts into `trade`."""
         exchange, parameter, step = self._updates.exchange, self._layout.segments[index], segment.step
-        parts = next(each.parts for each in trade.here if each.number == index)
+        parts = next(whole.parts for whole in trade.here if whole.number == index)
         places = {part.rank: slice(part.position, part.position + part.numel) for part in parts}
         own = places.pop(exchange.rank)
         states, gradient = _content(tile, segment)

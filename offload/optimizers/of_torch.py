@@ -65,15 +65,15 @@ def likeness(
         states: the parameters, each with its states.
     """
     # No constructor runs: a user's class may take any arguments, or create states.
-    found: torch.optim.Optimizer = object.__new__(kind)
-    found.__dict__.update(attributes)
+    clone: torch.optim.Optimizer = object.__new__(kind)
+    clone.__dict__.update(attributes)
     # Instance attributes that lead to the engine, or that a schedule has set.
-    for taken in ("step", "zero_grad", "state_dict", "load_state_dict"):
-        found.__dict__.pop(taken, None)
-    found.__dict__.update({hooks: collections.OrderedDict() for hooks in _HOOKS})
-    found.param_groups = [{**options, "params": list(states)}]
-    found.state = collections.defaultdict(dict, dict(states))
-    return found
+    for name in ("step", "zero_grad", "state_dict", "load_state_dict"):
+        clone.__dict__.pop(name, None)
+    clone.__dict__.update({hooks: collections.OrderedDict() for hooks in _HOOKS})
+    clone.param_groups = [{**options, "params": list(states)}]
+    clone.state = collections.defaultdict(dict, dict(states))
+    return clone
 
 
 # -- the states that an optimizer keeps ---------------------------------------------------------------
@@ -92,7 +92,7 @@ def find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
     Raises:
         ConfigError: the optimizer cannot run parameter by parameter.
     """
-    found: dict[str, tuple[StateField, ...]] = {}
+    states: dict[str, tuple[StateField, ...]] = {}
     known: dict[str, tuple[StateField, ...]] = {}
     for group in optimizer.param_groups:
         options = numbers_of(group)
@@ -104,8 +104,8 @@ def find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
                 with _explained(optimizer, name):
                     _check_apart(optimizer, options, [min(size, _SMALL) for size in shape], attributes)
                     known[key] = _dry_run(optimizer, options, shape, attributes)
-            found[name] = known[key]
-    return found
+            states[name] = known[key]
+    return states
 
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
@@ -146,20 +146,20 @@ def _dry_run(
 
 
 def _check_apart(
-    optimizer: torch.optim.Optimizer, given: Mapping[str, Any], shape: Sequence[int], attributes: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: Sequence[int], attributes: Mapping[str, Any]
 ) -> None:
     """Checks that parameters step apart as they do together, and that no state appears or disappears in later steps.
 
     Args:
         optimizer: the user's optimizer, which stays unchanged.
-        given: numbers and flags of the parameter's group.
+        group: numbers and flags of the parameter's group.
         shape: shape of the test parameters.
         attributes: attributes of the parameter.
 
     Raises:
         ValueError: the optimizer cannot run parameter by parameter.
     """
-    options = {**given, "lr": 1e-3} if "lr" in given and given["lr"] is not None else given  # schedules may begin at 0
+    options = {**group, "lr": 1e-3} if "lr" in group and group["lr"] is not None else group  # schedules may begin at 0
     line = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float32, device="cpu").reshape(shape)
     values = [line * factor for factor in (1.0, 0.1)]
     both = _steps(optimizer, options, values, attributes)
@@ -175,7 +175,7 @@ def _check_apart(
             raise ValueError("the new value of a parameter depends on the number of its group, or on other groups")
     # The memory of the states is laid out once, so no state may appear after the second step.
     early, late = (
-        {each.name for each in describe_state(_steps(optimizer, options, values[:1], attributes, count=count)[0][1])}
+        {state.name for state in describe_state(_steps(optimizer, options, values[:1], attributes, count=count)[0][1])}
         for count in (2, _MANY)
     )
     if early != late:
@@ -250,20 +250,20 @@ def _kept_beside(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Param
     its methods reach: variables of an enclosing function, and plain variables of their module.
     """
     seen: set[int] = {id(optimizer.state), id(optimizer.param_groups), *map(id, parameters)}
-    found = {key: _image(value, seen) for key, value in optimizer.param_groups[-1].items() if key != "params"}
+    images = {key: _image(value, seen) for key, value in optimizer.param_groups[-1].items() if key != "params"}
     own = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
-    found |= {key: _image(value, seen) for key, value in own.items()}
+    images |= {key: _image(value, seen) for key, value in own.items()}
     for kind in type(optimizer).__mro__:
         if kind.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc"):
             continue
         for key, value in vars(kind).items():
             if isinstance(value, types.FunctionType):
-                found |= {name: _image(each, seen) for name, each in _reached(value).items()}
+                images |= {name: _image(reached, seen) for name, reached in _reached(value).items()}
             elif not key.startswith("__") and not isinstance(value, property | classmethod | staticmethod):
-                found[f"{kind.__name__}.{key}"] = _image(value, seen)
+                images[f"{kind.__name__}.{key}"] = _image(value, seen)
     for parameter in parameters:
-        found |= {f"parameter.{key}": _image(value, seen) for key, value in vars(parameter).items()}
-    return found
+        images |= {f"parameter.{key}": _image(value, seen) for key, value in vars(parameter).items()}
+    return images
 
 
 def _reached(function: types.FunctionType) -> dict[str, Any]:
@@ -271,15 +271,15 @@ def _reached(function: types.FunctionType) -> dict[str, Any]:
     unwrapped = inspect.unwrap(function)  # torch wraps the step of every class, for its profiler
     function = unwrapped if isinstance(unwrapped, types.FunctionType) else function
     code, module = function.__code__, function.__globals__
-    found = {
+    variables = {
         name: module[name]
         for name in code.co_names
         if isinstance(module.get(name), bool | int | float | str | list | dict | set | collections.deque | torch.Tensor)
     }
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # a variable that is not set yet
-            found[name] = cell.cell_contents
-    return found
+            variables[name] = cell.cell_contents
+    return variables
 
 
 def _image(value: Any, seen: set[int], depth: int = 0) -> Any:
@@ -307,7 +307,7 @@ def _image(value: Any, seen: set[int], depth: int = 0) -> Any:
         return [_image(item, seen, depth + 1) for item in itertools.islice(items, _LARGE)]
 
     if isinstance(value, set | frozenset):
-        return len(value), frozenset(each if isinstance(each, int | str) else id(each) for each in value)
+        return len(value), frozenset(item if isinstance(item, int | str) else id(item) for item in value)
     if isinstance(value, Mapping):
         return len(value), images(value.keys()), images(value.values())
     if isinstance(value, list | tuple | collections.deque):

@@ -51,7 +51,7 @@ class TorchRule(Rule):
         """Returns a group's number as a float; an integer, with which its own code may count, stays one."""
         return value if type(value) is int else super().plain(value)
 
-    def kept(self, names: Mapping[int, str]) -> dict[str, tuple[StateField, ...]]:
+    def packed(self, names: Mapping[int, str]) -> dict[str, tuple[StateField, ...]]:
         """Returns the states that its own code keeps, which a dry run finds and which may draw random numbers."""
         return find_kept(self.optimizer, names)
 
@@ -211,25 +211,25 @@ class _TorchSteps:
             gradients.part(index, exchange.rank).copy_(gradient)
         masters.go()
         gradients.go()
-        for each in masters.here:
-            parameter, segment = self._segments[each.number], steps[each.number]
+        for divided in masters.here:
+            parameter, segment = self._segments[divided.number], steps[divided.number]
             states, gradient = _content(tile, segment)
             master, whole = (memory[: parameter.numel] for memory in (self._updates.master, self._updates.gradient))
-            for rank, position, numel in each.parts:
+            for rank, position, numel in divided.parts:
                 here = slice(position, position + numel)
                 if rank == exchange.rank:
                     master[here].copy_(join(states, master[here]))
                     whole[here].copy_(gradient)
                 else:
-                    master[here].copy_(masters.part(each.number, rank))
-                    whole[here].copy_(gradients.part(each.number, rank))
+                    master[here].copy_(masters.part(divided.number, rank))
+                    whole[here].copy_(gradients.part(divided.number, rank))
             after = self._updates.step(parameter, master, whole, _words(tile, parameter, whole), segment.step)
-            for rank, position, numel in each.parts:
+            for rank, position, numel in divided.parts:
                 here = slice(position, position + numel)
                 if rank == exchange.rank:
                     split(after[here], states)
                 else:
-                    masters.part(each.number, rank).copy_(after[here])
+                    masters.part(divided.number, rank).copy_(after[here])
         masters.back()
         for index in away:
             split(masters.part(index, exchange.rank), _content(tile, steps[index])[0])

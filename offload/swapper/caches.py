@@ -91,12 +91,12 @@ def stream(
 
 def overlaps(pieces: Sequence[Piece], first: int, last: int) -> list[tuple[range, int]]:
     """Returns the byte ranges of the unit that hold bytes [first, last) of a partition, with offsets from `first`."""
-    found: list[tuple[range, int]] = []
+    parts: list[tuple[range, int]] = []
     for begin, target in pieces:
         start, stop = max(begin, first), min(begin + len(target), last)
         if start < stop:
-            found.append((range(target.start + start - begin, target.start + stop - begin), start - first))
-    return found
+            parts.append((range(target.start + start - begin, target.start + stop - begin), start - first))
+    return parts
 
 
 # -- device cache --------------------------------------------------------------------------------------
@@ -170,11 +170,11 @@ class DeviceCache:
 
     def no_room(self, entry: UnitEntry) -> BudgetError:
         """Returns the error for a unit for which the units in use leave no room."""
-        held = [e.size.title for e in self._table.entries if e.device_buffer is not None and e is not entry]
+        users = [e.size.title for e in self._table.entries if e.device_buffer is not None and e is not entry]
         free = self._arena.nbytes - self._arena.used_bytes
         return BudgetError(
             f"unit {entry.size.title} needs {format_size(entry.size.nbytes)} of contiguous device memory. The "
-            f"device budget of {format_size(self._arena.nbytes)} is used by {', '.join(held) or 'nothing'} "
+            f"device budget of {format_size(self._arena.nbytes)} is used by {', '.join(users) or 'nothing'} "
             f'({format_size(free)} free); raise "device_memory" in the "offload" block, or checkpoint smaller '
             "regions"
         )
@@ -250,9 +250,9 @@ class DeviceCache:
         assert len(self._arena.blocks) == 1, "grown memory is given back before the arena grows again"
         self._first_floor()  # determined while all free memory belongs to the first allocation
         start, stop = self._arena.grow(nbytes)
-        for each in kept:
-            stop -= each
-            self._kept.append(self._arena.take_at(stop, each))
+        for block_nbytes in kept:
+            stop -= block_nbytes
+            self._kept.append(self._arena.take_at(stop, block_nbytes))
         self._grown = start, stop
         self._floors.clear()
         return [self._arena.view(device_buffer) for device_buffer in self._kept]
@@ -280,13 +280,13 @@ class DeviceCache:
 
     def _droppable(self) -> list[Block]:
         """Returns the blocks of all units that may be dropped, by index."""
-        entries, found = self._table.entries, []
+        entries, blocks = self._table.entries, []
         for unit in sorted(self._table.on_device):
             entry = entries[unit]
             in_use = entry.pins or entry.copying
             if not in_use and not entry.size.stays and (buffer := entry.device_buffer) is not None:
-                found.append(Block(unit, buffer.offset, buffer.nbytes))
-        return found
+                blocks.append(Block(unit, buffer.offset, buffer.nbytes))
+        return blocks
 
     def idle(self, entry: UnitEntry) -> bool:
         """Returns True if the unit is on the device, unpinned, and not permanent."""
@@ -332,6 +332,7 @@ class DeviceCache:
             device_buffer: room for the unit.
             read: starts to read the partition from a byte offset into a buffer.
         """
+        # The drive writes this memory without a stream, so compute that reads it must be over, not only ordered.
         for event in device_buffer.after:
             event.wait()
         entry.transfer = Transfer(None, read(0, self._arena.view(device_buffer).numpy().data))
@@ -368,6 +369,7 @@ class DeviceCache:
     def _copy_shard(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:
         """Starts the copies of this rank's shard into `device_buffer`, and keeps the last event. Needs no lock."""
         whole, shard = self._arena.view(device_buffer), self._shard(entry)
+        # Upload stream: the copies wait for `after`, the last compute and upload of the memory's former owner.
         if entry.size.is_whole:
             entry.uploaded = entry.copied = self._device.upload(whole, shard, device_buffer.after)
             return
@@ -447,8 +449,8 @@ class DeviceCache:
         except BaseException as error:  # reads and copies in flight may still write to both, so neither is reused
             self._table.fail(error, entry)
             raise
-        for each in host_buffers:
-            each.release()
+        for buffer in host_buffers:
+            buffer.release()
         entry.device_buffer = device_buffer
         self._table.move(entry, Residency.DEVICE)
 
@@ -531,7 +533,7 @@ class HostCache:
 
     def _evictable(self) -> list[Block]:
         """Returns the blocks of all host buffers that may be evicted, one for each unit."""
-        found = []
+        blocks = []
         for entry in self._table.entries:
             if entry.host_buffer is None and entry.fresh is None:
                 continue  # most of thousands of experts
@@ -539,8 +541,8 @@ class HostCache:
             if entry.host_buffer is None and entry.fresh is not None and not entry.fresh_stays:
                 buffer = entry.fresh
             if buffer is not None:
-                found.append(Block(entry.index, buffer.offset, buffer.nbytes))
-        return found
+                blocks.append(Block(entry.index, buffer.offset, buffer.nbytes))
+        return blocks
 
     def _is_evictable(self, entry: UnitEntry) -> bool:
         """Returns True if the store contains the bytes of the unit's host buffer and no thread uses the buffer."""

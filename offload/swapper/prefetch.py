@@ -101,6 +101,7 @@ class Prefetcher:
         """
         if not self._any_on_disk:
             return
+        # Delivered first: the host buffer of a read that has ended may be evicted for the next read.
         for entry in self._entries:
             if entry.transfer is not None:
                 self._finish_if_done(entry)
@@ -114,8 +115,8 @@ class Prefetcher:
         entry = self._entries[unit]
         if not self._is_in_host(entry):
             return -1
-        found = self._device_cache.find_room(entry, self._table.access_order.distance(unit))
-        return -1 if found is None else unit
+        place = self._device_cache.find_room(entry, self._table.access_order.distance(unit))
+        return -1 if place is None else unit
 
     @property
     def busy_elsewhere(self) -> bool:
@@ -139,10 +140,13 @@ class Prefetcher:
         """Starts what has become possible, on a thread that does not run the model; see [Note: who starts what]."""
         if self._all_stay or self._held or self._table.failure is not None:
             return
+        # An upload releases the lock: `stopped` on another thread waits for this count to fall.
         self._elsewhere += 1
         try:
+            # This thread works for nobody: the next free host buffer belongs to the thread that waits for one.
             if not self._host_cache.waiting_for_buffer:
                 self.read(wait=False)
+            # So does room on the device, as long as a thread has pinned a unit that is not there yet.
             if self._uploads_elsewhere and not any(
                 entry.pins and entry.residency is not Residency.DEVICE for entry in self._entries
             ):
@@ -168,6 +172,7 @@ class Prefetcher:
             try:
                 # Otherwise another thread has delivered the read, or the engine has stopped.
                 if entry.transfer is transfer and self._table.failure is None:
+                    # Thread of the I/O queue: it has no current device until it takes this one.
                     self._device.enter_thread()
                     self._host_cache.finish_read(entry)
                     self.advance()
@@ -182,10 +187,11 @@ class Prefetcher:
             entry = self._entries[unit]
             self._finish_if_done(entry)
             in_host = self._is_in_host(entry)
+            # The order is kept: a unit that is used later would take the room of this one.
             if not in_host and not self._may_read_in_place(entry):
                 return
             buffer = self._device_cache.allocate(entry, self._table.access_order.distance(unit))
-            if buffer is None:
+            if buffer is None:  # the units in the way are in use, or used sooner
                 return
             if in_host:
                 self._device_cache.upload(entry, buffer)
@@ -270,22 +276,25 @@ class Fetcher:
             EngineFailed: after an error on a background thread.
         """
         while entry.updating or entry.residency is not Residency.DEVICE:
-            self._table.check()
+            self._table.check()  # a wait may have ended because the engine failed
             if entry.updating:
+                # The update worker takes this unit first, and its tiles need nothing that this thread has.
                 self._wait_for_update(entry)
             elif entry.residency is Residency.DISK and self._prefetcher.reads_in_place(entry):
                 if (device_buffer := self._place(entry)) is not None:
                     self._device_cache.start_read(entry, device_buffer, self._host_cache.reader(entry, Priority.URGENT))
             elif entry.residency is Residency.DISK:
                 if (host_buffer := self._host_cache.host_buffer(self._host_cache.buffer_nbytes(entry))) is None:
+                    # Buffers belong to writes and updates, which end by themselves, or to reads, which this delivers.
                     self._host_cache.wait_for_buffer(entry)
                 elif self._host_cache.streams(entry):
                     self._stream(entry, host_buffer)
                 else:
                     self._host_cache.start_read(entry, host_buffer, Priority.URGENT)
-            elif entry.residency is Residency.READING:
+            elif entry.residency is Residency.READING:  # by this thread in the turn before, or ahead by any
                 self._host_cache.finish_read(entry)
             elif entry.residency in (Residency.HOST, Residency.WRITING):
+                # WRITING too: the write to the drive only reads the host buffer, as the upload does.
                 if (device_buffer := self._place(entry)) is not None:
                     self._device_cache.upload(entry, device_buffer)
             elif entry.reading_in_place:
@@ -298,6 +307,7 @@ class Fetcher:
 
     def _stream(self, entry: UnitEntry, host_buffer: HostBuffer) -> None:
         """Moves a unit from DISK to DEVICE in chunks, through `host_buffer` and a second buffer if memory is free."""
+        # Without a wait for the second one: two threads that each hold one buffer would wait for each other.
         second = self._host_cache.host_buffer(host_buffer.nbytes)
         host_buffers = [host_buffer] if second is None else [host_buffer, second]
         device_buffer = None
@@ -305,8 +315,9 @@ class Fetcher:
             device_buffer = self._place(entry)
         finally:
             if device_buffer is None:
-                for each in host_buffers:
-                    each.release()
+                # `_place` has waited without the lock, so the unit is looked at anew, and others may use the buffers.
+                for buffer in host_buffers:
+                    buffer.release()
         if device_buffer is not None:
             self._device_cache.stream(
                 entry, device_buffer, host_buffers, self._host_cache.reader(entry, Priority.URGENT)

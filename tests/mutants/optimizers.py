@@ -50,8 +50,8 @@ MUTANTS = (
     Mutant(
         "the home of a parameter that an optimizer of torch steps mixes up its parts",
         "offload.optimizers.torch_updates",
-        "whole[here].copy_(gradients.part(each.number, rank))",
-        "whole[here].copy_(masters.part(each.number, rank))",
+        "whole[here].copy_(gradients.part(divided.number, rank))",
+        "whole[here].copy_(masters.part(divided.number, rank))",
         "tests/ranks/test_ranks_matrices.py",
     ),
     Mutant(

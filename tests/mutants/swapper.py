@@ -254,7 +254,7 @@ MUTANTS = (
     Mutant(
         "read weights from a model's file that has changed",
         "offload.swapper.store.model_files",
-        "            if found != self._stamps[path]:",
+        "            if stamp != self._stamps[path]:",
         "            if False:",
         "tests/inference/test_inference.py",
     ),

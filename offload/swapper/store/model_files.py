@@ -151,8 +151,8 @@ class ModelFiles:
         """Raises `IoError` (ESTALE) if one of the files is not what it was when its header was read."""
         for path in paths:
             # The descriptor's file: a new file under the same name does not change what is open.
-            found = Stamp.of(os.fstat(self._files[path].descriptors.buffered))
-            if found != self._stamps[path]:
+            stamp = Stamp.of(os.fstat(self._files[path].descriptors.buffered))
+            if stamp != self._stamps[path]:
                 raise IoError(path, 0, 0, errno.ESTALE, "read weights from")
 
 
@@ -208,14 +208,14 @@ class _UnitFile:
 
     def pieces(self, offset: int, nbytes: int) -> list[FilePiece]:
         """Returns the requests of the native queue for `nbytes` bytes of the image from `offset` on."""
-        found: list[FilePiece] = []
+        requests: list[FilePiece] = []
         begin = 0
         for file, extent in self._extents:
             first, last = max(begin, offset), min(begin + extent.nbytes, offset + nbytes)
             if first < last:
-                found += file.pieces(extent.start + first - begin, last - first)
+                requests += file.pieces(extent.start + first - begin, last - first)
             begin += extent.nbytes
-        return found
+        return requests
 
     def parts(self) -> list[DirectFile]:
         """Returns the files."""
