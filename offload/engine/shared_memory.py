@@ -160,12 +160,13 @@ def _reached(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     seen: dict[int, Any] = {}  # by id, which is no other object's as long as this one lives
     while waiting:
         name, value, depth = waiting.popleft()
-        if type(value) in _ATOMS or id(value) in seen:
+        kind = type(value)  # isinstance would ask a proxy for its __class__
+        if kind in _ATOMS or id(value) in seen:
             continue
         seen[id(value)] = value
-        if issubclass(type(value), torch.Tensor):  # isinstance would ask a proxy for its __class__
+        if issubclass(kind, torch.Tensor):
             yield name, value
-        elif issubclass(type(value), nn.Module):
+        elif issubclass(kind, nn.Module):
             if id(value) not in modules:
                 yield from ((name, tensor) for tensor in (*value.parameters(), *value.buffers()))
         elif depth:
@@ -180,14 +181,15 @@ _ATOMS = (bool, int, float, complex, str, bytes, type(None))
 
 def _referents(value: Any) -> Iterable[Any]:
     """Returns the objects to which an object refers, without those that are the process's: classes, modules, frames."""
-    if isinstance(value, FunctionType):
+    kind = type(value)
+    if kind is FunctionType:
         kept = (*(value.__closure__ or ()), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         return (*kept, vars(value))
-    if issubclass(type(value), type | ModuleType | FrameType):
+    if issubclass(kind, type | ModuleType | FrameType):
         return ()
     # Python's collector does not see that an array keeps the tensor whose memory it is.
     array = getattr(sys.modules.get("numpy"), "ndarray", ())
-    return (value.base,) if isinstance(value, array) else gc.get_referents(value)
+    return (value.base,) if issubclass(kind, array) else gc.get_referents(value)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

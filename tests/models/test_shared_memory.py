@@ -167,8 +167,21 @@ def normed(model: Pair) -> None:
     spectral_norm(model.first)  # its attribute `weight` begins in the memory of `weight_orig`
 
 
+class Proxy:
+    """An object that cannot be asked for anything before it is connected."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("the proxy is not connected")
+
+
+def of_the_script(model: Pair) -> None:
+    optimizer = torch.optim.SGD(model.parameters())
+    model.held = [Proxy(), optimizer, {"again": model}, lambda: model.first.weight]  # type: ignore[assignment]
+    model.copies = {name: value.clone() for name, value in model.state_dict().items()}  # type: ignore[assignment]
+
+
 @pytest.mark.numeric
-@pytest.mark.parametrize("share", [columns_of_one, tied, frozen, normed])
+@pytest.mark.parametrize("share", [columns_of_one, tied, frozen, normed, of_the_script])
 def test_what_shares_nothing_that_trains_apart_is_as_in_pytorch(share: Callable[[Pair], None], tmp_path: Path) -> None:
     job = Job(lambda: Pair(share), loss, steps=3, lr=1e-2)
     expected = plain_loop(job).losses
