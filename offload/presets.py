@@ -24,6 +24,7 @@ _MOST_OF_CONFIG, _MOST_LAYERS = 16 * MIB, 100_000
 """
 _COUNTED = re.compile(r".*(layers|experts)|n_layer")
 """Names of numbers of layers and experts in configs of transformers."""
+_LEAST = {"num_hidden_layers": 0, "n_layer": 0, "hidden_size": 1, "n_embd": 1}
 _CODE = re.compile(r".*(attn|experts)_implementation")
 """Names of settings whose value may be a repository on the hub, from which transformers takes code and runs it."""
 
@@ -168,6 +169,8 @@ def _check_values(content: Any) -> None:
             )
         if _COUNTED.fullmatch(key) and type(value) is int and value > _MOST_LAYERS:
             raise ValueError(f'its "{key}" is {value!s:.99}, expected at most {_MOST_LAYERS}')
+        if (least := _LEAST.get(key)) is not None and type(value) is int and value < least:
+            raise ValueError(f'its "{key}" is {value!s:.99}, expected at least {least}')
         for each in value if isinstance(value, list) else [value]:
             _check_values(each)
 

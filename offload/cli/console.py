@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -50,6 +51,24 @@ def make_console(**options: Any) -> Console:
             super().print(*(printable(each) if isinstance(each, str) else each for each in objects), **more)
 
     return Printable(**options)
+
+
+class _Record(logging.LogRecord):
+    """A record of any library, such as transformers, whose message may quote a file of somebody else."""
+
+    def getMessage(self) -> str:
+        return printable(super().getMessage())
+
+
+@contextmanager
+def printable_logs() -> Iterator[None]:
+    """Makes the logs of all libraries as printable as the lines of the command, inside the context."""
+    before = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(_Record)
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(before)
 
 
 @contextmanager

@@ -18,8 +18,10 @@ from offload.checkpoint.files import LATEST
 from offload.engine.engine import Engine
 from offload.engine.snapshot import GeneratorStates
 from offload.errors import StoreError
+from offload.fileio.inner_files import open_regular, read_bounded
 from offload.notices import announce
 from offload.records import parse
+from offload.sizes import MIB
 
 # -- checkpoint folder ---------------------------------------------------------------------------------
 
@@ -28,6 +30,8 @@ logger = logging.getLogger("offload")
 
 SCHEDULER = "scheduler.pt"
 """File of the schedule's state."""
+_MOST_OF_STATE = 256 * MIB
+"""Bytes of the Trainer's JSON at most, which contains a line for each log of a run."""
 _TRAINERS_STATE, _STOCK_OPTIMIZER = "trainer_state.json", "optimizer.pt"
 
 
@@ -169,12 +173,13 @@ def _check_complete(folder: Path, args: Any) -> None:
 
 def _is_complete(path: Path) -> bool:
     """Returns True if a file of the Trainer can be read to its end."""
-    if path.suffix != ".json":
-        # torch.save writes a zip file, whose table of contents comes last: a truncated file has no table.
-        return zipfile.is_zipfile(path)
     try:
-        parse(path.read_bytes())
-    except ValueError:
+        if path.suffix != ".json":
+            # torch.save writes a zip file, whose table of contents comes last: a truncated file has no table.
+            with open_regular(path) as file:
+                return zipfile.is_zipfile(file)
+        parse(read_bounded(path, _MOST_OF_STATE))
+    except (OSError, ValueError):
         return False
     return True
 

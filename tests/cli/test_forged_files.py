@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,23 @@ def test_an_error_that_is_none_of_ours_is_noticed(bench: Bench, monkeypatch: pyt
 
     monkeypatch.setattr(module, "inspect", takes_much)
     assert "it took" in bench.run(command)
+
+
+def test_what_a_library_logs_of_a_file_is_printable(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers quotes values of a config.json in its warnings."""
+    import offload.runs.inspection as module
+
+    real = module.inspect
+    monkeypatch.setattr(
+        module, "inspect", lambda path: (logging.getLogger("library").warning("of %s", "a \x1b[31mname"), real(path))[1]
+    )
+    bench.restore()
+    assert bench.run(["inspect", str(bench.root / "ck")]) == ""
+    assert [each.getMessage() for each in caplog.records] == [r"of a \x1b[31mname"]
+    logging.getLogger("library").warning("of %s", "a \x1b[31mname")
+    assert caplog.records[-1].getMessage() == "of a \x1b[31mname", "a script's own logs stay as they are"
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,8 @@ def test_an_unknown_name_is_an_error() -> None:
         (" " * (17 << 20), r"cannot read .*mine/config\.json \(it has more than 16 MiB"),
         ('{"model_type": "llama", "quantization_config": 4}', '"quantization_config" is no object'),
         ('{"model_type": "llama", "num_hidden_layers": 1000000000}', "is 1000000000, expected at most 100000"),
+        ('{"model_type": "llama", "num_hidden_layers": -1}', '"num_hidden_layers" is -1, expected at least 0'),
+        ('{"model_type": "llama", "hidden_size": 0}', '"hidden_size" is 0, expected at least 1'),
         ('{"model_type": "mixtral", "text_config": {"num_local_experts": 200000}}', "is 200000, expected at most"),
         (
             '{"model_type": "llama", "_attn_implementation": "evil/attention"}',

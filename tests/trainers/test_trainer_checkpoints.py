@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -224,14 +225,17 @@ def test_a_checkpoint_without_a_file_of_the_trainers_own(tmp_path: Path, caplog:
     checkpoint = tmp_path / "out" / "checkpoint-2"
     for name in ("trainer_state.json", "scheduler.pt", "rng_state.pth"):
         complete = (checkpoint / name).read_bytes()
-        for left in (None, b"", complete[: len(complete) // 2]):
-            (checkpoint / name).unlink() if left is None else (checkpoint / name).write_bytes(left)
+        for left in (None, b"", complete[: len(complete) // 2], "a pipe"):
+            (checkpoint / name).unlink(missing_ok=True)
+            if left is not None:
+                (checkpoint / name).write_bytes(left) if isinstance(left, bytes) else os.mkfifo(checkpoint / name)
             if left is None and name == "rng_state.pth":
                 continue
             with pytest.raises(
                 StoreError, match=rf"checkpoint-2 contains no complete {name}: .* no checkpoint before it is complete"
             ):
                 resumed(tmp_path, checkpoint)
+        (checkpoint / name).unlink(missing_ok=True)
         (checkpoint / name).write_bytes(complete)
     (checkpoint / "rng_state.pth").unlink()
     with caplog.at_level(logging.WARNING, "offload"):
