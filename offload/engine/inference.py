@@ -20,19 +20,18 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from offload import kernels
 from offload.activations.checkpoints import blocks_of
 from offload.aio.protocols import Queue
 from offload.config import Batch, Config, load_config, read_json
 from offload.distributed.world import World
 from offload.engine import build_optimizer
+from offload.engine.assembly import STARTING, assemble
 from offload.engine.deferred import is_deferred, origin_of
 from offload.engine.engine import EngineCore, RunningApi
 from offload.engine.metrics import cause_of
 from offload.engine.opaque import PagedTensor, with_adopted_buffers
 from offload.engine.optimizer import Optimizer
 from offload.engine.plan import Plan, decide
-from offload.engine.setup import STARTING, build, let_segments_grow
 from offload.errors import ConfigError, UsageError
 from offload.fileio.cache_file import Stamp
 from offload.layout.flat_layout import Segment, UnitLayout
@@ -45,7 +44,7 @@ from offload.notices import Remark, announce
 from offload.presets import read_config
 from offload.sizes import count_of, format_size
 from offload.states import State, Tier
-from offload.swapper.memory.device import compute_device, open_device
+from offload.swapper.memory.device import compute_device, let_segments_grow, open_device
 from offload.swapper.store.model_files import FileRange, ModelFiles, UnitImage, image_of
 from offload.swapper.store.requests import DriveSpans
 from offload.swapper.weight_source import WeightSource
@@ -411,8 +410,6 @@ def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwar
             plan = decide(loaded, Batch(1, 1, 1), model, device, World(), optimizer.rule, {}, None, find_images)
             # Before the parameters lose their origins.
             lines = _lines(plan, places) if in_place else ()
-            if not device.host_addressable:
-                kernels.leave_cores()
             engine = _build(plan, model, optimizer, places, lines)
     except BaseException:
         # The caller's model is as it was, if an error came before the engine took it over.
@@ -437,7 +434,7 @@ def _build(
     def open_source(queue: Queue, spans: DriveSpans, files: contextlib.ExitStack) -> WeightSource:
         return files.enter_context(contextlib.closing(ModelFiles(plan.images, places.stamps, queue, spans)))
 
-    return build(plan, model, optimizer, make, open_source=open_source if plan.in_place else None, listener=meter)
+    return assemble(plan, model, optimizer, make, open_source=open_source if plan.in_place else None, listener=meter)
 
 
 def read_model(path: Path, model_class: Any, kwargs: Mapping[str, Any]) -> nn.Module:

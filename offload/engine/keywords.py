@@ -1,11 +1,21 @@
-"""Keywords of DeepSpeed's calls that this library does not support. None, which scripts pass on, is accepted."""
+"""Keywords of `initialize` and of DeepSpeed's calls: those that stand for a config, and those that are refused."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
 
-from offload.errors import UsageError
+import torch
+from torch import nn
+
+from offload.config.load import read_json
+from offload.errors import ConfigError, UsageError
+
+# -- refused keywords ----------------------------------------------------------------------------------
+#
+# None, which scripts pass on, is accepted.
+
 
 _LAUNCHER = "the launcher connects the ranks (torchrun --master-port); leave this argument out"
 _RANKS = "layers and sequences are not split over ranks; leave this argument out"
@@ -48,3 +58,139 @@ def refuse(**given: Any) -> None:
         if name == "distributed_port" and str(value) == os.environ.get("MASTER_PORT", "29500"):
             continue
         raise UsageError(f"{name}={value!r}: {_ADVICE[name]}")
+
+
+# -- plain config --------------------------------------------------------------------------------------
+#
+# The keywords of `initialize` for a loop of plain PyTorch, as the config that they mean.
+
+
+class PlainKeywords(TypedDict, total=False):
+    """Keywords that stand for a config, or beside one that says the same."""
+
+    weights: str
+    """Tier of the weights: "none" (the device), "cpu" or "nvme"."""
+    states: str
+    """Tier of the optimizer's states and fp32 masters, by the same names."""
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+    """Folder of the swap files, or one for each drive."""
+    host_memory: int | str
+    """Bytes of host memory, as a number or text such as "32GiB"."""
+    device_memory: int | str
+    """Bytes of device memory."""
+    dtype: str | torch.dtype
+    """"bf16", "fp16" or "fp32"; by default that of the model's parameters."""
+    gradient_accumulation_steps: int
+    """Micro-batches of a step."""
+
+
+class _Key(NamedTuple):
+    """A key of the config, as the path of its blocks."""
+
+    path: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return ".".join(self.path)
+
+
+_KEYS = {
+    "weights": _Key(("zero_optimization", "offload_param", "device")),
+    "states": _Key(("zero_optimization", "offload_optimizer", "device")),
+    "path": _Key(("offload", "nvme_path")),
+    "host_memory": _Key(("offload", "host_memory")),
+    "device_memory": _Key(("offload", "device_memory")),
+    "gradient_accumulation_steps": _Key(("gradient_accumulation_steps",)),
+}
+"""The key that each keyword sets, except for `dtype`."""
+_TIERS = ("none", "cpu", "nvme")
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def plain_config(model: Any, config: Any, keywords: Mapping[str, Any]) -> Any:
+    """Returns the config that keywords stand for, added to the given one.
+
+    Args:
+        model: the model, whose dtype is the default where there is no config.
+        config: a config as `initialize` takes it, or None.
+        keywords: those of `PlainKeywords` that were given.
+
+    Raises:
+        ConfigError: if a keyword and the config say different things, which names both; if a keyword has a value that
+            it cannot have, or a tier on drives has no path.
+        UsageError: if there is no such keyword.
+    """
+    if unknown := sorted(keywords.keys() - PlainKeywords.__annotations__.keys()):
+        raise UsageError(
+            f"initialize got the keyword {unknown[0]!r}, expected some of {', '.join(PlainKeywords.__annotations__)}"
+        )
+    # None is what a caller passes on who was given nothing.
+    given = {name: value for name, value in keywords.items() if value is not None}
+    if not given:
+        return config
+    _check_tiers(given, config)
+    content: dict[str, Any] = {} if config is None else _copy(config)
+    dtype = given.pop("dtype", None)
+    # With a config its own blocks say the dtype and the clip; a loop of plain PyTorch clips nothing by itself.
+    if config is None:
+        content["gradient_clipping"] = 0.0
+        dtype = dtype or _of_model(model)
+    for name, value in given.items():
+        if name == "path":
+            paths = [value] if isinstance(value, str | os.PathLike) else list(value)
+            value = [os.fspath(each) for each in paths]
+        _put(content, _KEYS[name], name, value)
+    if dtype is not None:
+        wanted = _DTYPES.get(dtype, dtype) if isinstance(dtype, torch.dtype) else dtype
+        if wanted not in _DTYPES.values():
+            raise ConfigError(f'dtype must be "bf16", "fp16" or "fp32", got {dtype!r}')
+        for each in ("bf16", "fp16"):
+            _put(content, _Key((each, "enabled")), "dtype", each == wanted, said=str(wanted))
+    return content
+
+
+def _check_tiers(given: Mapping[str, Any], config: Any) -> None:
+    """Raises `ConfigError`, in the words of the keywords, if a tier is none or lacks its folder."""
+    for name in ("weights", "states"):
+        tier = given.get(name, "none")
+        if tier not in _TIERS:
+            raise ConfigError(f'{name} must be "none", "cpu" or "nvme", got {tier!r}')
+        if tier == "nvme" and "path" not in given and config is None:
+            raise ConfigError(f'{name}="nvme" needs path=, the folder of the swap files on the drive')
+
+
+def _copy(config: Any) -> dict[str, Any]:
+    """Returns the content of a config, whose blocks may be changed."""
+    content = dict(config) if isinstance(config, Mapping) else read_json(config)
+
+    # Deep, down to the blocks: the caller's dict must not change.
+    def blocks(block: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: blocks(value) if isinstance(value, Mapping) else value for name, value in block.items()}
+
+    return blocks(content)
+
+
+def _put(content: dict[str, Any], key: _Key, name: str, value: Any, said: str | None = None) -> None:
+    """Sets a key, or compares what the config says with the keyword."""
+    block = content
+    for each in key.path[:-1]:
+        block = block.setdefault(each, {})
+        if not isinstance(block, dict):
+            raise ConfigError(f"the config has no block for {key}, but {block!r}: make it a dict")
+    # "auto" leaves the value to whoever knows it, as in transformers.
+    before = block.setdefault(key.path[-1], value)
+    same = before == value or [before] == value or before == "auto"
+    if not same:
+        raise ConfigError(
+            f"initialize got {name}={value if said is None else said!r} and a config in which {key} is {before!r}: "
+            "leave one of them out"
+        )
+    block[key.path[-1]] = value
+
+
+def _of_model(model: Any) -> str:
+    """Returns the dtype of the model's floating-point parameters: the widest, if there are several."""
+    # Several dtypes in one model: the widest holds the values of all.
+    found = {each.dtype for each in model.parameters()} if isinstance(model, nn.Module) else set()
+    # No mode trains float64: such a model trains in fp32, and a line says so.
+    names = {_DTYPES.get(dtype, "fp32") for dtype in found if dtype in _DTYPES or dtype is torch.float64} or {"fp32"}
+    return "fp32" if len(names) > 1 else names.pop()

@@ -20,7 +20,7 @@ from offload.config.script_values import refuse_sequences
 from offload.distributed.process_group import join_launcher
 from offload.engine.engine import Engine
 from offload.engine.plan import settle
-from offload.engine.setup import initialize, let_segments_grow
+from offload.engine.setup import initialize
 from offload.errors import ConfigError, OffloadError, StoreError
 from offload.fileio.jsonl import check_log, cut_log
 from offload.finetune.corpus.byte_tokenizer import byte_tokenizer
@@ -68,6 +68,7 @@ from offload.planner.model_shape import config_of
 from offload.planner.output import in_short
 from offload.planner.predict_run import as_step, predict
 from offload.presets import check_positions, require_transformers
+from offload.swapper.memory.device import let_segments_grow
 from offload.swapper.store import run_status
 from offload.timeline import path_of
 

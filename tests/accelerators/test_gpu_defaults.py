@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 from offload import kernels, testing
 from offload.cli.main import app
 from offload.config import load_config
-from offload.engine import device_budget, plan, setup
+from offload.engine import device_budget, plan
 from offload.errors import UsageError
 from offload.finetune import job
 from offload.kernels import settings
 from offload.notices import Remark
+from offload.swapper.memory import device
 from tests.support import models
 from tests.support.devices.late_device import LateDevice, use_device
 from tests.support.oracle import start, train_step
@@ -32,31 +33,31 @@ GROWING = "expandable_segments:True"
 
 
 def test_segments_grow_by_default() -> None:
-    asks, line = setup.chosen({}, False)
+    asks, line = device.growing_segments({}, False)
     assert asks and isinstance(line, Remark) and f"PYTORCH_CUDA_ALLOC_CONF={GROWING}" in line
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 @pytest.mark.parametrize("value", ["expandable_segments:False", "max_split_size_mb:512", "backend:cudaMallocAsync"])
 def test_what_the_user_has_set_stays(name: str, value: str) -> None:
-    assert setup.chosen({name: value}, False) == (False, None)
+    assert device.growing_segments({name: value}, False) == (False, None)
 
 
 def test_a_gpu_that_is_in_use_already_is_left_alone() -> None:
-    asks, line = setup.chosen({}, True)
+    asks, line = device.growing_segments({}, True)
     assert not asks and isinstance(line, Remark) and "CUDA was in use before" in line
 
 
 def test_the_environment_is_set_once_and_the_line_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "")  # restored at the end, whatever is set below
-    assert setup.let_segments_grow("auto") == (), "there is no GPU"
+    assert device.let_segments_grow("auto") == (), "there is no GPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert setup.let_segments_grow("cpu") == ()
-    (line,) = setup.let_segments_grow("auto")
+    assert device.let_segments_grow("cpu") == ()
+    (line,) = device.let_segments_grow("auto")
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == GROWING and not os.environ["PYTORCH_ALLOC_CONF"]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert setup.let_segments_grow("cuda") == (line,)
+    assert device.let_segments_grow("cuda") == (line,)
 
 
 def test_train_asks_before_it_uses_the_gpu(monkeypatch: pytest.MonkeyPatch, run_folder: Path) -> None:

@@ -261,7 +261,7 @@ MUTANTS = (
     ),
     Mutant(
         "resume folders of two runs together",
-        "offload.engine.setup",
+        "offload.engine.assembly",
         "        check_one_run([(path, run) for _, path, run in every])\n",
         "",
         "tests/checkpoints/test_mixed_runs.py::test_a_resume_refuses_ranks_of_two_runs_and_changes_nothing",
@@ -282,7 +282,7 @@ MUTANTS = (
     ),
     Mutant(
         "give each rank an id of its own",
-        "offload.engine.setup",
+        "offload.engine.assembly",
         'plan.world.everyone.share(uuid.uuid4().hex, "check its start")[0]',
         'plan.world.everyone.share(uuid.uuid4().hex, "check its start")[plan.world.everyone.rank]',
         "tests/checkpoints/test_mixed_runs.py",

@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         "let each rank have a data set of another length",
         "offload.engine.setup",
-        "    _check_same_data(world.everyone, given.training_data)\n",
+        "            _check_same_data(world.everyone, training_data)\n",
         "",
         "tests/ranks/test_ranks_disagree.py",
     ),
@@ -140,14 +140,14 @@ MUTANTS = (
     ),
     Mutant(
         "resume the newest commit of each rank by itself",
-        "offload.engine.setup",
+        "offload.engine.assembly",
         "return last_of_all(everyone)",
         "return newest",
         "tests/ranks/test_ranks_killed.py",
     ),
     Mutant(
         "read and write at once whatever the probe has measured",
-        "offload.engine.setup",
+        "offload.engine.assembly",
         "window_bytes=kept_window(config.drives),",
         "window_bytes=0,",
         "tests/aio/test_io_order.py",
