@@ -34,6 +34,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from offload.engine.access import engines
+from offload.engine.callbacks import Extension
 from offload.engine.params import handle_of
 from offload.errors import ConfigError, UsageError
 from offload.notices import Remark
@@ -611,14 +612,16 @@ def notices(model: nn.Module, names: Sequence[str], tile_mlp: Literal["auto"] | 
     return (line if whole else Remark(line),)
 
 
-def tile(model: nn.Module, names: Sequence[str], tile_mlp: Literal["auto"] | int) -> Callable[[], None]:
-    """Tiles the named modules, and returns a function that undoes it."""
-    modules: list[Any] = [model.get_submodule(name) for name in names]
-    for module in modules:
-        tiled(module, TILE_DIM, tile_mlp)
+class TiledMlps(Extension):
+    """The MLPs of a model that the config tiles."""
 
-    def undo() -> None:
-        for module in modules:
-            untiled(module)
+    def __init__(self, model: nn.Module, names: Sequence[str], tile_mlp: Literal["auto"] | int) -> None:
+        """Tiles the named modules."""
+        self._modules: list[Any] = [model.get_submodule(name) for name in names]
+        for module in self._modules:
+            tiled(module, TILE_DIM, tile_mlp)
 
-    return undo
+    def remove(self) -> None:
+        """Makes them compute whole inputs again."""
+        while self._modules:
+            untiled(self._modules.pop())

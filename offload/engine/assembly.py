@@ -24,7 +24,7 @@ from offload.activations import checkpoints as policy
 from offload.activations.activations import Activations
 from offload.activations.checkpoints import UnitCheckpoints, UnitSeconds, blocks_of
 from offload.activations.kept_inputs import DiskSlots, HostBlocks, KeptInputs, Staging
-from offload.activations.tiles import tile as tile_mlps
+from offload.activations.tiles import TiledMlps
 from offload.aio import IoQueue
 from offload.aio.backend import DEFAULTS
 from offload.aio.shared_queue import SharedQueue
@@ -34,7 +34,7 @@ from offload.distributed.gathers import SecondaryShards, WeightGathers
 from offload.distributed.process_group import Ranks
 from offload.distributed.reduce_scatter import ReduceScatterAccumulator
 from offload.distributed.reshard import NewRanks, finish, reshard
-from offload.engine.callbacks import EngineCallbacks
+from offload.engine.callbacks import EngineCallbacks, Extension
 from offload.engine.components import EngineComponents, close_all
 from offload.engine.data import Loader
 from offload.engine.deferred import forget
@@ -558,10 +558,13 @@ def _components(
         # Complete: from now on the engine closes the components. Nothing that follows fails.
         undo.pop_all()
     timeline.start()  # the filling of the tiers is not shown
-    # The hooks of features stand outside of those above.
-    untile = tile_mlps(model, plan.tiled_mlps, plan.config.offload.tile_mlp) if plan.tiled_mlps else None
-    sharded_views = ShardedViews(plan.sites) if plan.world.divides_model or plan.sites else None
-    sequence = SequenceForward(model, SequenceParallel(world=plan.world)) if plan.world.sequence.size > 1 else None
+    extensions: list[Extension] = []
+    if plan.world.divides_model or plan.sites:
+        extensions.append(ShardedViews(plan.sites))
+    if plan.world.sequence.size > 1:
+        extensions.append(SequenceForward(model, SequenceParallel(world=plan.world)))
+    if plan.tiled_mlps:
+        extensions.append(TiledMlps(model, plan.tiled_mlps, plan.config.offload.tile_mlp))
     return EngineComponents(
         hooks=hooks,
         weights=weights,
@@ -583,9 +586,8 @@ def _components(
         written=files.written,
         timeline=timeline,
         meter=recorders.meter,
-        sharded_views=sharded_views,
-        sequence_forward=sequence,
-        untile=untile,
+        shows_dtensors=bool(plan.sites),
+        extensions=tuple(extensions),
     )
 
 

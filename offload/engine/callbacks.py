@@ -164,3 +164,17 @@ class ParamOwner(Protocol):
 
     def miss_gradient(self, name: str) -> None:
         """Records that user code has read `.grad` of the parameter `name`, which is None."""
+
+
+class Extension:
+    """A feature that the engine does not know: it stands on the model, outside of the engine's own hooks.
+
+    Extensions are put on the model last, and removed first. All methods are called by the thread that runs the model.
+    """
+
+    def abandon(self) -> None:
+        """Clears what an interrupted call has left on the model; every call of the engine begins with it."""
+
+    def remove(self) -> None:
+        """Takes the feature off the model. Idempotent."""
+        raise NotImplementedError

@@ -10,6 +10,7 @@ from offload.activations.activations import Activations
 from offload.aio.shared_queue import SharedQueue
 from offload.distributed.agreement import Agreement, AllOrNothing, Collective
 from offload.distributed.world import World
+from offload.engine.callbacks import Extension
 from offload.engine.edits import WeightEdits
 from offload.engine.gradients import GradientAccumulator
 from offload.engine.hooks import ModuleHooks
@@ -19,8 +20,6 @@ from offload.engine.unit_views import UnitViews
 from offload.engine.update import UpdateWorker
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
-from offload.parallel.sequence import SequenceForward
-from offload.parallel.sharded_params import ShardedViews
 from offload.passes.layer_major import LayerMajor
 from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.pager import Pager
@@ -60,17 +59,15 @@ class EngineComponents:
     timeline: Timeline = OFF
     meter: StepMeter | None = None
     """None if no metrics are recorded."""
-    sharded_views: ShardedViews | None = None
-    """The hooks that show DTensors to modules; None if the model has none."""
-    sequence_forward: SequenceForward | None = None
-    """The hooks that cut sequences; None without sequence parallelism."""
-    untile: Callable[[], None] | None = None
-    """Makes the MLPs that the config tiles compute whole inputs again; None if it tiles none."""
+    shows_dtensors: bool = False
+    """True if modules see DTensors in the place of their parameters."""
+    extensions: tuple[Extension, ...] = ()
+    """Features on the model, in the order in which they were put there."""
 
     @property
     def divides_parameters(self) -> bool:
         """True if modules have parts of parameters, or DTensors: files have the names of whole parameters."""
-        return self.world.divides_model or self.sharded_views is not None
+        return self.world.divides_model or self.shows_dtensors
 
     def refuse_shards(self, call: str) -> None:
         """Raises `UsageError` for a call that would save or load the part of one process as if it were all."""
@@ -88,9 +85,7 @@ class EngineComponents:
         A component is closed before those that it uses: the worker before the pager, all I/O before the host arena.
         """
         return [
-            *(() if self.untile is None else (self.untile,)),
-            *(() if self.sequence_forward is None else (self.sequence_forward.remove,)),
-            *(() if self.sharded_views is None else (self.sharded_views.remove,)),
+            *(extension.remove for extension in reversed(self.extensions)),
             *(() if self.layer_major is None else (self.layer_major.remove,)),
             self.hooks.remove,
             self.weights.remove,

@@ -212,8 +212,8 @@ class EngineCore(EngineCallbacks):
         if self.components.layer_major is not None:
             self.components.layer_major.abandon_on_entry()
         self.components.hooks.leave_all()
-        if self.components.sharded_views is not None:
-            self.components.sharded_views.abandon()
+        for extension in self.components.extensions:
+            extension.abandon()
         self.check()
         self.sleeping.wake()  # first: all that follows may use weights
         self.components.hooks.reset_aborted()

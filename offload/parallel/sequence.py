@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from offload.config import Config
 from offload.distributed.process_group import Kind, Ranks
 from offload.distributed.world import World
+from offload.engine.callbacks import Extension
 from offload.errors import ConfigError, UsageError
 from offload.layout.pass_order import LAYER_MAJOR
 from offload.provenance import change_of_call, described, foreign_hooks, forward_text, is_causal_lm_loss, is_of
@@ -532,7 +533,7 @@ _ALONG = ("input_ids", "inputs_embeds", "token_type_ids")
 _KNOWN = frozenset((*_ALONG, "attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch"))
 
 
-class SequenceForward:
+class SequenceForward(Extension):
     """The hooks on a model whose sequences are divided. Belongs to the thread that runs the model."""
 
     def __init__(self, model: nn.Module, parallel: SequenceParallel) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from offload.engine.callbacks import Extension
 from offload.engine.params import ParamHandle, handle_of
 from offload.errors import ConfigError, UsageError
 
@@ -338,7 +339,7 @@ def taken_over(model: nn.Module, found: FoundShards) -> Iterator[TakenShards]:
 # replicated weight whose gradient is a part on each process, as in sequence parallelism, that is the sum.
 
 
-class ShardedViews:
+class ShardedViews(Extension):
     """The hooks on modules that compute with DTensors. Belongs to the thread that runs the model."""
 
     def __init__(self, sites: Sequence[Site]) -> None:

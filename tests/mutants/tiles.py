@@ -141,7 +141,7 @@ MUTANTS = (
     Mutant(
         "leave the MLPs of a model tiled after its engine",
         "offload.engine.components",
-        "            *(() if self.untile is None else (self.untile,)),\n",
+        "            *(extension.remove for extension in reversed(self.extensions)),\n",
         "",
         _TILE_MLP,
     ),
