@@ -299,6 +299,11 @@ class ModuleState:
             if not isinstance(module, nn.modules.batchnorm._NormBase):
                 for key, buffer in module._buffers.items():
                     found[f"{name}.{key}" if name else key] = (id(buffer), getattr(buffer, "_version", 0))
+        for kind in {kind for module in self._modules.values() for kind in type(module).__mro__}:
+            if kind.__module__.partition(".")[0] not in ("builtins", *_LIBRARIES):
+                for key, value in vars(kind).items():
+                    if not key.startswith("__"):
+                        found[f"{kind.__qualname__}.{key}"] = (id(value), _content(value))
         return found
 
 

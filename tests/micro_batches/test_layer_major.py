@@ -273,6 +273,16 @@ class KeepsBuffer(Wide):
         return super().forward(hidden) + self.first
 
 
+class KeepsInClass(Wide):
+    """The same in the class."""
+
+    first: torch.Tensor
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        KeepsInClass.first = hidden
+        return super().forward(hidden) + KeepsInClass.first
+
+
 class SetsUp(Wide):
     """A model that sets something up in its first forward, and keeps nothing afterwards."""
 
@@ -283,7 +293,7 @@ class SetsUp(Wide):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("model", [Keeps, KeepsInside, KeepsBuffer])
+@pytest.mark.parametrize("model", [Keeps, KeepsInside, KeepsBuffer, KeepsInClass])
 def test_a_model_that_keeps_values_on_its_modules_is_run_one_micro_batch_after_the_other(
     model: type[Wide], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
