@@ -9,7 +9,7 @@ from offload.layout.optimizer_states import kernel_rule
 from offload.optimizers.fused import FUSED
 from offload.optimizers.lamb import LAMB_RULE
 from offload.optimizers.matrices import MUON_RULE, SINKGD_RULE
-from offload.optimizers.torch_updates import by_itself
+from offload.optimizers.of_torch import by_itself
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in (*FUSED, LAMB_RULE, MUON_RULE, SINKGD_RULE)}
 """Rules by name: those that need no optimizer of torch."""

@@ -49,7 +49,7 @@ MUTANTS = (
     ),
     Mutant(
         "the home of a parameter that an optimizer of torch steps mixes up its parts",
-        "offload.optimizers.torch_updates",
+        "offload.optimizers.of_torch",
         "whole[here].copy_(gradients.part(divided.number, rank))",
         "whole[here].copy_(masters.part(divided.number, rank))",
         "tests/ranks/test_ranks_matrices.py",
@@ -196,7 +196,7 @@ MUTANTS = (
     ),
     Mutant(
         "give an optimizer of torch no unscaled gradient",
-        "offload.optimizers.torch_updates",
+        "offload.optimizers.of_torch",
         "gradient.mul_(step.grad_scale)",
         "gradient",
         "tests/optim/test_torch_optimizers.py",
