@@ -192,7 +192,6 @@ class ReduceScatterAccumulator(GradientAccumulator):
         device: Device,
         device_arena: DeviceArena,
         reduction: Reduction,
-        ranks: Ranks,
         rounds: Rounds,
         timeline: Timeline = OFF,
         compute: ComputeSpans = NO_SPANS,
@@ -203,11 +202,10 @@ class ReduceScatterAccumulator(GradientAccumulator):
             device: the device of the backward.
             device_arena: the memory of the device.
             reduction: dtype and number of the buffers, and whether micro-batches add up before they are sent.
-            ranks: the processes that train together.
-            rounds: this rank's side of the agreement between the ranks.
+            rounds: this rank's side of the agreement between the ranks that train together.
         """
         super().__init__(layouts, parts, arena, dtype, waiting, callbacks, timeline=timeline, compute=compute)
-        self._ranks, self._rounds, self._device = ranks, rounds, device
+        self._ranks, self._rounds, self._device = rounds.ranks, rounds, device
         self._adds_up, self._exchanges, self._in_place = reduction.whole, reduction.exchanges, reduction.in_place
         self._adds_up_turns = not reduction.whole and reduction.dtype == dtype
         """True if buckets have the dtype of sums."""
@@ -225,7 +223,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._memory = ExchangeMemory(reduction, max(numels), rounded, device_arena.keep)
         sums = [keep(max(map(len, parts)), torch.float32) for _ in range(reduction.sums)]
         codes = [device_arena.keep(nbytes) for nbytes in reduction.sum_codes(list(map(len, parts)))]
-        self._over_replicas = ReplicaSums(ranks, sums, codes)
+        self._over_replicas = ReplicaSums(self._ranks, sums, codes)
         self._under_way: deque[Exchange] = deque()
         """Exchanges whose values are not added up, oldest first. `Rounds.lock` guards it."""
         self._adding = False

@@ -820,15 +820,11 @@ def gradient_accumulator(
             downloads = _downloads(plan, host, pager, timeline)
             undo.callback(downloads.close)
         waiting = _gradient_places(plan, arena, spill, downloads)
+        places = (plan.layouts, trainable, host, dtype, waiting, callbacks)
         accumulator: GradientAccumulator
         if plan.parts.reduction is None:
             accumulator = GradientAccumulator(
-                plan.layouts,
-                trainable,
-                host,
-                dtype,
-                waiting,
-                callbacks,
+                *places,
                 timeline=timeline,
                 compute=compute,
                 completion=UnitCompletion(callbacks) if run_may_speculate(_run_facts(plan)) else None,
@@ -836,16 +832,10 @@ def gradient_accumulator(
         else:
             assert isinstance(agreement, Rounds), "only several ranks reduce"
             accumulator = ReduceScatterAccumulator(
-                plan.layouts,
-                trainable,
-                host,
-                dtype,
-                waiting,
-                callbacks,
+                *places,
                 device=plan.device,
                 device_arena=arena,
                 reduction=plan.parts.reduction,
-                ranks=plan.world.ranks,
                 rounds=agreement,
                 timeline=timeline,
                 compute=compute,
