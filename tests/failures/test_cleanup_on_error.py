@@ -15,8 +15,8 @@ import offload
 from offload import testing
 from offload.aio.shared_queue import SharedQueue
 from offload.config import Config
+from offload.engine import assembly, setup
 from offload.engine import engine as core
-from offload.engine import setup
 from offload.errors import BudgetError, ConfigError, StoreError
 from offload.swapper.memory.host_arena import process_memory
 from tests.support import models
@@ -38,13 +38,13 @@ def workers() -> int:
     ("where", "name"),
     [
         *(
-            (setup, "compute_spans"),
-            (setup, "KeptInputs"),
-            (setup, "ModuleHooks"),
-            (setup, "WeightEdits"),
-            (setup, "UpdateWorker"),
+            (assembly, "compute_spans"),
+            (assembly, "KeptInputs"),
+            (assembly, "ModuleHooks"),
+            (assembly, "WeightEdits"),
+            (assembly, "UpdateWorker"),
         ),
-        *((setup, "_meter"), (core, "OptimizerStep"), (setup, "Engine")),
+        *((assembly, "_meter"), (core, "OptimizerStep"), (setup, "Engine")),
     ],
 )
 def test_a_start_that_fails_late_leaves_nothing(
@@ -98,7 +98,7 @@ def test_a_start_that_fails_early_leaves_no_queue_open(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: set[SharedQueue] = set()
-    make, close = setup._queue, SharedQueue.close
+    make, close = assembly._queue, SharedQueue.close
 
     def made(config: Config) -> SharedQueue:
         opened.add(queue := make(config))
@@ -106,7 +106,7 @@ def test_a_start_that_fails_early_leaves_no_queue_open(
 
     testing.replace(monkeypatch, "io.open_queue", made)
     testing.replace(monkeypatch, "io.close_queue", lambda queue: (close(queue), opened.discard(queue)))
-    monkeypatch.setattr(setup, name, fails)
+    monkeypatch.setattr(assembly, name, fails)
     with pytest.raises(RuntimeError, match="of the test"):
         start(models.GPT2, DISK, tmp_path)
     assert not opened
