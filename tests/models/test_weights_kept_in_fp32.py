@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from torch import nn
 from typer.testing import CliRunner
 
@@ -256,6 +257,16 @@ def test_what_transformers_keeps_in_fp32_stays_so(caplog: pytest.LogCaptureFixtu
     engine = start(job, PLACEMENTS[0], tmp_path, keep_in_fp32=[])
     assert {each.dtype for each in engine.module.parameters()} == {torch.bfloat16}
     engine.destroy(remove=True)
+
+
+def test_from_pretrained_and_load_pretrained_agree(tmp_path: Path) -> None:
+    models.t5().save_pretrained(tmp_path)
+    theirs = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
+    content = config(JOB._replace(dtype="fp16", keep_in_fp32=()), PLACEMENTS[0], tmp_path)
+    mine = offload.load_pretrained(transformers.T5ForConditionalGeneration, tmp_path, content)
+    dtypes = {name: each.dtype for name, each in mine.named_parameters()}
+    assert dtypes == {name: each.dtype for name, each in theirs.named_parameters()}
+    assert {name for name, dtype in dtypes.items() if dtype is torch.float32} == {n for n in dtypes if ".wo." in n}
 
 
 def test_a_resume_with_other_names_says_which_key_differs(tmp_path: Path) -> None:
