@@ -218,7 +218,7 @@ def tensors_of(
     found: dict[str, Tensor] = {}
     for unit, layout in enumerate(layouts):
         trainable = layout.trainable_stop // world_size
-        for state, dtype in mode.states.items():
+        for state, dtype in layout.mode_in(mode).states.items():
             numel = layout.numel // world_size if state is State.WEIGHT and frozen else trainable
             if state is State.SCALES:
                 numel = len(mode.padded_part(state, 0, trainable))

@@ -43,6 +43,7 @@ from offload.layout.modes import MOMENT_BLOCK, Mode, moments_name
 from offload.layout.optimizer_states import KEPT, join, split
 from offload.model_io.source import Reading
 from offload.records import fields, parse, read
+from offload.sizes import count_of
 from offload.states import State
 from offload.swapper.store import Compared
 from offload.swapper.store.format import tensors_in
@@ -63,6 +64,10 @@ class FoundStates(Protocol):
     @property
     def saved(self) -> Mapping[str, tuple[int, Segment]]:
         """Unit and segment of each parameter, by name."""
+        ...
+
+    def mode_of(self, unit: int) -> Mode:
+        """Returns the mode in which a unit was saved, whose weights may stay in fp32."""
         ...
 
     def open(self, queue: Queue) -> StateReader:
@@ -160,7 +165,7 @@ class SavedStates:
         """
         source = run.saved
         assert source is not None
-        itemsize = self._mode.states[state].itemsize
+        itemsize = self._layouts[source.unit].mode_in(self._mode).states[state].itemsize
         # `segment_shards` finds the partitions of a segment's elements. This segment is made up, with those of the run.
         segment = Segment("", (), source.start, run.stop - run.start, source.trainable)
         layout = self._layouts[source.unit]
@@ -259,6 +264,10 @@ class FoundCheckpoint:
     def client_state(self) -> Any:
         """Returns the user's own state, parsed from JSON."""
         return parse(bytes(self.contents[CLIENT_STATE].numpy()))
+
+    def mode_of(self, unit: int) -> Mode:
+        """Returns the mode in which a unit was saved, whose weights may stay in fp32."""
+        return self.layouts[unit].mode_in(self.mode)
 
     def steps(self, layouts: Sequence[UnitLayout], now: Sequence[Sequence[int]]) -> list[list[int]]:
         """Returns the number of updates of each parameter of `layouts`.
@@ -529,13 +538,14 @@ def convert(saved: Mapping[State, torch.Tensor], mine: Mapping[State, torch.Tens
     split(join(saved), mine)
 
 
-def in_words(saved: Mode, mine: Mode, states: bool) -> str | None:
+def in_words(saved: Mode, mine: Mode, states: bool, in_fp32: tuple[int, int] = (0, 0)) -> str | None:
     """Returns what a load changes where the modes differ, and what follows; None if nothing does.
 
     Args:
         saved: the checkpoint's mode.
         mine: the engine's mode.
         states: True if optimizer states are loaded.
+        in_fp32: number of weights in fp32 beside others in 16 bits, in the checkpoint and in the engine.
     """
     changed = []
     if saved.precision != mine.precision:
@@ -544,6 +554,8 @@ def in_words(saved: Mode, mine: Mode, states: bool) -> str | None:
             f"dtype {saved.precision} is now {mine.precision} ({kept} are taken over, and layers compute in "
             f"{mine.precision} from here on)"
         )
+    if len(set(in_fp32)) > 1 and saved.precision == mine.precision:
+        changed.append(f'"keep_in_fp32" kept {count_of(in_fp32[0], "weight")} in fp32 and keeps {in_fp32[1]} now')
     if saved.master != mine.master:
         rounded = " (rounded to 24 bits)" if mine.master == "bf24" else ""
         changed.append(f"master {saved.master} is now {mine.master}{rounded}")

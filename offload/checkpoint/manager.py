@@ -88,6 +88,7 @@ def check_fits(
         raise _other_optimizer(found, held, what)
     found = found.for_rows(held.layouts)
     _check_forms(found, held, what)
+    _check_precisions(found, held, what)
     if options.states and held.mode.in_blocks and found.mode.in_blocks:
         _check_blocks(found, held, what)
     both = ((layout, segment) for layout in held.layouts for segment in layout.segments if options.states)
@@ -132,6 +133,19 @@ def _check_forms(found: FoundCheckpoint, held: LocalShards, what: str) -> None:
                 f"{what} contains {segment.name} as {_form(saved[0], found.mode)}, this engine as "
                 f'{_form(segment, held.mode)}: train with the "frozen" and the dtype of the checkpoint, or save it '
                 "with exclude_frozen_parameters=True and load that"
+            )
+
+
+def _check_precisions(found: FoundCheckpoint, held: LocalShards, what: str) -> None:
+    """Raises `StoreError` if the parameters of a unit are in fp32 and in 16 bits in the checkpoint."""
+    for layout in held.layouts:
+        modes: dict[bool, str] = {}
+        for segment in layout.segments:
+            modes |= {found.layouts[unit].in_fp32: segment.name for unit, _ in all_places(segment, found.saved)}
+        if len(modes) > 1:
+            raise StoreError(
+                f"{what} contains {modes[True]} in fp32 and {modes[False]} in {found.mode.precision}, which have one "
+                'dtype here: load it with the "keep_in_fp32" with which it was saved'
             )
 
 
@@ -346,7 +360,11 @@ class Checkpoints:
         trains = any(layout.trainable_stop for layout in self._components.layouts)
         if not trains or options.module_only or isinstance(found, ForeignCheckpoint):
             return []
-        words = in_words(found.mode, self._components.shards.mode, options.states)
+        there, here = (
+            sum(len(layout.segments) for layout in layouts if layout.in_fp32)
+            for layouts in (found.layouts, self._components.layouts)
+        )
+        words = in_words(found.mode, self._components.shards.mode, options.states, (there, here))
         return [] if words is None else [f"{found.folder} is {words}"]
 
     def _take_over(self, found: FoundCheckpoint, options: LoadOptions, queue: Queue) -> list[str]:

@@ -20,6 +20,7 @@ from offload.engine.shards import FilledShards
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout import optimizer_states
 from offload.layout.flat_layout import WORD
+from offload.layout.modes import Mode
 from offload.states import State
 
 _BY_THEMSELVES = ((State.PACKED,), (State.SCALES,))
@@ -50,8 +51,15 @@ class CheckpointRestorer:
         self._runs = [runs(layout, found.saved) for layout in shards.layouts]
         self._packed_runs = [packed_runs(layout, found.saved, rank) for layout in shards.layouts]
         self._scale_runs = [scale_runs(layout, found.saved, shards.mode) for layout in shards.layouts]
+        self._theirs = [self._mode_there(unit) for unit in range(len(shards.layouts))]
+        """Mode in which the checkpoint contains the parameters of each unit."""
         self._buffers = flow_buffers()
         self._saved = found.open(queue)
+
+    def _mode_there(self, unit: int) -> Mode:
+        """Returns the mode in which the checkpoint contains the parameters of a unit: one mode, by `check_fits`."""
+        there = (self._found.mode_of(run.saved.unit) for run in self._runs[unit] if run.saved is not None)
+        return next(there, self._found.mode)
 
     def run(self) -> None:
         """Fills every partition and makes the written slots the newest in the store."""
@@ -90,13 +98,13 @@ class CheckpointRestorer:
             if any(run.saved is None for run in found)
             for state, nbytes in shards.states(unit).items()
             if shards.stored(unit, state)
-            for itemsize in [shards.mode.states[state].itemsize]
+            for itemsize in [shards.mode_of(unit).states[state].itemsize]
             for last, numel in [(nbytes // itemsize, BUFFER_NBYTES // itemsize // page * page)]
             for start in range(0, last, numel)
         ]
 
         def begin(chunk: _Work, buffer: memoryview) -> Sequence[Future]:
-            nbytes = (chunk.stop - chunk.start) * shards.mode.states[chunk.targets[0]].itemsize
+            nbytes = (chunk.stop - chunk.start) * shards.mode_of(chunk.unit).states[chunk.targets[0]].itemsize
             return self._read_now(chunk, chunk.targets[0], buffer[:nbytes], 0, None)
 
         flow(self._buffers, work, begin, lambda *_: (), lambda *_: None)
@@ -105,23 +113,23 @@ class CheckpointRestorer:
         """Returns the slot of the unit that is written next."""
         return 0 if self._shards.store is None else self._shards.store.target(unit)
 
-    @property
-    def _converts(self) -> bool:
-        """True if weights are converted: the modes store them differently, or the engine's has full masters."""
-        mine = self._shards.mode.weights
+    def _converts(self, unit: int) -> bool:
+        """Returns True if weights of a unit are converted: the modes store them differently, or mine has masters."""
+        mine = self._shards.mode_of(unit).weights
         # With full masters (fp32 beside a 16-bit weight), a weight that was frozen in the checkpoint has none there.
         # Its master is made from the weight.
-        return self._found.mode.weights != mine or State.MASTER in mine
+        return self._theirs[unit].weights != mine or State.MASTER in mine
 
-    def _makes_masters(self, targets: Sequence[State]) -> bool:
-        """Returns whether these target states include master weights that are made anew."""
-        return self._converts and State.WEIGHT in targets
+    def _makes_masters(self, unit: int, targets: Sequence[State]) -> bool:
+        """Returns whether these target states of a unit include master weights that are made anew."""
+        return self._converts(unit) and State.WEIGHT in targets
 
-    def _differ(self, targets: Sequence[State]) -> bool:
-        """Returns whether these target states are not stored in the checkpoint in the engine's form."""
-        mine, theirs = self._shards.mode.states, self._found.mode.states
+    def _differ(self, unit: int, targets: Sequence[State]) -> bool:
+        """Returns whether these target states of a unit are not stored in the checkpoint in the engine's form."""
+        mine, theirs = self._shards.mode_of(unit).states, self._theirs[unit].states
         # Optimizers with other states are refused, so moments differ in their form alone.
-        return self._makes_masters(targets) or any(theirs.get(state, mine[state]) != mine[state] for state in targets)
+        others = any(theirs.get(state, mine[state]) != mine[state] for state in targets)
+        return self._makes_masters(unit, targets) or others
 
     @property
     def _keeps_commit(self) -> bool:
@@ -155,7 +163,8 @@ class CheckpointRestorer:
         trainable = len(shards.shares[chunk.unit][0])
         futures: list[Future] = []
         for state, memory in self._regions(chunk, buffer)[1].items():
-            start = self._part(chunk, state, chunk.start, chunk.stop).start * shards.mode.states[state].itemsize
+            itemsize = shards.mode_of(chunk.unit).states[state].itemsize
+            start = self._part(chunk, state, chunk.start, chunk.stop).start * itemsize
             if not chunk.kept:
                 shards.put(chunk.unit, state, start, memory)
             if store is None or not store.keeps(chunk.unit, state):
@@ -175,12 +184,12 @@ class CheckpointRestorer:
         """
         store = self._shards.store
         moves = store is not None and self._slot(unit) != store.newest[unit]
-        mode, theirs = self._shards.mode, self._found.mode
+        mode, theirs = self._shards.mode_of(unit), self._theirs[unit]
         mine = mode.weights
         for state, nbytes in self._shards.states(unit).items() if share else ():
             part = self._own_part(unit, state, nbytes)
             if state in mine:
-                if not self._converts:
+                if not self._converts(unit):
                     yield from self._cut(unit, (state,), 0, share)
                 # All states that hold the weight are converted together, at WEIGHT; the others are skipped.
                 elif state is State.WEIGHT:
@@ -197,7 +206,7 @@ class CheckpointRestorer:
 
     def _own_part(self, unit: int, state: State, nbytes: int) -> range:
         """Returns this rank's values of a state by itself, counted in the unit: elements, or those of the state."""
-        share, mode = self._shards.shares[unit][0], self._shards.mode
+        share, mode = self._shards.shares[unit][0], self._shards.mode_of(unit)
         if state is State.PACKED:
             return range(nbytes // WORD)
         numel, first = nbytes // mode.states[state].itemsize, mode.part(state, share.start, share.stop).start
@@ -217,20 +226,22 @@ class CheckpointRestorer:
             room: Bytes of the buffer.
         """
         sources = targets
-        if self._makes_masters(targets):
-            sources = tuple(self._found.mode.weights)
-        elif self._differ(targets):  # the checkpoint has no scales, or `SavedStates` reads them
+        if self._makes_masters(unit, targets):
+            sources = tuple(self._theirs[unit].weights)
+        elif self._differ(unit, targets):  # the checkpoint has no scales, or `SavedStates` reads them
             sources = tuple(state for state in targets if state is not State.SCALES)
         # Each chunk begins at a multiple of a page in every state, as direct I/O requires.
         step = self._shards.mode.tile_step if State.SCALES in targets else self._shards.mode.page_step
-        numel = room // self._step_nbytes(sources, targets, step) * step
+        numel = room // self._step_nbytes(unit, sources, targets, step) * step
         for first in range(0, len(share), numel):
             last = min(first + numel, len(share))
             yield _Work(unit, targets, sources, start + first, start + last, share.start + first)
 
-    def _step_nbytes(self, sources: Sequence[State], targets: Sequence[State], step: int) -> int:
-        """Returns the bytes of `step` elements of all states that share a buffer."""
-        sides = [(targets, self._shards.mode), *([(sources, self._found.mode)] if self._differ(targets) else [])]
+    def _step_nbytes(self, unit: int, sources: Sequence[State], targets: Sequence[State], step: int) -> int:
+        """Returns the bytes of `step` elements of all states of a unit that share a buffer."""
+        sides = [(targets, self._shards.mode_of(unit))]
+        if self._differ(unit, targets):
+            sides.append((sources, self._theirs[unit]))
         return sum(
             len(range(step) if tuple(states) in _BY_THEMSELVES else mode.padded_part(state, 0, step))
             * mode.states[state].itemsize
@@ -249,9 +260,10 @@ class CheckpointRestorer:
         """
         end, numel, alone = 0, chunk.stop - chunk.start, chunk.targets in _BY_THEMSELVES
         sides: list[dict[State, memoryview]] = []
-        for states, mode in ((chunk.targets, self._shards.mode), (chunk.sources, self._found.mode)):
+        here, there = self._shards.mode_of(chunk.unit), self._theirs[chunk.unit]
+        for states, mode in ((chunk.targets, here), (chunk.sources, there)):
             # Without a conversion both sides are the same memory, into which the checkpoint's bytes are read directly.
-            if sides and not self._differ(chunk.targets):
+            if sides and not self._differ(chunk.unit, chunk.targets):
                 sides.append(sides[0])
                 break
             side: dict[State, memoryview] = {}
@@ -315,7 +327,7 @@ class CheckpointRestorer:
             start: First element, counted from the chunk's first.
             numel: Number of elements; None for all from `start` on.
         """
-        itemsize = self._shards.mode.states[state].itemsize
+        itemsize = self._shards.mode_of(chunk.unit).states[state].itemsize
         here = self._part(chunk, state, start, start + (numel or 0))
         stop = len(memory) if numel is None else here.stop * itemsize
         at = self._part(chunk, state, chunk.start + start, chunk.stop).start * itemsize
@@ -326,17 +338,18 @@ class CheckpointRestorer:
         sources, targets = self._regions(chunk, buffer)
         if sources is targets or chunk.kept:
             return
-        saved = {s: torch.frombuffer(m, dtype=self._found.mode.states[s]) for s, m in sources.items()}
-        mine = {s: torch.frombuffer(m, dtype=self._shards.mode.states[s]) for s, m in targets.items()}
+        there, here = self._theirs[chunk.unit].states, self._shards.mode_of(chunk.unit).states
+        saved = {state: torch.frombuffer(memory, dtype=there[state]) for state, memory in sources.items()}
+        mine = {state: torch.frombuffer(memory, dtype=here[state]) for state, memory in targets.items()}
         codes = self._shards.layouts[chunk.unit].values_stop
         for run in self._overlaps(chunk):
             if run.saved is not None:
                 part = slice(run.start - chunk.first, run.stop - chunk.first)
-                there = saved if run.saved.trainable else {State.WEIGHT: saved[State.WEIGHT]}
+                states = saved if run.saved.trainable else {State.WEIGHT: saved[State.WEIGHT]}
                 if run.start >= codes:  # bytes of codes and scales, not values
-                    copy_bits(there[State.WEIGHT][part], mine[State.WEIGHT][part])
+                    copy_bits(states[State.WEIGHT][part], mine[State.WEIGHT][part])
                     continue
-                saved_part = {s: t[part] for s, t in there.items()}
+                saved_part = {s: t[part] for s, t in states.items()}
                 if State.WEIGHT in mine:
                     convert(saved_part, {s: t[part] for s, t in mine.items()})
                 elif run.saved.trainable:

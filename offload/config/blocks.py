@@ -930,7 +930,7 @@ class Every(Block):
 class OffloadBlock(Block):
     """All keys that DeepSpeed does not have."""
 
-    OWN_AUTO = ("run", "resume", "io_backend", "activations", "speculate", "tile_mlp")
+    OWN_AUTO = ("run", "resume", "io_backend", "activations", "speculate", "tile_mlp", "keep_in_fp32")
 
     run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)] = Field(
         "default", description="name of the run: its folder under each nvme_path"
@@ -1007,6 +1007,12 @@ class OffloadBlock(Block):
         "fp32",
         description="form of the master of a bf16 weight; bf24: the upper 24 bits of an fp32, which are the weight and "
         "8 more bits in place of 16, rounded stochastically in each step. See guides/which-states-which-bytes.md",
+    )
+    keep_in_fp32: Literal["auto"] | Names = Field(
+        "auto",
+        description="weights that stay fp32 under bf16 and fp16, such as a router's: names or classes of modules, "
+        'names of parameters, or parts of a name, as "mlp.gate" (* is any text within a part). auto: those that the '
+        "model's class lists for it, if they are fp32 in the model and others are not. See concepts/precision.md",
     )
     units: Names = Field((), description="names or classes of modules that are one unit each")
     schedule: Literal["auto", "layer_major", "micro_batch_major"] = Field(

@@ -223,36 +223,40 @@ class ExchangeMemory:
 
         Args:
             reduction: what is sent, and how many exchanges may be under way.
-            largest: elements of the gradients of the largest unit, over all ranks.
+            largest: elements of the gradients of the largest unit, over all ranks; see `Reduction.numels`.
             rounded: memory into which values are rounded before they are sent; none if they are sent as they are.
             keep: allocates bytes of device memory.
         """
         self.form, nbytes = reduction.form, reduction.sent_nbytes(largest)
-        dtype = reduction.dtype if self.form is None else torch.uint8
         # Gradients of any dtype become codes.
         self._sent = deque([keep(nbytes) for _ in range(reduction.coded)] or rounded)
-        self._received = deque(keep(nbytes).view(dtype) for _ in range(reduction.received))
+        self._received = deque(keep(nbytes) for _ in range(reduction.received))
         """That of the oldest exchange first, as in `_sent`."""
 
-    def send(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the rows that are sent for `values`, (shards, numel). Compute orders the memory's next use."""
+    def send(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the rows that are sent for `values`, (shards, numel), as codes or in `dtype`.
+
+        Compute orders the memory's next use.
+        """
         if not self._sent:
             return values
         # Ordered behind the exchange that sent from this memory before, as all additions are.
         memory = self._sent[0]
         self._sent.rotate(-1)
         if self.form is None:
-            return memory[: values.numel()].view_as(values).copy_(values)
+            return memory.view(dtype)[: values.numel()].view_as(values).copy_(values)
         # A shard is a whole number of blocks, so the codes of all rows are those of each.
         rows = memory[: self.form.stored_nbytes(values.numel())]
         quantize(self.form, values.view(-1), rows)
         return rows.view(len(values), -1)
 
-    def receive(self, senders: int, numel: int) -> torch.Tensor:
-        """Returns memory for the rows of `numel` elements that come from the ranks, (senders, ...)."""
+    def receive(self, senders: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns memory for rows of `numel` elements of `dtype`, or of their codes, from ranks, (senders, ...)."""
         memory = self._received[0]
         self._received.rotate(-1)
-        width = numel if self.form is None else self.form.stored_nbytes(numel)
+        if self.form is None:
+            return memory.view(dtype)[: senders * numel].view(senders, numel)
+        width = self.form.stored_nbytes(numel)
         return memory[: senders * width].view(senders, width)
 
 

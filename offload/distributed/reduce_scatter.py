@@ -47,7 +47,7 @@ from offload.kernels.blocks import quantize
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
 from offload.layout.tiers import CODES, Reduction
-from offload.swapper.memory.device import DONE, Device
+from offload.swapper.memory.device import DONE, Device, Event
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena
 from offload.timeline import OFF, Row, Timeline
@@ -210,19 +210,20 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._adds_up_turns = not reduction.whole and reduction.dtype == dtype
         """True if buckets have the dtype of sums."""
         # Trainable segments come first in a unit and end at `trainable_stop`.
-        numels = [layout.trainable_stop for layout in layouts]
-
-        def keep(numel: int, dtype: torch.dtype = reduction.dtype) -> torch.Tensor:
-            return device_arena.keep(numel * dtype.itemsize).view(dtype)
-
+        largest, keep = max(reduction.numels(layouts)), device_arena.keep
+        self._sent = [reduction.dtype_of(layout) for layout in layouts]
+        """Dtype in which the gradients of each unit are sent."""
         self._room: list[list[torch.Tensor]]
-        """For each unit the free memory for its gradients: its own, or the buckets that all units share."""
-        buckets = [keep(max(numels)) for _ in range(reduction.buckets)]
-        self._room = [[keep(numel, dtype)] for numel in numels] if self._adds_up else [buckets] * len(layouts)
+        """For each unit the free memory for its gradients, in bytes: its own, or the buckets that all units share."""
+        buckets = [keep(largest * reduction.dtype.itemsize) for _ in range(reduction.buckets)]
+        self._room = [buckets] * len(layouts)
+        if self._adds_up:
+            self._room = [[keep(layout.trainable_stop * dtype.itemsize)] for layout in layouts]
         rounded = buckets if self._adds_up else []
-        self._memory = ExchangeMemory(reduction, max(numels), rounded, device_arena.keep)
-        sums = [keep(max(map(len, parts)), torch.float32) for _ in range(reduction.sums)]
-        codes = [device_arena.keep(nbytes) for nbytes in reduction.sum_codes(list(map(len, parts)))]
+        self._memory = ExchangeMemory(reduction, largest, rounded, keep)
+        longest = max(map(len, parts))
+        sums = [keep(longest * torch.float32.itemsize).view(torch.float32) for _ in range(reduction.sums)]
+        codes = [keep(nbytes) for nbytes in reduction.sum_codes(list(map(len, parts)))]
         self._over_replicas = ReplicaSums(self._ranks, sums, codes)
         self._under_way: deque[Exchange] = deque()
         """Exchanges whose values are not added up, oldest first. `Rounds.lock` guards it."""
@@ -239,6 +240,8 @@ class ReduceScatterAccumulator(GradientAccumulator):
         """Segments of `_unit` to which this backward has given a gradient."""
         self._wanted = [{p for p, s in enumerate(layout.segments) if s.trainable and s.numel} for layout in layouts]
         self._seen: list[set[int]] = [set() for _ in layouts]
+        self._aside: list[tuple[int, int, torch.Tensor, Event]] = []
+        """Gradients of weights that stay in fp32, which came amid those of the same module's other unit."""
 
     def adder(self, unit: int, segment: int) -> Callable[[torch.Tensor], None]:
         """Returns `add` for one parameter."""
@@ -256,8 +259,12 @@ class ReduceScatterAccumulator(GradientAccumulator):
         if not place.numel:
             return
         adds_up, last = self._sums()
+        # A unit that others interrupt would be sent more than once.
+        if self._layouts[unit].in_fp32 and self._unit not in (-1, unit):
+            self._aside.append((unit, segment, gradient, self._device.record_event()))
+            return
         # In a bucket, a parameter's second gradient must not overwrite its first.
-        if self._unit >= 0 and (self._unit != unit or (segment in self._filled and not adds_up)):
+        while self._unit >= 0 and (self._unit != unit or (segment in self._filled and not adds_up)):
             self._reduce()
         held = self._held.get(unit) or self._hold(unit)
         values = held.memory[place.start : place.stop]
@@ -291,7 +298,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
             self._unit = next(iter(self._held))
             self._reduce()
             self._add_received()
-        memory = self._room[unit].pop()
+        memory = self._room[unit].pop().view(self.dtype if self._adds_up else self._sent[unit])
         # The exchange before has read this memory on a stream of the backend. The additions are ordered behind it, but
         # they may have been submitted to another stream than that of this gradient, if the model uses several.
         self._device.wait_event(self._added)
@@ -302,17 +309,21 @@ class ReduceScatterAccumulator(GradientAccumulator):
         """Drops gradients of `unit` that are not reduced."""
         held = self._held.pop(unit, None)
         if held is not None:
-            self._room[unit].append(held.memory)
+            self._room[unit].append(held.memory.view(torch.uint8))
 
     def _reduce(self) -> None:
         """Reduces the unit under way, and starts the copies of small results that were set aside."""
         in_turn = not self._adds_up and self._callbacks.turn() is not None
         self._rounds.reduce(self._unit, self._order.expected(self._unit, in_turn))
         super()._flush()
+        aside, self._aside = self._aside, []
+        for unit, segment, gradient, computed in aside:
+            self._device.wait_event(computed)
+            self._add(unit, segment, gradient)
 
     def _flush(self) -> None:
         """Reduces the unit under way, if there is one, and puts all that was received where it waits for its update."""
-        if self._unit >= 0:
+        while self._unit >= 0:
             self._reduce()
         self._order.end_backward()
         self._rounds.end_reductions()
@@ -359,7 +370,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
             if unit == self._unit:
                 self._unit, self._filled = -1, set()
             del self._held[unit]
-            rows = self._memory.send(sent[: mesh.shards * len(part)].view(mesh.shards, len(part)))
+            rows = self._memory.send(sent[: mesh.shards * len(part)].view(mesh.shards, len(part)), self._sent[unit])
             if self._memory.form is not None:
                 self._free(unit, sent)
                 sent = None
@@ -369,7 +380,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 self._add_received()  # of the zeros that this rank may have sent before from the same memory
             received, work = self._over_replicas.begin_in_place(rows, len(part))
         else:
-            received = self._memory.receive(len(senders), len(part))
+            received = self._memory.receive(len(senders), len(part), self._sent[unit])
             work = self._ranks.exchange(received, rows, senders)
             if mesh.replicas > 1:
                 work.order_compute()
@@ -383,7 +394,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
     def _free(self, unit: int, sent: torch.Tensor | None) -> None:
         """Gives memory of gradients back, to compute that follows what the calling thread has started."""
         self._follow()
-        self._room[unit].extend([] if sent is None else [sent])
+        self._room[unit].extend([] if sent is None else [sent.view(torch.uint8)])
 
     def _finish(self) -> None:
         """Adds up all exchanges that are under way."""
@@ -493,7 +504,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         super().clear()
         for unit in list(self._held):  # also of units that an update reads
             self._release(unit)
-        self._unit, self._filled = -1, set()
+        self._unit, self._filled, self._aside = -1, set(), []
         self._seen = [set() for _ in self._layouts]
 
     def close(self) -> None:

@@ -81,6 +81,10 @@ class FoundRun:
         """Number of shards of each unit."""
         return len(self.specs)
 
+    def mode_of(self, unit: int) -> Mode:
+        """Returns the mode of a unit, whose weights may stay in fp32."""
+        return self.layouts[unit].mode_in(self.mode)
+
     def open(self, queue: Queue) -> SavedStates:
         """Returns the states; `queue` is that of the source already."""
         return SavedStates(self.layouts, self.mode, self.world_size, self.source)
@@ -130,6 +134,10 @@ class StoredShards:
     layouts: tuple[UnitLayout, ...]
     shares: Sequence[tuple[range, range]]
     store: Store
+
+    def mode_of(self, unit: int) -> Mode:
+        """Returns the mode of a unit, whose weights may stay in fp32."""
+        return self.layouts[unit].mode_in(self.mode)
 
     def states(self, unit: int) -> dict[State, int]:
         """Returns the bytes of each partition of `unit`."""

@@ -223,7 +223,7 @@ class ParamAccess:
         """Returns a copy of the weights that ranks store, as `read` does, in the dtype of the weights."""
         values = self.read(handle, State.WEIGHT)
         assert values is not None, "every parameter has weights"
-        weights = weights_of(values.to("cpu").view(-1), self._held.mode.weights)
+        weights = weights_of(values.to("cpu").view(-1), self._held.mode_of(handle.unit).weights)
         return weights.to(handle.device).view(self._shape(handle))
 
     def write(self, handle: ParamHandle, state: State, values: torch.Tensor) -> None:
@@ -388,7 +388,7 @@ class ParamAccess:
             values: (n,) fp32 on the CPU.
         """
         # A bf16 weight and the low bits of its master are two states on disk that together are the fp32 master.
-        joined, mode = state is State.WEIGHT and handle.trainable, self._held.mode
+        joined, mode = state is State.WEIGHT and handle.trainable, self._held.mode_of(handle.unit)
         found: dict[State, torch.Tensor] = {}
         futures: list[Future] = []
         try:

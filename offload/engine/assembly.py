@@ -547,7 +547,7 @@ def _components(
         )
         undo.callback(gradients.close)
         handles = _handles(plan, model)
-        unit_views = UnitViews(plan.layouts, handles, pager, plan.mode.weight_dtype)
+        unit_views = UnitViews(plan.layouts, handles, pager, [mode.weight_dtype for mode in plan.modes])
         kept = undo.enter_context(contextlib.closing(activations(plan, model, files, callbacks, timeline)))
         users = (unit_views, gradients, pager, callbacks, kept)
         hooks, borders = module_hooks(plan, model, handles, *users, timeline, compute)
@@ -645,7 +645,7 @@ def _pager(
 
 def _held(plan: Plan, host: HostArena, arena: DeviceArena, pager: Pager, store: Store | None) -> LocalShards:
     """Allocates this rank's partitions in their tiers."""
-    residents = make_resident_shards(plan.parts, plan.mode, plan.placement, host, arena)
+    residents = make_resident_shards(plan.parts, plan.modes, plan.placement, host, arena)
     # torch may still have kernels in flight that fill this memory, or that use the tensors to which it belonged before.
     # Uploads run on a stream of their own and must come after those kernels.
     plan.device.synchronize()
@@ -723,20 +723,22 @@ def _of_rank_0(buffer: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 def _handles(plan: Plan, model: nn.Module) -> list[list[ParamHandle]]:
     """Returns a handle for each parameter, unit by unit; for an expert's rows, of parameters made here."""
-    dtype, device = plan.mode.weight_dtype, plan.device.torch
+    device = plan.device.torch
 
     def parameter(segment: Segment) -> nn.Parameter:
         found = model.get_parameter(segment.parameter)
         if segment.stack:
-            return nn.Parameter(torch.empty(0, dtype=dtype, device=device), found.requires_grad)
+            return nn.Parameter(torch.empty(0, dtype=plan.mode.weight_dtype, device=device), found.requires_grad)
         return found
 
     return [
         [
-            ParamHandle(parameter(segment), segment.name, unit, position, dtype, segment.shape, device, RULES)
+            ParamHandle(
+                parameter(segment), segment.name, unit, position, mode.weight_dtype, segment.shape, device, RULES
+            )
             for position, segment in enumerate(layout.segments)
         ]
-        for unit, layout in enumerate(plan.layouts)
+        for unit, (layout, mode) in enumerate(zip(plan.layouts, plan.modes, strict=True))
     ]
 
 
@@ -770,7 +772,7 @@ def _weights(
         pager,
         hooks,
         unit_views,
-        plan.mode.weight_dtype,
+        [mode.weight_dtype for mode in plan.modes],
         trains=any(plan.parts.trainable_numel),
         several_ranks=plan.world.ranks.size > 1,
         callbacks=callbacks,

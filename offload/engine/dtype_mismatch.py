@@ -1,12 +1,13 @@
 """Modules that need a weight in fp32 under bf16 or fp16, such as a router: named where they fail or at the start.
 
-An engine computes with all weights in one dtype. `torch_autocast` in place of "bf16" keeps all of them in fp32.
+An engine computes with all weights in one dtype, but for those of "keep_in_fp32".
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import TracebackType
 
 import torch
@@ -14,11 +15,13 @@ from torch import nn
 
 from offload.errors import UsageError
 from offload.layout.modes import dtype_name
+from offload.layout.units import listed_in_fp32
+from offload.notices import Remark
 from offload.sizes import count_of
 
 _FP32 = re.compile(r"\bfloat\b|\bFloat\b|torch\.float32")
 _HALF = re.compile(r"BFloat16|\bHalf\b|torch\.(?:bfloat16|float16)")
-_AUTOCAST = '"torch_autocast": {"enabled": true, "dtype": "bfloat16"} in place of "bf16" or "fp16"'
+_KEY = '"keep_in_fp32": {} in the block "offload"'
 
 
 def fp32_needed(error: RuntimeError, model: nn.Module, dtype: torch.dtype) -> UsageError | None:
@@ -36,10 +39,18 @@ def fp32_needed(error: RuntimeError, model: nn.Module, dtype: torch.dtype) -> Us
     # The innermost module whose forward was running.
     inner = [names[id(each)] for each in _of_frames(error.__traceback__) if id(each) in names]
     name = inner[-1] if inner else ""
+    own = list(model.get_submodule(name).parameters(recurse=False))
+    if own and all(parameter.dtype is torch.float32 for parameter in own):
+        return UsageError(
+            f'{name or "the model"} has its weights in fp32, by "keep_in_fp32", and an input in {dtype_name(dtype)}: '
+            f"{text}. Cast its input in its forward, as x.to(self.weight.dtype), or leave it out of the key"
+        )
     return UsageError(
         f"{name or 'the model'} computes in fp32 with a weight or an input in {dtype_name(dtype)}: {text}. The engine "
-        f"computes with all weights in {dtype_name(dtype)}, also with those that were fp32 in the model: set "
-        f"{_AUTOCAST}, which keeps all weights in fp32, or cast the module's input to the dtype of its weight"
+        f"computes with weights in {dtype_name(dtype)}, also with those that were fp32 in the model: set "
+        f"{_KEY.format(json.dumps([name or 'NAME']))}, which keeps those of this module in fp32; or "
+        '"torch_autocast": {"enabled": true, "dtype": "bfloat16"} in place of "bf16" or "fp16", which keeps all in '
+        "fp32; or cast the module's input to the dtype of its weight"
     )
 
 
@@ -52,27 +63,32 @@ def _of_frames(traceback: TracebackType | None) -> Iterator[object]:
         traceback = traceback.tb_next
 
 
-def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
-    """Returns a line if transformers would load some of the model's weights in fp32, where others are in 16 bits.
+def precision_notices(model: nn.Module, dtype: torch.dtype, in_fp32: Collection[str], wanted: bool) -> tuple[str, ...]:
+    """Returns lines on the weights in fp32 where others are in 16 bits, and on those that transformers would keep so.
 
     Args:
         model: the model.
         dtype: dtype of its weights under the engine.
+        in_fp32: names of the parameters that stay in fp32.
+        wanted: True if the config names them; False if the model's class lists them.
     """
     if dtype is torch.float32:
         return ()
-    found: list[str] = []
-    for path, module in model.named_modules():
-        parts = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
-        if parts and isinstance(parts, list | set | tuple):
-            pattern = re.compile("|".join(rf"(?:^|\.){re.escape(part)}(?:$|\.)" for part in sorted(parts)))
-            found += [
-                f"{path}.{name}" if path else name for name, _ in module.named_parameters() if pattern.search(name)
-            ]
-    found = list(dict.fromkeys(found))
-    if not found:
-        return ()
-    return (
-        f"the model computes with {count_of(len(found), 'weight')} in {dtype_name(dtype)} that transformers would load "
-        f"in fp32, the first is {found[0]}; their masters are fp32, and {_AUTOCAST} computes with them in fp32",
-    )
+    lines: list[str] = []
+    if in_fp32:
+        why = "" if wanted else ", as the model's class says"
+        lines.append(
+            Remark(
+                f"{count_of(len(in_fp32), 'weight stays', 'weights stay')} in fp32{why}, the first is {min(in_fp32)}"
+            )
+        )
+    # What is on the other list transformers keeps in fp32 beside fp16 alone.
+    listed = listed_in_fp32(model, strict=dtype is torch.bfloat16) - frozenset(in_fp32)
+    if listed and not wanted:
+        names = [name for name, _ in model.named_parameters() if name in listed]
+        lines.append(
+            f"the model computes with {count_of(len(listed), 'weight')} in {dtype_name(dtype)} that transformers would "
+            f"load in fp32, the first is {names[0]}; their masters are fp32, and {_KEY.format(json.dumps(names[:1]))} "
+            "computes with them in fp32"
+        )
+    return tuple(lines)

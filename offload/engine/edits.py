@@ -56,7 +56,7 @@ class WeightEdits:
         pager: Pager,
         hooks: ModuleHooks,
         unit_views: UnitViews,
-        dtype: torch.dtype,
+        dtypes: Sequence[torch.dtype],
         trains: bool,
         several_ranks: bool,
         callbacks: EngineCallbacks,
@@ -73,7 +73,7 @@ class WeightEdits:
             pager: reads the newest weights.
             hooks: know whether the model runs.
             unit_views: the parameters that are materialized now.
-            dtype: dtype of the weights that the model computes with.
+            dtypes: dtype of the weights of each unit.
             trains: True if anything trains; otherwise every edit is refused.
             several_ranks: True if other ranks must take part in every edit.
             callbacks: the engine.
@@ -81,7 +81,7 @@ class WeightEdits:
             stacks: parameters of the model whose rows are among `handles`.
             coded: for each unit the elements that ranks gather as codes; empty if there are none.
         """
-        self._pager, self._layouts, self._handles, self._hooks, self._dtype = pager, layouts, handles, hooks, dtype
+        self._pager, self._layouts, self._handles, self._hooks, self._dtypes = pager, layouts, handles, hooks, dtypes
         self._served = [*(handle for unit in handles for handle in unit), *stacks]
         self._handle_of = {id(handle.parameter): handle for handle in self._served}
         self._pending: dict[tuple[int, State], torch.Tensor] = {}  # (position, state) -> values
@@ -174,7 +174,7 @@ class WeightEdits:
         segment = self._layouts[unit].segments[position]
         if self.waits(unit, position, State.WEIGHT):
             values = self._pending[position, State.WEIGHT]
-            if values.dtype == self._dtype:
+            if values.dtype == self._dtypes[unit]:
                 return values.to(self._handles[unit][position].device, copy=True).view(segment.shape)
             self.flush()
         if self._coded and segment.start in self._coded[unit]:
@@ -185,7 +185,7 @@ class WeightEdits:
         copies: list[torch.Tensor] = []
 
         def receive(memory: torch.Tensor) -> None:
-            values = memory.view(self._dtype)[start : start + segment.value_numel]
+            values = memory.view(self._dtypes[unit])[start : start + segment.value_numel]
             copies.append(values.detach().clone().view(segment.shape))
 
         self._pager.read_weights(unit, receive)
@@ -229,13 +229,14 @@ class WeightEdits:
         values = values.detach()
         if not handle.trainable or not self._trains:
             # Equal values are allowed, since `load_state_dict` writes every parameter.
-            if not torch.equal(self.read(unit, position), values.to(handle.device, self._dtype)):
+            if not torch.equal(self.read(unit, position), values.to(handle.device, self._dtypes[unit])):
                 raise UsageError(
                     f"parameter {handle.name} is frozen: its weights are stored once and never written again; change "
                     "them before offload.initialize"
                 )
             return
-        dtype = self._dtype if values.dtype == self._dtype and state is State.WEIGHT else torch.float32
+        own = values.dtype == self._dtypes[unit] and state is State.WEIGHT
+        dtype = values.dtype if own else torch.float32
         waiting = self._pending.get((position, state))
         # An edit in 16 bits keeps the low bits of the master. If a pending fp32 edit defines them, flush that first.
         coarser = dtype is not torch.float32 and waiting is not None and waiting.dtype is torch.float32
@@ -366,8 +367,8 @@ class WeightEdits:
         if not any(self.handle(parameter) for parameter in model.parameters()):
             return  # stand-ins without values are in the place of the parameters
         parameters = (handle.parameter for unit in self._handles for handle in unit)
-        wanted = sum(p.numel() for p in parameters if p.requires_grad or not self._without_frozen)
-        need = wanted * self._dtype.itemsize
+        wanted = (p for p in parameters if p.requires_grad or not self._without_frozen)
+        need = sum(parameter.numel() * parameter.dtype.itemsize for parameter in wanted)
         free = free_host_memory()
         if need > free:
             raise BudgetError(

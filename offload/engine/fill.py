@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -137,13 +137,13 @@ CHUNK = 1 << 24
 
 
 def make_resident_shards(
-    parts: Partitions, mode: Mode, placement: Placement, host: HostArena, device: DeviceArena
+    parts: Partitions, modes: Sequence[Mode], placement: Placement, host: HostArena, device: DeviceArena
 ) -> dict[tuple[int, State], ResidentShard]:
     """Allocates every state except weight and gradient whose tier is not DISK. All values are zero, as moments must be.
 
     Args:
         parts: bytes of each state of each unit, for this rank.
-        mode: dtypes of the states.
+        modes: dtypes of the states of each unit.
         placement: tier of each state, and the states promoted from DISK to host memory that is left over.
         host: arena of the HOST tier; a promoted state takes a buffer of the weight cache.
         device: arena of the DEVICE tier.
@@ -153,7 +153,7 @@ def make_resident_shards(
     """
     tiers = placement.tiers
     residents: dict[tuple[int, State], ResidentShard] = {}
-    for unit, row in enumerate(parts.nbytes):
+    for unit, (row, mode) in enumerate(zip(parts.nbytes, modes, strict=True)):
         for state, nbytes in row.items():
             if state in (State.WEIGHT, State.GRAD) or tiers[unit][state] is Tier.DISK:
                 continue
@@ -276,11 +276,6 @@ def _chunks(layout: UnitLayout) -> Iterator[range]:
         yield range(start, layout.numel)
 
 
-def _room(layouts: Iterable[UnitLayout]) -> int:
-    """Returns the elements of the largest chunk of any of the units."""
-    return max((len(chunk) for layout in layouts for chunk in _chunks(layout)), default=0)
-
-
 class InitialFill:
     """Writer of one unit after the other to its tier and, if the unit is kept on disk, to the store.
 
@@ -318,10 +313,12 @@ class InitialFill:
         Raises:
             ConfigError: if a deferred parameter has no initial value.
         """
-        room = _room(layout for index, layout in enumerate(layouts) if index not in in_place)
-        self._buffers = {
-            state: aligned_empty(room * dtype.itemsize) for state, dtype in self._held.mode.weights.items()
-        }
+        nbytes: dict[State, int] = {}
+        for index, layout in enumerate(layouts):
+            room = 0 if index in in_place else max(map(len, _chunks(layout)), default=0)
+            for state, dtype in self._held.mode_of(index).weights.items():
+                nbytes[state] = max(nbytes.get(state, 0), room * dtype.itemsize)
+        self._buffers = {state: aligned_empty(most) for state, most in nbytes.items()}
         units = [
             [segment.parameter for segment in layout.segments if not segment.inner] if index not in in_place else []
             for index, layout in enumerate(layouts)
@@ -340,7 +337,7 @@ class InitialFill:
             values.make(index)
             writes: dict[State, list[tuple[int, Future]]] = {}
             for chunk in _chunks(layout):
-                flats = self._flats(len(chunk))
+                flats = self._flats(index, len(chunk))
                 _copy_values(model, layout, chunk, sources, flats)
                 if given:  # given weights may differ between ranks; drawn ones do not
                     for flat in flats.values():
@@ -363,10 +360,10 @@ class InitialFill:
                 for flat in flats.values():
                     self._world.replicated.broadcast(flat[first - chunk.start : last - chunk.start], 0)
 
-    def _flats(self, numel: int) -> dict[State, torch.Tensor]:
+    def _flats(self, unit: int, numel: int) -> dict[State, torch.Tensor]:
         """Returns zeroed (numel,) memory for the weights of a chunk and for each further state of its masters."""
         flats: dict[State, torch.Tensor] = {}
-        for state, dtype in self._held.mode.weights.items():
+        for state, dtype in self._held.mode_of(unit).weights.items():
             flats[state] = torch.frombuffer(self._buffers[state], dtype=dtype)[:numel]
             flats[state].zero_()
         return flats

@@ -275,7 +275,7 @@ class TensorPlaces:
 
     def images(self, layouts: Sequence[UnitLayout], mode: Mode) -> tuple[UnitImage | None, ...]:
         """Returns each unit as it lies in the files; None for a unit that is not read there."""
-        return tuple(self._image(layout, mode.weight_dtype) for layout in layouts)
+        return tuple(self._image(layout, layout.mode_in(mode).weight_dtype) for layout in layouts)
 
     def _image(self, layout: UnitLayout, dtype: torch.dtype) -> UnitImage | None:
         """Returns the image of a unit, or None."""
@@ -549,8 +549,8 @@ def _lines(plan: Plan, places: TensorPlaces) -> Sequence[str]:
         files = len({extent.path for image in units for extent in image.extents})
         lines.append(f"{read} are read from {count_of(files, 'file')} of the model at each use; nothing is written")
     kept = [unit for unit, tiers in enumerate(plan.placement.tiers) if tiers[State.WEIGHT] is Tier.HOST]
-    segments = (segment for unit in kept for segment in plan.layouts[unit].segments)
-    reasons = ((segment.name, places.why_not(segment, plan.mode.weight_dtype)) for segment in segments)
+    segments = ((segment, plan.modes[unit].weight_dtype) for unit in kept for segment in plan.layouts[unit].segments)
+    reasons = ((segment.name, places.why_not(segment, dtype)) for segment, dtype in segments)
     first = next((f"{name} {reason}" for name, reason in reasons if reason is not None), "")
     if kept:
         size = format_size(sum(plan.parts.nbytes[unit][State.WEIGHT] for unit in kept))

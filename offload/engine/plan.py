@@ -6,6 +6,7 @@ be equal.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import os
@@ -100,6 +101,7 @@ def check_alone(config: Config, model: nn.Module, world: World) -> None:
     """
     check_model(model)
     _check_partitioned_activations(config, world)
+    _check_precision(config, world)
     check_tier(config.activation_tier, bool(config.drives))
     if config.wants_store or config.activation_tier not in (None, "device"):
         check_folders(config.drives)
@@ -115,6 +117,16 @@ def _check_partitioned_activations(config: Config, world: World) -> None:
             "activation_checkpointing.partition_activations divides an input over the ranks of a model-parallel group, "
             f"of which this run has {world.tensor_size}; that is not supported: leave it out, and set "
             '"activations" to "cpu" in the "offload" block to free device memory'
+        )
+
+
+def _check_precision(config: Config, world: World) -> None:
+    """Raises `ConfigError` if weights are to stay in fp32 in a part of a model."""
+    names = config.offload.keep_in_fp32
+    if world.divides_model and config.dtype != "fp32" and names != "auto" and names:
+        raise ConfigError(
+            f'"keep_in_fp32" names {names[0]}, but tensor parallelism and pipelines have all weights in one dtype: '
+            "leave the key out, or train with ZeRO alone"
         )
 
 
@@ -424,7 +436,13 @@ def _check_absent(model: nn.Module) -> None:
             )
 
 
-def check_batch_norm(model: nn.Module, mode: Mode, device: torch.device, buffer_dtype: torch.dtype | None) -> None:
+def check_batch_norm(
+    model: nn.Module,
+    mode: Mode,
+    device: torch.device,
+    buffer_dtype: torch.dtype | None,
+    in_fp32: Collection[str] = (),
+) -> None:
     """Raises `ConfigError` if a BatchNorm on the CPU has statistics in another dtype than its weights.
 
     torch's CPU kernel refuses them too, but only in the first forward.
@@ -434,14 +452,15 @@ def check_batch_norm(model: nn.Module, mode: Mode, device: torch.device, buffer_
         mode: Gives the dtype of weights.
         device: The compute device.
         buffer_dtype: Configured dtype of buffers; None leaves them unchanged.
+        in_fp32: Names of the parameters that stay in fp32.
     """
-    dtype = mode.weight_dtype
     if device.type != "cpu":
         return
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and isinstance(module.running_mean, torch.Tensor):
             # `buffer_dtype` is applied when the engine takes the model over, so it decides if given.
             have = buffer_dtype or module.running_mean.dtype
+            dtype = torch.float32 if f"{name}.weight" in in_fp32 else mode.weight_dtype
             if module.weight is not None and have != dtype:
                 raise ConfigError(
                     f"{name} is a BatchNorm, whose statistics are {have} and whose weights are {dtype}, which torch "
@@ -712,6 +731,11 @@ class Plan:
         return frozenset(unit for unit, image in enumerate(self.images) if image is not None)
 
     @property
+    def modes(self) -> tuple[Mode, ...]:
+        """Mode of each unit: that of the run, or the same with weights in fp32."""
+        return tuple(layout.mode_in(self.mode) for layout in self.layouts)
+
+    @property
     def trainable(self) -> tuple[range, ...]:
         """Elements of each unit that this rank updates."""
         return tuple(trainable for trainable, _ in self.shares)
@@ -757,12 +781,15 @@ def decide(
     check_alone(config, model, world)
     tiled_mlps = choose_mlps(model, config.offload.tile_mlp)
     mode, buffers = mode_of(config, rule.name), buffer_dtype(config)
-    units, stacks, experts = divide(model, division_of(config, rule.name))
-    stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, rows_of(stacks))
+    division = division_of(config, rule.name)
+    if world.divides_model:  # refused if the config names weights: `check_alone`
+        division = dataclasses.replace(division, keep_in_fp32=())
+    units, stacks, experts = divide(model, division)
+    stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, rows_of(stacks), units.in_fp32)
     layouts = laid_out_for(layouts_of(model, units, mesh.shards, kept, stored, matrices), mode, mesh.shards)
     tiles = tile_notices(model, tiled_mlps, config.offload.tile_mlp)
     more = (*frozen_notices(config.offload.frozen, layouts, mode.weight_dtype.itemsize), *experts, *tiles)
-    check_batch_norm(model, mode, device.torch, buffers)
+    check_batch_norm(model, mode, device.torch, buffers, units.in_fp32)
     check_same(world, config, batch, mode, layouts, model, rule.facts(device))
     device_kernels, why_not = _device_kernels(device)
     images = () if find_images is None else find_images(layouts, mode)

@@ -30,7 +30,7 @@ from offload.distributed.world import World
 from offload.engine import build_optimizer
 from offload.engine.assembly import STARTING, assemble
 from offload.engine.data import Loader, check_data, load
-from offload.engine.dtype_mismatch import kept_in_fp32
+from offload.engine.dtype_mismatch import precision_notices
 from offload.engine.engine import Engine
 from offload.engine.keywords import PlainKeywords, plain_config, refuse
 from offload.engine.opaque import with_adopted_buffers
@@ -369,7 +369,9 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
             "before initialize to silence this message",
         ),
     )
-    return (*(line for holds, line in lines if holds), *kept_in_fp32(model, plan.mode.weight_dtype))
+    wanted = config.offload.keep_in_fp32 != "auto"
+    precision = precision_notices(model, plan.mode.weight_dtype, plan.units.in_fp32, wanted)
+    return (*(line for holds, line in lines if holds), *precision)
 
 
 def _model_of(args: Any, model: Any) -> tuple[Any, nn.Module]:

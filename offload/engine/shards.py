@@ -47,6 +47,10 @@ class FilledShards(Protocol):
         """The layout of each unit."""
         ...
 
+    def mode_of(self, unit: int) -> Mode:
+        """Returns the mode of a unit, whose weights may stay in fp32."""
+        ...
+
     @property
     def shares(self) -> Sequence[tuple[range, range]]:
         """This rank's trainable and frozen elements of each unit."""
@@ -94,6 +98,10 @@ class LocalShards:
     pager: Pager
     device: Device
     store: Store | None
+
+    def mode_of(self, unit: int) -> Mode:
+        """Returns the mode of a unit, whose weights may stay in fp32."""
+        return self.layouts[unit].mode_in(self.mode)
 
     def states(self, unit: int) -> dict[State, int]:
         """Returns the bytes of each partition of `unit` that outlives a step."""

@@ -64,16 +64,20 @@ class UnitViews:
     """Materializes and releases the parameters of units, and pins units for as long as views of them live."""
 
     def __init__(
-        self, layouts: Sequence[UnitLayout], handles: Sequence[Sequence[ParamHandle]], pager: Pager, dtype: torch.dtype
+        self,
+        layouts: Sequence[UnitLayout],
+        handles: Sequence[Sequence[ParamHandle]],
+        pager: Pager,
+        dtypes: Sequence[torch.dtype],
     ) -> None:
-        """Makes every parameter, those of a unit in `handles`, a placeholder; the model computes in `dtype`."""
-        self._pager, self._dtype = pager, dtype
+        """Makes every parameter, those of a unit in `handles`, a placeholder of the unit's dtype in `dtypes`."""
+        self._pager = pager
         self.lock = threading.RLock()
         """Guards everything here: forward hooks and autograd's threads bind and release units at the same time."""
         # Equal ones are one object: blocks of a model share their places on the device.
         known: dict[ViewPlaces, ViewPlaces] = {}
         self._units = []
-        for index, (layout, every) in enumerate(zip(layouts, handles, strict=True)):
+        for index, (layout, every, dtype) in enumerate(zip(layouts, handles, dtypes, strict=True)):
             mine = [handle for segment, handle in zip(layout.segments, every, strict=True) if not segment.inner]
             places = view_places(layout, dtype)
             self._units.append(_Unit(known.setdefault(places, places), layout.name, mine, pager.stays(index)))
@@ -176,7 +180,7 @@ class UnitViews:
         unit = self._units[index]
         size, stride, start = unit.places.tensors[unit.handles.index(handle)]
         numel = start + 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-        return torch.empty(numel, dtype=self._dtype, device="meta").as_strided(size, stride, start)
+        return torch.empty(numel, dtype=unit.places.dtype, device="meta").as_strided(size, stride, start)
 
     def binding_at(self, address: int) -> Binding | None:
         """Returns the live binding whose storage begins at `address`, if there is one."""
@@ -264,7 +268,7 @@ class UnitViews:
                 self._pager.wait_upload(index)  # the unit may have been fetched for another stream
             flat = binding.flat
             assert flat is not None
-            return view_of(saved, flat if saved.dtype is self._dtype else flat.view(saved.dtype))
+            return view_of(saved, flat if saved.dtype is unit.places.dtype else flat.view(saved.dtype))
 
     # -- under the lock -----------------------------------------------------------------------------
 

@@ -258,7 +258,7 @@ class TileReader:
         """Starts the reads of a tile. `reads` receives each as it starts; for the other arguments see `begin`."""
         states: dict[State, StateTile] = {}
         offset, last = 0, job.is_last(cut)
-        for state, dtype in self._shards.mode.states.items():
+        for state, dtype in self._shards.mode_of(job.unit).states.items():
             part = self._strategy.part(job.unit, state, cut.start, cut.stop)
             end = offset + len(part) * dtype.itemsize
             if part:
@@ -293,7 +293,7 @@ class TileReader:
             room: bytes of the tile's buffer for a copy.
             resident: memory of the partition.
         """
-        dtype = self._shards.mode.states[state]
+        dtype = self._shards.mode_of(job.unit).states[state]
         first, last = part.start * dtype.itemsize, part.stop * dtype.itemsize
         resident_values, slots = resident.tensor[part.start : part.stop], self._shards.stored(job.unit, state)
         away: torch.Tensor | None
@@ -325,7 +325,7 @@ class TileReader:
             room: bytes of the tile's buffer for the state.
             reads: receives the future of the read.
         """
-        shards, unit, dtype = self._shards, job.unit, self._shards.mode.states[state]
+        shards, unit, dtype = self._shards, job.unit, self._shards.mode_of(job.unit).states[state]
         first, last = part.start * dtype.itemsize, part.stop * dtype.itemsize
         if state is State.WEIGHT and job.host_buffer is not None:
             work, memory = job.host_buffer.tensor(dtype)[part.start : part.stop], job.host_buffer.buffer[first:last]
@@ -348,17 +348,18 @@ class TileReader:
         shards, unit = self._shards, job.unit
         if state is not State.WEIGHT:
             return shards.residents.get((unit, state))
+        dtype = shards.mode_of(unit).weight_dtype
         if shards.sizes[unit].tier is Tier.DEVICE:
-            return ResidentShard(shards.pager.weight_updates.device_tier(unit).view(shards.mode.weight_dtype), None)
+            return ResidentShard(shards.pager.weight_updates.device_tier(unit).view(dtype), None)
         if shards.sizes[unit].tier is Tier.HOST:
             assert job.host_buffer is not None
-            return ResidentShard(job.host_buffer.tensor(shards.mode.weight_dtype), job.host_buffer.buffer)
+            return ResidentShard(job.host_buffer.tensor(dtype), job.host_buffer.buffer)
         return None
 
     def _read_frozen(self, job: Job, reads: list[Future]) -> None:
         """Reads the frozen elements behind the trainable ones into the unit's host buffer: no tile contains them."""
         shards, unit = self._shards, job.unit
-        first = job.update.numel * shards.mode.weight_dtype.itemsize
+        first = job.update.numel * shards.mode_of(unit).weight_dtype.itemsize
         if (
             job.host_buffer is not None
             and first < job.host_buffer.nbytes
@@ -1174,7 +1175,7 @@ class UpdateWorker:
         """
         steps: UnitSteps
         if update.edits:
-            steps = EditSteps(update.edits, self._shards.mode)
+            steps = EditSteps(update.edits, self._shards.mode_of(update.unit))
         else:
             steps = self._strategy.begin(update, self._tile_numel)
         job = Job(

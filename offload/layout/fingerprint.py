@@ -34,6 +34,7 @@ def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, replica
         replicas: number of replicas, all of which have the same shards.
     """
     forms = {segment.form for layout in layouts for segment in layout.segments if segment.form}
+    in_fp32 = sum(len(layout.segments) for layout in layouts if layout.in_fp32)
     return {
         "mode": mode.name,
         "world_size": world_size,
@@ -41,6 +42,8 @@ def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, replica
         **({} if replicas == 1 else {"replicas": replicas}),
         # Written for a message, and only where there are blocks: descriptions of other stores have no such key.
         **({"frozen": "+".join(sorted(forms))} if forms else {}),
+        # Likewise.
+        **({"in_fp32": in_fp32} if in_fp32 else {}),
         "units": [
             {
                 "name": layout.name,
@@ -48,6 +51,8 @@ def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, replica
                 "trainable": layout.trainable_stop,
                 # Written for rules of matrices alone: descriptions of other stores have no such key.
                 **({} if layout.matrices_start is None else {"matrices": layout.matrices_start}),
+                # Likewise: written for units alone whose weights stay in fp32.
+                **({"in_fp32": True} if layout.in_fp32 else {}),
                 "parameters": [_described(segment) for segment in layout.segments],
             }
             for layout in layouts
@@ -171,7 +176,8 @@ def _check_geometry(layouts: Sequence[UnitLayout], mode: Mode, ranks: int) -> No
             need = segment.value_numel
             if segment.form:
                 form = BLOCK_FORMATS.get(segment.form)
-                need = -1 if form is None else -(-form.stored_nbytes(need) // mode.weight_dtype.itemsize)
+                itemsize = layout.mode_in(mode).weight_dtype.itemsize
+                need = -1 if form is None else -(-form.stored_nbytes(need) // itemsize)
             # Blocks take as much memory as they need, or more; bytes of another library what it says.
             fits = 0 <= need <= segment.numel if segment.form else bool(segment.inner) or segment.numel == need
             apart = first <= segment.start >= end and segment.stop <= last
@@ -228,6 +234,7 @@ def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
         unit["numel"],
         unit["trainable"],
         unit.get("matrices"),
+        unit.get("in_fp32", False),
     )
 
 

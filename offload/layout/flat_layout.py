@@ -261,6 +261,12 @@ class UnitLayout(NamedTuple):
     """End of the trainable region. Both regions are padded to a multiple of world size times 2048."""
     matrices_start: int | None = None
     """Start of the matrices, which end the trainable region; None if the optimizer has no rule for them."""
+    in_fp32: bool = False
+    """True if the weights stay in fp32, whatever the mode of the run is."""
+
+    def mode_in(self, run: Mode) -> Mode:
+        """Returns the mode of the unit in a run: that of the run, or the same with weights in fp32."""
+        return run.in_fp32 if self.in_fp32 else run
 
     @property
     def rest_stop(self) -> int:
@@ -335,6 +341,7 @@ def lay_out(
     stored: Mapping[str, Stored] = {},
     matrices: Collection[str] | None = None,
     row: int | None = None,
+    in_fp32: bool = False,
 ) -> UnitLayout:
     """Places parameters one after the other, each at a multiple of 32 elements, and returns the layout.
 
@@ -345,6 +352,7 @@ def lay_out(
         stored: frozen parameters that are stored as blocks or bytes, by name; of a stack, one expert's row.
         matrices: names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
         row: the expert whose rows of the parameters are laid out; None for whole parameters.
+        in_fp32: True if the weights stay in fp32.
     """
     segments = []
     for parameter_name, parameter in parameters:
@@ -363,7 +371,7 @@ def lay_out(
             kind=found.kind,
         )
         segments.append(segment if row is None else _of_expert(segment, row))
-    return arrange(name, segments, world_size, matrices)
+    return arrange(name, segments, world_size, matrices, in_fp32=in_fp32)
 
 
 def arrange(
@@ -372,6 +380,7 @@ def arrange(
     world_size: int,
     matrices: Collection[str] | None = None,
     mode: Mode | None = None,
+    in_fp32: bool = False,
 ) -> UnitLayout:
     """Returns the layout of parameters of which all but the positions is known.
 
@@ -403,7 +412,7 @@ def arrange(
     trainable_stop = end = align_up(end, step)
     placed += place(sorted((segment for segment in segments if not segment.trainable), key=_frozen_place))
     # A unit whose parameters are all empty still gets one step of padding, so that no rank's partition is empty.
-    return UnitLayout(name, tuple(placed), max(align_up(end, step), step), trainable_stop, matrices_start)
+    return UnitLayout(name, tuple(placed), max(align_up(end, step), step), trainable_stop, matrices_start, in_fp32)
 
 
 def _frozen_place(segment: Segment) -> int:
@@ -456,7 +465,8 @@ def layouts_of(
 
     def layout(unit: Unit) -> UnitLayout:
         parameters = [(name, model.get_parameter(name)) for name in unit.parameters]
-        laid_out = lay_out(unit.name, parameters, world_size, stored, matrices, unit.row)
+        name = f"{unit.name or 'the root'} in fp32" if unit.in_fp32 else unit.name
+        laid_out = lay_out(name, parameters, world_size, stored, matrices, unit.row, unit.in_fp32)
         return with_kept(laid_out, kept, world_size)
 
     return tuple(layout(unit) for unit in units.units)
@@ -547,6 +557,6 @@ def placed_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> tu
         matrices = None
         if layout.matrices_start is not None:
             matrices = {segment.name for segment in layout.segments if layout.is_matrix(segment)}
-        return arrange(layout.name, layout.segments, world_size, matrices, mode)
+        return arrange(layout.name, layout.segments, world_size, matrices, mode, layout.in_fp32)
 
     return tuple(placed(layout) for layout in layouts)

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from offload.errors import ConfigError
 from offload.kernels.blocks import BLOCK_FORMATS, dequantize, quantize
 from offload.layout.flat_layout import OPAQUE_ALIGNMENT, Segment, StateField, Stored, UnitLayout
 from offload.notices import Remark
@@ -205,13 +206,32 @@ _LEAST = 64
 
 
 def stored_weights(
-    model: nn.Module, form: str | None, dtype: torch.dtype, rows: Mapping[str, int] = {}
+    model: nn.Module,
+    form: str | None,
+    dtype: torch.dtype,
+    rows: Mapping[str, int] = {},
+    in_fp32: Collection[str] = (),
 ) -> dict[str, Stored]:
     """Returns how each frozen parameter is stored that is not stored as values: as blocks, or as another's bytes.
 
-    The arguments are those of `stored_as_blocks`.
+    Args:
+        model: see `stored_as_blocks`.
+        form: see `stored_as_blocks`.
+        dtype: see `stored_as_blocks`.
+        rows: see `stored_as_blocks`.
+        in_fp32: names of parameters that stay in fp32, and so are never blocks.
+
+    Raises:
+        ConfigError: one of them is stored as another library's bytes.
     """
-    return stored_as_blocks(model, form, dtype, rows) | stored_as_bytes(model, dtype)
+    blocks = {name: each for name, each in stored_as_blocks(model, form, dtype, rows).items() if name not in in_fp32}
+    others = stored_as_bytes(model, dtype)
+    if unfit := sorted(others.keys() & set(in_fp32)):
+        raise ConfigError(
+            f'"keep_in_fp32" names {unfit[0]}, which another library has quantized: its bytes are no fp32 values; '
+            "leave the name out"
+        )
+    return blocks | others
 
 
 def stored_as_blocks(

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from offload.config import Config, OptimizerBlock
 from offload.errors import ConfigError
-from offload.layout.experts import cut_stacks, described, other_implementations
+from offload.layout.experts import cut_stacks, described, other_implementations, rows_of
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.modes import ADAM, DTYPES, RULE_LAYOUTS, Mode, make_mode
 from offload.layout.optimizer_states import kernel_rule, optimizer_class
@@ -34,7 +34,7 @@ from offload.layout.tiers import (
     partitions,
     secondary_of,
 )
-from offload.layout.units import Stack, Units, find_units
+from offload.layout.units import Stack, Units, find_units, parameters_in_fp32
 from offload.states import State, Tier
 from offload.swapper.policy import Limits
 from offload.swapper.store.model_files import UnitImage
@@ -142,19 +142,27 @@ def mode_of(config: Config, optimizer: str) -> Mode:
     return make_mode(config.dtype, optimizer, config.moments, master)
 
 
-def gradient_dtype(config: Config, mode: Mode, accumulation: int) -> torch.dtype:
-    """Returns the dtype in which a gradient is stored until its update.
+def gradient_dtype(config: Config, mode: Mode, accumulation: int, layouts: Sequence[UnitLayout] = ()) -> torch.dtype:
+    """Returns the dtype in which gradients are stored until their update.
 
     The config's `grad_accum_dtype` wins if set. Otherwise gradients are fp32 if several micro-batches accumulate into
-    them, and of the weights' dtype if each gradient is stored once.
+    them or weights in fp32 train, and of the weights' dtype if each gradient is stored once.
     """
     named = config.data_types.grad_accum_dtype
     if named is not None:
         return DTYPES[named]
-    return torch.float32 if accumulation > 1 else mode.weight_dtype
+    wide = accumulation > 1 or any(layout.in_fp32 and layout.trainable_stop for layout in layouts)
+    return torch.float32 if wide else mode.weight_dtype
 
 
-def reduction_of(config: Config, mode: Mode, accumulation: int, world_size: int, replicas: int = 1) -> Reduction | None:
+def reduction_of(
+    config: Config,
+    mode: Mode,
+    accumulation: int,
+    layouts: Sequence[UnitLayout],
+    world_size: int,
+    replicas: int = 1,
+) -> Reduction | None:
     """Returns the way in which several ranks reduce their gradients; None for one rank.
 
     ZeRO partitions gradients from stage 2 on, so that a rank of stages 0 and 1 has memory for the sum of all of a
@@ -164,6 +172,7 @@ def reduction_of(config: Config, mode: Mode, accumulation: int, world_size: int,
         config: the config.
         mode: gives the dtype of a backward's gradients.
         accumulation: micro-batches of an optimizer step.
+        layouts: the layout of each unit.
         world_size: number of shards.
         replicas: number of replicas, each of which is divided into shards.
     """
@@ -175,7 +184,7 @@ def reduction_of(config: Config, mode: Mode, accumulation: int, world_size: int,
     # Sums of micro-batches that take turns are sent too, often of two units that lie between two blocks. Not by "auto":
     # only some loops run in turns then, and all others would send twice the bytes of 16-bit gradients.
     turns = config.offload.schedule == LAYER_MAJOR
-    sums = gradient_dtype(config, mode, accumulation)
+    sums = gradient_dtype(config, mode, accumulation, layouts)
     named = config.communication_data_type
     dtype = DTYPES[named] if named else sums if whole or turns else mode.weight_dtype
     exchanges = 2 if overlaps else 1
@@ -190,6 +199,7 @@ def reduction_of(config: Config, mode: Mode, accumulation: int, world_size: int,
         buckets = exchanges if form is None else 1
     return Reduction(
         dtype=dtype,
+        wide=named is None,
         exchanges=exchanges,
         buckets=buckets,
         whole=whole,
@@ -282,7 +292,7 @@ def place_states(request: MemoryRequest) -> PlacedStates:
     """
     config, accumulation = request.config, request.accumulation
     mode = mode_of(config, request.optimizer)
-    dtype = gradient_dtype(config, mode, accumulation)
+    dtype = gradient_dtype(config, mode, accumulation, request.layouts)
     images = [None if image is None else image.nbytes for image in request.images]
     parts = partitions(
         request.layouts,
@@ -292,9 +302,9 @@ def place_states(request: MemoryRequest) -> PlacedStates:
         request.world_size,
         images,
         replicas=request.replicas,
-        reduction=reduction_of(config, mode, accumulation, request.world_size, request.replicas),
+        reduction=reduction_of(config, mode, accumulation, request.layouts, request.world_size, request.replicas),
         gathers=None if images else coded_gathers(config, request.layouts, mode.weight_dtype, request.world_size),
-        secondary=secondary_of(config, request.layouts, mode.weight_dtype.itemsize, request.world_size),
+        secondary=secondary_of(config, request.layouts, mode, request.world_size),
     )
     placement = place(parts, mode, placement_request(config, accumulation), request.machine)
     return PlacedStates(request=request, mode=mode, parts=parts, placement=placement)
@@ -374,10 +384,10 @@ def unit_sizes(
         mode: gives the dtype of the weights.
         images: each unit as it lies in the model's own files; empty if no unit is read there.
     """
-    itemsize = mode.weight_dtype.itemsize
     sizes: list[UnitSize] = []
     found = images or [None] * len(layouts)
     for layout, tiers, parts, image in zip(layouts, placement.tiers, shares, found, strict=True):
+        itemsize = layout.mode_in(mode).weight_dtype.itemsize
         share = tuple(range(part.start * itemsize, part.stop * itemsize) for part in parts if part)
         shard_nbytes, pieces = sum(map(len, share)), pieces_of(share)
         if image is not None:
@@ -410,6 +420,8 @@ class Division:
     """"each", "visited" or "whole", as in the config."""
     rule: str = ADAM
     """Name of the optimizer's rule."""
+    keep_in_fp32: Literal["auto"] | Sequence[str] = ()
+    """As in the config, if other weights are in 16 bits."""
 
 
 class Divided(NamedTuple):
@@ -432,7 +444,8 @@ def division_of(config: Config | None, rule: str | None = None) -> Division:
     if rule is None:
         # Without an optimizer in the config the caller passes one to `initialize`; Adam is assumed.
         rule = ADAM if config.optimizer is None else rule_name(config.optimizer)
-    return Division(config.units, config.offload.experts, rule)
+    keep = () if config.dtype == "fp32" else config.offload.keep_in_fp32
+    return Division(config.units, config.offload.experts, rule, keep)
 
 
 def divide(model: nn.Module, by: Division | Sequence[str]) -> Divided:
@@ -443,12 +456,21 @@ def divide(model: nn.Module, by: Division | Sequence[str]) -> Divided:
         by: the division; names of units stand for one that is the default otherwise.
 
     Raises:
-        ConfigError: a name is that of no module and of no class of a module.
+        ConfigError: a name is that of no module and of no class of a module, or a parameter that stacks experts shall
+            stay in fp32.
     """
     division = by if isinstance(by, Division) else Division(by)
     cut = cut_stacks(model, division.experts, division.rule)
-    units = find_units(model, division.named, cut.stacks)
+    in_fp32 = parameters_in_fp32(model, division.keep_in_fp32)
+    if division.keep_in_fp32 == "auto":
+        in_fp32 -= rows_of(cut.stacks).keys()
+    units = find_units(model, division.named, cut.stacks, in_fp32)
     # A stack may be inside of a unit that the user has named, or its experts too small.
     stacks = tuple(stack for stack in cut.stacks if stack.module in units.experts)
+    if stacked := sorted(in_fp32 & rows_of(stacks).keys()):
+        raise ConfigError(
+            f'"keep_in_fp32" names {stacked[0]}, whose experts are units of their own, in the dtype of the run: set '
+            '"experts": "whole", or leave the name out'
+        )
     lines = described(stacks, other_implementations(model, stacks), division.experts)
     return Divided(units, stacks, (*cut.notices, *lines))

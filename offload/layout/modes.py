@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -152,6 +153,11 @@ class Mode(NamedTuple):
         return self.weights[State.WEIGHT]
 
     @property
+    def in_fp32(self) -> Mode:
+        """Returns the mode of a unit whose weights stay in fp32: the same optimizer, and the same form of moments."""
+        return _in_fp32(self.optimizer, moments_name(self.moment_dtype))
+
+    @property
     def element_bytes(self) -> int:
         """Returns the bytes of all states of one trainable element that is in no matrix.
 
@@ -232,6 +238,11 @@ def make_mode(precision: str, optimizer: str, moments: str = "fp32", master: str
     stored = PRECISIONS[precision]
     weights = {state: MASTERS[master].get(state, stored[state]) for state in stored}
     return Mode(precision, optimizer, weights, states, dtype)
+
+
+@functools.cache
+def _in_fp32(optimizer: str, moments: str) -> Mode:
+    return make_mode("fp32", optimizer, moments)
 
 
 MODES = {

@@ -323,7 +323,9 @@ def for_rule(
     """
     if not RULE_LAYOUTS[rule].not_of_matrices:
         return tuple(layouts)
-    return tuple(arrange(layout.name, layout.segments, world_size, matrices) for layout in layouts)
+    return tuple(
+        arrange(layout.name, layout.segments, world_size, matrices, in_fp32=layout.in_fp32) for layout in layouts
+    )
 
 
 def product_flops(layouts: Sequence[UnitLayout], rule: str, iterations: int) -> float:

@@ -182,19 +182,22 @@ def least_holds(parts: Partitions) -> str:
 
 
 def moving(parts: Partitions, tiers: TierMap) -> list[int]:
-    """Returns the bytes of each unit that is paged in and out of the device."""
+    """Returns the bytes of each unit that are paged in and out of the device, 0 for one that stays there."""
     return [
-        align_up(nbytes)
-        for unit, (nbytes, row_tiers) in enumerate(zip(parts.unit_nbytes, tiers, strict=True))
         # With several ranks a resident weight is only a shard, and blocks are not values: such a unit is put together
         # for every use, and evicted.
-        if not parts.stays(unit, row_tiers)
+        0 if parts.stays(unit, row_tiers) else align_up(nbytes)
+        for unit, (nbytes, row_tiers) in enumerate(zip(parts.unit_nbytes, tiers, strict=True))
     ]
 
 
 def largest_moving(parts: Partitions, tiers: TierMap) -> int:
     """Returns the bytes of the largest unit that is paged; 0 if none is."""
-    return max(moving(parts, tiers), default=0)
+    nbytes = moving(parts, tiers)
+    # A module needs what stays in fp32 beside its other weights.
+    beside = [each for each, in_fp32 in zip(nbytes, parts.in_fp32, strict=False) if in_fp32]
+    others = [each for each, in_fp32 in zip(nbytes, parts.in_fp32, strict=False) if not in_fp32]
+    return max(others if parts.in_fp32 else nbytes, default=0) + max(beside, default=0)
 
 
 # -- machine -------------------------------------------------------------------------------------------
@@ -396,8 +399,10 @@ def _whole_unit_nbytes(parts: Partitions, tiers: TierMap) -> int:
 def _matrix_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
     """Returns the bytes of a tile that holds any matrix, or else elements that are in none, in tiles as of others."""
     spilled = parts.gradient_dtype.itemsize if _spills(parts, tiers) else 0
-    of_matrices = [dtype.itemsize for state, dtype in mode.states.items() if state not in mode.partial]
-    matrix = sum(align_up(parts.whole.tile * itemsize) for itemsize in (*of_matrices, spilled))
+    matrix = 0
+    for each in _modes(parts, mode):
+        of_matrices = [dtype.itemsize for state, dtype in each.states.items() if state not in each.partial]
+        matrix = max(matrix, sum(align_up(parts.whole.tile * itemsize) for itemsize in (*of_matrices, spilled)))
     element_bytes = _tile_element_bytes(parts, mode, tiers)
     steps = max(_TILE_NBYTES[0] // element_bytes // mode.tile_step, 1)
     numel = min(max(parts.trainable_numel, default=0), steps * mode.tile_step)
@@ -431,7 +436,13 @@ def _tile_step_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
 
 def _tile_element_bytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
     """Returns the bytes of a tile for one element: its states without scales, and a gradient if any spills."""
-    return mode.element_bytes + (parts.gradient_dtype.itemsize if _spills(parts, tiers) else 0)
+    states = max(each.element_bytes for each in _modes(parts, mode))
+    return states + (parts.gradient_dtype.itemsize if _spills(parts, tiers) else 0)
+
+
+def _modes(parts: Partitions, mode: Mode) -> tuple[Mode, ...]:
+    """Returns the modes of all units."""
+    return (mode, mode.in_fp32) if any(parts.in_fp32) else (mode,)
 
 
 def _spills(parts: Partitions, tiers: TierMap) -> bool:

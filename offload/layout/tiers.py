@@ -10,6 +10,7 @@ which evicts the weight whose next use is furthest away: a backward runs in the 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -44,6 +45,8 @@ class Reduction:
 
     dtype: torch.dtype
     """Dtype of the gradients that ranks send each other, or from which they make codes."""
+    wide: bool = True
+    """True if gradients of weights that stay in fp32 are sent in fp32, whatever the dtype of others is."""
     exchanges: int = 1
     """Units whose reductions may be under way at a time."""
     buckets: int = 1
@@ -58,6 +61,15 @@ class Reduction:
     """True if replicas send codes of their sums."""
     in_place: bool = False
     """True if each rank is a replica by itself, whose gradients are summed over the replicas in their own memory."""
+
+    def dtype_of(self, layout: UnitLayout) -> torch.dtype:
+        """Returns the dtype in which the gradients of a unit are sent."""
+        return torch.float32 if self.wide and layout.in_fp32 else self.dtype
+
+    def numels(self, layouts: Iterable[UnitLayout]) -> list[int]:
+        """Returns the elements of each unit's gradients over all ranks, counted in `dtype`."""
+        sizes = ((layout.trainable_stop, self.dtype_of(layout).itemsize) for layout in layouts)
+        return [numel * itemsize // self.dtype.itemsize for numel, itemsize in sizes]
 
     @property
     def received(self) -> int:
@@ -151,6 +163,9 @@ def coded_gathers(
     elements, largest = [], 0
     for layout in layouts:
         stop = layout.trainable_stop
+        if layout.in_fp32:  # codes would undo what the user asks for
+            elements.append(range(0))
+            continue
         trains = range(stop if zero.zero_quantized_weights else 0)
         in_values = layout.values_stop == layout.numel
         frozen = range(stop, layout.numel if zero.zero_quantized_nontrainable_weights and in_values else stop)
@@ -208,20 +223,21 @@ def check_node(size: int, ranks: int) -> None:
         )
 
 
-def secondary_of(config: Config, layouts: Sequence[UnitLayout], itemsize: int, shards: int) -> Secondary | None:
+def secondary_of(config: Config, layouts: Sequence[UnitLayout], mode: Mode, shards: int) -> Secondary | None:
     """Returns the secondary partition; None where it would save nothing: without the key, or if one node has all ranks.
 
     Args:
         config: the config.
         layouts: the layout of each unit.
-        itemsize: bytes of an element of the weights.
+        mode: gives the dtype of the weights.
         shards: number of ranks.
     """
     size = config.zero_optimization.zero_hpz_partition_size
     if size == 1 or shards <= size:
         return None
     # Both regions of a unit are divided evenly among the ranks, so among those of a node too.
-    return Secondary(size, shards, tuple(layout.numel * itemsize // size for layout in layouts))
+    sizes = (layout.numel * layout.mode_in(mode).weight_dtype.itemsize for layout in layouts)
+    return Secondary(size, shards, tuple(nbytes // size for nbytes in sizes))
 
 
 def check_room(secondary: Secondary | None, least: int, free: int) -> None:
@@ -272,7 +288,7 @@ class Partitions:
     reduction: Reduction | None = None
     """None if there is one rank, or nothing trains."""
     unit_gradients: tuple[int, ...] = ()
-    """Elements of each unit's gradients over all ranks, if several ranks reduce them."""
+    """Elements of each unit's gradients over all ranks (`Reduction.numels`), if several ranks reduce them."""
     whole_gradients: tuple[int, ...] = ()
     """Bytes of each unit's gradients over all ranks, in `gradient_dtype`, if this rank adds up a step's micro-batches
     before they are reduced. Empty if each micro-batch is reduced."""
@@ -280,6 +296,8 @@ class Partitions:
     """Weights that ranks gather as codes; None if there are none."""
     secondary: Secondary | None = None
     """The secondary partition of the weights; None without one."""
+    in_fp32: tuple[bool, ...] = ()
+    """True for each unit whose weights stay in fp32."""
 
     @property
     def reduction_nbytes(self) -> int:
@@ -386,12 +404,13 @@ def partitions(
     """
     rows: list[Mapping[State, int]] = []
     trainable = [len(layout.trainable(rank, world_size)) for layout in layouts]
-    for layout, numel in zip(layouts, trainable, strict=True):
-        row = {State.WEIGHT: (numel + len(layout.frozen(rank, world_size))) * mode.weight_dtype.itemsize}
+    itemsizes = [layout.mode_in(mode).weight_dtype.itemsize for layout in layouts]
+    for layout, numel, itemsize in zip(layouts, trainable, itemsizes, strict=True):
+        row = {State.WEIGHT: (numel + len(layout.frozen(rank, world_size))) * itemsize}
         if numel:
             row |= {
                 state: len(mode.padded_part(state, 0, numel)) * dtype.itemsize
-                for state, dtype in mode.states.items()
+                for state, dtype in layout.mode_in(mode).states.items()
                 if state is not State.WEIGHT
             }
             # PACKED is sized by its fields; a state may be that of the elements outside of matrices alone.
@@ -406,26 +425,28 @@ def partitions(
         row if nbytes is None else {State.WEIGHT: nbytes}
         for row, nbytes in zip(rows, images or [None] * len(rows), strict=True)
     ]
-    itemsize = mode.weight_dtype.itemsize
     wholes = [layout.trainable_stop for layout in layouts]
     reduction = reduction if any(trainable) else None
     return Partitions(
         nbytes=tuple(rows),
         trainable_numel=tuple(trainable),
-        unit_nbytes=tuple(layout.device_numel * itemsize for layout in layouts),
-        largest_gradient=max(wholes, default=0) * itemsize,
+        unit_nbytes=tuple(layout.device_numel * itemsize for layout, itemsize in zip(layouts, itemsizes, strict=True)),
+        largest_gradient=max(map(operator.mul, wholes, itemsizes), default=0),
         gradient_dtype=gradient_dtype,
         alone=world_size * replicas == 1,
         whole=whole_sizes(layouts, mode, rank, world_size),
-        frozen=tuple(len(layout.frozen(rank, world_size)) * itemsize for layout in layouts),
+        frozen=tuple(
+            len(layout.frozen(rank, world_size)) * itemsize for layout, itemsize in zip(layouts, itemsizes, strict=True)
+        ),
         images=tuple(images),
         reduction=reduction,
         gathers=gathers,
         secondary=secondary,
-        unit_gradients=() if reduction is None else tuple(wholes),
+        unit_gradients=() if reduction is None else tuple(reduction.numels(layouts)),
         whole_gradients=tuple(numel * gradient_dtype.itemsize for numel in wholes)
         if reduction is not None and reduction.whole
         else (),
+        in_fp32=tuple(layout.in_fp32 for layout in layouts),
     )
 
 

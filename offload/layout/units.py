@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+import torch
 from torch import nn
 
 from offload.errors import ConfigError
@@ -28,6 +30,8 @@ class Unit:
     parameters: tuple[str, ...]
     row: int | None = None
     """The expert whose rows of these parameters are the unit; None for whole parameters."""
+    in_fp32: bool = False
+    """True if the weights stay in fp32, whatever the dtype of others is."""
 
 
 class Stack(NamedTuple):
@@ -52,19 +56,31 @@ class Units:
     experts: dict[str, range] = field(default_factory=dict)
     """For each module whose experts are units: these units, expert by expert."""
 
+    @property
+    def in_fp32(self) -> frozenset[str]:
+        """Names of the parameters that stay in fp32."""
+        return frozenset(name for unit in self.units if unit.in_fp32 for name in unit.parameters)
 
-def find_units(model: nn.Module, named: Sequence[str] = (), stacks: Sequence[Stack] = ()) -> Units:
+
+def find_units(
+    model: nn.Module,
+    named: Sequence[str] = (),
+    stacks: Sequence[Stack] = (),
+    in_fp32: Collection[str] = (),
+) -> Units:
     """Divides the parameters of `model` into units.
 
     Each child of a `ModuleList` is a candidate, or of a `Sequential` if the model has no `ModuleList`. A parameter
     belongs to the deepest candidate above it. Parameters without a candidate form one unit for each module that owns
-    them. A tied parameter belongs to the first module that owns it.
+    them. A tied parameter belongs to the first module that owns it. What stays in fp32 of a unit is a unit of its own,
+    which the same module needs: a unit has one dtype.
 
     Args:
         model: the model; its structure must not change afterwards.
         named: names or class names of modules that are one unit each, including everything inside them.
         stacks: modules whose experts are units. A stack within a module of `named` stays whole, and one whose experts
             are too small to be units.
+        in_fp32: names of parameters that stay in fp32; see `parameters_in_fp32`.
 
     Raises:
         ConfigError: `named` contains a name that no module and no class of a module has.
@@ -77,11 +93,12 @@ def find_units(model: nn.Module, named: Sequence[str] = (), stacks: Sequence[Sta
     stack_of = {name: stack for stack in stacks for name in stack.parameters}
     owners = {name: candidate for name, candidate in owners.items() if name not in stack_of}
     owners = _join_small(owners, sizes, max((_row_numel(stack, sizes) for stack in stacks), default=0))
-    groups: dict[str, list[str]] = {}
+    groups: dict[tuple[str, bool], list[str]] = {}
     for name, candidate in owners.items():
-        groups.setdefault(_direct_owner(name, modules) if candidate is None else candidate, []).append(name)
+        module = _direct_owner(name, modules) if candidate is None else candidate
+        groups.setdefault((module, name in in_fp32), []).append(name)
     # A module that is a candidate and owns parameters directly yields the same key twice, hence one group.
-    units = [Unit(name, tuple(parameters)) for name, parameters in groups.items()]
+    units = [Unit(name, tuple(parameters), None, wide) for (name, wide), parameters in groups.items()]
     # Experts come last, so that all other units are numbered as if there were none.
     experts: dict[str, range] = {}
     for stack in stacks:
@@ -194,6 +211,74 @@ def _sites(
         needs.setdefault(owner, set()).add(unit_of[id(parameter)])
     sites = {name: tuple(sorted(needs[name])) for name in modules if name in needs}
     return {name: needed for name, needed in sites.items() if not _is_compiled_into(name, needed, modules, sites)}
+
+
+def parameters_in_fp32(model: nn.Module, wanted: Literal["auto"] | Sequence[str]) -> frozenset[str]:
+    """Returns the names of the parameters that stay in fp32 under bf16 and fp16.
+
+    Args:
+        model: the model.
+        wanted: "auto" or names, as the config says. A name is that of a module or a parameter, or parts of one in a
+            row, as in the lists of transformers' classes; an asterisk is any text within a part. Or it is a class of
+            modules.
+
+    Raises:
+        ConfigError: a name is that of nothing with floating-point parameters.
+    """
+    names = {name: each for name, each in model.named_parameters() if each.is_floating_point()}
+    if wanted == "auto":
+        # transformers loads a model in 16 bits so. Where all weights are fp32, nobody has decided for some of them.
+        if all(each.dtype is torch.float32 for each in names.values()):
+            return frozenset()
+        listed = listed_in_fp32(model)
+        return frozenset(name for name, each in names.items() if name in listed and each.dtype is torch.float32)
+    found: set[str] = set()
+    modules = dict(model.named_modules(remove_duplicate=False))
+    first = {id(each): name for name, each in names.items()}
+    # A tied parameter has several names, of which the first is the unit's.
+    every = [(name, first.get(id(each))) for name, each in model.named_parameters(remove_duplicate=False)]
+    unknown = []
+    for each in wanted:
+        pattern = _pattern_of((each,), any_text=True)
+        of_class = tuple(f"{name}." for name, module in modules.items() if type(module).__name__ == each)
+        matched = {own for name, own in every if own and (pattern.search(name) or name.startswith(of_class))}
+        found |= matched
+        unknown += [] if matched else [each]
+    if unknown:
+        raise ConfigError(
+            f'"keep_in_fp32" names {", ".join(unknown)}: the model has no parameter and no module with parameters of '
+            "that name or class"
+        )
+    return frozenset(found)
+
+
+def listed_in_fp32(model: nn.Module, strict: bool = False, buffers: bool = False) -> frozenset[str]:
+    """Returns the names of the parameters that the model's classes list for fp32, as those of transformers do.
+
+    Args:
+        model: the model.
+        strict: True for those alone that transformers keeps in fp32 beside bf16 too, and not beside fp16 alone.
+        buffers: True for the names of buffers too.
+    """
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        parts: set[str] = set()
+        for attribute in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")[: 1 if strict else 2]:
+            listed = getattr(module, attribute, None) or ()
+            parts |= set(listed) if isinstance(listed, list | set | tuple) else set()
+        if parts:
+            pattern = _pattern_of(sorted(parts))
+            named = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
+            found |= {f"{path}.{name}" if path else name for name, _ in named if pattern.search(name)}
+    return frozenset(found)
+
+
+def _pattern_of(names: Sequence[str], any_text: bool = False) -> re.Pattern[str]:
+    """Returns a pattern that finds one of the names in another one, as whole parts; see `parameters_in_fp32`."""
+    texts = [re.escape(name) for name in names]
+    if any_text:
+        texts = [text.replace(r"\*", r"[^.]*") for text in texts]
+    return re.compile("|".join(rf"(?:^|\.){text}(?:$|\.)" for text in texts))
 
 
 def layers_inside(model: nn.Module, sites: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:

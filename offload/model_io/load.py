@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from offload.engine.params import PagedParameter
 from offload.engine.snapshot import persistent_buffers
 from offload.errors import ConfigError, OffloadError, StoreError, UsageError
 from offload.layout.modes import DTYPES
+from offload.layout.units import listed_in_fp32
 from offload.model_io.folder import CONFIG, GENERATION, Run, Stored, build_layers, stored_tensors
 from offload.presets import read_config
 from offload.sizes import count_of
@@ -562,7 +563,20 @@ def _build(model_class: Any, folder: Path, config: Any, theirs: Any, kwargs: dic
         name = getattr(model_class, "__name__", model_class)
         raise ConfigError(f"{name} cannot be built from {folder / CONFIG}: {error}") from error
     built: nn.Module = model.eval()
+    if dtype in (torch.bfloat16, torch.float16):
+        _keep_in_fp32(built, listed_in_fp32(built, strict=dtype is torch.bfloat16, buffers=True))
     return built
+
+
+def _keep_in_fp32(model: nn.Module, names: Collection[str]) -> None:
+    """Gives parameters and persistent buffers of a model without values the dtype fp32, as `from_pretrained` does."""
+    for name, tensor in _names(model).items():
+        if name in names and tensor.is_floating_point():
+            path, _, own = name.rpartition(".")
+            if isinstance(tensor, nn.Parameter):
+                tensor.data = tensor.data.float()
+            else:
+                model.get_submodule(path)._buffers[own] = tensor.float()
 
 
 def _dtype(given: Any) -> torch.dtype | None:

@@ -305,6 +305,16 @@ class Plan:
     """Entries of the model's `state_dict` that no file contains."""
     unconverted: bool
     """True if weights have the form that transformers has in memory, where it would compute another for files."""
+    in_fp32: bool = False
+    """True if weights that stay in fp32 are written so; False if all are written in `dtype`."""
+
+    def dtype_of(self, unit: int) -> torch.dtype:
+        """Returns the dtype of the written weights of a unit."""
+        return torch.float32 if self.in_fp32 and self.layouts[unit].in_fp32 else self.dtype
+
+    def weights(self, unit: int) -> Mapping[State, torch.dtype]:
+        """Returns the states that hold the weights of a unit, and their dtypes."""
+        return self.layouts[unit].mode_in(self.mode).weights
 
     def places(self) -> dict[str, Place]:
         """Returns the place of each tensor in the files, by name."""
@@ -347,7 +357,7 @@ def make_plan(
 
     Args:
         source: The weights.
-        dtype: Dtype of the written weights; None for that of the model.
+        dtype: Dtype of all written weights; None for that of the model.
         shard_nbytes: Limit of a file's size in bytes.
         frozen: False to write only trainable weights and buffers.
         name: Name of the only file to write; None to write all files of a model's folder.
@@ -358,7 +368,8 @@ def make_plan(
     """
     layouts = described_layouts(source.description)
     mode = described_mode(source.description)
-    wanted = check_dtype(dtype) or mode.weight_dtype
+    given = check_dtype(dtype)
+    wanted = given or mode.weight_dtype
     frozen = frozen and source.frozen
     tied: Mapping[str, str] = source.about.get("tied", {})
     tied_buffers: Mapping[str, str] = source.about.get("tied_buffers", {})
@@ -369,6 +380,7 @@ def make_plan(
     tensors: dict[str, Tensor] = {}
     rows = Counter(segment.stack for layout in layouts for segment in layout.segments)
     for layout in layouts:
+        own_dtype = given or layout.mode_in(mode).weight_dtype
         for segment in layout.segments:
             if not (segment.trainable or frozen):
                 continue
@@ -396,7 +408,7 @@ def make_plan(
                     f"{segment.parameter} is stored in {segment.form}, and the model's class saves parts of it, which "
                     'is not supported: train with "frozen" left out of the config'
                 )
-            tensors |= {each: Tensor(wanted, part.shape) for each, part in written.items()}
+            tensors |= {each: Tensor(own_dtype, part.shape) for each, part in written.items()}
     buffers: dict[str, tuple[str, ...]] = {}
     for first, value in source.buffers.items():
         if parts is not None:
@@ -408,6 +420,9 @@ def make_plan(
         tensors |= dict.fromkeys(buffers[first], Tensor(value.dtype, tuple(value.shape)))
     values = {} if saved is None else saved.values
     tensors |= {each: Tensor(value.dtype, tuple(value.shape)) for each, value in values.items()}
+    in_fp32 = given is None and any(layout.in_fp32 for layout in layouts)
+    if in_fp32:  # as safetensors writes them, so that each begins at a multiple of its elements
+        tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     metadata = {"format": "pt"} | ({**tied, **tied_buffers} if config is None and left_out else {})
     if saved is not None:
         metadata = {"format": "pt", **saved.ties}
@@ -430,6 +445,7 @@ def make_plan(
         metadata=metadata,
         left_out=() if saved is None else saved.left_out,
         unconverted=saved is not None and saved.unconverted,
+        in_fp32=in_fp32,
     )
 
 
@@ -676,11 +692,12 @@ def stream(source: Source, plan: Plan, sink: Sink, progress: Callable[[int], Non
     beyond, places = 0, plan.places()
     # At most 4 bytes are read for an element.
     buffers = [aligned_empty(_CHUNK_NUMEL * 4) for _ in range(_READS)]
-    rooms = [aligned_empty(_CHUNK_NUMEL * plan.dtype.itemsize + _GAPS) for _ in range(_WRITES)]
+    itemsize = torch.float32.itemsize if plan.in_fp32 else plan.dtype.itemsize
+    rooms = [aligned_empty(_CHUNK_NUMEL * itemsize + _GAPS) for _ in range(_WRITES)]
 
     def begin(chunk: Chunk, buffer: memoryview) -> Iterator[Reading]:
         for state, memory in _regions(plan, chunk, buffer).items():
-            start = chunk.position * plan.mode.weights[state].itemsize
+            start = chunk.position * plan.weights(chunk.unit)[state].itemsize
             yield source.read(chunk.rank, chunk.unit, state, start, memory)
 
     with WriteBehind(rooms) as behind:
@@ -692,7 +709,7 @@ def stream(source: Source, plan: Plan, sink: Sink, progress: Callable[[int], Non
                 progress(len(memory))
             room, writes = behind.take()
             pieces, runs = arranged(plan, places, chunk)
-            beyond += _convert(plan, regions, pieces, room)
+            beyond += _convert(plan, chunk.unit, regions, pieces, room)
             for run in runs:
                 writes += sink.put(*run.place, room[run.at : run.at + run.nbytes])
             return ()
@@ -723,7 +740,9 @@ def stream(source: Source, plan: Plan, sink: Sink, progress: Callable[[int], Non
 
 def read_nbytes(plan: Plan) -> int:
     """Returns the bytes that an export reads."""
-    whole = sum(chunk.numel * plan.mode.weights[state].itemsize for chunk in chunks(plan) for state in chunk.states)
+    whole = sum(
+        chunk.numel * plan.weights(chunk.unit)[state].itemsize for chunk in chunks(plan) for state in chunk.states
+    )
     return whole + block_nbytes(plan)
 
 
@@ -734,8 +753,9 @@ def chunks(plan: Plan) -> Iterator[Chunk]:
     """
     weight: tuple[State, ...] = (State.WEIGHT,)
     # In the model's own dtype the weights are written as they are; for any other dtype the masters are rounded once.
-    wanted = weight if plan.dtype is plan.mode.weight_dtype else master_sources(plan.mode.weights)
     for unit, layout in enumerate(plan.layouts):
+        stored = plan.weights(unit)
+        wanted = weight if plan.dtype_of(unit) is stored[State.WEIGHT] else master_sources(stored)
         for rank in range(plan.world_size):
             position = 0
             trainable, frozen = layout.trainable(rank, plan.world_size), layout.frozen(rank, plan.world_size)
@@ -759,7 +779,7 @@ def arranged(plan: Plan, places: Mapping[str, Place], chunk: Chunk) -> tuple[lis
         places: `plan.places()`.
         chunk: The chunk.
     """
-    itemsize, gaps = plan.dtype.itemsize, 0
+    itemsize, gaps = plan.dtype_of(chunk.unit).itemsize, 0
     pieces: list[Piece] = []
     runs: list[Run] = []
     again: list[Run] = []
@@ -797,16 +817,19 @@ def _regions(plan: Plan, chunk: Chunk, buffer: memoryview) -> dict[State, memory
     found: dict[State, memoryview] = {}
     end = 0
     for state in chunk.states:
-        start, end = end, end + chunk.numel * plan.mode.weights[state].itemsize
+        start, end = end, end + chunk.numel * plan.weights(chunk.unit)[state].itemsize
         found[state] = buffer[start:end]
     return found
 
 
-def _convert(plan: Plan, regions: Mapping[State, memoryview], pieces: Sequence[Piece], room: memoryview) -> int:
+def _convert(
+    plan: Plan, unit: int, regions: Mapping[State, memoryview], pieces: Sequence[Piece], room: memoryview
+) -> int:
     """Writes the weights of a chunk into `room`, in the dtype of the plan.
 
     Args:
         plan: The plan.
+        unit: The chunk's unit.
         regions: Bytes of each state of the chunk.
         pieces: The parameters of the chunk.
         room: Receives the weights.
@@ -814,21 +837,22 @@ def _convert(plan: Plan, regions: Mapping[State, memoryview], pieces: Sequence[P
     Returns:
         The number of finite values that became infinite.
     """
-    states = {state: torch.frombuffer(memory, dtype=plan.mode.weights[state]) for state, memory in regions.items()}
+    stored, dtype = plan.weights(unit), plan.dtype_of(unit)
+    states = {state: torch.frombuffer(memory, dtype=stored[state]) for state, memory in regions.items()}
     beyond = 0
     for piece in pieces:
         numel = piece.stop - piece.start
-        out = torch.frombuffer(room, dtype=plan.dtype, count=numel, offset=piece.at)
+        out = torch.frombuffer(room, dtype=dtype, count=numel, offset=piece.at)
         values = {state: tensor[piece.start : piece.stop] for state, tensor in states.items()}
         if tuple(values) == (State.WEIGHT,):
             master = values[State.WEIGHT]
         else:
             # Joined where the file's bytes are collected, if those are fp32.
-            master = join(values, out if plan.dtype is torch.float32 else None)
+            master = join(values, out if dtype is torch.float32 else None)
         if master is not out:
             out.copy_(master)
         # bf16 has the range of fp32, so only fp16 is checked.
-        if plan.dtype is torch.float16:
+        if dtype is torch.float16:
             beyond += int((out.isinf() & ~master.isinf()).sum())
     return beyond
 

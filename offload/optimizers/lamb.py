@@ -277,7 +277,7 @@ def _chunks(shards: LocalShards, update: UnitUpdate, numel: int) -> Iterator[_Ch
 def _cut(shards: LocalShards, chunk: _Chunk, buffer: memoryview) -> dict[State, memoryview]:
     """Returns the memory of each state in a buffer, laid out as in a tile."""
     memory, offset = {}, 0
-    for state, dtype in shards.mode.states.items():
+    for state, dtype in shards.mode_of(chunk.unit).states.items():
         end = offset + len(shards.mode.part(state, chunk.start, chunk.stop)) * dtype.itemsize
         memory[state] = buffer[offset:end]
         offset = align_up(end)
@@ -286,7 +286,7 @@ def _cut(shards: LocalShards, chunk: _Chunk, buffer: memoryview) -> dict[State, 
 
 def _read(shards: LocalShards, chunk: _Chunk, state: State, memory: memoryview) -> list[Future]:
     """Starts to copy a state into `memory`: from memory at once, if its tier is above DISK, else from the store."""
-    first = shards.mode.part(state, chunk.start, chunk.stop).start * shards.mode.states[state].itemsize
+    first = shards.mode.part(state, chunk.start, chunk.stop).start * shards.mode_of(chunk.unit).states[state].itemsize
     resident = shards.resident_of(chunk.unit, state)
     if resident is None:
         return shards.read(chunk.unit, state, first, memory)
@@ -307,7 +307,8 @@ def _sums(
         memory: memory of each state, filled by `_read`; its moments are overwritten.
     """
     unit, parameter, start, stop = chunk.unit, chunk.parameter, chunk.start, chunk.stop
-    states = {state: torch.frombuffer(memory[state], dtype=dtype) for state, dtype in shards.mode.states.items()}
+    dtypes = shards.mode_of(unit).states
+    states = {state: torch.frombuffer(memory[state], dtype=dtype) for state, dtype in dtypes.items()}
     gradient = torch.empty(stop - start, dtype=torch.float32, device="cpu")
     in_parameter = shards.shares[unit][0].start + start - shards.layouts[unit].segments[parameter].start
     gradients.look(unit, parameter, in_parameter, gradient)

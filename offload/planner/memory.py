@@ -117,7 +117,11 @@ class Memory:
     @property
     def export(self) -> int:
         """Returns the bytes that an export of the weights takes in addition."""
-        return sum(s.value_numel for layout in self.layouts for s in layout.segments) * self.mode.weight_dtype.itemsize
+        return sum(
+            segment.value_numel * layout.mode_in(self.mode).weight_dtype.itemsize
+            for layout in self.layouts
+            for segment in layout.segments
+        )
 
 
 def settle(

@@ -804,7 +804,7 @@ def _counted(
         frozen: block format of frozen matrices, as in the config, and dtype of the weights.
     """
     units, stacks, _ = divide(model, division)
-    stored = stored_weights(model, *frozen, rows_of(stacks))
+    stored = stored_weights(model, *frozen, rows_of(stacks), units.in_fp32)
     ids = torch.zeros(1, sequence, dtype=torch.long)
     counter = Counter({weight.untyped_storage()._cdata for weight in weights}, sequence)
     hooks = [

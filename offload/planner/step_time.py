@@ -751,7 +751,7 @@ def _limit(found: Simulation, compute: float, on_cpu: bool) -> tuple[str, float]
 
 def _costs(memory: Memory, shape: Shape) -> list[UpdateCost | None]:
     """Returns the cost of each unit's update, with the ends of tiles where these are borders of matrices."""
-    costs = update_costs(memory.parts, memory.placement, memory.slots, memory.mode)
+    costs = update_costs(memory.parts, memory.placement, memory.slots)
     if memory.config.offload.experts == "visited":
         for unit in (unit for each in shape.experts for unit in each.units):
             cost = costs[unit]

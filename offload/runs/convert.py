@@ -47,6 +47,10 @@ class Side(NamedTuple):
     mode: Mode
     world_size: int
 
+    def mode_of(self, unit: int) -> Mode:
+        """Returns the mode of a unit, whose weights may stay in fp32."""
+        return self.layouts[unit].mode_in(self.mode)
+
 
 class _Chunk(NamedTuple):
     """Elements of a new partition: of one state that is copied, or of all states that hold masters, or moments."""
@@ -104,14 +108,15 @@ class StateConverter:
 
     def _chunks(self) -> Iterator[_Chunk]:
         """Yields the chunks of each unit, state after state, and all moments together."""
-        layouts, mode, size = self._after
+        layouts, _, size = self._after
         for unit, layout in enumerate(layouts):
+            mode, before = self._after.mode_of(unit), self._before.mode_of(unit)
             trainable, frozen = layout.trainable(self._rank, size), layout.frozen(self._rank, size)
-            if mode.weights == self._before.mode.weights:
+            if mode.weights == before.weights:
                 for state in mode.weights:
                     yield from self._cut(unit, (state,), (), 0, trainable)
             else:
-                yield from self._cut(unit, tuple(mode.weights), tuple(self._before.mode.weights), 0, trainable)
+                yield from self._cut(unit, tuple(mode.weights), tuple(before.weights), 0, trainable)
             yield from self._cut(unit, (State.WEIGHT,), (), len(trainable), frozen)
             # Matrices, which come last, may lack some moments.
             rest = len(layout.rest(self._rank, size))
@@ -130,9 +135,10 @@ class StateConverter:
         if not states:
             return
         mode = self._after.mode
+        before = self._before.mode_of(unit)
         step = mode.tile_step if State.SCALES in states else mode.page_step
-        nbytes = sum(self._nbytes(state, step) for state in states)
-        nbytes += step * sum(self._before.mode.states[state].itemsize for state in sources)
+        nbytes = sum(self._nbytes(unit, state, step) for state in states)
+        nbytes += step * sum(before.states[state].itemsize for state in sources)
         numel = BUFFER_NBYTES // nbytes * step
         for first in range(0, len(share), numel):
             last = min(first + numel, len(share))
@@ -146,7 +152,7 @@ class StateConverter:
         layout, size = self._before.layouts[chunk.unit], self._before.world_size
         for run in self._runs(chunk):
             for state, memory in (old or new).items():
-                itemsize = self._before.mode.states[state].itemsize
+                itemsize = self._before.mode_of(chunk.unit).states[state].itemsize
                 stop = run.position + run.numel
                 for shard in segment_shards(layout, size, run.segment, run.position, stop):
                     first = (run.at + shard.position - run.position) * itemsize
@@ -157,12 +163,10 @@ class StateConverter:
     def _end(self, chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
         """Converts a chunk, unless it is copied, and begins to write it."""
         new, old = self._regions(chunk, buffer)
-        mode = self._after.mode
+        mode, before = self._after.mode_of(chunk.unit), self._before.mode_of(chunk.unit)
         if old:
             states = {state: torch.frombuffer(each, dtype=mode.states[state]) for state, each in new.items()}
-            saved = {
-                state: torch.frombuffer(each, dtype=self._before.mode.states[state]) for state, each in old.items()
-            }
+            saved = {state: torch.frombuffer(each, dtype=before.states[state]) for state, each in old.items()}
             for run in self._runs(chunk):
                 part = {state: each[run.at : run.at + run.numel] for state, each in saved.items()}
                 if State.WEIGHT in states:
@@ -186,7 +190,7 @@ class StateConverter:
             optimizer_states.write(self._after.mode, states, state, run.at, moments.values(state))
 
     def _ended(self, chunk: _Chunk, writes: Sequence[Future]) -> None:
-        self._progress(sum(self._nbytes(state, chunk.numel) for state in chunk.states))
+        self._progress(sum(self._nbytes(chunk.unit, state, chunk.numel) for state in chunk.states))
 
     def _regions(self, chunk: _Chunk, buffer: memoryview) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
         """Returns the memory of each new state, and of each state that is converted; none if they are copied."""
@@ -194,16 +198,16 @@ class StateConverter:
         old: dict[State, memoryview] = {}
         end = 0
         for state in chunk.states:
-            start, end = end, end + self._nbytes(state, chunk.numel)
+            start, end = end, end + self._nbytes(chunk.unit, state, chunk.numel)
             new[state] = buffer[start:end]
         for state in chunk.sources:
-            start, end = end, end + chunk.numel * self._before.mode.states[state].itemsize
+            start, end = end, end + chunk.numel * self._before.mode_of(chunk.unit).states[state].itemsize
             old[state] = buffer[start:end]
         return new, old
 
-    def _nbytes(self, state: State, numel: int) -> int:
-        """Returns the bytes of a new state of `numel` elements from the start of a page of it on."""
-        mode = self._after.mode
+    def _nbytes(self, unit: int, state: State, numel: int) -> int:
+        """Returns the bytes of a new state of `numel` elements of a unit, from the start of a page of it on."""
+        mode = self._after.mode_of(unit)
         return len(mode.padded_part(state, 0, numel)) * mode.states[state].itemsize
 
     def _runs(self, chunk: _Chunk) -> Iterator[_Run]:

@@ -53,16 +53,20 @@ class StatesPlan(NamedTuple):
     trainable: Mapping[str, int]
     """Number of updates of each parameter that trains."""
 
-    @property
-    def parts(self) -> dict[str, tuple[State, ...]]:
-        """Returns the states from which each kind of file is made, by its name."""
+    def mode_of(self, unit: int) -> Mode:
+        """Returns the mode of a unit, whose weights may stay in fp32."""
+        return self.layouts[unit].mode_in(self.mode)
+
+    def parts(self, unit: int) -> dict[str, tuple[State, ...]]:
+        """Returns the states of a unit from which each kind of file is made, by its name."""
         moments = {state.value: (state,) for state in self.mode.moments}
-        return {MASTER: master_sources(self.mode.weights), **moments}
+        return {MASTER: master_sources(self.mode_of(unit).weights), **moments}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files, at most."""
-        files = {name: len(self.parts) if name in self.trainable else 1 for name in self.shapes}
+        kinds = 1 + len(self.mode.moments)
+        files = {name: kinds if name in self.trainable else 1 for name in self.shapes}
         return sum(
             count * (math.prod(self.shapes[name]) * torch.float32.itemsize + _FILE_NBYTES)
             for name, count in files.items()
@@ -144,12 +148,13 @@ def write_states(source: Source, plan: StatesPlan, place: StateFile, progress: C
 
     def begin(chunk: _Chunk, buffer: memoryview) -> Iterator[Reading]:
         for state, memory in _regions(plan, chunk, buffer).items():
-            start = chunk.position * plan.mode.states[state].itemsize
+            start = chunk.position * plan.mode_of(chunk.unit).states[state].itemsize
             yield source.read(chunk.rank, chunk.unit, state, start, memory)
 
     def end(chunk: _Chunk, buffer: memoryview) -> tuple[()]:
         regions = _regions(plan, chunk, buffer)
-        states = {state: torch.frombuffer(each, dtype=plan.mode.states[state]) for state, each in regions.items()}
+        dtypes = plan.mode_of(chunk.unit).states
+        states = {state: torch.frombuffer(each, dtype=dtypes[state]) for state, each in regions.items()}
         values = join(states) if State.WEIGHT in states or State.MASTER in states else next(iter(states.values()))
         for segment in plan.layouts[chunk.unit].segments:
             start, stop = max(chunk.start, segment.start), min(chunk.start + chunk.numel, segment.stop)
@@ -158,7 +163,7 @@ def write_states(source: Source, plan: StatesPlan, place: StateFile, progress: C
                 progress((stop - start) * torch.float32.itemsize)
         return ()
 
-    room = _CHUNK_NUMEL * sum(plan.mode.states[state].itemsize for state in plan.parts[MASTER])
+    room = _CHUNK_NUMEL * sum(plan.mode.states[state].itemsize for state in master_sources(plan.mode.weights))
     buffers = [aligned_empty(max(room, _CHUNK_NUMEL * torch.float32.itemsize)) for _ in range(_READS)]
     try:
         flow(buffers, _chunks(plan, source.frozen), begin, end, lambda *_: None)
@@ -176,7 +181,7 @@ def _chunks(plan: StatesPlan, frozen: bool) -> Iterator[_Chunk]:
     size = plan.world_size
     for unit, layout in enumerate(plan.layouts):
         trainable = [layout.trainable(rank, size) for rank in range(size)]
-        for name, states in plan.parts.items():
+        for name, states in plan.parts(unit).items():
             # Rank after rank before the next kind: a parameter's file then grows from its first element to its last.
             yield from _cut(unit, name, states, trainable, [0] * size)
         rest = [layout.frozen(rank, size) for rank in range(size)] if frozen else []
@@ -198,7 +203,7 @@ def _regions(plan: StatesPlan, chunk: _Chunk, buffer: memoryview) -> dict[State,
     found: dict[State, memoryview] = {}
     end = 0
     for state in chunk.states:
-        start, end = end, end + chunk.numel * plan.mode.states[state].itemsize
+        start, end = end, end + chunk.numel * plan.mode_of(chunk.unit).states[state].itemsize
         found[state] = buffer[start:end]
     return found
 

@@ -30,6 +30,7 @@ from offload.swapper.store.folder import RESHARDED, Lock
 from offload.swapper.store.inspection import is_run, look
 from offload.swapper.store.recovery import check_startable
 from tests.checkpoints.test_checkpoint_ranks import train
+from tests.models.test_weights_kept_in_fp32 import JOB as IN_FP32
 from tests.support import models
 from tests.support.drives.fault_injection import die
 from tests.support.drives.filesystems import disk
@@ -59,6 +60,7 @@ CASES = {
     "8-bit moments": Case(JOBS["gpt2"]._replace(dtype="bf16"), DISK, NARROW),
     "fp16": Case(JOBS["gpt2"]._replace(dtype="fp16"), CACHED),
     "Muon": Case(MUON._replace(dtype="bf16")),
+    "a router in fp32": Case(IN_FP32),
     "torch's own": Case(JOBS["gpt2"]._replace(optimizer="torch.optim.NAdam", clip=0.0)),
 }
 PLAIN = CASES["bf16, some frozen"]
@@ -72,10 +74,11 @@ def states_in(run: Path) -> States:
         mode, size = MODES[source.description["mode"]], int(source.description["world_size"])
         for unit, layout in enumerate(described_layouts(source.description)):
             for segment in layout.segments:
-                for state in mode.states if segment.trainable else (State.WEIGHT,):
+                dtypes = layout.mode_in(mode).states
+                for state in dtypes if segment.trainable else (State.WEIGHT,):
                     parts = [b""]
                     for shard in _shards(layout, size, segment, state, mode):
-                        itemsize = mode.states[state].itemsize
+                        itemsize = dtypes[state].itemsize
                         buffer = aligned_empty(shard.numel * itemsize)
                         source.read(shard.rank, unit, state, shard.start * itemsize, buffer).wait()
                         parts.append(bytes(buffer))

@@ -85,15 +85,15 @@ MUTANTS = (
     Mutant(
         "leave out the low bits of masters in a universal checkpoint",
         "offload.runs.states_by_parameter",
-        "return {MASTER: master_sources(self.mode.weights), **moments}",
+        "return {MASTER: master_sources(self.mode_of(unit).weights), **moments}",
         "return {MASTER: (State.WEIGHT,), **moments}",
         "tests/deepspeed/test_deepspeed_checkpoints.py",
     ),
     Mutant(
         "read moments of a checkpoint as if they had the engine's dtype",
         "offload.checkpoint.restore",
-        "return self._makes_masters(targets) or any(theirs.get",
-        "return self._makes_masters(targets) and any(theirs.get",
+        "return self._makes_masters(unit, targets) or others",
+        "return self._makes_masters(unit, targets) and others",
         "tests/optim/test_bf16_moments.py::test_a_checkpoint_converts_moments",
     ),
     Mutant(

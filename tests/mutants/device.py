@@ -167,7 +167,7 @@ MUTANTS = (
     _reads(
         "weights that a backward needs",
         "offload.engine.unit_views",
-        "            return view_of(saved, flat if saved.dtype is self._dtype else flat.view(saved.dtype))",
+        "            return view_of(saved, flat if saved.dtype is unit.places.dtype else flat.view(saved.dtype))",
         "binding.flat",
     ),
     _reads(

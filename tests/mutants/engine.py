@@ -6,6 +6,20 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "send gradients of weights that stay in fp32 in 16 bits",
+        "offload.layout.tiers",
+        "return torch.float32 if self.wide and layout.in_fp32 else self.dtype",
+        "return self.dtype",
+        "tests/models/test_weights_kept_in_fp32.py::test_two_ranks_with_the_same_rows_have_the_bits_of_one",
+    ),
+    Mutant(
+        "keep gradients of weights that stay in fp32 in 16 bits",
+        "offload.layout.memory_plan",
+        "wide = accumulation > 1 or any(layout.in_fp32 and layout.trainable_stop for layout in layouts)",
+        "wide = accumulation > 1",
+        "tests/models/test_weights_kept_in_fp32.py::test_gradients_wait_for_their_update_in_fp32",
+    ),
+    Mutant(
         "read a batch in the caller's pinned memory after the call",
         "offload.engine.data",
         "staged = torch.empty_like(value, dtype=wanted, pin_memory=True).copy_(value)",

@@ -64,7 +64,7 @@ def test_bytes_a_parameter_follow_the_order(schedule: str, count: int) -> None:
     load = Load(1, count, recompute=True, schedule=schedule, speculate=False)
     found = tight(load)
     passes = 2 if schedule == LAYER_MAJOR else 2 * count
-    costs = update_costs(found.memory.parts, found.memory.placement, found.memory.slots, found.memory.mode)
+    costs = update_costs(found.memory.parts, found.memory.placement, found.memory.slots)
     least = sum(least_moved(found.memory, costs, passes))
     moved = found.timing.moved
     assert moved.gradients_written == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from offload.layout.modes import Mode
 from offload.layout.placement import Placement
 from offload.layout.tiers import Partitions, tier_nbytes
 from offload.planner.simulation.simulate import Budgets
@@ -13,31 +12,31 @@ from offload.sizes import align_up
 from offload.states import State, Tier
 
 
-def update_costs(parts: Partitions, placement: Placement, slots: int, mode: Mode) -> list[UpdateCost | None]:
+def update_costs(parts: Partitions, placement: Placement, slots: int) -> list[UpdateCost | None]:
     """Returns the cost of each unit's update; None for units without trainable parameters.
 
     Args:
         parts: bytes and elements of this rank's partitions.
         placement: tier of each state.
         slots: slots of the store, 0 to 2.
-        mode: dtypes of the states.
     """
     stored = placement.stored(parts, slots) or ({},) * len(parts.nbytes)
-    rows = zip(parts.nbytes, placement.tiers, stored, parts.trainable_numel, strict=True)
-    return [_update_cost(*row, mode, slots) if row[-1] else None for row in rows]
+    frozen = parts.frozen or (0,) * len(parts.nbytes)
+    rows = zip(parts.nbytes, placement.tiers, stored, frozen, parts.trainable_numel, strict=True)
+    return [_update_cost(*row, slots) if row[-1] else None for row in rows]
 
 
 def _update_cost(
     nbytes: Mapping[State, int],
     tiers: Mapping[State, Tier],
     stored: Mapping[State, int],
+    frozen: int,
     numel: int,
-    mode: Mode,
     slots: int,
 ) -> UpdateCost:
     """Returns the cost of one unit's update. `stored` contains the states that a commit writes."""
     on_disk = all(tier is Tier.DISK for state, tier in tiers.items() if state is not State.GRAD)
-    weight = numel * mode.weight_dtype.itemsize if State.WEIGHT in stored else 0
+    weight = nbytes[State.WEIGHT] - frozen if State.WEIGHT in stored else 0
     beside = {state: each for state, each in stored.items() if state is not State.WEIGHT}
     return UpdateCost(
         numel,

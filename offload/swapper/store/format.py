@@ -28,7 +28,7 @@ from offload.aio.protocols import Future
 from offload.errors import IoError, StoreError
 from offload.notices import shell_command
 from offload.records import anything, fields, flag, maybe, read, rows, table, text, whole
-from offload.sizes import MIB, PAGE
+from offload.sizes import MIB, PAGE, count_of
 from offload.states import State
 from offload.swapper.store.folder import cut_short, read_whole, write_in_place
 
@@ -425,7 +425,7 @@ _PARAMETER = fields(
 )
 _UNIT = fields(
     {"name": text(), "numel": whole(), "trainable": whole(), "parameters": rows(_PARAMETER)},
-    {"matrices": maybe(whole())},
+    {"matrices": maybe(whole()), "in_fp32": flag},
 )
 _UNIT_IN_WORDS = fields({"name": text(), "parameters": rows(_PARAMETER)})
 """A unit of a checkpoint with parts, which its own manifest describes for people alone."""
@@ -443,6 +443,7 @@ def check_layout(value: Any, name: str) -> None:
             "world_size": ranks,
             "replicas": ranks,
             "frozen": text(),
+            "in_fp32": whole(),
             "units": rows(_UNIT_IN_WORDS if parts else _UNIT),
             "parts": rows(text(), 0, MOST_RANKS),
             "tensor_parallel": place,
@@ -542,6 +543,10 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
                 f'"frozen" {verb} {spec.get("frozen", "not set")} {place}'
                 for spec, verb, place in ((there, "was", "in the run"), (expected, "is", "here"))
             )
+        if difference.startswith("layout/in_fp32 "):
+            advice = f'resume with the "keep_in_fp32" that the run had, or {advice}'
+            counts = [count_of(spec.get("in_fp32", 0), "weight") for spec in (there, expected)]
+            difference = f'"keep_in_fp32" kept {counts[0]} in fp32 in the run and keeps {counts[1]} here'
         if difference.startswith("layout/mode is "):
             advice = f"{_advice_of_modes(str(there['mode']), str(expected['mode']), folder)}, or {advice}"
         if "world_size" in difference or "replicas" in difference:

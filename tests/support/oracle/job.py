@@ -54,6 +54,8 @@ class Job(NamedTuple):
     """Words after `zero_quantized_` of the keys of ZeRO that are on."""
     sequence: int = 1
     """`sequence_parallel_size`: ranks that share each sequence."""
+    keep_in_fp32: tuple[str, ...] = ()
+    """Parts of names of parameters."""
 
 
 class Result(NamedTuple):
@@ -95,6 +97,7 @@ def config(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -
             "device": engine_device(),
             "seed": job.seed,
             "debug": {"poison": True},
+            **({"keep_in_fp32": list(job.keep_in_fp32)} if job.keep_in_fp32 else {}),
             **options,
         },
     }

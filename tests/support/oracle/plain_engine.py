@@ -84,6 +84,9 @@ class PlainEngine:
         if job.dtype != "fp32":
             self._masters = [p.detach().float().clone().requires_grad_(p.requires_grad) for p in parameters]
             self.module.to(DTYPES[job.dtype])
+            for name, parameter in self.module.named_parameters():
+                if any(f".{part}." in f".{name}." for part in job.keep_in_fp32):
+                    parameter.data = parameter.data.float()
             self._round()
         self._scale = job.loss_scale if job.dtype == "fp16" else 1.0
         trainable = [m for m in self._masters if m.requires_grad]
