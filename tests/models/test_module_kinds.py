@@ -220,6 +220,7 @@ def graph(persistent: bool) -> nn.Module:
     return nn.Sequential(Neighbours(persistent), nn.Linear(5, 5))
 
 
+@pytest.mark.cpu_only("the test device multiplies no sparse matrices")
 def test_a_sparse_buffer_that_no_file_holds_is_as_in_pytorch(tmp_path: Path) -> None:
     model = graph(persistent=False)
     rows = torch.randn(6, 5)
