@@ -448,6 +448,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "disk.shortage_of_model": ("offload.model_io.save:check_room",),
     "drives.measured": ("offload.swapper.store.drives:_measured",),
     "drives.free": ("offload.swapper.store.drives:_free_bytes",),
+    "modes.foreign": ("offload.provenance:foreign_mode",),
     "device.choose": ("offload.engine.setup:compute_device",),
     "device.open": ("offload.engine.setup:open_device",),
     "device.arena": ("offload.engine.assembly:DeviceArena",),

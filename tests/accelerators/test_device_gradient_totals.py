@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import testing
-from offload.engine import setup
+from offload.engine import assembly
 from offload.engine.gradient_transfer import DeviceToHost
 from offload.sizes import GIB
 from offload.swapper.memory.device import DeviceRoom
@@ -303,7 +303,7 @@ def test_a_step_that_is_skipped_leaves_nothing_of_its_gradients(
 def test_where_the_device_sums_no_squares_the_host_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU without kernels of ours: totals then go through staging buffers."""
     expected = run(JOB, ("cpu", "cpu"), tmp_path)
-    make = setup._downloads
+    make = assembly._downloads
 
     def made(*given: Any) -> DeviceToHost:
         downloads = make(*given)

@@ -11,7 +11,7 @@ import torch
 
 import offload
 from offload import kernels, testing
-from offload.engine import setup
+from offload.engine import assembly
 from offload.engine.gradient_transfer import DeviceToHost
 from offload.errors import EngineFailed
 from offload.layout.flat_layout import lay_out
@@ -93,7 +93,7 @@ def test_where_the_device_sums_no_squares_the_host_does(
     """As on a GPU without kernels of ours; all that is sent then goes through staging buffers."""
     job = JOB._replace(accumulation=accumulation)
     expected = run(job, ("nvme", "nvme"), tmp_path / "plain")
-    make = setup._downloads
+    make = assembly._downloads
     without: list[DeviceToHost] = []
 
     def made(*given: Any) -> DeviceToHost:

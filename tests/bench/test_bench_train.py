@@ -104,7 +104,7 @@ def test_a_contender_that_fails_is_a_row_with_its_words_and_takes_no_further_tur
 
     def end_of(command: list[str], *arguments: Any, **environment: str) -> dict[str, Any]:
         assert environment["OMP_NUM_THREADS"] == environment["OFFLOAD_THREADS"] == "1"
-        taken.append(json.loads(command[3])["contender"])
+        taken.append(json.loads(command[-2])["contender"])
         return ends[taken[-1]].pop(0)
 
     monkeypatch.setattr(loops, "run_child", end_of)

@@ -357,6 +357,8 @@ def use_device(monkeypatch: pytest.MonkeyPatch, device: Device, always: bool = T
     if isinstance(device, LateDevice):
         use_backward_thread(monkeypatch, always)
         _let_kernels_in(monkeypatch, device)
+        # `Operations` is a part of the device, and no mode of a user, under which an engine would compute otherwise.
+        testing.replace(monkeypatch, "modes.foreign", lambda: None)
 
 
 _SQUARES_OF, _WITHOUT_MODES = gradients.squares_of, modes.without_modes
