@@ -91,7 +91,7 @@ def bandwidths(folders: Sequence[str | os.PathLike[str]], nbytes: int = 256 * MI
     buffer = aligned_empty(nbytes)
     for start in range(0, nbytes, MIB):
         buffer[start : start + MIB] = os.urandom(len(buffer[start : start + MIB]))  # random: some drives compress
-    found: list[Bandwidth] = []
+    measured: list[Bandwidth] = []
     with IoQueue() as queue:
         for folder in folders:
             path = Path(folder) / f".offload-bandwidth.{os.getpid()}-{os.urandom(4).hex()}"
@@ -105,10 +105,10 @@ def bandwidths(folders: Sequence[str | os.PathLike[str]], nbytes: int = 256 * MI
                         )[rounds // 2]
                         for operation in ("read", "write")
                     }
-                found.append(Bandwidth(rates["read"], rates["write"]))
+                measured.append(Bandwidth(rates["read"], rates["write"]))
             finally:
                 remove(path)
-    return found
+    return measured
 
 
 def remove(path: Path) -> None:

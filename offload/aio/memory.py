@@ -146,11 +146,11 @@ def resident_bytes(address: int, nbytes: int) -> int:
     """
     start = address // _SYSTEM_PAGE * _SYSTEM_PAGE
     pages = -(-(address + nbytes - start) // _SYSTEM_PAGE) if nbytes else 0
-    found = ctypes.create_string_buffer(max(pages, 1))
+    residency = ctypes.create_string_buffer(max(pages, 1))
     libc = ctypes.CDLL(None, use_errno=True)
-    if pages and libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * _SYSTEM_PAGE), found):
+    if pages and libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * _SYSTEM_PAGE), residency):
         raise OSError(ctypes.get_errno(), "mincore")
-    return found.raw[:pages].count(1) * _SYSTEM_PAGE
+    return residency.raw[:pages].count(1) * _SYSTEM_PAGE
 
 
 _SPAN = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")

@@ -622,12 +622,12 @@ class AllOrNothing:
     def same(self, facts: dict[str, Any]) -> None:
         """Raises `RankError` on all ranks if the `facts` of any rank differ from those of rank 0."""
         everyone = self.settle(lambda: facts)
-        for rank, others in enumerate(everyone):
+        for rank, row in enumerate(everyone):
             for name, value in everyone[0].items():
-                if others[name] != value:
+                if row[name] != value:
                     raise RankError(
                         f"the ranks were asked to {self._what} with different values of {name}: rank 0 with "
-                        f"{value!r}, rank {rank} with {others[name]!r}; give every rank the same value"
+                        f"{value!r}, rank {rank} with {row[name]!r}; give every rank the same value"
                     )
 
 

@@ -228,10 +228,10 @@ def check_same(shards: Sequence[int]) -> None:
     Args:
         shards: the number of shards of a replica, by the config of each rank.
     """
-    for rank, others in enumerate(shards):
-        if others != shards[0]:
+    for rank, row in enumerate(shards):
+        if row != shards[0]:
             raise ConfigError(
-                f"the mics_shard_size of rank {rank} and of rank 0 differ: {others}, not {shards[0]}; "
+                f"the mics_shard_size of rank {rank} and of rank 0 differ: {row}, not {shards[0]}; "
                 "give every rank the same model and config"
             )
 
@@ -604,11 +604,11 @@ class Heartbeat:
             size: number of ranks.
         """
         self._store, self.rank = BoundedStore(store), rank
-        self.others = [other for other in range(size) if other != rank]
+        self.others = [peer for peer in range(size) if peer != rank]
         """All other ranks."""
         self.places: list[tuple[str, int]] = []
         """Machine and process of each rank, once all have met."""
-        self._seen = {other: ("", time.monotonic()) for other in range(size)}
+        self._seen = {peer: ("", time.monotonic()) for peer in range(size)}
         self._closing = threading.Event()
         self._store.set(f"place/{rank}", f"{machine_name()}\n{os.getpid()}")
         self._thread = threading.Thread(target=self._run, name="offload-pulse", daemon=True)
@@ -1188,13 +1188,13 @@ class ProcessGroup(Ranks):
         if self._lost is not None:
             return self._lost
         deadline = time.monotonic() + 2 * _BLAME
-        others = self._pulse.others
+        peers = self._pulse.others
         # A connection breaks before its rank has been silent for `_BLAME` seconds, so wait for the silence.
-        while not (gone := self._pulse.gone(_BLAME, others)) and time.monotonic() < deadline:
+        while not (gone := self._pulse.gone(_BLAME, peers)) and time.monotonic() < deadline:
             time.sleep(0.1)
         who = "; ".join(gone) or f"an unknown rank does not answer ({error})"
         # A rank that could not start would fail in the same way again; one that was killed may run the next time.
-        unable = any((self._pulse.ended(rank) or "").startswith(UNABLE) for rank in others)
+        unable = any((self._pulse.ended(rank) or "").startswith(UNABLE) for rank in peers)
         self._lost = RankError(
             f"{who}. Rank {self._pulse.rank} cannot continue alone; every rank keeps its last committed step: "
             f'{"fix that first, then " if unable else ""}start all of them again, with "resume": "auto"'

@@ -266,13 +266,13 @@ class ReduceScatterAccumulator(GradientAccumulator):
         # In a bucket, a parameter's second gradient must not overwrite its first.
         while self._unit >= 0 and (self._unit != unit or (segment in self._filled and not adds_up)):
             self._reduce()
-        held = self._held.get(unit) or self._hold(unit)
-        values = held.memory[place.start : place.stop]
-        if segment in held.segments:
+        unit_sum = self._held.get(unit) or self._hold(unit)
+        values = unit_sum.memory[place.start : place.stop]
+        if segment in unit_sum.segments:
             values.add_(flat(gradient))
         else:
             values.copy_(flat(gradient))
-        held.segments.add(segment)
+        unit_sum.segments.add(segment)
         self._seen[unit].add(segment)
         if not last:
             return
@@ -302,14 +302,14 @@ class ReduceScatterAccumulator(GradientAccumulator):
         # The exchange before has read this memory on a stream of the backend. The additions are ordered behind it, but
         # they may have been submitted to another stream than that of this gradient, if the model uses several.
         self._device.wait_event(self._added)
-        held = self._held[unit] = _Held(memory, set())
-        return held
+        unit_sum = self._held[unit] = _Held(memory, set())
+        return unit_sum
 
     def _release(self, unit: int) -> None:
         """Drops gradients of `unit` that are not reduced."""
-        held = self._held.pop(unit, None)
-        if held is not None:
-            self._room[unit].append(held.memory.view(torch.uint8))
+        unit_sum = self._held.pop(unit, None)
+        if unit_sum is not None:
+            self._room[unit].append(unit_sum.memory.view(torch.uint8))
 
     def _reduce(self) -> None:
         """Reduces the unit under way, and starts the copies of small results that were set aside."""
@@ -362,10 +362,10 @@ class ReduceScatterAccumulator(GradientAccumulator):
         rows = sent = None
         if sends:
             # All ranks send in a series: one that has left it sends zeros.
-            held = self._held.get(unit) or self._hold(unit)
-            segments, sent = self._layouts[unit].segments, held.memory
+            unit_sum = self._held.get(unit) or self._hold(unit)
+            segments, sent = self._layouts[unit].segments, unit_sum.memory
             # Parameters without a gradient here add nothing to the mean, and padding may share a block of codes.
-            present = ((segments[each].start, segments[each].stop) for each in held.segments)
+            present = ((segments[index].start, segments[index].stop) for index in unit_sum.segments)
             zero_between(sent[: self._layouts[unit].trainable_stop], present)
             if unit == self._unit:
                 self._unit, self._filled = -1, set()

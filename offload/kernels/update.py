@@ -389,7 +389,7 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
     rule, moments = check_segments(segments, numel)
     check_noise(partition, segments)
     check_blocks(partition, segments)
-    run(rule, moments, partition, [(each.start, each.stop, each.step, each.noise) for each in segments])
+    run(rule, moments, partition, [(segment.start, segment.stop, segment.step, segment.noise) for segment in segments])
 
 
 def probe(partition: Partition) -> None:
@@ -449,9 +449,9 @@ NativeSegment: TypeAlias = tuple[int, int, Sequence[float], Noise | None]
 """Start, stop, settings in the order that the rule takes, and the noise of moments and masters."""
 
 
-def native_segment(given: NativeSegment) -> tuple[int, int, list[float], tuple[int, int]]:
+def native_segment(segment: NativeSegment) -> tuple[int, int, list[float], tuple[int, int]]:
     """Returns a segment in the form of the native code."""
-    start, stop, settings, noise = given
+    start, stop, settings, noise = segment
     return start, stop, [float(value) for value in settings], noise or (0, 0)
 
 
@@ -466,7 +466,7 @@ def run(rule: str, moments: int, partition: Partition, segments: Sequence[Native
     """
     arrays = addresses(rule, moments, partition)
     if arrays.numel:
-        _native.update(rule, *arrays, [native_segment(each) for each in segments])
+        _native.update(rule, *arrays, [native_segment(segment) for segment in segments])
 
 
 def adamw(
@@ -514,7 +514,9 @@ def check_segments(segments: Sequence[Segment], numel: int) -> tuple[str, int]:
     """
     kind, end = type(segments[0].step), 0
     if kind not in RULES:
-        raise TypeError(f"step: expected one of {', '.join(each.__name__ for each in RULES)}, got {kind.__name__}")
+        raise TypeError(
+            f"step: expected one of {', '.join(rule_type.__name__ for rule_type in RULES)}, got {kind.__name__}"
+        )
     for start, stop, step, _ in segments:
         # Threads divide the segments among them, so no element may belong to two.
         if not end <= start <= stop <= numel:
@@ -604,9 +606,9 @@ def _weight(partition: Partition, numel: int) -> tuple[tuple[int, int], int]:
 def check_beside(partition: Partition) -> None:
     """Raises `TypeError` unless exactly the residual or master that the weight's dtype needs is given."""
     dtype = partition.weight.dtype
-    for name, given, wanted in (
+    for name, tensor, wanted in (
         ("residual", partition.residual, dtype is torch.bfloat16),
         ("master", partition.master, dtype is torch.float16),
     ):
-        if (given is not None) != wanted:
+        if (tensor is not None) != wanted:
             raise TypeError(f"{name}: expected {'one' if wanted else 'none'} for a weight of {dtype}")

@@ -237,12 +237,12 @@ class DeviceCache:
             self._floor = max(free, key=lambda region: region[1] - region[0], default=(0, 0))
         return self._floor
 
-    def grow(self, nbytes: int, kept: Sequence[int]) -> list[torch.Tensor]:
+    def grow(self, nbytes: int, block_sizes: Sequence[int]) -> list[torch.Tensor]:
         """Adds `nbytes` of device memory to the arena, and returns the blocks at its end that belong to the caller.
 
         Args:
             nbytes: bytes to add.
-            kept: bytes of each block that no unit may use; the blocks are (bytes,) uint8 tensors.
+            block_sizes: bytes of each block that no unit may use; the blocks are (bytes,) uint8 tensors.
 
         Raises:
             BudgetError: if fewer than `nbytes` are free on the device.
@@ -250,7 +250,7 @@ class DeviceCache:
         assert len(self._arena.blocks) == 1, "grown memory is given back before the arena grows again"
         self._first_floor()  # determined while all free memory belongs to the first allocation
         start, stop = self._arena.grow(nbytes)
-        for block_nbytes in kept:
+        for block_nbytes in block_sizes:
             stop -= block_nbytes
             self._kept.append(self._arena.take_at(stop, block_nbytes))
         self._grown = start, stop

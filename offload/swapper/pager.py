@@ -360,13 +360,15 @@ class SpeculativeWeights:
         """Returns True if the unit's host buffer may receive its fresh weights."""
         if entry.host_buffer is None or entry.copying:
             return False
-        held = [each.fresh.nbytes for each in self._entries if each.fresh is not None and each.fresh_stays]
-        ahead = [
-            self._host_cache.buffer_nbytes(each)
-            for each in map(self._entries.__getitem__, self._table.access_order.upcoming())
-            if each.size.tier is Tier.DISK
+        fresh_nbytes = [
+            waiting.fresh.nbytes for waiting in self._entries if waiting.fresh is not None and waiting.fresh_stays
         ]
-        return leaves_room_ahead(self._host_cache.nbytes, [entry.host_buffer.nbytes, *held], ahead)
+        ahead = [
+            self._host_cache.buffer_nbytes(upcoming)
+            for upcoming in map(self._entries.__getitem__, self._table.access_order.upcoming())
+            if upcoming.size.tier is Tier.DISK
+        ]
+        return leaves_room_ahead(self._host_cache.nbytes, [entry.host_buffer.nbytes, *fresh_nbytes], ahead)
 
     def copy(self, unit: int, first: int, destination: torch.Tensor) -> bool:
         """Copies old weights from memory, if they are there. Returns False if they must be read from the store.
@@ -691,7 +693,7 @@ class Pager:
             entry.read = self._device.record_event()
             entry.pins -= 1
             if not keeps(
-                self.table.access_order, unit, lambda each: self._entries[each].size.nbytes, self._limits
+                self.table.access_order, unit, lambda index: self._entries[index].size.nbytes, self._limits
             ) and self._device_cache.idle(entry):
                 self._device_cache.drop(entry)
             self.notify()
@@ -731,12 +733,12 @@ class Pager:
         return self._host_cache.streams(self._entries[unit])
 
     @uninterrupted
-    def grow_device(self, nbytes: int, kept: Sequence[int] = ()) -> list[torch.Tensor]:
+    def grow_device(self, nbytes: int, block_sizes: Sequence[int] = ()) -> list[torch.Tensor]:
         """Grows the device arena, between steps.
 
         Args:
             nbytes: bytes to add.
-            kept: sizes in bytes of buffers in the new memory that belong to the caller for good.
+            block_sizes: sizes in bytes of buffers in the new memory that belong to the caller for good.
 
         Returns:
             Those buffers, each (nbytes,) uint8.
@@ -745,7 +747,7 @@ class Pager:
             BudgetError: if the device has not as much free memory.
         """
         with self.lock:
-            return self._device_cache.grow(nbytes, kept)
+            return self._device_cache.grow(nbytes, block_sizes)
 
     @uninterrupted
     def shrink_device(self) -> int:

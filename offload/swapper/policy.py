@@ -86,8 +86,8 @@ class _Order:
         """Returns whether `unit` was the next one expected; None if it was not expected at all."""
         if not self._expected and unit in self._backwards:
             units, group = self._backwards[unit]
-            for each in units:
-                del self._backwards[each]
+            for choice in units:
+                del self._backwards[choice]
             self._pass_over(group)
             self._expected = list(reversed(units))
         if unit not in self._expected:
@@ -110,12 +110,12 @@ class _Order:
         self._expected = []
         # A mispredicted use moves the cursor to the next recorded use of this unit, so that a skipped branch costs
         # one misprediction and not one for each unit in the branch.
-        found = self._next.get(unit, NEVER)
-        foreseen = found == self.cursor < len(self.uses)
-        if found < len(self.uses):
-            for passed in range(self.cursor, found + 1):
+        position = self._next.get(unit, NEVER)
+        foreseen = position == self.cursor < len(self.uses)
+        if position < len(self.uses):
+            for passed in range(self.cursor, position + 1):
                 self._next[self.uses[passed]] = self._following[passed]
-            self.cursor = found + 1
+            self.cursor = position + 1
         return foreseen or not self.uses
 
     def finish(self) -> None:
@@ -327,7 +327,7 @@ def victims(
     # Eviction by distance also picks blocks that do not border on the others. Those need not go. The last block
     # chosen is never spared: without it the first loop found no room.
     for block in reversed(going[:-1]):
-        fewer = [other for other in going if other is not block]
+        fewer = [remaining for remaining in going if remaining is not block]
         if space.could_take(nbytes, (block[1:] for block in fewer)):
             going = fewer
     return tuple(block.unit for block in going)
@@ -364,9 +364,9 @@ def find_room(
     question = _Question(align_up(max(nbytes, 1)), space.holes, tuple(evictable), distances, floor, beyond)
     if space.scatter is None:
         return _best_place(question)
-    found = _places(question)
-    best = max(((*score[:2], -len(place.victims)) for score, place in found), default=None)
-    fitting = [place for score, place in found if (*score[:2], -len(place.victims)) == best]
+    scored = _places(question)
+    best = max(((*score[:2], -len(place.victims)) for score, place in scored), default=None)
+    fitting = [place for score, place in scored if (*score[:2], -len(place.victims)) == best]
     return space.scatter.choice(fitting) if fitting else None
 
 
@@ -412,12 +412,12 @@ def _best_place(question: _Question) -> Eviction | None:
     if len(question.evictable) > 2 * _LATEST:
         # No offset is better than one that evicts none but the units used latest, if that leaves the room it should:
         # any other one evicts a unit that is used as soon, or sooner. Of thousands of experts, few need a look.
-        by_distance = sorted(zip(question.distances, question.evictable, strict=True), key=lambda each: -each[0])
+        by_distance = sorted(zip(question.distances, question.evictable, strict=True), key=lambda pair: -pair[0])
         latest = [block for _, block in by_distance[:_LATEST]]
-        score, place = max(_places(question, latest), key=lambda each: each[0], default=(None, None))
+        score, place = max(_places(question, latest), key=lambda pair: pair[0], default=(None, None))
         if score is not None and score[:2] == (True, True) and score[2] >= by_distance[_LATEST][0]:
             return place
-    return max(_places(question), key=lambda each: each[0], default=(None, None))[1]
+    return max(_places(question), key=lambda pair: pair[0], default=(None, None))[1]
 
 
 def _places(question: _Question, near: Sequence[Block] | None = None) -> list[tuple[_Score, Eviction]]:
@@ -437,7 +437,7 @@ def _places(question: _Question, near: Sequence[Block] | None = None) -> list[tu
     regions = free_regions(holes, [block[1:] for block in evictable])
     # The longest region beside another one is the second where that one is the longest.
     longest, second, *_ = (*sorted((stop - start for start, stop in regions), reverse=True), 0, 0)
-    found: list[tuple[_Score, Eviction]] = []
+    scored: list[tuple[_Score, Eviction]] = []
     for start, stop in regions:
         if stop - start < nbytes:
             continue
@@ -466,8 +466,8 @@ def _places(question: _Question, near: Sequence[Block] | None = None) -> list[tu
                 # The largest region that stays free: elsewhere, before or behind the unit.
                 left = max(elsewhere, offset - start, stop - end)
                 score = (alone, left >= floor.largest, nearest, -sum([block.nbytes for block in going]))
-                found.append((score, Eviction(offset, tuple([block.unit for block in going]))))
-    return found
+                scored.append((score, Eviction(offset, tuple([block.unit for block in going]))))
+    return scored
 
 
 def next_to_fetch(
@@ -494,18 +494,18 @@ def next_to_fetch(
     return None
 
 
-def leaves_room_ahead(capacity: int, held: Sequence[int], ahead: Iterable[int]) -> bool:
+def leaves_room_ahead(capacity: int, buffer_sizes: Sequence[int], ahead: Iterable[int]) -> bool:
     """Returns True if buffers that cannot be evicted leave the memory for the next two reads.
 
     Two, since one unit is read while the one before is used; the reads of a pass then never wait for these buffers.
 
     Args:
         capacity: bytes of all buffers.
-        held: bytes of each buffer that cannot be evicted.
+        buffer_sizes: bytes of each buffer that cannot be evicted.
         ahead: bytes of each unit that the pass will still read, nearest first.
     """
     nearest = itertools.islice(ahead, 2)
-    return sum(align_up(nbytes) for nbytes in itertools.chain(held, nearest)) <= capacity
+    return sum(align_up(nbytes) for nbytes in itertools.chain(buffer_sizes, nearest)) <= capacity
 
 
 def keeps(access_order: AccessOrder, unit: int, nbytes: Callable[[int], int], limits: Limits) -> bool:
@@ -522,8 +522,8 @@ def keeps(access_order: AccessOrder, unit: int, nbytes: Callable[[int], int], li
     if access_order.distance(unit) >= NEVER:
         return False
     between = 0
-    for other in access_order.until(unit):
-        between += nbytes(other)
+    for unit_between in access_order.until(unit):
+        between += nbytes(unit_between)
         if between > limits.reuse:
             return False
     return True

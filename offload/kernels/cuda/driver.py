@@ -110,7 +110,7 @@ class Driver:
         name, text = c_char_p(), c_char_p()
         self._library.cuGetErrorName(result, byref(name))
         self._library.cuGetErrorString(result, byref(text))
-        words = (each.value.decode() for each in (name, text) if each.value is not None)
+        words = (word.value.decode() for word in (name, text) if word.value is not None)
         return f"CUDA error {result} ({': '.join(words) or 'without a name'})"
 
 
@@ -273,8 +273,8 @@ class Compiler:
         program = c_void_p()
         self._call("nvrtcCreateProgram", byref(program), source.encode(), f"{name}.cu".encode(), 0, None, None)
         try:
-            given = (c_char_p * len(options))(*(option.encode() for option in options))
-            refused = self._library.nvrtcCompileProgram(program, len(options), given)
+            arguments = (c_char_p * len(options))(*(option.encode() for option in options))
+            refused = self._library.nvrtcCompileProgram(program, len(options), arguments)
             if refused:
                 log = self._result("nvrtcGetProgramLog", program).rstrip(b"\0").decode(errors="replace").strip()
                 raise ConfigError(
@@ -339,7 +339,7 @@ def target(capability: tuple[int, int], architectures: Sequence[int]) -> str:
     wanted = capability[0] * 10 + capability[1]
     if wanted in architectures:
         return f"sm_{wanted}"
-    below = [each for each in architectures if each <= wanted]
+    below = [architecture for architecture in architectures if architecture <= wanted]
     if not below:
         raise ConfigError(
             f"the GPU has compute capability {capability[0]}.{capability[1]}, and torch's NVRTC compiles for "
@@ -350,9 +350,9 @@ def target(capability: tuple[int, int], architectures: Sequence[int]) -> str:
 
 def _packaged(major: str, name: str) -> list[str]:
     """Returns the paths of the library in the packages from which torch's wheels load it too."""
-    found = []
+    paths = []
     for package, folder in _FOLDERS:
         spec = importlib.util.find_spec(package)
         roots = [] if spec is None else spec.submodule_search_locations or []
-        found += [Path(root, folder.format(major=major), name) for root in roots]
-    return [str(path) for path in found if path.is_file()]
+        paths += [Path(root, folder.format(major=major), name) for root in roots]
+    return [str(path) for path in paths if path.is_file()]

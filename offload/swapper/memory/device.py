@@ -329,8 +329,8 @@ def memory_stats(device: torch.device) -> dict[str, Any]:
     if device.type == "cpu":
         return {}
     # Not every device's module has the function: that of MPS has none.
-    found = getattr(torch.get_device_module(device), "memory_stats", None)
-    return {} if found is None else dict(found(device))
+    stats = getattr(torch.get_device_module(device), "memory_stats", None)
+    return {} if stats is None else dict(stats(device))
 
 
 def empty_cache(device: torch.device) -> None:
@@ -718,8 +718,8 @@ _ROCM = ("hip", "rocm")
 def accelerator_type() -> str | None:
     """Returns the type of the accelerator that torch finds, such as "cuda" (ROCm too) or "xpu"; None without one."""
     # Asked first: torch 2.6 raises if there is none.
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return None if found is None else found.type
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if accelerator is None else accelerator.type
 
 
 def compute_device(name: str, setting: str = '"device"') -> torch.device:
@@ -733,13 +733,13 @@ def compute_device(name: str, setting: str = '"device"') -> torch.device:
     Raises:
         ConfigError: if the name is unknown, or if the device does not exist.
     """
-    found = None if name == "cpu" else accelerator_type()
-    if name not in ("auto", "cpu", found):
+    accelerator = None if name == "cpu" else accelerator_type()
+    if name not in ("auto", "cpu", accelerator):
         if not _is_type(name) or name in _ROCM:
-            known = "" if found in (None, "cuda") else f", {found}"
+            known = "" if accelerator in (None, "cuda") else f", {accelerator}"
             raise ConfigError(f"there is no device {name!r}: {setting} may be auto, cpu, cuda{known}{_hint(name)}")
         raise ConfigError(f'{setting} is {name}, but torch finds no {name.upper()} device; set it to "auto" or "cpu"')
-    if found is None:
+    if accelerator is None:
         return torch.device("cpu")
     local, count = os.environ.get("LOCAL_RANK", "0"), torch.accelerator.device_count()
     # torchrun shows all GPUs to each process, other launchers show one. A current device other than 0 is the user's.
@@ -749,7 +749,7 @@ def compute_device(name: str, setting: str = '"device"') -> torch.device:
                 f"LOCAL_RANK is {local}, but torch finds {count_of(count, 'device')}; start one process for each"
             )
         set_index(int(local))
-    return torch.device(found, current_index())
+    return torch.device(accelerator, current_index())
 
 
 def _hint(name: str) -> str:
@@ -833,13 +833,13 @@ def growing_segments(environment: Mapping[str, str], in_use: bool) -> tuple[bool
         environment: the environment of the process.
         in_use: True if CUDA has been used, and the environment read.
     """
-    given = {name: environment[name] for name in _NAMES if environment.get(name)}
+    settings = {name: environment[name] for name in _NAMES if environment.get(name)}
     grows = Remark(
-        f"torch's allocator lets its segments grow ({next(iter(given), _NAME)}={_GROWING}), which leaves fewer gaps "
+        f"torch's allocator lets its segments grow ({next(iter(settings), _NAME)}={_GROWING}), which leaves fewer gaps "
         "beside the weights; another value of this variable changes that"
     )
-    if given:
-        return False, grows if set(given.values()) == {_GROWING} else None
+    if settings:
+        return False, grows if set(settings.values()) == {_GROWING} else None
     if in_use:
         return False, Remark(
             f"CUDA was in use before offload.initialize, so torch's allocator keeps segments of fixed size, which may "

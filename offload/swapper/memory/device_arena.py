@@ -198,17 +198,17 @@ class DeviceArena:
             event.wait()
         return nbytes
 
-    def give_back(self, kept: Sequence[Region] = ()) -> None:
+    def give_back(self, regions: Sequence[Region] = ()) -> None:
         """Gives the memory back to the device, for others. `take_back` must come before any use of the arena.
 
         Blocks the calling thread until copies and compute in flight are done.
 
         Args:
-            kept: regions that keep their contents, on a device that works in host memory; others have none.
+            regions: regions that keep their contents, on a device that works in host memory; others have none.
         """
         assert len(self.blocks) == 1, "grown memory is given back before"
         self._views, self._viewed = {}, {}  # storages over the memory, which would not know its next address
-        self._device.give_back(self.blocks[0][1], gaps(0, self.nbytes, kept))
+        self._device.give_back(self.blocks[0][1], gaps(0, self.nbytes, regions))
         self.given_back = True
 
     def take_back(self) -> None:
@@ -291,16 +291,16 @@ class DeviceArena:
         """Returns the buffer's own memory, (nbytes,) uint8: the same tensor at each call."""
         offset, nbytes, views = device_buffer.offset, device_buffer.nbytes, self._views  # read once: see `shrink`
         # Units return to the same places, and torch takes 8 µs to make a view.
-        found = views.get((offset, nbytes))
-        if found is None:
+        view_of_unit = views.get((offset, nbytes))
+        if view_of_unit is None:
             blocks = self.blocks
             start, memory = blocks[-1] if blocks[-1][0] <= offset else blocks[0]  # two at most
             with without_modes():  # those of the caller must not reach later callers
-                found = memory.narrow(0, offset - start, nbytes)
+                view_of_unit = memory.narrow(0, offset - start, nbytes)
             if len(views) >= _VIEWS:
                 views.clear()
-            views[offset, nbytes] = found
-        return found
+            views[offset, nbytes] = view_of_unit
+        return view_of_unit
 
     def viewed(self, memory: torch.Tensor, places: ViewPlaces) -> ViewedMemory:
         """Returns a buffer's memory, a result of `view`, in a storage of its own. One thread at a time may call it.
@@ -308,15 +308,15 @@ class DeviceArena:
         Where torch counts the tensors in a storage, it is the storage of the last use of that memory.
         """
         # A unit returns to few places, and for one of nine parameters torch takes 30 µs to make storage and views.
-        key, kept = (id(memory), id(places)), self._viewed
-        found = kept.get(key)
-        if found is None:
-            found = ViewedMemory(memory, places)
-            if found.counted:
-                if len(kept) >= _VIEWS:
-                    kept.clear()
-                kept[key] = found
-        return found
+        key, cache = (id(memory), id(places)), self._viewed
+        viewed_memory = cache.get(key)
+        if viewed_memory is None:
+            viewed_memory = ViewedMemory(memory, places)
+            if viewed_memory.counted:
+                if len(cache) >= _VIEWS:
+                    cache.clear()
+                cache[key] = viewed_memory
+        return viewed_memory
 
 
 def check_budget(what: str, have: int, need: int, advice: str) -> None:

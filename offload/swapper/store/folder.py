@@ -257,10 +257,10 @@ def _make_folder(folder: Path) -> None:
             with inner_folder(folder, 2, ours=True):
                 return
         except OSError as error:
-            for each in (run, folder):
-                if _is_obstacle(each):
+            for directory in (run, folder):
+                if _is_obstacle(directory):
                     raise StoreError(
-                        f"cannot make the swap folder {folder}: {each} exists and is not a folder; remove it, or "
+                        f"cannot make the swap folder {folder}: {directory} exists and is not a folder; remove it, or "
                         f"choose another run name or another nvme_path"
                     ) from None
             # Nothing in the way: another rank has just removed the empty folder of an earlier run, so try again.
@@ -431,7 +431,7 @@ def reserve(path: Path, nbytes: int) -> None:
 def reserve_blobs(folder: Path, nbytes: int) -> None:
     """Reserves `nbytes` and a quarter more for each blob, so that later commits fit on a drive that others fill."""
     paths = [folder / "blob.0", folder / "blob.1"]
-    have = [None if (found := inner_status(path, 3)) is None else found.st_size for path in paths]
+    have = [None if (status := inner_status(path, 3)) is None else status.st_size for path in paths]
     for path, size in zip(paths, have, strict=True):
         if size is None or size < nbytes:
             reserve(path, nbytes + nbytes // 4)
@@ -464,9 +464,9 @@ close_in_children: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 def _close_in_child() -> None:
     """Closes the files of all registered objects, in a forked child."""
-    for each in list(close_in_children):
+    for lock in list(close_in_children):
         with contextlib.suppress(OSError):
-            each.close_in_child()
+            lock.close_in_child()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

@@ -65,7 +65,7 @@ def image_of(tensors: Sequence[tuple[FileRange, int]], file_nbytes: Mapping[str,
         tensors: bytes of each tensor in its file, and the first byte of the tensor in the unit.
         file_nbytes: size of each file.
     """
-    ordered = sorted(each for each in tensors if each[0].nbytes)
+    ordered = sorted(pair for pair in tensors if pair[0].nbytes)
     extents: list[FileRange] = []
     for (path, start, nbytes), _ in ordered:
         first, last = start // PAGE * PAGE, min(align_up(start + nbytes), file_nbytes[path])
@@ -84,7 +84,9 @@ def image_of(tensors: Sequence[tuple[FileRange, int]], file_nbytes: Mapping[str,
         total += extent.nbytes
     pieces = []
     for (path, start, nbytes), target in ordered:
-        extent = next(each for each in extents if each.path == path and each.start <= start < each.stop)
+        extent = next(
+            candidate for candidate in extents if candidate.path == path and candidate.start <= start < candidate.stop
+        )
         pieces.append(Piece(begins[extent] + start - extent.start, range(target, target + nbytes)))
     return UnitImage(tuple(extents), tuple(sorted(pieces, key=lambda piece: piece.start)))
 

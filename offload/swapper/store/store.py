@@ -281,10 +281,10 @@ class SwapFiles:
 def _is_named(file: DirectFile) -> bool:
     """Returns False if the path of an open file names no file, or another one."""
     try:
-        found = os.stat(file.path)
+        status = os.stat(file.path)
     except FileNotFoundError:
         return False
-    return (found.st_dev, found.st_ino) == file.identity()
+    return (status.st_dev, status.st_ino) == file.identity()
 
 
 # -- store ---------------------------------------------------------------------------------------------
@@ -416,49 +416,49 @@ class Store:
             StoreError: If the files are damaged, incomplete, or of another run. The store is then closed.
         """
         try:
-            found = read_records(self._commit_path)
-            record = self._newest(found) if at is None else recovery.record_at(self.folders[0], at, found.valid)
-            held = recovery.load_blob(self.folders[0], record)
-            self._open_files(record, held)
-            damage = None if record is found.valid[0] else partial(self._first_damage, record, held)
-            self._undo.put_back(record, self._places, held.sums, self.write, self._files.states.sync, damage)
+            records = read_records(self._commit_path)
+            record = self._newest(records) if at is None else recovery.record_at(self.folders[0], at, records.valid)
+            blob = recovery.load_blob(self.folders[0], record)
+            self._open_files(record, blob)
+            damage = None if record is records.valid[0] else partial(self._first_damage, record, blob)
+            self._undo.put_back(record, self._places, blob.sums, self.write, self._files.states.sync, damage)
             # The run will overwrite the slots that a later record names: it must never be found again.
-            found.forget_later(self._commit_path, record)
+            records.forget_later(self._commit_path, record)
             self._undo.remove()
             self._notes.clear_suspect()
             self._notes.forget_end()  # from now on a kill leaves a run that can be resumed
             self.durable = record
             self.newest = list(record.slots)
-            self._sums.load(held.sums, self._places)
-            self.written.go_on(held.written)
-            return held.contents()
+            self._sums.load(blob.sums, self._places)
+            self.written.go_on(blob.written)
+            return blob.contents()
         except BaseException:
             self.close()
             raise
 
-    def _newest(self, found: Records) -> Record:
+    def _newest(self, records: Records) -> Record:
         """Returns the newest record that can be opened. After any sign of damage, compares all data of its commit."""
-        doubtful = bool(found.invalid_pages) or self._notes.suspect
-        recovered = recovery.find_newest(self.folders[0], found, len(self.newest), doubtful, self._find_damage)
+        doubtful = bool(records.invalid_pages) or self._notes.suspect
+        recovered = recovery.find_newest(self.folders[0], records, len(self.newest), doubtful, self._find_damage)
         if recovered.notice is not None:
             self.notices.append(recovered.notice)
         return recovered.record
 
-    def _find_damage(self, record: Record, held: format.Blob) -> Damage | None:
+    def _find_damage(self, record: Record, blob: format.Blob) -> Damage | None:
         """Opens the files, compares all data of a commit and closes them again; returns the first damage."""
-        self._open_files(record, held)
+        self._open_files(record, blob)
         try:
-            return self._first_damage(record, held)
+            return self._first_damage(record, blob)
         finally:
             self._files.close_states()
 
-    def _first_damage(self, record: Record, held: format.Blob) -> Damage | None:
+    def _first_damage(self, record: Record, blob: format.Blob) -> Damage | None:
         """Compares all data of a commit, whose files are open; returns the first damage."""
-        return first_damage(self._files.states, self._queue, self.spec, record, held.sums, self._undo)
+        return first_damage(self._files.states, self._queue, self.spec, record, blob.sums, self._undo)
 
-    def _open_files(self, record: Record, held: format.Blob) -> None:
+    def _open_files(self, record: Record, blob: format.Blob) -> None:
         """Opens the files of a commit."""
-        copy = Manifest.unpack(held.manifest, f"{self.folders[0]}/blob.{record.blob}")
+        copy = Manifest.unpack(blob.manifest, f"{self.folders[0]}/blob.{record.blob}")
         self.notices += self._files.open(copy, record.step)
 
     # -- data ---------------------------------------------------------------------------------------

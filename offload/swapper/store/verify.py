@@ -109,8 +109,8 @@ class _Comparison:
             crc = future.crc32c()
         except IoError as error:
             # The checksum of this range cannot be completed any more; the later chunks of the range report nothing.
-            told, self._bad, self._known = self._bad is checksum_range, checksum_range, None
-            return None if told else self._damage(chunk.key, chunk.start, chunk.nbytes, str(error))
+            reported, self._bad, self._known = self._bad is checksum_range, checksum_range, None
+            return None if reported else self._damage(chunk.key, chunk.start, chunk.nbytes, str(error))
         # A chunk of another range than the one in progress begins a new checksum.
         before = self._known[1] if self._known is not None and self._known[0] is checksum_range else 0
         crc = crc32c_joined(before, crc, chunk.nbytes)
@@ -214,11 +214,11 @@ def first_damage(
     file: StripedFile, queue: Queue, spec: StoreSpec, record: Record, packed: bytes, undo: Undo
 ) -> Damage | None:
     """Returns the first of `damages_of_commit`, or None. `packed` is the table as a blob contains it."""
-    found = damages_of_commit(file, queue, spec, record, unpack(packed), undo)
+    scan = damages_of_commit(file, queue, spec, record, unpack(packed), undo)
     try:
-        return next(found, None)
+        return next(scan, None)
     finally:
-        found.close()  # waits for the reads in flight: the caller closes the file next
+        scan.close()  # waits for the reads in flight: the caller closes the file next
 
 
 def _chunks(table: Mapping[Key, Slot]) -> Iterator[_Chunk]:
