@@ -263,12 +263,12 @@ class DirectionRates(Protocol):
 
 
 def seconds_at_once(rates: DirectionRates) -> float:
-    """Returns the seconds in which a drive reads a window of bytes and writes as many, both at once."""
+    """Returns the seconds that a drive takes to read a window of bytes and write as many, both at once."""
     return 2 * WINDOW_BYTES / rates.mixed
 
 
 def seconds_in_windows(rates: DirectionRates) -> float:
-    """Returns the seconds in which a drive reads a window of bytes and then writes as many, with a turn after each."""
+    """Returns the seconds that a drive takes to read a window of bytes, then write as many, with a turn after each."""
     turn = _TURN_BYTES / min(rates.read, rates.write)
     return WINDOW_BYTES / rates.read + WINDOW_BYTES / rates.write + 2 * turn
 

@@ -48,7 +48,7 @@ def move(queue: IoQueue, file: File, buffer: memoryview, operation: str, request
         queue: the queue that moves the bytes.
         file: a file of at least `len(buffer)` bytes.
         buffer: source or destination, owned by the caller; must not be used until the call returns.
-        operation: "read", "write" or "mixed", in which requests are a read and a write in turns, of one priority.
+        operation: "read", "write" or "mixed": a read and a write in turns, of one priority.
         request_bytes: bytes of each request; the last one may be shorter.
 
     Returns:

@@ -41,15 +41,7 @@ class SecondaryShards:
     """The secondary partitions of one rank. One thread at a time may call, that of all collectives."""
 
     def __init__(self, secondary: Secondary, rank: int, node: Ranks, device: Device, memory: torch.Tensor) -> None:
-        """Stores the memory, which contains nothing yet.
-
-        Args:
-            secondary: sizes.
-            rank: this rank, among all.
-            node: the ranks of its node.
-            device: the device.
-            memory: (secondary.nbytes,) uint8 on the device.
-        """
+        """`rank` counts among all ranks; `memory` is (secondary.nbytes,) uint8 on the device, empty."""
         self._secondary, self._rank, self._node, self._device = secondary, rank, node, device
         ends = list(itertools.accumulate(secondary.unit_nbytes))
         self._units = [memory[end - nbytes : end] for end, nbytes in zip(ends, secondary.unit_nbytes, strict=True)]
@@ -93,7 +85,7 @@ class SecondaryShards:
 
     def _copy(self, after: Event, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
         """Copies the second tensor of each pair into the first, after an event, and returns the event of the copies."""
-        # On the upload stream, which orders them behind the gather before and ahead of the one after. On a CPU the
+        # On the upload stream, which orders them after the gather before and ahead of the next one. On a CPU the
         # calling thread waits for the event and copies.
         with self._device.uploading():
             self._device.wait_event(after)
@@ -124,15 +116,7 @@ class WeightGathers:
         codes: torch.Tensor | None,
         secondary: SecondaryShards | None = None,
     ) -> None:
-        """Takes the memory.
-
-        Args:
-            ranks: all ranks.
-            device: the device.
-            coded: what is gathered as codes; None for nothing.
-            codes: (coded.nbytes,) uint8 on the device, for one gather after the other.
-            secondary: the secondary partition, for gathers within a node; None without one.
-        """
+        """`coded` is what is gathered as codes, None for nothing; `codes` is (coded.nbytes,) uint8 on the device."""
         self.ranks, self._device, self._coded, self._codes = ranks, device, coded, codes
         self._secondary = secondary
 
@@ -149,7 +133,6 @@ class WeightGathers:
             self._secondary.forget()
 
     def _gather(self, unit: int, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
-        """Gathers the unit over all ranks."""
         coded = self._in_codes(unit, shard_ranges)
         if not coded:
             return self.ranks.gather(whole, shard_ranges, uploaded)
@@ -158,7 +141,7 @@ class WeightGathers:
         exact = self.ranks.gather(
             whole, [shard_range for shard_range in shard_ranges if shard_range not in coded], uploaded
         )
-        # On an accelerator the upload stream orders the codes of one gather behind those of the one before.
+        # On an accelerator the upload stream orders the codes of one gather after those of the one before.
         with self._device.uploading():
             for shard_range in coded:
                 self._gather_codes(whole, shard_range)
@@ -242,7 +225,7 @@ class ExchangeMemory:
         """
         if not self._sent:
             return values
-        # Ordered behind the exchange that sent from this memory before, as all additions are.
+        # Ordered after the exchange that sent from this memory before, as all additions are.
         memory = self._sent[0]
         self._sent.rotate(-1)
         if self.form is None:

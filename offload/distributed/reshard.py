@@ -165,9 +165,9 @@ class StoredShards:
 #     new-rank<r> written and committed ─► resharded.json ─► rank<r> becomes old-rank<r>, new-rank<r> becomes rank<r>
 #                                                         └─► no resharded.json ─► old-rank<r> deleted
 #
-# Without the note the folders `rank<r>` are the run, and those beside them are deleted by the next start. With the note
+# Without the note the folders `rank<r>` are the run, and the next start deletes those next to them. With the note
 # the run is the one that the note names, and the next start ends the renames. Either way no state is lost by a kill.
-# Whoever holds the locks of the run's ranks owns the folders beside them too.
+# Whoever holds the locks of the run's ranks owns the folders next to them too.
 
 
 class Switch(NamedTuple):
@@ -220,7 +220,7 @@ def finish(folders: Sequence[Path]) -> None:
 
 
 def discard(folders: Sequence[Path]) -> None:
-    """Deletes the folders beside the run after an error, unless the note says that they are the run.
+    """Deletes the folders next to the run after an error, unless the note says that they are the run.
 
     Args:
         folders: the run's folder on each drive, the first drive first. The caller holds the locks of its ranks.
@@ -273,13 +273,12 @@ def _rename(folders: Sequence[Path], change: Switch) -> None:
 
 
 def _move(run: Path, name: str, new: str) -> None:
-    """Renames a rank's folder in that of the run."""
     with inner_folder(run, 1, ours=True) as folder:
         os.rename(name, new, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def _delete_aside(folders: Sequence[Path]) -> None:
-    """Deletes the folders beside the run. The first drive comes last: its lock keeps other processes out."""
+    """Deletes the folders next to the run. The first drive comes last: its lock keeps other processes out."""
     for folder in reversed(folders):
         for aside in folders_aside(folder):
             remove_files(aside)
@@ -328,7 +327,7 @@ def reshard(new: NewRanks, queue: Queue, check: Callable[[Snapshot], None]) -> s
     Args:
         new: the run as the ranks of this start will have it.
         queue: queue for reads and writes.
-        check: raises `StoreError` if all that a commit contains beside states does not fit this model.
+        check: raises `StoreError` if what a commit contains besides states does not fit this model.
 
     Returns:
         A line for the user; None if the run has as many ranks as this start, in as many replicas.
@@ -395,15 +394,9 @@ def _prepare(
     check: Callable[[Snapshot], None],
     opened: contextlib.ExitStack,
 ) -> list[_Written]:
-    """Writes all ranks' folders beside those of the run. Collective.
+    """Writes all ranks' folders next to those of the run. Collective.
 
-    Args:
-        new: see `reshard`.
-        before: arrangement of the ranks of the run.
-        at: number of the commit; None for the last one.
-        queue: see `reshard`.
-        check: see `reshard`.
-        opened: closes the files and releases the locks.
+    `at` is the number of the commit, None for the last one; `opened` closes the files and releases the locks.
     """
     ranks, run = new.ranks, new.folders[0]
     _check_visible(new, before)
@@ -425,7 +418,7 @@ def _prepare(
 
 
 def _mesh_of(run: Path) -> Mesh | None:
-    """Returns the arrangement of the ranks of the run; None if no manifest tells, or nothing could be committed."""
+    """Returns the arrangement of the ranks of the run; None if no manifest names it, or nothing could be committed."""
     manifests = (look(folder).manifest for folder in rank_folders(run) if is_rank(folder))
     known = next((manifest for manifest in manifests if manifest is not None), None)
     if known is None or known.spec.slots < 2:
@@ -435,7 +428,7 @@ def _mesh_of(run: Path) -> Mesh | None:
 
 
 def _discard(folders: Sequence[Path], kind: object, *_: object) -> None:
-    """Deletes at the end of a block what it has left beside the run, if an error of type `kind` ends it."""
+    """Deletes at the end of a block what it has left next to the run, if an error of type `kind` ends it."""
     if kind is not None:
         discard(folders)
 
@@ -474,14 +467,7 @@ def _open(
 ) -> FoundRun:
     """Opens a commit of the run and compares it with this model. Changes nothing.
 
-    Args:
-        new: see `reshard`.
-        before: arrangement of the ranks of the run. Replicas have equal states, and the first is read.
-        at: see `_prepare`.
-        looked: the run's folders on their first drive.
-        queue: see `reshard`.
-        check: see `reshard`.
-        opened: closes the files.
+    Replicas have equal states, and the first is read. `looked` are the run's folders on their first drive.
     """
     run = new.folders[0]
     sources = [_on_drives(rank_files, new) for rank_files in ranks_of(run, looked)]
@@ -530,7 +516,7 @@ def _on_drives(rank_files: Found, new: NewRanks) -> Found:
 
 
 def _check_room(new: NewRanks, need: int, before: Mesh) -> None:
-    """Raises `StoreError` if the drives have no room for the new swap files beside those of the run."""
+    """Raises `StoreError` if the drives have no room for the new swap files next to those of the run."""
     short = find_shortage(new.drives, need)
     if short is not None:
         raise StoreError(
@@ -555,13 +541,9 @@ def _compare(source_run: FoundRun, new: NewRanks, before: Mesh) -> None:
 
 
 def _write(new: NewRanks, source_run: FoundRun, queue: Queue, opened: contextlib.ExitStack) -> _Written:
-    """Writes this rank's states into a folder beside those of the run, and commits them.
+    """Writes this rank's states into a folder next to those of the run, and commits them.
 
-    Args:
-        new: see `reshard`.
-        source_run: the run.
-        queue: see `reshard`.
-        opened: closes the files and releases the lock.
+    `opened` closes the files and releases the lock.
     """
     rank, commits = new.ranks.rank, source_run.source.commits
     store = Store(new.drives, new.run, rank, new.spec, queue, first=commits[0].record.serial)

@@ -83,7 +83,7 @@ def lamb_ratio(step: LambStep, sums: Sequence[torch.Tensor]) -> float:
     """Returns the trust ratio |weight| / |direction| within the bounds of `step`, or 1 if either norm is zero.
 
     Args:
-        step: hyperparameters, of which the bounds are used.
+        step: hyperparameters; only the bounds are used.
         sums: results of `lamb_moments` for all segments of one parameter, in order.
     """
     weight = direction = 0.0

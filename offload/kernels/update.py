@@ -11,7 +11,7 @@ from offload.kernels import _native
 
 # -- noise ---------------------------------------------------------------------------------------------
 #
-# Random bits with which moments and masters are rounded: see [Note: stochastic rounding] in native/noise.h.
+# Random bits that round moments and masters: see [Note: stochastic rounding] in native/noise.h.
 
 
 _WORD = (1 << 64) - 1
@@ -44,7 +44,7 @@ class Keyed(NamedTuple):
 
 
 def keyed(start: int, stop: int, noise: Noise) -> Iterator[Keyed]:
-    """Yields the parts of a segment, mostly one, each of which has one key of its noise."""
+    """Yields the parts of a segment, mostly one. Each part has one key of its noise."""
     stream, element = noise
     while start < stop:
         high, low = divmod(element, _RANGE)
@@ -71,7 +71,7 @@ def noise_stream(seed: int, unit: int, step: int) -> int:
 
 
 def master_stream(stream: int) -> int:
-    """Returns the stream that rounds masters, beside `stream`, which rounds moments; as native/noise.h has it."""
+    """Returns the stream that rounds masters, as in native/noise.h; `stream` rounds moments."""
     return _mixed(stream ^ 0x6D6173746572)
 
 
@@ -197,7 +197,7 @@ class Segment(NamedTuple):
     step: Step | LambStep
     """Hyperparameters. `update` does not accept a `LambStep`, since LAMB needs two passes."""
     noise: Noise | None = None
-    """Rounds bf16 and 8-bit moments, and bf24 masters; None where all are fp32, on which a noise has no effect."""
+    """Rounds bf16 and 8-bit moments, and bf24 masters; None where all are fp32: noise has no effect there."""
 
 
 # -- arrays --------------------------------------------------------------------------------------------

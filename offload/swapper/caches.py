@@ -106,7 +106,7 @@ class Gathers(Protocol):
     """The gathers of units from all ranks. Called by the thread that runs the model or its backward."""
 
     def gather(self, unit: int, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
-        """Starts the gather of the other ranks' shards into `whole`, and returns the event after which it is complete.
+        """Starts the gather of the other ranks' shards into `whole`, and returns the event of its end.
 
         Args:
             unit: the unit.
@@ -131,12 +131,7 @@ class DeviceCache:
     ) -> None:
         """Allocates the permanent device buffers.
 
-        Args:
-            table: the table that all components of the pager share.
-            arena: the memory of all device buffers.
-            device: starts the copies.
-            peers: the other ranks; None for one rank.
-            expand: makes the bytes of a unit that are in no partition; None if no unit has such bytes.
+        `peers` is None for one rank. `expand` makes the bytes of a unit that are in no partition; None without such.
         """
         self._table = table
         self._expand_unit = expand
@@ -145,7 +140,7 @@ class DeviceCache:
         self._peers = peers
         self._floor: tuple[int, int] | None = None
         self._grown: tuple[int, int] = (0, 0)
-        """Region of grown memory in which units come and go."""
+        """Region of grown memory for units that come and go."""
         self._reserved: dict[int, DeviceBuffer] = {}
         """Room of units that are gathered soon."""
         self._kept: list[DeviceBuffer] = []
@@ -202,7 +197,7 @@ class DeviceCache:
         return find_room(self._arena.space, entry.size.nbytes, blocks, order, floor, beyond)
 
     def reserve(self, units: Sequence[int]) -> bool:
-        """Reserves room for all of `units`, in which nothing else is placed; without effect if it is not free.
+        """Reserves room for all of `units`, and for nothing else; without effect if the room is not free.
 
         No unit is dropped for it. `allocate` returns what is reserved, and `free_reserved` frees the rest.
         """
@@ -216,12 +211,11 @@ class DeviceCache:
         return True
 
     def free_reserved(self) -> None:
-        """Frees all room that is reserved, into which nothing was written."""
+        """Frees all room that is reserved. Nothing was written there."""
         while self._reserved:
             self._arena.give(self._reserved.popitem()[1], DONE, DONE)
 
     def _floor_for(self, unit: int) -> Floor:
-        """Returns the region in which `unit` and others come and go."""
         # Units come and go in the longest region only, so grown memory takes over if it is longer.
         start, stop = max(self._first_floor(), self._grown, key=lambda region: region[1] - region[0])
         nbytes = self._table.entries[unit].size.nbytes
@@ -230,7 +224,7 @@ class DeviceCache:
         return floor
 
     def _first_floor(self) -> tuple[int, int]:
-        """Returns the region of the first allocation in which units come and go."""
+        """Returns the region of the first allocation for units that come and go."""
         # At the first call all permanent buffers are allocated, so the longest free region is the one that units share.
         if self._floor is None:
             free = self._arena.space.holes
@@ -467,13 +461,7 @@ class HostCache:
     """
 
     def __init__(self, table: UnitTable, host: HostArena, source: WeightSource | None) -> None:
-        """Allocates the permanent host buffers.
-
-        Args:
-            table: the table that all components of the pager share.
-            host: the memory of all host buffers.
-            source: the files from which units are read; None if no unit's tier is DISK.
-        """
+        """Allocates the permanent host buffers. `source` is None if no unit's tier is DISK."""
         self._table = table
         self._host = host
         self._source = source

@@ -100,7 +100,7 @@ class GatherDecision(NamedTuple):
     ahead: int = -1
     """The unit that all ranks gather as well, before its use; -1 for none."""
     series: bool = False
-    """True if a series has begun, in which `go_on` gathers the unit."""
+    """True if a series has begun: `go_on` gathers the unit."""
 
 
 class Peers(Gathers, Protocol):
@@ -301,7 +301,7 @@ class CommonUses(Fetcher):
 #
 # The unit's old weights stay what every thread reads: on the device, or in the newest slot of the store. The fresh ones
 # are written to the other slot. They also stay in the host buffer of the old ones where the reads of the backward have
-# room beside it; that buffer is evicted as any other once the fresh weights are written.
+# room next to it; that buffer is evicted as any other once the fresh weights are written.
 #
 # Threads. The update worker calls everything but `paused`, which belongs to the thread that calls
 # `step()`.
@@ -375,7 +375,7 @@ class SpeculativeWeights:
 
         Args:
             unit: the unit.
-            first: byte of the partition at which the copy begins.
+            first: first byte of the partition to copy.
             destination: (nbytes,) uint8 on the host.
         """
         with self._lock:
@@ -390,7 +390,7 @@ class SpeculativeWeights:
                 entry.uploaded.wait()
                 self._device.copy(destination, source)
             else:
-                # Not `copy_`, which would start a team of threads for this thread, beside those of the kernels.
+                # Not `copy_`, which would start a team of threads for this thread, next to those of the kernels.
                 ctypes.memmove(destination.data_ptr(), source.data_ptr(), destination.nbytes)
         finally:
             with self._lock:
@@ -503,7 +503,7 @@ class WeightUpdates:
     def buffer_for(self, unit: int) -> HostBuffer | None:
         """Returns the host buffer that receives the fresh weights of `unit`, or None if none is free now.
 
-        `holds_weights` tells whether the buffer contains the old weights already. A unit of tier HOST has a buffer of
+        `holds_weights` is True if the buffer contains the old weights already. A unit of tier HOST has a buffer of
         its own. A unit of tier DEVICE has none: its update works on `device_tier`.
         """
         entry = self._entries[unit]
@@ -663,7 +663,7 @@ class Pager:
             view, uploaded = self.arena.view(entry.device_buffer), entry.uploaded
         try:
             self._device.wait_event(uploaded)
-        except BaseException:  # `uploaded` is the event of a gather to which another rank did not contribute
+        except BaseException:  # `uploaded` is the event of a gather that another rank did not contribute to
             self.release(unit)
             raise
         return view

@@ -1,7 +1,7 @@
 """Pure decisions of the pager: units to prefetch, units to evict, and offsets on the device.
 
     reads     the next uses, nearest first, into host memory that is free or holds only units used later
-    uploads   the same for device memory, at offsets that leave room for any other unit beside the pinned ones
+    uploads   the same for device memory, at offsets that leave room for any other unit next to the pinned ones
     victims   the units whose next use is furthest away (Belady's choice), as few as free one contiguous block
 
 The pager applies the decisions to memory, `simulate` applies them to numbers.
@@ -77,7 +77,7 @@ class _Order:
         self._backwards |= dict.fromkeys(units, (tuple(units), group))
 
     def _pass_over(self, group: Collection[int]) -> None:
-        """Moves the cursor behind uses of `group`: they are what the run before chose."""
+        """Moves the cursor past uses of `group`, which the run before chose."""
         while self.cursor < len(self.uses) and self.uses[self.cursor] in group:
             self._next[self.uses[self.cursor]] = self._following[self.cursor]
             self.cursor += 1
@@ -144,7 +144,6 @@ class _Order:
         return NEVER if position is None else position - self.cursor + len(self._expected)
 
     def distances(self, units: Iterable[int]) -> tuple[int, ...]:
-        """Returns `distance` of each of `units`, in one call."""
         if self._expected:
             return tuple([self.distance(unit) for unit in units])
         positions, cursor = self._next, self.cursor
@@ -169,7 +168,6 @@ class _Order:
                 yield unit
 
     def nearest(self, wanting: Callable[[int], bool]) -> int | None:
-        """Returns the first of `upcoming` that `wanting` accepts; None if there is none."""
         return next(filter(wanting, self._remaining()), None)
 
     def _remaining(self) -> Iterator[int]:
@@ -262,7 +260,7 @@ _ANSWERS = 4096
 """Number of choices of an offset that are remembered: those of two steps of a model of some hundreds of units."""
 
 _LATEST = 64
-"""Number of evictable units, those used latest, of which the best offset is sought first."""
+"""Number of evictable units, those used latest, among which the best offset is sought first."""
 
 
 class Block(NamedTuple):
@@ -274,7 +272,7 @@ class Block(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Limits that a config may set beside the budgets, in bytes of weights; None for no limit but memory."""
+    """Limits that a config may set in addition to the budgets, in bytes of weights; None for no limit but memory."""
 
     ahead: int | None = None
     """Bytes of upcoming units that are prefetched: at least one unit, or none if 0."""
@@ -290,7 +288,7 @@ class Eviction(NamedTuple):
 
 
 class Floor(NamedTuple):
-    """Region [start, stop) in which units come and go, and the bytes of the largest unit beside the one to place."""
+    """Region [start, stop) for units that come and go, and the bytes of the largest unit besides the one to place."""
 
     start: int
     stop: int
@@ -340,7 +338,7 @@ def find_room(
 
     A unit in use cannot be moved, so it should not be placed in the middle. Offsets are ranked by, in this order:
 
-    1. The largest other unit, of those that the region has room for beside this one (`largest_beside`), fits once
+    1. The largest other unit, of those that the region has room for next to this one (`largest_beside`), fits once
        nothing else is in use. Two units then fit into the bytes of both, whatever came and went before. A prefetch
        uses no other offset.
     2. The largest other unit fits now, without a further eviction.
@@ -371,7 +369,7 @@ def find_room(
 
 
 def largest_beside(unit: int, nbytes: int, ascending: Sequence[tuple[int, int]], room: int) -> int:
-    """Returns the bytes of the largest other unit that fits into `room` beside a unit; 0 if none does.
+    """Returns the bytes of the largest other unit that fits into `room` next to a unit; 0 if none does.
 
     Args:
         unit: the unit.
@@ -423,9 +421,7 @@ def _best_place(question: _Question) -> Eviction | None:
 def _places(question: _Question, near: Sequence[Block] | None = None) -> list[tuple[_Score, Eviction]]:
     """Returns every offset that is allowed and worth a look, in ascending order, with its score.
 
-    Args:
-        question: the question.
-        near: evictable blocks; if given, only offsets at their borders and at those of free memory are returned.
+    With `near`, evictable blocks, only offsets at their borders and at those of free memory are returned.
     """
     nbytes, holes, evictable, _, floor, beyond = question
     distances = {block.unit: distance for block, distance in zip(evictable, question.distances, strict=True)}
@@ -435,7 +431,7 @@ def _places(question: _Question, near: Sequence[Block] | None = None) -> list[tu
         if all(stop - start < nbytes for start, stop in free_regions(holes, allowed)):
             return []
     regions = free_regions(holes, [block[1:] for block in evictable])
-    # The longest region beside another one is the second where that one is the longest.
+    # The longest region next to another one is the second where that one is the longest.
     longest, second, *_ = (*sorted((stop - start for start, stop in regions), reverse=True), 0, 0)
     scored: list[tuple[_Score, Eviction]] = []
     for start, stop in regions:
@@ -463,7 +459,7 @@ def _places(question: _Question, near: Sequence[Block] | None = None) -> list[tu
             going = [evictable[position] for position in sorted([position for _, position in overlapping])]
             nearest = min([distances[block.unit] for block in going], default=NEVER + 1)
             if nearest > beyond:
-                # The largest region that stays free: elsewhere, before or behind the unit.
+                # The largest region that stays free: elsewhere, before or after the unit.
                 left = max(elsewhere, offset - start, stop - end)
                 score = (alone, left >= floor.largest, nearest, -sum([block.nbytes for block in going]))
                 scored.append((score, Eviction(offset, tuple([block.unit for block in going]))))

@@ -55,7 +55,6 @@ class Arguments:
     """
 
     def __init__(self, signature: Signature) -> None:
-        """Allocates memory for the arguments of a kernel with this signature."""
         self._layout, self._memory = signature.layout, ctypes.create_string_buffer(signature.layout.size)
         first = ctypes.addressof(self._memory)
         self.pointers = (c_void_p * signature.count)(*range(first, first + signature.layout.size, 8))
@@ -106,7 +105,6 @@ class Driver:
             raise RuntimeError(f"{name}: {self._words(result)}")
 
     def _words(self, result: int) -> str:
-        """Returns an error code in words."""
         name, text = c_char_p(), c_char_p()
         self._library.cuGetErrorName(result, byref(name))
         self._library.cuGetErrorString(result, byref(text))
@@ -255,7 +253,7 @@ class Compiler:
         architectures = (c_int * count.value)()
         self._call("nvrtcGetSupportedArchs", architectures)
         self.version = f"{major.value}.{minor.value}"
-        """Version of CUDA to which the library belongs, such as "12.8"."""
+        """The library's version of CUDA, such as "12.8"."""
         self.architectures = tuple(architectures)
         """Architectures for which the library compiles, such as 90 for compute capability 9.0."""
 
@@ -301,7 +299,6 @@ class Compiler:
             raise ConfigError(f"NVRTC refuses {name}: {self._words(refused)}")
 
     def _words(self, result: int) -> str:
-        """Returns an error code in words."""
         return f"{self._library.nvrtcGetErrorString(result).decode()} (NVRTC error {result})"
 
 

@@ -191,11 +191,6 @@ class Kernels:
     def __init__(self, *, context: Context, compiler: Compiler, capability: tuple[int, int]) -> None:
         """Loads nothing yet.
 
-        Args:
-            context: the context to load kernels into.
-            compiler: NVRTC.
-            capability: compute capability of the device, such as (9, 0).
-
         Raises:
             ConfigError: NVRTC compiles for later devices only.
         """

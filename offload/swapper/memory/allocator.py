@@ -54,7 +54,7 @@ class Allocator:
         self._stop = nbytes
 
     def add(self, nbytes: int) -> int:
-        """Adds a free region behind all others and returns its start.
+        """Adds a free region after all others and returns its start.
 
         A gap keeps any block from spanning two regions.
         """

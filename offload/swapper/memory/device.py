@@ -172,7 +172,7 @@ class _Thread(threading.local):
 class Device:
     """A device that has completed its compute by the time that torch returns: the CPU. Any thread may call it.
 
-    "Device memory" is ordinary memory here, on which kernels may work in place (`host_addressable`).
+    "Device memory" is ordinary memory here: kernels may work on it in place (`host_addressable`).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -306,7 +306,7 @@ class Device:
 
 
 class Shortages(NamedTuple):
-    """Counts of moments in which the device had no more memory, since the process began."""
+    """Counts of the times that the device ran out of memory, since the process began."""
 
     retries: int
     """Allocations for which torch gave up the memory that it kept, or tried to."""
@@ -315,7 +315,7 @@ class Shortages(NamedTuple):
 
 
 def shortages(device: torch.device) -> Shortages:
-    """Returns the shortages of `device` so far; zeros for a device on which torch counts none."""
+    """Returns the shortages of `device` so far; zeros for a device whose shortages torch does not count."""
     if device.type == "cpu":
         return Shortages(0, 0)
     # Not `memory_stats`, which renames hundreds of entries: this is called at every entry of an engine that has grown.
@@ -325,7 +325,7 @@ def shortages(device: torch.device) -> Shortages:
 
 
 def memory_stats(device: torch.device) -> dict[str, Any]:
-    """Returns the allocator's figures by torch's names for them; empty for a device on which torch counts none."""
+    """Returns the allocator's figures by torch's names for them; empty for a device without such figures."""
     if device.type == "cpu":
         return {}
     # Not every device's module has the function: that of MPS has none.
@@ -379,12 +379,7 @@ class AcceleratorDevice(Device):
     """
 
     def __init__(self, device: torch.device, side: HostSide) -> None:
-        """Creates the streams.
-
-        Args:
-            device: the accelerator, with its index.
-            side: pins host memory for this accelerator, and waits for its events.
-        """
+        """Creates the streams. `device` has an index."""
         super().__init__(device)
         self.host_addressable = False
         self._side = side
@@ -456,7 +451,6 @@ class AcceleratorDevice(Device):
         return granted
 
     def _pinned_bytes(self, part: torch.Tensor) -> int:
-        """Returns the pinned bytes of a registered part."""
         pieces = self._pinned.get(part.data_ptr(), ()) if part.nbytes else ()
         return min(part.nbytes, sum(last - first for first, last in pieces))
 
@@ -790,7 +784,7 @@ def host_side_of(device: torch.device) -> HostSide:
 # Growing segments for torch's allocator of a GPU, unless the user has chosen otherwise.
 #
 # torch's allocator takes memory from the driver in segments. Of fixed size, each keeps the gaps that batches of other
-# lengths leave in it, and beside an arena that takes most of the GPU a gap is memory that nobody can use. A segment
+# lengths leave in it, and next to an arena that takes most of the GPU a gap is memory that nobody can use. A segment
 # that grows is one range of addresses, onto which memory is mapped as it is needed.
 #
 # torch reads the setting once, from the environment, when CUDA is first used. To change it later there is only a

@@ -16,11 +16,11 @@ from offload.torch_internals import StorageReference, StorageUsers, in_second_st
 
 # -- viewed memory -------------------------------------------------------------------------------------
 #
-# A storage of its own over device memory, which tells whether a view of it is alive, and views that are used again.
+# A storage of its own over device memory, which shows whether a view of it is alive, and views that are used again.
 
 
 class ViewPlaces(NamedTuple):
-    """Places of the tensors into which memory is divided."""
+    """Places of the tensors that divide memory."""
 
     dtype: torch.dtype
     tensors: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
@@ -30,17 +30,12 @@ class ViewPlaces(NamedTuple):
 class ViewedMemory:
     """Device memory as tensors, in a storage that nobody else has.
 
-    The arena's own storage never dies, so it cannot tell whether a unit's weights are still in use. This one counts
+    The arena's own storage never dies, so it cannot show whether a unit's weights are still in use. This one counts
     the tensors in it: those of this object, and those that others have made of them.
     """
 
     def __init__(self, memory: torch.Tensor, places: ViewPlaces) -> None:
-        """Lays a storage over the memory.
-
-        Args:
-            memory: (nbytes,) uint8, kept alive by each view.
-            places: how to divide the memory.
-        """
+        """Lays a storage over `memory`, (nbytes,) uint8, which each view keeps alive."""
         self.memory, self.places = memory, places
         with torch.inference_mode(False):  # a later forward could not train with tensors of that mode
             flat = in_second_storage(memory).view(places.dtype)
@@ -57,7 +52,7 @@ class ViewedMemory:
 
     @property
     def counted(self) -> bool:
-        """True if the memory can be used again: torch tells whether others use the storage."""
+        """True if the memory can be used again: torch shows whether others use the storage."""
         return self._users is not None
 
     @property
@@ -68,7 +63,7 @@ class ViewedMemory:
         return self._users.count() != self._own
 
     def viewed_beside(self, own: int) -> bool:
-        """Returns True if more than `own` tensors beside this object's are in the storage; False without a count."""
+        """Returns True if more than `own` tensors besides this object's are in the storage; False without a count."""
         return self._users is not None and self._users.count() - self._own > own
 
     def let_go(self) -> None:
@@ -123,7 +118,7 @@ class DeviceBuffer(NamedTuple):
 
 
 class DeviceArena:
-    """Device memory in which units are stored while they are used: one allocation, and a second after `grow`.
+    """Device memory for units while they are used: one allocation, and a second after `grow`.
 
     A buffer may be freed while compute that reads the buffer is in flight: the next owner of the memory writes after
     the events in `DeviceBuffer.after`. With `poison`, freed buffers are filled with NaN and buffers are placed at
@@ -155,7 +150,6 @@ class DeviceArena:
             raise self._too_small(nbytes, error, advice) from error
 
     def _too_small(self, nbytes: int, error: Exception, advice: str) -> BudgetError:
-        """Returns the error for a device that has not `nbytes` for the arena."""
         return BudgetError(
             f"{self._device.torch} does not have {format_size(nbytes)} of contiguous free memory for the device "
             f"budget: {error}; {advice}"
@@ -230,7 +224,7 @@ class DeviceArena:
         self.blocks, self._views, self._viewed = [], {}, {}
 
     def addresses(self) -> list[tuple[int, int]]:
-        """Returns the first address of each allocation, and the one behind its end."""
+        """Returns the first address of each allocation, and the one after its end."""
         return [(memory.data_ptr(), memory.data_ptr() + memory.numel()) for _, memory in self.blocks]
 
     @property

@@ -49,7 +49,7 @@ class Classes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copied:
-    """Memory of an arena that an accelerator copies, beside staging, gradients, and buffers of weights.
+    """Memory of an arena that an accelerator copies, besides staging, gradients, and buffers of weights.
 
     Only such memory is pinned: pinning takes time at the start, and the system cannot move pinned pages.
     """
@@ -79,7 +79,7 @@ class Mapping:
         return self.bytes[start : max(start, stop)]
 
     def give(self, start: int, nbytes: int) -> None:
-        """Frees a region, none of which is pinned. Its pages go back to the system, whose free memory counts them."""
+        """Frees a region without pinned bytes. Its pages go back to the system, whose free memory counts them."""
         self.space.give(start, nbytes)
         self.release(start, start + nbytes)
 
@@ -204,7 +204,7 @@ class HostArena:
             raise
 
     def _parts_to_pin(self, copied: Copied) -> dict[str, torch.Tensor]:
-        """Returns the parts that the device copies: first those of which it copies each byte most often in a step."""
+        """Returns the parts that the device copies: first those whose bytes it copies most often in a step."""
         weights, cache = self.weights.start + self.classes.weights, self._start + self._without_cache
         bounds = {
             "staging": (self.staging.start, self.staging.start + self.classes.staging),

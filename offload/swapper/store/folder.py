@@ -80,8 +80,8 @@ def rank_number(name: str) -> int | None:
 class Lock:
     """Exclusive lock of this process on a rank's folder.
 
-    The folder itself is locked beside the file, where the file system can: a cleaner of old files may delete the file,
-    and leaves a locked folder alone.
+    The folder itself is locked as well as the file, where the file system can: a cleaner of old files may delete the
+    file, and leaves a locked folder alone.
 
     Args:
         folder: The folder.
@@ -298,7 +298,7 @@ def remove_files(folder: Path) -> None:
     """Deletes a store's files in a rank's folder, and the folder itself unless other files are in it."""
     with inner_folder(folder, 2) as descriptor:
         temporary = [name for name in os.listdir(descriptor) if name.endswith(".tmp")]
-        # The manifest near the end, since it tells whose files these are. The lock last: once its name is gone, another
+        # The manifest near the end, since it says whose files these are. The lock last: once its name is gone, another
         # process may lock the folder and write new files.
         for name in (*temporary, *FILES):
             with contextlib.suppress(FileNotFoundError, IsADirectoryError):
@@ -501,14 +501,14 @@ def clone_range(source: int, start: int, nbytes: int, destination: int, offset: 
 
 # -- run notes -----------------------------------------------------------------------------------------
 #
-# Notes beside the swap files: how a run ended, and that a commit was found damaged.
+# Notes next to the swap files: how a run ended, and that a commit was found damaged.
 #
 # The notes of an end are stored in the run's folder on its first drive, for all ranks. The note of damage is stored in
 # the rank's folder on that drive.
 
 
 FINISHED = "finished.json"
-"""Name of the note that the run ended. The files beside the note are remainders, from which no run resumes."""
+"""Name of the note that the run ended. The files next to the note are remainders; no run resumes."""
 CLOSED = "closed.json"
 """Name of the note that the run was closed without being kept. It can be resumed, or replaced by a start of its job.
 
@@ -522,7 +522,7 @@ def read_finished(run: Path) -> dict[str, Any] | None:
     """Returns the note that the run in a folder has ended; None without one, and for a file that is no such note.
 
     A run writes the note durably before it deletes a file. What cannot be read is therefore damage or a file of
-    somebody else's, and the swap files beside it may be the whole run.
+    somebody else's, and the swap files next to it may be the whole run.
     """
     try:
         note: dict[str, Any] = read(read_whole(run / FINISHED), fields({"steps": whole()}))

@@ -193,7 +193,7 @@ def read_if_any(path: Path) -> bytes:
         # Not a missing file: a start would otherwise take a run for none and delete its commits, and a resume would
         # take a commit for damaged.
         wrong = IoError(str(path), 0, 0, error.errno or errno.EIO, "read")
-        wrong.strerror = error.strerror  # which may tell more than the system's words for the number
+        wrong.strerror = error.strerror  # which may say more than the system's words for the number
         raise wrong from error
 
 
@@ -321,7 +321,7 @@ class Manifest:
     """For each drive, the number of its stripes in each row."""
     stripe_bytes: int
     spec: StoreSpec
-    # Not compared: an older version of offload leaves the id out of its commits, beside files that have it.
+    # Not compared: an older version of offload leaves the id out of its commits, next to files that have it.
     run_id: str | None = field(default=None, compare=False)
     """Random id of the run, the same in the stores of all its ranks; None if unknown, as in runs of older versions."""
 
@@ -348,7 +348,7 @@ class Manifest:
 
     @cached_property
     def packed(self) -> bytes:
-        """The bytes of the manifest on the first drive, of which each blob contains a copy."""
+        """The bytes of the manifest on the first drive. Each blob contains a copy."""
         return self.pack()
 
     @classmethod
@@ -495,7 +495,7 @@ def _plain_places(spec: StoreSpec) -> list[dict[str, list[list[list[int]]]]]:
 
 def _in_all(slots: Sequence[Sequence[Sequence[int]]]) -> int:
     """Returns the bytes of the extents that both slots of a manifest name."""
-    # With one slot nothing is shared, and the manifest does not tell which bytes are frozen.
+    # With one slot nothing is shared, and the manifest does not record which bytes are frozen.
     return sum(extent[1] for extent in slots[0] if extent in slots[1]) if len(slots) == 2 else 0
 
 
@@ -642,7 +642,7 @@ SUMS, MANIFEST, WRITTEN = "store.sums", "store.manifest", "store.written"
 _ROW_NBYTES = 5 * 8
 """Bytes of a row of the table of checksums; see `checksums.pack`."""
 _LENGTH_NBYTES = 8
-"""Bytes of the header's length, with which a safetensors file begins."""
+"""A safetensors file begins with its header's length, in this many bytes."""
 
 
 _PLACE = fields({"dtype": text(), "data_offsets": rows(whole(), 2, 2)})
@@ -652,7 +652,7 @@ class Blob:
     """The bytes of a blob, whose checksum the caller has verified.
 
     Raises:
-        ValueError: If the bytes are no blob, which a right checksum does not tell.
+        ValueError: If the bytes are no blob, which a right checksum does not show.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -694,7 +694,6 @@ class Blob:
         return {name: value for name, value in tensors.items() if name not in (SUMS, MANIFEST, WRITTEN)}
 
     def _bytes(self, name: str) -> bytes:
-        """Returns the bytes of one tensor."""
         start, end = self._header[name]["data_offsets"]
         return self._data[self._start + start : self._start + end]
 
@@ -776,7 +775,7 @@ def of_zeros(place: Extents) -> Slot:
 def renewed(old: Slot, new: Iterable[ChecksumRange]) -> Slot:
     """Returns the checksum ranges of a slot after `new` was written over `old`.
 
-    `new` begins at byte 0. Frozen weights behind `new` keep their checksums.
+    `new` begins at byte 0. Frozen weights after `new` keep their checksums.
     """
     written = tuple(new)
     end = written[-1].start + written[-1].nbytes
@@ -823,7 +822,7 @@ def sum_of(slot: Sequence[ChecksumRange], start: int, nbytes: int) -> int | None
 
 
 def _border(slot: Sequence[ChecksumRange], at: int) -> int | None:
-    """Returns the number of ranges before byte `at`; None if `at` is inside a range or behind the last."""
+    """Returns the number of ranges before byte `at`; None if `at` is inside a range or after the last."""
     before = bisect.bisect_left(slot, at, key=lambda checksum_range: checksum_range.start)
     # The end of the last range is a border as well.
     ends = before == len(slot) and before and slot[-1].start + slot[-1].nbytes == at
@@ -894,7 +893,7 @@ class _Passage(NamedTuple):
 class Passages:
     """Comparison of sequential reads with the checksums of ranges. Any thread may add a read.
 
-    A read that ends inside a range stays open, and the read of the bytes behind it is compared together with it. Of
+    A read that ends inside a range stays open, and the read of the bytes after it is compared together with it. Of
     many open ones the oldest is forgotten: its bytes are compared when they are read again.
     """
 
@@ -954,7 +953,7 @@ class Passages:
 #
 # The blob of a commit contains a few checksums of a slot, one for each range that an update has written. A read of
 # other bytes could not be compared with them. In memory a slot therefore has a CRC-32C for each page of 4096 bytes: the
-# native queue computes those of a request beside that of the whole, at no cost of its own.
+# native queue computes those of a request along with that of the whole, at no cost of its own.
 #
 #     pages     the usual case: a read of whole pages is compared by one comparison of memory
 #     parts     of a page that two writes share, a checksum for each; a read that cuts a part splits it first
@@ -984,7 +983,7 @@ class PageSums:
 
         Args:
             nbytes: number of bytes of the slot.
-            ranges: ranges of which only the checksum of the whole is known.
+            ranges: ranges whose only known checksum is that of the whole.
         """
         self.nbytes = nbytes
         self._sums = bytearray(_packed(crc32c_of_zeros(PAGE)) * (nbytes // PAGE))
@@ -996,7 +995,7 @@ class PageSums:
         self._lock = threading.Lock()
 
     def renewed(self, writes: Sequence[tuple[int, int, bytes]]) -> PageSums:
-        """Returns the checksums after the slot was written from byte 0 on. Bytes behind the last write keep theirs.
+        """Returns the checksums after the slot was written from byte 0 on. Bytes after the last write keep theirs.
 
         Args:
             writes: start, number of bytes and checksums of the pages of each write, in order, without gaps.
@@ -1216,7 +1215,7 @@ class ChecksumTable:
         return pack_checksums(self._slots)
 
     def growth_nbytes(self, places: Sequence[Mapping[State, Sequence[Extents]]]) -> int:
-        """Returns the bytes by which the packed table may grow.
+        """Returns how many bytes the packed table may grow.
 
         A new store has one checksum for each state; later each tile of an update has one.
 
@@ -1236,13 +1235,13 @@ class ChecksumTable:
         return sum_of(self._slots[key], 0, nbytes)
 
     def replace(self, key: Key, writes: Sequence[tuple[int, Future]], own_nbytes: int) -> None:
-        """Enters the checksums of the writes to a slot. Frozen weights behind the last write keep theirs.
+        """Enters the checksums of the writes to a slot. Frozen weights after the last write keep theirs.
 
         Args:
             key: The unit and the state.
             writes: The start and the ended future of each write, in order, without gaps and from byte 0 on.
             own_nbytes: The bytes at the start of the slot that updates write. No checksum covers some of these
-                and some behind them, since an update would replace it.
+                and some after them, since an update would replace it.
         """
         self._pages[key] = self._pages[key].renewed([(at, future.wait(), future.page_crcs()) for at, future in writes])
         new = [ChecksumRange(start, future.wait(), future.crc32c()) for start, future in writes]

@@ -98,7 +98,7 @@ class Found(NamedTuple):
 
     @property
     def run_id(self) -> str | None:
-        """Returns the id of the run to which the folder belongs; None if unknown."""
+        """Returns the id of the folder's run; None if unknown."""
         return None if self.manifest is None else self.manifest.run_id
 
     def commit(self, serial: int) -> Commit | None:
@@ -375,7 +375,7 @@ def _object_in(data: bytes) -> dict[str, Any]:
 
 
 def store_id(folder: Path) -> str | None:
-    """Returns the id of the store to which a rank's folder on any drive belongs; None if it cannot be read."""
+    """Returns the id of the store that owns a rank's folder on any drive; None if it cannot be read."""
     noted_id = _notes(folder / "manifest.json").get("id")
     return noted_id if isinstance(noted_id, str) else None
 

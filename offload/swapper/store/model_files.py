@@ -45,7 +45,7 @@ class FileRange(NamedTuple):
 
 
 class UnitImage(NamedTuple):
-    """The pages in which the tensors of a unit lie, and the place of each tensor in them."""
+    """The pages that contain the tensors of a unit, and the place of each tensor in them."""
 
     extents: tuple[FileRange, ...]
     """The pages, one range after the other in the image."""
@@ -200,12 +200,10 @@ class _UnitFile:
 
     @property
     def path(self) -> str:
-        """Returns the path of the first file."""
         return self.paths[0]
 
     @property
     def closed(self) -> bool:
-        """True if a file is closed."""
         return any(file.closed for file, _ in self._extents)
 
     def pieces(self, offset: int, nbytes: int) -> list[FilePiece]:
@@ -220,5 +218,4 @@ class _UnitFile:
         return requests
 
     def parts(self) -> list[DirectFile]:
-        """Returns the files."""
         return list(dict.fromkeys(file for file, _ in self._extents))

@@ -26,7 +26,7 @@ from offload.swapper.store.verify import Damage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovered:
-    """The commit from which a run resumes."""
+    """The commit that a run resumes from."""
 
     record: Record
     notice: str | None

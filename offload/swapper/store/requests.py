@@ -213,7 +213,7 @@ class CheckedRead:
         )
 
     def _read_pages(self, nbytes: int, submit: Callable[[int, memoryview], Future]) -> dict[int, _Page]:
-        """Starts to read whole pages of which the request is for a part that has no checksum of its own."""
+        """Starts to read whole pages where the request covers only a part that has no checksum of its own."""
         pages = {}
         for page_range in self._sums.pages_to_read(self._start, nbytes):
             memory = aligned_empty(len(page_range))
@@ -240,7 +240,7 @@ class CheckedRead:
         return sums.first_damage(start, nbytes, page_sums, memory)
 
     def _prove(self, of: ChecksumRange, submit: Callable[[int, memoryview], Future]) -> bool:
-        """Reads a range of which only the checksum of the whole is known, for those of its pages."""
+        """Reads a range whose only known checksum is that of the whole, to learn those of its pages."""
         buffer, parts, crc = aligned_empty(min(of.nbytes, _CHUNK_NBYTES + PAGE)), list[tuple[int, int, bytes]](), 0
         at, stop = of.start, of.start + of.nbytes
         while at < stop:
@@ -276,12 +276,7 @@ class DriveSpans:
     """Recorder of requests, by unit and state, and of commits. One object serves the store and the spill files."""
 
     def __init__(self, timeline: Timeline, names: Sequence[str]) -> None:
-        """Creates the titles of all spans.
-
-        Args:
-            timeline: receives the spans.
-            names: the displayed name of each unit.
-        """
+        """Creates the titles of all spans. `names` are the displayed names of the units."""
         self._timeline = timeline
         self._recorded = timeline.recorded
         self._titles = [{state: f"{name} {state.value}" for state in State} for name in names]

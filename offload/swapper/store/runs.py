@@ -56,7 +56,7 @@ def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
     """
     folder = Path(paths[0]) / run
     check_owner(folder)
-    # A run that ends writes the note before it deletes its files, and a start deletes the note. Files beside the note
+    # A run that ends writes the note before it deletes its files, and a start deletes the note. Files next to the note
     # are leftovers.
     finished = read_finished(folder)
     if finished is not None:
@@ -133,7 +133,7 @@ def find_removal(path: Path) -> Removal:
     Raises:
         StoreError: if `path` is not a run folder, or is a later drive of a run whose first drive is present.
     """
-    # A path such as "." has not the run's name, by which its folders on other drives are found.
+    # A path such as "." lacks the run's name, which its folders on other drives have too.
     path = Path(os.path.abspath(path))
     _check_run(path)
     note = path / FINISHED
@@ -275,7 +275,7 @@ def _says_so(folder: Path, ids: set[str], run: Path) -> bool:
 def _not_found(rank_files: Found) -> tuple[Path, ...]:
     """Returns the rank's folders on other drives that cannot be found, or that may belong to another copy of the run.
 
-    A copy of the first drive alone, beside its original, has none.
+    A copy of the first drive alone, next to its original, has none.
     """
     if rank_files.drive or rank_files.manifest is None:
         return ()
@@ -322,7 +322,7 @@ def other_runs(paths: Sequence[str | Path], run: str) -> list[OtherRun]:
 
 
 def _held_elsewhere(folder: Path) -> bool:
-    """Returns True if a process holds the first drive of the store of which this folder is a later drive."""
+    """Returns True if a process holds the first drive of the store whose later drive this folder is on."""
     try:
         first = read_manifest(folder / "manifest.json").drives[0]
     except (StoreError, IndexError):

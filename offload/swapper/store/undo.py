@@ -8,7 +8,7 @@ first:
     entry   a page of JSON with its CRC-32C in the last 4 bytes ► the bytes of the slot
 
 All entries of a unit are durable before its slot is written. So a copy that a kill or a power cut has interrupted is
-one of a slot that is whole. Only the checksums of the commit tell whether a copy is complete: a page may be durable
+one of a slot that is whole. Only the checksums of the commit show whether a copy is complete: a page may be durable
 before its bytes.
 """
 
@@ -65,7 +65,6 @@ class _Entry(NamedTuple):
     nbytes: int
 
     def pack(self) -> bytes:
-        """Returns the entry's page."""
         fields = {"serial": self.commit[0], "time_ns": self.commit[1], "unit": self.unit, "state": self.state.value}
         body = json.dumps({**fields, "nbytes": self.nbytes}).encode().ljust(PAGE - _CRC.size)
         return body + _CRC.pack(crc32c(body))

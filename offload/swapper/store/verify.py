@@ -65,7 +65,6 @@ class _Comparison:
         slots: Sequence[int],
         title: Callable[[int], str],
     ) -> None:
-        """Prepares the comparison; see `damages` for the arguments."""
         self._file = file
         self._places = places
         self._slots = slots
@@ -73,7 +72,7 @@ class _Comparison:
         self._known: tuple[ChecksumRange, int] | None = None
         """The range in progress and the checksum of its bytes so far."""
         self._bad: ChecksumRange | None = None
-        """The range in which a read failed last. The failure was reported; later chunks of the range report nothing."""
+        """The range of the last read that failed. This failure was reported; later chunks report nothing."""
 
     def place(self, key: Key) -> Extents:
         """Returns the extents of the slot that the commit names for a unit and state."""
@@ -87,7 +86,7 @@ class _Comparison:
         return sum(checksum_range.nbytes for checksum_range in slot) <= self.place(key).nbytes
 
     def uncovered(self, table: Mapping[Key, Slot]) -> Iterator[Damage]:
-        """Yields the slots of which `table` does not contain the checksums of all bytes."""
+        """Yields the slots that the checksums of `table` do not cover as a whole."""
         for unit, row in enumerate(self._places):
             for state in row:
                 key = (unit, state)
