@@ -85,8 +85,8 @@ class SecondaryShards:
 
     def _copy(self, after: Event, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
         """Copies the second tensor of each pair into the first, after an event, and returns the event of the copies."""
-        # On the upload stream, which orders them after the gather before and ahead of the next one. On a CPU the
-        # calling thread waits for the event and copies.
+        # upload stream: it orders them after the gather before and ahead of the next one. On a CPU the calling thread
+        # waits for the event and copies.
         with self._device.uploading():
             self._device.wait_event(after)
             for target, source in pairs:
@@ -141,7 +141,7 @@ class WeightGathers:
         exact = self.ranks.gather(
             whole, [shard_range for shard_range in shard_ranges if shard_range not in coded], uploaded
         )
-        # On an accelerator the upload stream orders the codes of one gather after those of the one before.
+        # upload stream: on an accelerator it orders the codes of one gather after those of the one before.
         with self._device.uploading():
             for shard_range in coded:
                 self._gather_codes(whole, shard_range)

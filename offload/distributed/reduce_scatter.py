@@ -298,8 +298,8 @@ class ReduceScatterAccumulator(GradientAccumulator):
             self._reduce()
             self._add_received()
         memory = self._room[unit].pop().view(self.dtype if self._adds_up else self._sent[unit])
-        # The exchange before has read this memory on a stream of the backend. The additions are ordered after it, but
-        # they may have been submitted to another stream than that of this gradient, if the model uses several.
+        # compute stream: the exchange before has read this memory on a stream of the backend. The additions are ordered
+        # after it, but may have gone to another stream than that of this gradient, if the model uses several.
         self._device.wait_event(self._added)
         unit_sum = self._held[unit] = _Held(memory, set())
         return unit_sum
@@ -317,6 +317,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         super()._flush()
         aside, self._aside = self._aside, []
         for unit, segment, gradient, computed in aside:
+            # compute stream: another one may have computed the gradient.
             self._device.wait_event(computed)
             self._add(unit, segment, gradient)
 
@@ -355,7 +356,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         """
         part, mesh = self._parts[unit], self._ranks.mesh
         sends = self._ranks.rank in holders
-        # NCCL waits for the calling thread's stream, which need not be the one that has added up what came here.
+        # compute stream: NCCL waits for that of the calling thread, which need not have added up what came here.
         self._device.wait_event(self._added)
         assert sends or unit != self._unit, "the other ranks take what was announced for what is sent"
         rows = sent = None

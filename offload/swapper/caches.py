@@ -290,7 +290,7 @@ class DeviceCache:
     def drop(self, entry: UnitEntry) -> None:
         """Drops the device copy of a unit. The copy is clean, so no bytes move."""
         assert entry.device_buffer is not None and not entry.pins
-        # The upload and the last compute may still be in flight: the next owner of the memory waits for both events.
+        # upload and compute streams: both may still use the memory, so its next owner waits for both events.
         self._arena.give(entry.device_buffer, entry.uploaded, entry.read)
         entry.device_buffer = None
         # A host buffer that is kept, or the permanent device buffer of the partition, holds the newest copy. WRITING
@@ -326,7 +326,8 @@ class DeviceCache:
             device_buffer: room for the unit.
             read: starts to read the partition from a byte offset into a buffer.
         """
-        # The drive writes this memory without a stream, so compute that reads it must be over, not only ordered.
+        # calling thread: the drive writes this memory without a stream, so compute that reads it must be over, not only
+        # ordered.
         for event in device_buffer.after:
             event.wait()
         entry.transfer = Transfer(None, read(0, self._arena.view(device_buffer).numpy().data))
@@ -349,8 +350,8 @@ class DeviceCache:
         self._table.move(entry, Residency.UPLOADING)
         try:
             with self._table.timeline.span(Row.UPLOADS, entry.size.title, entry.size.shard_nbytes):
-                # The copy blocks on a CPU, and on a GPU if the host memory is not pinned, so the lock is released.
-                # UPLOADING keeps other threads from this unit meanwhile.
+                # calling thread: the copy blocks on a CPU, and on a GPU if the host memory is not pinned, so the lock
+                # is released. UPLOADING keeps other threads from this unit meanwhile.
                 self._table.changed.without_lock(lambda: self._copy_shard(entry, device_buffer))
             self.gather(entry, device_buffer, entry.copied)
             self._expand(entry, device_buffer)
@@ -363,13 +364,13 @@ class DeviceCache:
     def _copy_shard(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:
         """Starts the copies of this rank's shard into `device_buffer`, and keeps the last event. Needs no lock."""
         whole, shard = self._arena.view(device_buffer), self._shard(entry)
-        # Upload stream: the copies wait for `after`, the last compute and upload of the memory's former owner.
+        # upload stream: the copies wait for `after`, the last compute and upload of the memory's former owner.
         if entry.size.is_whole:
             entry.uploaded = entry.copied = self._device.upload(whole, shard, device_buffer.after)
             return
         for start, target in entry.size.pieces:
             source = shard[start : start + len(target)]
-            # All copies run on the upload stream in order, so the event of the last one covers the others.
+            # upload stream: all copies run in order, so the event of the last one covers the others.
             entry.copied = self._device.upload(whole[target.start : target.stop], source, device_buffer.after)
         entry.uploaded = entry.copied
 
@@ -383,8 +384,8 @@ class DeviceCache:
     def gather(self, entry: UnitEntry, device_buffer: DeviceBuffer, copied: Event) -> None:
         """Starts the gather of the other ranks' shards, ordered after `copied`, the copy of this rank's shard."""
         if self._peers is not None:
-            # The lock is released: a gather may block until the other ranks join, and the update worker must not wait
-            # for them.
+            # calling thread: a gather may block until the other ranks join. The lock is released, since the update
+            # worker must not wait for them.
             peers, whole = self._peers, self._arena.view(device_buffer)[: entry.size.stored_nbytes]
             entry.uploaded = self._table.changed.without_lock(
                 lambda: peers.gather(entry.index, whole, entry.size.shard_ranges, copied)
@@ -399,14 +400,14 @@ class DeviceCache:
         whole = self._arena.view(device_buffer)
 
         def work() -> Event:
-            # On the upload stream, whose copies have waited for the last compute that read this memory. A gather may
-            # have another stream, so its event is waited for.
+            # upload stream: its copies have waited for the last compute that read this memory. A gather may have
+            # another stream, so its event is waited for.
             with self._device.uploading():
                 self._device.wait_event(entry.uploaded)
                 expand(entry.index, whole)
                 return self._device.uploaded()
 
-        # The lock is released: on a CPU the calling thread does the work, and a gather may wait for other ranks.
+        # calling thread: it does the work on a CPU, and a gather may wait for other ranks. So the lock is released.
         with self._table.timeline.span(
             Row.UPLOADS, f"{entry.size.title}: values of blocks", entry.size.expanded_nbytes
         ):
@@ -550,8 +551,8 @@ class HostCache:
             entry.fresh.release()
             entry.fresh = None
             return
-        # The buffer is reused at once, so the copy to the device must be over. The wait blocks only if the copy took
-        # longer than all work since.
+        # calling thread: the buffer is reused at once, so the copy to the device must be over. The wait blocks only if
+        # the copy took longer than all work since.
         entry.copied.wait()
         entry.host_buffer.release()
         entry.host_buffer = None

@@ -350,7 +350,8 @@ class SpeculativeWeights:
             return Begun(None)
         fresh = entry.host_buffer
         assert fresh is not None
-        entry.copied.wait()  # the worker is about to write where an upload may still read
+        # update thread: it is about to write where an upload may still read.
+        entry.copied.wait()
         entry.host_buffer, entry.fresh, entry.fresh_stays = None, fresh, True
         if entry.residency is Residency.HOST:
             self._table.move(entry, Residency.DISK)
@@ -387,6 +388,7 @@ class SpeculativeWeights:
         try:
             source = source[first : first + len(destination)]
             if on_device:
+                # update thread: it reads the device buffer, which an upload may still fill.
                 entry.uploaded.wait()
                 self._device.copy(destination, source)
             else:
@@ -482,7 +484,7 @@ class WeightUpdates:
             entry.updating = True
             entry.updates += 1
             if entry.size.stays:
-                # A use in place has no end of its own: the update follows all compute so far.
+                # compute stream: a use in place is never released, so the update follows all compute so far.
                 self._device.wait_event(entry.read)
                 entry.read = self._device.record_event()
             elif entry.residency is Residency.DEVICE:
@@ -490,7 +492,7 @@ class WeightUpdates:
 
     def wait(self, entry: UnitEntry) -> None:
         """Waits for a change while the update of a unit is under way. The lock is held."""
-        # The update worker takes an awaited unit first, so it must learn of it before this thread sleeps.
+        # calling thread: the update worker takes an awaited unit first, so it must learn of it before the wait.
         self._awaited.append(entry.index)
         self._table.notify()
         try:
@@ -508,7 +510,8 @@ class WeightUpdates:
         """
         entry = self._entries[unit]
         assert entry.size.tier is not Tier.DEVICE
-        entry.copied.wait()  # the worker is about to write where an upload may still read
+        # update thread: it is about to write where an upload may still read.
+        entry.copied.wait()
         with self._lock:
             while entry.residency is Residency.READING:  # a prefetch from before step()
                 self._table.check()
@@ -561,6 +564,7 @@ class WeightUpdates:
         """Returns the partition of a unit of tier DEVICE, (part_nbytes,) uint8, which nothing reads now."""
         entry = self._entries[unit]
         assert entry.tier_buffer is not None
+        # update thread: the update writes where an upload, or a use in place, may still read.
         entry.copied.wait()
         entry.read.wait()
         return self._arena.view(entry.tier_buffer)
@@ -662,6 +666,7 @@ class Pager:
             assert entry.device_buffer is not None
             view, uploaded = self.arena.view(entry.device_buffer), entry.uploaded
         try:
+            # compute stream: the upload may be in flight.
             self._device.wait_event(uploaded)
         except BaseException:  # `uploaded` is the event of a gather that another rank did not contribute to
             self.release(unit)
@@ -688,7 +693,7 @@ class Pager:
         with self.lock:
             entry = self._entries[unit]
             assert entry.pins > 0, f"unit {entry.size.name} was released more often than acquired"
-            # If several streams read the unit, this one follows the earlier reads, so that `read` covers them all.
+            # compute stream: where several read the unit, this one follows the others, so that `read` covers them all.
             self._device.wait_event(entry.read)
             entry.read = self._device.record_event()
             entry.pins -= 1

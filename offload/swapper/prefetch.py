@@ -277,7 +277,7 @@ class Fetcher:
         while entry.updating or entry.residency is not Residency.DEVICE:
             self._table.check()  # a wait may have ended because the engine failed
             if entry.updating:
-                # The update worker takes this unit first, and its tiles need nothing that this thread has.
+                # calling thread: the wait ends. The worker takes this unit first, and needs nothing of this thread.
                 self._wait_for_update(entry)
             elif entry.residency is Residency.DISK and self._prefetcher.reads_in_place(entry):
                 if (device_buffer := self._place(entry)) is not None:

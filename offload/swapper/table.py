@@ -284,7 +284,7 @@ class UnitSize:
 
     @functools.cached_property
     def is_whole(self) -> bool:
-        """True if the partition has the bytes of the unit in their order, so that one copy moves it."""
+        """True if the partition contains the bytes of the unit in their order, so that one copy moves it."""
         in_order = all(piece.start == piece.target.start for piece in self.pieces)
         return in_order and self.shard_nbytes == self.nbytes
 

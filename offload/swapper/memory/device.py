@@ -411,7 +411,7 @@ class AcceleratorDevice(Device):
 
     def take_back(self, memory: torch.Tensor) -> None:
         memory.untyped_storage().resize_(memory.numel())
-        # Compute in flight may still use what torch has reused here, and other streams do not wait for it.
+        # all streams: compute in flight may still use what torch has reused here, and the others do not wait for it.
         self.synchronize()
 
     # -- pinned host memory -------------------------------------------------------------------------
@@ -486,7 +486,7 @@ class AcceleratorDevice(Device):
         starts = [part.data_ptr() for part in parts if part.nbytes]
         refusals = []
         try:
-            # At the end of an engine a copy may still be in flight for which no thread waits.
+            # all streams: at the end of an engine a copy may still be in flight for which no thread waits.
             self.synchronize()
         finally:
             for start in starts:

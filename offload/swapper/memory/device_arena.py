@@ -157,8 +157,8 @@ class DeviceArena:
 
     def _earlier_compute(self) -> Event:
         """Returns an event for newly allocated memory: other streams may write the memory only after this event."""
-        # Torch may reuse memory that compute in flight still reads. That is safe on the compute stream, but not for an
-        # upload, whose stream must first wait for that compute.
+        # upload stream: torch may reuse memory that compute in flight still reads. That is safe on the compute stream,
+        # but an upload must first wait for that compute.
         return self._device.record_event()
 
     def grow(self, nbytes: int) -> tuple[int, int]:
@@ -268,8 +268,7 @@ class DeviceArena:
             read: the event of the last compute that reads the buffer.
         """
         if self.poison:
-            # The fill runs on the compute stream, so it must come after the upload and after compute of other
-            # threads.
+            # compute stream: the fill runs here, so it must come after the upload and after compute of other threads.
             self._device.wait_event(written)
             self._device.wait_event(read)
             self.view(device_buffer).view(torch.int16).fill_(0x7FFF)  # NaN in bf16 and fp16, and two are NaN in fp32

@@ -860,7 +860,7 @@ def unpack(rows: bytes) -> dict[Key, Slot]:
 
 
 def check_whole(table: Mapping[Key, Slot], places: Sequence[Mapping[State, Sequence[Extents]]]) -> None:
-    """Raises `StoreError` if a table does not have the checksums of all bytes of each slot, and of no others.
+    """Raises `StoreError` if a table does not contain the checksums of all bytes of each slot, and of no others.
 
     Args:
         table: made by `unpack`.
@@ -1203,7 +1203,7 @@ class ChecksumTable:
             places: For each unit and state, the places of all slots.
 
         Raises:
-            StoreError: If the table has not the checksums of these slots.
+            StoreError: If the table does not contain the checksums of these slots.
         """
         slots = unpack(rows)
         check_whole(slots, places)

@@ -188,7 +188,7 @@ def _look(folder: Path) -> Found:
         made = about.get("offload", "unknown") if isinstance(about, dict) else "unknown"
         words = f"format {version}, made by offload {made}; this version reads format {FORMAT_VERSION}"
         return Found(folder, rank, (), None, 0, words, ())
-    # Only the first drive has a commit file. On another drive the manifest names the drive.
+    # Only the first drive contains a commit file. On another drive the manifest names the drive.
     drive = 0 if (folder / "commit").exists() else place_of(folder)[1]
     commits, wrong = ((), []) if drive else _commits(folder)
     manifest: Manifest | None = None
@@ -216,7 +216,7 @@ def _look(folder: Path) -> Found:
 
 
 def _other_format(folder: Path, notes: Mapping[str, Any]) -> int | None:
-    """Returns the format of a store that this version does not read; None if the store has a valid record."""
+    """Returns the format of a store that this version does not read; None if the store contains a valid record."""
     records = unpack_records(_bytes(folder / "commit") or b"")
     if records.valid:
         return None

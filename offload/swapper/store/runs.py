@@ -304,7 +304,7 @@ class OtherRun(NamedTuple):
 
 
 def other_runs(paths: Sequence[str | Path], run: str) -> list[OtherRun]:
-    """Returns the runs under the drives `paths`, other than `run`, that have swap files and that no process uses."""
+    """Returns the runs under the drives `paths`, other than `run`, that contain swap files and that no process uses."""
     sizes: dict[str, OtherRun] = {}
     taken = {run}
     for path in paths:

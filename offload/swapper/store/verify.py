@@ -79,7 +79,7 @@ class _Comparison:
         return self._places[key[0]][key[1]][self._slots[key[0]]]
 
     def has(self, key: Key, slot: Slot) -> bool:
-        """Returns True if the store has all bytes of a slot's checksums."""
+        """Returns True if the store contains all bytes of a slot's checksums."""
         unit, state = key
         if unit >= len(self._places) or state not in self._places[unit]:
             return False
