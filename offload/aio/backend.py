@@ -99,14 +99,14 @@ def _shape(name: str, threads: int | None, depth: int | None, block_bytes: int |
 
 def refusals() -> dict[str, str | None]:
     """Returns, for each backend, the reason why this system refuses it; None if the backend works."""
-    found: dict[str, str | None] = {}
+    reasons: dict[str, str | None] = {}
     for name in BACKENDS:
         try:
             Queue(name, 1, 1, MIB, 0).close()
-            found[name] = None
+            reasons[name] = None
         except OSError as error:
-            found[name] = refusal(name, error)
-    return found
+            reasons[name] = refusal(name, error)
+    return reasons
 
 
 def refusal(name: str, error: OSError) -> str:

@@ -121,8 +121,8 @@ class DirectFile:
         Raises:
             IoError: the file is closed, or fstat fails.
         """
-        found = self._stat()
-        return found.st_dev, found.st_ino
+        status = self._stat()
+        return status.st_dev, status.st_ino
 
     def reserve(self, nbytes: int) -> None:
         """Allocates the first `nbytes` bytes on the drive. New bytes read as zero. Never shrinks the file.
@@ -214,9 +214,9 @@ class DirectFile:
         return second
 
     def _error(self, error: OSError, nbytes: int, operation: str) -> IoError:
-        found = IoError(self.path, 0, nbytes, error.errno or errno.EIO, operation)
-        found.strerror = error.strerror  # an opener may know more than the system's words
-        return found
+        io_error = IoError(self.path, 0, nbytes, error.errno or errno.EIO, operation)
+        io_error.strerror = error.strerror  # an opener may know more than the system's words
+        return io_error
 
 
 # -- windows -------------------------------------------------------------------------------------------
@@ -263,12 +263,12 @@ class DirectionRates(Protocol):
 
 
 def seconds_at_once(rates: DirectionRates) -> float:
-    """Returns the seconds in which a drive reads a window of bytes and writes as many, both at once."""
+    """Returns the seconds that a drive takes to read a window of bytes and write as many, both at once."""
     return 2 * WINDOW_BYTES / rates.mixed
 
 
 def seconds_in_windows(rates: DirectionRates) -> float:
-    """Returns the seconds in which a drive reads a window of bytes and then writes as many, with a turn after each."""
+    """Returns the seconds that a drive takes to read a window of bytes, then write as many, with a turn after each."""
     turn = _TURN_BYTES / min(rates.read, rates.write)
     return WINDOW_BYTES / rates.read + WINDOW_BYTES / rates.write + 2 * turn
 
@@ -288,7 +288,7 @@ def window_bytes(drives: Sequence[DirectionRates]) -> int:
     Args:
         drives: rates of the queue's drives; none of them means that they are unknown.
     """
-    if not drives or any(seconds_in_windows(each) > (1 - _GAIN) * seconds_at_once(each) for each in drives):
+    if not drives or any(seconds_in_windows(drive) > (1 - _GAIN) * seconds_at_once(drive) for drive in drives):
         return 0
     return WINDOW_BYTES * len(drives)
 
@@ -350,13 +350,13 @@ class Layout(NamedTuple):
 
     def nbytes(self, file_nbytes: Sequence[int]) -> int:
         """Returns the bytes of the logical file before its first missing byte, given the bytes of each file."""
-        row_nbytes, start, found = sum(self.shares), 0, []
+        row_nbytes, start, ends = sum(self.shares), 0, []
         for share, nbytes in zip(self.shares, file_nbytes, strict=True):
             rows, rest = divmod(nbytes, share)
             # The logical position at which this file ends; the earliest such position is the end of the logical file.
-            found.append(rows * row_nbytes + start + rest)
+            ends.append(rows * row_nbytes + start + rest)
             start += share
-        return min(found)
+        return min(ends)
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
@@ -427,14 +427,14 @@ class StripedFile:
     ) -> None:
         if not paths:
             raise ConfigError("expected at least one path")
-        given = [1] * len(paths) if weights is None else list(weights)
-        if len(given) != len(paths):
-            raise ConfigError(f"expected one weight for each of {len(paths)} paths, got {len(given)}")
+        file_weights = [1] * len(paths) if weights is None else list(weights)
+        if len(file_weights) != len(paths):
+            raise ConfigError(f"expected one weight for each of {len(paths)} paths, got {len(file_weights)}")
         if stripe_bytes < PAGE or stripe_bytes % PAGE:
             raise ConfigError(f"expected stripe_bytes to be a multiple of {PAGE}, got {stripe_bytes}")
         if len({os.path.realpath(path) for path in paths}) < len(paths):
             raise _same(paths)
-        self.layout = Layout(whole_weights(given), stripe_bytes)
+        self.layout = Layout(whole_weights(file_weights), stripe_bytes)
         self._files: list[DirectFile] = []
         try:
             for path in paths:

@@ -216,9 +216,9 @@ class Callbacks:
             if future._waiting is not None:
                 future._waiting.append(function)
                 return
-            told = not (self._stopped or exiting.is_set()) and self._announce(future, function)
+            announced = not (self._stopped or exiting.is_set()) and self._announce(future, function)
         # Outside of the lock: a user's function may add further callbacks.
-        if not told:
+        if not announced:
             future._flight.wait(-1.0)  # returns at once, unless no callback thread may start because Python is ending
             _call(future, function)
 

@@ -48,7 +48,7 @@ def move(queue: IoQueue, file: File, buffer: memoryview, operation: str, request
         queue: the queue that moves the bytes.
         file: a file of at least `len(buffer)` bytes.
         buffer: source or destination, owned by the caller; must not be used until the call returns.
-        operation: "read", "write" or "mixed", in which requests are a read and a write in turns, of one priority.
+        operation: "read", "write" or "mixed": a read and a write in turns, of one priority.
         request_bytes: bytes of each request; the last one may be shorter.
 
     Returns:
@@ -91,7 +91,7 @@ def bandwidths(folders: Sequence[str | os.PathLike[str]], nbytes: int = 256 * MI
     buffer = aligned_empty(nbytes)
     for start in range(0, nbytes, MIB):
         buffer[start : start + MIB] = os.urandom(len(buffer[start : start + MIB]))  # random: some drives compress
-    found: list[Bandwidth] = []
+    measured: list[Bandwidth] = []
     with IoQueue() as queue:
         for folder in folders:
             path = Path(folder) / f".offload-bandwidth.{os.getpid()}-{os.urandom(4).hex()}"
@@ -105,10 +105,10 @@ def bandwidths(folders: Sequence[str | os.PathLike[str]], nbytes: int = 256 * MI
                         )[rounds // 2]
                         for operation in ("read", "write")
                     }
-                found.append(Bandwidth(rates["read"], rates["write"]))
+                measured.append(Bandwidth(rates["read"], rates["write"]))
             finally:
                 remove(path)
-    return found
+    return measured
 
 
 def remove(path: Path) -> None:

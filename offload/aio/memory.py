@@ -25,7 +25,7 @@ _NODES = 1024
 def aligned_empty(nbytes: int) -> memoryview:
     """Returns zeroed writable memory that starts at a multiple of 2 MiB and is unmapped with its last view.
 
-    Requests 2 MiB pages, with which O_DIRECT moves up to 1.6 times as many bytes a second as with 4 KiB pages. A forked
+    Requests 2 MiB pages: O_DIRECT moves up to 1.6 times as many bytes a second as with 4 KiB pages. A forked
     child does not inherit this memory: otherwise the first write to each page after a fork would copy the page, and no
     budget would count the copy.
 
@@ -62,7 +62,7 @@ def release_pages(buffer: memoryview) -> None:
 
 
 def release_pages_at(address: int, nbytes: int) -> None:
-    """Does as `release_pages` for a range of such memory of which the caller has no buffer, only the address.
+    """Does as `release_pages` for a range of such memory, given by its address.
 
     Args:
         address: first byte, mapped by this process.
@@ -146,11 +146,11 @@ def resident_bytes(address: int, nbytes: int) -> int:
     """
     start = address // _SYSTEM_PAGE * _SYSTEM_PAGE
     pages = -(-(address + nbytes - start) // _SYSTEM_PAGE) if nbytes else 0
-    found = ctypes.create_string_buffer(max(pages, 1))
+    residency = ctypes.create_string_buffer(max(pages, 1))
     libc = ctypes.CDLL(None, use_errno=True)
-    if pages and libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * _SYSTEM_PAGE), found):
+    if pages and libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * _SYSTEM_PAGE), residency):
         raise OSError(ctypes.get_errno(), "mincore")
-    return found.raw[:pages].count(1) * _SYSTEM_PAGE
+    return residency.raw[:pages].count(1) * _SYSTEM_PAGE
 
 
 _SPAN = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")

@@ -222,7 +222,7 @@ class IoQueue:
     def latency(self, operation: str, fraction: float) -> float:
         """Returns the seconds within which a fraction of all blocks ended; 0 if none has.
 
-        The resolution is an eighth of an octave (9 %). Time counts from the moment at which the kernel gets a block.
+        The resolution is an eighth of an octave (9 %). Time counts from when the kernel gets a block.
 
         Args:
             operation: "read" or "write".

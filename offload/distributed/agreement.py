@@ -38,7 +38,7 @@ from offload.timeline import OFF, Row, Timeline
 
 # -- step facts ----------------------------------------------------------------------------------------
 #
-# What each rank tells the others of a step: four numbers, and which gradients it has.
+# What each rank reports of a step: four numbers, and which gradients it has.
 
 
 STEP_FACTS = struct.Struct("<dqqq")
@@ -143,7 +143,7 @@ class RankIntent(NamedTuple):
     ready: bool = False
     """True if the rank has the weights (USE), has new values (EDIT), or deletes its store (END)."""
     holds: int = -1
-    """The unit of which the rank has gradients that are not reduced, or -1."""
+    """The unit with gradients of the rank that are not reduced, or -1."""
     ahead: int = -1
     """For USE: the unit that the rank could gather next, or -1."""
     has_all: bool = False
@@ -266,7 +266,6 @@ class Rounds(Agreement):
     def __init__(
         self, gathers: WeightGathers, names: Sequence[str], callbacks: EngineCallbacks, timeline: Timeline = OFF
     ) -> None:
-        """Prepares the agreement. `names` are those of the units; `timeline` includes each wait for other ranks."""
         self._gathers, self._names, self._callbacks, self._timeline = gathers, names, callbacks, timeline
         self.ranks = gathers.ranks
         self._agree_titles = [f"agree to gather {name}" for name in names]
@@ -304,7 +303,6 @@ class Rounds(Agreement):
             return self._agree(unit, state)
 
     def _agree(self, unit: int, state: Callable[[], UnitState]) -> GatherDecision:
-        """Announces the use of `unit`, and derives the decision from the last round."""
         if self._served_short:  # this rank tries again, since it has made room
             self._serve(Collective.USE, self._agreed_unit, ())
         if self._agreed_unit == unit:  # the gather was agreed on before, when this rank lacked memory
@@ -379,7 +377,7 @@ class Rounds(Agreement):
         """Reduces the gradients of `unit` with those of all ranks that have some.
 
         Args:
-            unit: the unit, of which this rank has gradients.
+            unit: a unit with gradients on this rank.
             expected: all units that this backward is expected to reduce, in their order, from `unit` on. If all ranks
                 expect the same, and use units without rounds, those after `unit` need none either.
         """
@@ -398,7 +396,7 @@ class Rounds(Agreement):
             self._serve(Collective.REDUCE, unit, intents)
 
     def _reduce_next(self) -> None:
-        """Reduces the next unit of the series, to which every rank contributes: zeros if it has no gradients."""
+        """Reduces the next unit of the series. A rank without gradients of the unit contributes zeros."""
         unit = self._agreed_unit = self._reductions.popleft()
         self._callbacks.serve_reduce(unit, range(self.ranks.size))
         self._agreed_unit = -1
@@ -426,7 +424,6 @@ class Rounds(Agreement):
     def _step(
         self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], GradientStats]
     ) -> GradientStats:
-        """Exchanges the statistics."""
         self._await_all(Collective.STEP, -1)
         # Called only now: until every rank had arrived, this rank could still receive gradients of others.
         own = known()
@@ -460,7 +457,7 @@ class Rounds(Agreement):
         return agreed
 
     def mean(self, value: float | torch.Tensor) -> float:
-        # A loss with a graph may be given, of which torch warns.
+        # The loss may have a graph; torch warns of that.
         value = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
         self._await_all(Collective.MEAN, -1)
         with self._question():
@@ -622,12 +619,12 @@ class AllOrNothing:
     def same(self, facts: dict[str, Any]) -> None:
         """Raises `RankError` on all ranks if the `facts` of any rank differ from those of rank 0."""
         everyone = self.settle(lambda: facts)
-        for rank, others in enumerate(everyone):
+        for rank, row in enumerate(everyone):
             for name, value in everyone[0].items():
-                if others[name] != value:
+                if row[name] != value:
                     raise RankError(
                         f"the ranks were asked to {self._what} with different values of {name}: rank 0 with "
-                        f"{value!r}, rank {rank} with {others[name]!r}; give every rank the same value"
+                        f"{value!r}, rank {rank} with {row[name]!r}; give every rank the same value"
                     )
 
 

@@ -41,15 +41,7 @@ class SecondaryShards:
     """The secondary partitions of one rank. One thread at a time may call, that of all collectives."""
 
     def __init__(self, secondary: Secondary, rank: int, node: Ranks, device: Device, memory: torch.Tensor) -> None:
-        """Stores the memory, which contains nothing yet.
-
-        Args:
-            secondary: sizes.
-            rank: this rank, among all.
-            node: the ranks of its node.
-            device: the device.
-            memory: (secondary.nbytes,) uint8 on the device.
-        """
+        """`rank` counts among all ranks; `memory` is (secondary.nbytes,) uint8 on the device, empty."""
         self._secondary, self._rank, self._node, self._device = secondary, rank, node, device
         ends = list(itertools.accumulate(secondary.unit_nbytes))
         self._units = [memory[end - nbytes : end] for end, nbytes in zip(ends, secondary.unit_nbytes, strict=True)]
@@ -73,16 +65,16 @@ class SecondaryShards:
             uploaded: event after which these are filled.
             over_all: gathers the unit over all ranks in place of this, and returns the event.
         """
-        kept = [self._secondary.range_of(mine, self._rank) for mine in shard_ranges]
-        stops = list(itertools.accumulate(map(len, kept)))
+        node_ranges = [self._secondary.range_of(own, self._rank) for own in shard_ranges]
+        stops = list(itertools.accumulate(map(len, node_ranges)))
         pairs = [
             (whole[part.start : part.stop], self._units[unit][stop - len(part) : stop])
-            for part, stop in zip(kept, stops, strict=True)
+            for part, stop in zip(node_ranges, stops, strict=True)
         ]
         if unit in self._filled:
             # This rank's shard is there already. The gather writes over it, with the same bytes or, where all compute
             # with values of codes, with those.
-            return self._node.gather(whole, kept, self._copy(uploaded, pairs))
+            return self._node.gather(whole, node_ranges, self._copy(uploaded, pairs))
         filled = self._copy(over_all(), [(target, source) for source, target in pairs])
         self._filled.add(unit)
         return filled
@@ -93,8 +85,8 @@ class SecondaryShards:
 
     def _copy(self, after: Event, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
         """Copies the second tensor of each pair into the first, after an event, and returns the event of the copies."""
-        # On the upload stream, which orders them behind the gather before and ahead of the one after. On a CPU the
-        # calling thread waits for the event and copies.
+        # upload stream: it orders them after the gather before and ahead of the next one. On a CPU the calling thread
+        # waits for the event and copies.
         with self._device.uploading():
             self._device.wait_event(after)
             for target, source in pairs:
@@ -124,15 +116,7 @@ class WeightGathers:
         codes: torch.Tensor | None,
         secondary: SecondaryShards | None = None,
     ) -> None:
-        """Takes the memory.
-
-        Args:
-            ranks: all ranks.
-            device: the device.
-            coded: what is gathered as codes; None for nothing.
-            codes: (coded.nbytes,) uint8 on the device, for one gather after the other.
-            secondary: the secondary partition, for gathers within a node; None without one.
-        """
+        """`coded` is what is gathered as codes, None for nothing; `codes` is (coded.nbytes,) uint8 on the device."""
         self.ranks, self._device, self._coded, self._codes = ranks, device, coded, codes
         self._secondary = secondary
 
@@ -149,17 +133,18 @@ class WeightGathers:
             self._secondary.forget()
 
     def _gather(self, unit: int, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
-        """Gathers the unit over all ranks."""
         coded = self._in_codes(unit, shard_ranges)
         if not coded:
             return self.ranks.gather(whole, shard_ranges, uploaded)
         if not self.ranks.on_gpu:
             uploaded.wait()
-        exact = self.ranks.gather(whole, [each for each in shard_ranges if each not in coded], uploaded)
-        # On an accelerator the upload stream orders the codes of one gather behind those of the one before.
+        exact = self.ranks.gather(
+            whole, [shard_range for shard_range in shard_ranges if shard_range not in coded], uploaded
+        )
+        # upload stream: on an accelerator it orders the codes of one gather after those of the one before.
         with self._device.uploading():
-            for mine in coded:
-                self._gather_codes(whole, mine)
+            for shard_range in coded:
+                self._gather_codes(whole, shard_range)
             if self.ranks.on_gpu:
                 return self._device.uploaded()
         exact.wait()
@@ -170,22 +155,22 @@ class WeightGathers:
         if self._coded is None:
             return []
         elements, itemsize = self._coded.elements[unit], self._coded.dtype.itemsize
-        return [each for each in shard_ranges if each.start // itemsize in elements]
+        return [shard_range for shard_range in shard_ranges if shard_range.start // itemsize in elements]
 
-    def _gather_codes(self, whole: torch.Tensor, mine: range) -> None:
+    def _gather_codes(self, whole: torch.Tensor, own_range: range) -> None:
         """Gathers one of this rank's byte ranges and the other ranks' ranges around it.
 
         On a CPU the calling thread waits for the other ranks, which are in the same gather.
         """
         assert self._coded is not None and self._codes is not None, "memory was planned for codes"
         shards, shard, dtype = self.ranks.mesh.shards, self.ranks.shard, self._coded.dtype
-        first = mine.start - shard * len(mine)
-        nbytes = CODES.stored_nbytes(len(mine) // dtype.itemsize)
+        first = own_range.start - shard * len(own_range)
+        nbytes = CODES.stored_nbytes(len(own_range) // dtype.itemsize)
         codes = self._codes[: shards * nbytes]
         own = codes[shard * nbytes : (shard + 1) * nbytes]
-        quantize(CODES, whole[mine.start : mine.stop].view(dtype), own)
+        quantize(CODES, whole[own_range.start : own_range.stop].view(dtype), own)
         self.ranks.gather_parts(codes, own).order_compute()
-        dequantize(CODES, codes, whole[first : first + shards * len(mine)].view(dtype))
+        dequantize(CODES, codes, whole[first : first + shards * len(own_range)].view(dtype))
 
 
 # -- gradients -----------------------------------------------------------------------------------------
@@ -240,7 +225,7 @@ class ExchangeMemory:
         """
         if not self._sent:
             return values
-        # Ordered behind the exchange that sent from this memory before, as all additions are.
+        # Ordered after the exchange that sent from this memory before, as all additions are.
         memory = self._sent[0]
         self._sent.rotate(-1)
         if self.form is None:
@@ -286,13 +271,13 @@ def mean_of(received: torch.Tensor, first: int, stop: int, ranks: int, in_place:
             more than the arithmetic on it. Otherwise it is new memory.
     """
     # Each operation is a pass over memory, so nothing is copied before it is added or divided.
-    row, *others = [values_of(row, first, stop) for row in received]
+    row, *rest = [values_of(row, first, stop) for row in received]
     out = row if in_place and row.dtype is torch.float32 else None
-    if not others:
+    if not rest:
         return torch.div(row.to(torch.float32), ranks, out=out)
-    total = torch.add(row.to(torch.float32), others[0], out=out)
-    for other in others[1:]:
-        total += other
+    total = torch.add(row.to(torch.float32), rest[0], out=out)
+    for values in rest[1:]:
+        total += values
     total /= ranks
     return total
 

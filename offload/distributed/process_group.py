@@ -8,8 +8,8 @@
 One thread at a time may call: the thread that runs the model, or its backward, and the update worker while that thread
 waits for it in `step()` (`optim.exchange`). Every wait is a series of waits of one
 second, so that Ctrl-C can end it (but not inside of a backward that torch runs on a thread of its own, as on a GPU:
-there the main thread waits in C++). Each rank also counts up every second in torch's own key-value store (`heartbeat`),
-by which the remaining ranks can tell which rank has ended when a connection breaks.
+there the main thread waits in C++). Each rank also counts up every second in torch's own key-value store (`heartbeat`).
+When a connection breaks, these counts show the remaining ranks which rank has ended.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from offload.torch_internals import without_saved_tensor_hooks
 # go to each of r - 1 ranks once.
 #
 # This is what ZeRO's paper counts as the volume of an all-gather and of a reduce-scatter (arXiv 1910.02054, section 7).
-# A collective in which a rank sends nothing counts, since the rank takes part and waits.
+# A collective counts also if the rank sends nothing, since the rank takes part and waits.
 
 
 class Kind(enum.Enum):
@@ -101,7 +101,7 @@ class Communication(NamedTuple):
     """Reductions of gradients, one for each unit whose gradients are complete or must make room; with several replicas
     two, or one if a replica has one shard."""
     agreement: Sent = Sent()
-    """Rounds in which all ranks announce what each does next."""
+    """Rounds: all ranks announce what each does next."""
     parameters: Sent = Sent()
     """Parts of parameters that an optimizer steps as a whole: Muon, SinkGD, optimizers of torch."""
     sequence: Sent = Sent()
@@ -133,7 +133,7 @@ class Communication(NamedTuple):
         )
 
     def with_one(self, kind: Kind, nbytes: int) -> Communication:
-        """Returns the counts after one more collective, in which this rank sends `nbytes` bytes."""
+        """Returns the counts after one more collective that sends `nbytes` bytes from this rank."""
         sent: Sent = getattr(self, kind.value)
         return self._replace(**{kind.value: Sent(sent.collectives + 1, sent.nbytes + nbytes)})
 
@@ -170,11 +170,11 @@ class Mesh(NamedTuple):
         return rank % self.shards
 
     def replica_of(self, rank: int) -> int:
-        """Returns the replica to which `rank` belongs."""
+        """Returns the replica of `rank`."""
         return rank // self.shards
 
     def replica(self, rank: int) -> range:
-        """Returns the ranks of the replica to which `rank` belongs, in the order of their shards."""
+        """Returns the ranks of the replica of `rank`, in the order of their shards."""
         first = rank - self.shard_of(rank)
         return range(first, first + self.shards)
 
@@ -206,7 +206,7 @@ def mesh_of(shard_size: int, ranks: int, which: str = "") -> Mesh:
     Args:
         shard_size: the config's "mics_shard_size"; 0 or less for one replica.
         ranks: number of ranks.
-        which: words for which ranks they are, behind their number in the error; empty for all.
+        which: words for which ranks they are, after their number in the error; empty for all.
 
     Raises:
         ConfigError: if the ranks cannot be divided into replicas of this size.
@@ -228,10 +228,10 @@ def check_same(shards: Sequence[int]) -> None:
     Args:
         shards: the number of shards of a replica, by the config of each rank.
     """
-    for rank, others in enumerate(shards):
-        if others != shards[0]:
+    for rank, row in enumerate(shards):
+        if row != shards[0]:
             raise ConfigError(
-                f"the mics_shard_size of rank {rank} and of rank 0 differ: {others}, not {shards[0]}; "
+                f"the mics_shard_size of rank {rank} and of rank 0 differ: {row}, not {shards[0]}; "
                 "give every rank the same model and config"
             )
 
@@ -303,9 +303,9 @@ def gather_into(everyone: torch.Tensor, own: torch.Tensor, group: Any) -> Any:
 #
 # torch's key-value store with an end to every call.
 #
-# torch's own calls have none: behind a cable that was cut, one that waits for an answer returns when TCP gives up,
+# torch's own calls have none. After a cable was cut, a call that waits for an answer returns when TCP gives up,
 # after some 15 minutes, and no Ctrl-C is obeyed until then. torch makes one call at a time, so all later ones wait
-# behind it.
+# for it.
 #
 #     any thread    get, set ─► calls ─► waits `LONGEST` seconds at most
 #     own thread                calls ─► torch's store, one call after the other
@@ -317,7 +317,7 @@ LONGEST = 150.0
 """Seconds for one call of the store.
 
 More than the silence after which a rank is taken for lost (`heartbeat.SILENT`): the ranks that still reach the store
-name the one behind a cut cable before it ends by itself, after which a launcher may end them.
+name the one behind a cut cable before it ends by itself. A launcher may end them afterwards.
 """
 
 _MOST_CALLS = 8
@@ -343,12 +343,7 @@ class BoundedStore:
     """
 
     def __init__(self, store: Any, longest: float = LONGEST) -> None:
-        """Starts the thread.
-
-        Args:
-            store: torch's store.
-            longest: seconds for a call.
-        """
+        """Starts the thread. `longest` is the seconds for a call."""
         self._store, self._longest = store, longest
         self._calls: queue.Queue[_Call | None] = queue.Queue(_MOST_CALLS)
         self.refusal: str | None = None
@@ -585,30 +580,24 @@ def _decided(store: BoundedStore, to: str) -> str | None:
 
 
 _DIFFERENT = "have reached different calls"
-"""Words of `Rounds`'s error of ranks none of which can go on."""
+"""Words of `Rounds`'s error if no rank can go on."""
 PULSE = 1.0
 """Seconds between two counts."""
 SILENT = 120.0
-"""Seconds without a count, after which a rank is taken for lost."""
+"""Seconds without a count until a rank is taken for lost."""
 
 
 class Heartbeat:
     """A thread that counts up in the store, and the reader of the other ranks' counts."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
-        """Publishes this rank's machine and process, and starts the thread.
-
-        Args:
-            store: torch's key-value store, with a key prefix of this engine's own.
-            rank: this rank.
-            size: number of ranks.
-        """
+        """Publishes this rank's machine and process, and starts the thread. `store` adds this engine's prefix."""
         self._store, self.rank = BoundedStore(store), rank
-        self.others = [other for other in range(size) if other != rank]
+        self.others = [peer for peer in range(size) if peer != rank]
         """All other ranks."""
         self.places: list[tuple[str, int]] = []
         """Machine and process of each rank, once all have met."""
-        self._seen = {other: ("", time.monotonic()) for other in range(size)}
+        self._seen = {peer: ("", time.monotonic()) for peer in range(size)}
         self._closing = threading.Event()
         self._store.set(f"place/{rank}", f"{machine_name()}\n{os.getpid()}")
         self._thread = threading.Thread(target=self._run, name="offload-pulse", daemon=True)
@@ -657,7 +646,7 @@ class Heartbeat:
 
     @property
     def next(self) -> int:
-        """The rank behind this one; the last is followed by the first."""
+        """The rank after this one; the first follows the last."""
         return (self.rank + 1) % len(self.places)
 
     def gone(self, silence: float, ranks: Sequence[int]) -> list[str]:
@@ -704,7 +693,7 @@ class Heartbeat:
         return self._get(f"end/{rank}")
 
     def explain(self, error: str) -> None:
-        """Publishes the exception because of which this rank is about to end, for the other ranks' messages."""
+        """Publishes the exception that is about to end this rank, for the other ranks' messages."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"error/{self.rank}", error)
 
@@ -925,7 +914,7 @@ class Ranks:
             kind: what is sent.
 
         Returns:
-            The exchange. Neither tensor may change before compute is ordered behind it (`Work.order_compute`).
+            The exchange. Neither tensor may change before compute is ordered after it (`Work.order_compute`).
         """
         if sent is not None:
             received.copy_(sent)
@@ -958,7 +947,7 @@ class Ranks:
         """Waits for `work`, and looks for lost ranks each second; raises `RankError` if a rank is lost."""
 
     def explain(self, error: str) -> None:
-        """Publishes the exception because of which this rank is about to end, for the other ranks' messages."""
+        """Publishes the exception that is about to end this rank, for the other ranks' messages."""
 
     def described(self, calls: Sequence[str]) -> str:
         """Returns what each rank is about to do, in the words of `calls`, and the exception that it has published."""
@@ -979,7 +968,7 @@ class Ranks:
 
 
 _SLICE = datetime.timedelta(seconds=1)
-"""Length of one wait, after which lost ranks are looked for."""
+"""Length of one wait; each is followed by a look for lost ranks."""
 _BLAME = 5.0
 """Seconds without a pulse after which a rank is blamed for a broken connection."""
 _GRACE = datetime.timedelta(seconds=2)
@@ -1046,7 +1035,6 @@ class ProcessGroup(Ranks):
         return self._collect(numbers, to, Kind.AGREEMENT)
 
     def _collect(self, numbers: Sequence[int], to: str, kind: Kind) -> list[list[int]]:
-        """Exchanges the numbers, see `collect`."""
         own = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # independent of torch's default device
         everyone = torch.empty(self.size, len(numbers), dtype=torch.int64, device="cpu")
         nbytes = own.nbytes * (self.size - 1)
@@ -1144,7 +1132,7 @@ class ProcessGroup(Ranks):
     # -- waits and lost ranks -----------------------------------------------------------------------
 
     def _begin(self, start: Callable[[], Any], to: str, kind: Kind, nbytes: int) -> Work:
-        """Starts a collective in which this rank sends `nbytes`; raises `RankError` if a rank is lost."""
+        """Starts a collective that sends `nbytes` from this rank; raises `RankError` if a rank is lost."""
         if self._lost is not None:
             raise self._lost
         self.sent = self.sent.with_one(kind, nbytes)
@@ -1188,13 +1176,13 @@ class ProcessGroup(Ranks):
         if self._lost is not None:
             return self._lost
         deadline = time.monotonic() + 2 * _BLAME
-        others = self._pulse.others
+        peers = self._pulse.others
         # A connection breaks before its rank has been silent for `_BLAME` seconds, so wait for the silence.
-        while not (gone := self._pulse.gone(_BLAME, others)) and time.monotonic() < deadline:
+        while not (gone := self._pulse.gone(_BLAME, peers)) and time.monotonic() < deadline:
             time.sleep(0.1)
         who = "; ".join(gone) or f"an unknown rank does not answer ({error})"
         # A rank that could not start would fail in the same way again; one that was killed may run the next time.
-        unable = any((self._pulse.ended(rank) or "").startswith(UNABLE) for rank in others)
+        unable = any((self._pulse.ended(rank) or "").startswith(UNABLE) for rank in peers)
         self._lost = RankError(
             f"{who}. Rank {self._pulse.rank} cannot continue alone; every rank keeps its last committed step: "
             f'{"fix that first, then " if unable else ""}start all of them again, with "resume": "auto"'

@@ -19,7 +19,7 @@ parameters (see `agreement`).
     overlap_comm        reduce 1: start 1    reduce 2: start 2, add 1    ...    end: add the last
     otherwise           reduce 1: start 1, add 1    reduce 2: start 2, add 2    ...
 
-With `overlap_comm` an exchange is under way beside the backward of the next unit. Its values are added when the next
+With `overlap_comm` an exchange is under way during the backward of the next unit. Its values are added when the next
 unit is reduced, at the end of the backward, or before a gradient or the memory is needed, whichever comes first. All
 ranks start the same exchanges in the same order. Each adds the values when it needs to: by then all of them are there,
 and additions keep the order of the exchanges, so the sums have the same bits.
@@ -58,7 +58,7 @@ from offload.timeline import OFF, Row, Timeline
 #
 #     ranks of a replica: exchange ─► each adds up its shard in fp32 ─► ranks with the same shard: all-reduce
 #
-# The first part, within a replica, is complete when the second begins. The second is under way beside the backward of
+# The first part, within a replica, is complete when the second begins. The second is under way during the backward of
 # the next unit, if `overlap_comm` is on: it is the part that leaves a machine. With codes (`payload.gradients`) each
 # rank receives the codes of all sums of its shard instead, and adds their values up in the order of the replicas. A
 # rank that is a replica by itself has nothing to add up first: its fp32 gradients are all-reduced where they are.
@@ -106,7 +106,7 @@ class ReplicaSums:
 
         Args:
             received: (ranks of this replica that have gradients, ...), values or codes; not read any more once compute
-                is ordered behind what the calling thread has started.
+                is ordered after what the calling thread has started.
             numel: elements of the shard.
         """
         total = self._memory[0][:numel]
@@ -149,7 +149,7 @@ class ReductionOrder:
 
         Args:
             unit: the unit that is reduced.
-            in_turn: True if micro-batches take turns, of which each reduces other units.
+            in_turn: True if micro-batches take turns: each reduces other units.
         """
         self._now.append(unit)
         first = self._predicts and not in_turn and len(self._now) == 1
@@ -212,7 +212,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         # Trainable segments come first in a unit and end at `trainable_stop`.
         largest, keep = max(reduction.numels(layouts)), device_arena.keep
         self._sent = [reduction.dtype_of(layout) for layout in layouts]
-        """Dtype in which the gradients of each unit are sent."""
+        """Dtype that the gradients of each unit are sent in."""
         self._room: list[list[torch.Tensor]]
         """For each unit the free memory for its gradients, in bytes: its own, or the buckets that all units share."""
         buckets = [keep(largest * reduction.dtype.itemsize) for _ in range(reduction.buckets)]
@@ -233,11 +233,11 @@ class ReduceScatterAccumulator(GradientAccumulator):
         """Event of the compute that has added up the last exchange."""
         self._held: dict[int, _Held] = {}
         """Gradients that are not reduced, by unit."""
-        # A rank that leaves a series sends zeros, and needs room for them beside gradients that wait.
+        # A rank that leaves a series sends zeros, and needs room for them as well as for gradients that wait.
         self._order = ReductionOrder(predicts=reduction.whole or reduction.buckets > 1)
         self._unit = -1
         self._filled: set[int] = set()
-        """Segments of `_unit` to which this backward has given a gradient."""
+        """Segments of `_unit` that have a gradient of this backward."""
         self._wanted = [{p for p, s in enumerate(layout.segments) if s.trainable and s.numel} for layout in layouts]
         self._seen: list[set[int]] = [set() for _ in layouts]
         self._aside: list[tuple[int, int, torch.Tensor, Event]] = []
@@ -266,13 +266,13 @@ class ReduceScatterAccumulator(GradientAccumulator):
         # In a bucket, a parameter's second gradient must not overwrite its first.
         while self._unit >= 0 and (self._unit != unit or (segment in self._filled and not adds_up)):
             self._reduce()
-        held = self._held.get(unit) or self._hold(unit)
-        values = held.memory[place.start : place.stop]
-        if segment in held.segments:
+        unit_sum = self._held.get(unit) or self._hold(unit)
+        values = unit_sum.memory[place.start : place.stop]
+        if segment in unit_sum.segments:
             values.add_(flat(gradient))
         else:
             values.copy_(flat(gradient))
-        held.segments.add(segment)
+        unit_sum.segments.add(segment)
         self._seen[unit].add(segment)
         if not last:
             return
@@ -289,7 +289,6 @@ class ReduceScatterAccumulator(GradientAccumulator):
         return (False, True) if turn is None else (True, turn.last)
 
     def _hold(self, unit: int) -> _Held:
-        """Takes memory for gradients of `unit`."""
         if not self._room[unit]:
             self._add_received()  # what is sent from this memory
         if not self._room[unit]:
@@ -299,17 +298,17 @@ class ReduceScatterAccumulator(GradientAccumulator):
             self._reduce()
             self._add_received()
         memory = self._room[unit].pop().view(self.dtype if self._adds_up else self._sent[unit])
-        # The exchange before has read this memory on a stream of the backend. The additions are ordered behind it, but
-        # they may have been submitted to another stream than that of this gradient, if the model uses several.
+        # compute stream: the exchange before has read this memory on a stream of the backend. The additions are ordered
+        # after it, but may have gone to another stream than that of this gradient, if the model uses several.
         self._device.wait_event(self._added)
-        held = self._held[unit] = _Held(memory, set())
-        return held
+        unit_sum = self._held[unit] = _Held(memory, set())
+        return unit_sum
 
     def _release(self, unit: int) -> None:
         """Drops gradients of `unit` that are not reduced."""
-        held = self._held.pop(unit, None)
-        if held is not None:
-            self._room[unit].append(held.memory.view(torch.uint8))
+        unit_sum = self._held.pop(unit, None)
+        if unit_sum is not None:
+            self._room[unit].append(unit_sum.memory.view(torch.uint8))
 
     def _reduce(self) -> None:
         """Reduces the unit under way, and starts the copies of small results that were set aside."""
@@ -318,6 +317,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         super()._flush()
         aside, self._aside = self._aside, []
         for unit, segment, gradient, computed in aside:
+            # compute stream: another one may have computed the gradient.
             self._device.wait_event(computed)
             self._add(unit, segment, gradient)
 
@@ -356,16 +356,16 @@ class ReduceScatterAccumulator(GradientAccumulator):
         """
         part, mesh = self._parts[unit], self._ranks.mesh
         sends = self._ranks.rank in holders
-        # NCCL waits for the calling thread's stream, which need not be the one that has added up what came here.
+        # compute stream: NCCL waits for that of the calling thread, which need not have added up what came here.
         self._device.wait_event(self._added)
         assert sends or unit != self._unit, "the other ranks take what was announced for what is sent"
         rows = sent = None
         if sends:
             # All ranks send in a series: one that has left it sends zeros.
-            held = self._held.get(unit) or self._hold(unit)
-            segments, sent = self._layouts[unit].segments, held.memory
+            unit_sum = self._held.get(unit) or self._hold(unit)
+            segments, sent = self._layouts[unit].segments, unit_sum.memory
             # Parameters without a gradient here add nothing to the mean, and padding may share a block of codes.
-            present = ((segments[each].start, segments[each].stop) for each in held.segments)
+            present = ((segments[index].start, segments[index].stop) for index in unit_sum.segments)
             zero_between(sent[: self._layouts[unit].trainable_stop], present)
             if unit == self._unit:
                 self._unit, self._filled = -1, set()
@@ -388,7 +388,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 self._free(unit, sent)
                 sent = None
         self._under_way.append(Exchange(unit, received, sent, work))
-        # The one before is added up beside the new one; without overlap the new one itself.
+        # The one before is added up while the new one runs; without overlap the new one itself.
         self._add_received(self._exchanges - 1)
 
     def _free(self, unit: int, sent: torch.Tensor | None) -> None:
@@ -456,7 +456,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
     # -- what needs all that was received ------------------------------------------------------------
 
     def known(self, elsewhere: Container[tuple[int, int]] = ()) -> GradientStats:
-        """Returns the statistics on which a step is decided, with all that other ranks have reduced until now."""
+        """Returns the statistics that decide a step, with all that other ranks have reduced until now."""
         self._finish()
         return super().known(elsewhere)
 

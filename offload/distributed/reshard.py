@@ -105,15 +105,15 @@ class FoundRun:
     def _chunks(self, rank: int, size: int) -> Iterator[_Chunk]:
         """Yields the chunks of every `size`-th partition from number `rank` on."""
         partitions = [
-            (each, unit, state, nbytes)
-            for each, spec in enumerate(self.specs)
+            (store_index, unit, state, nbytes)
+            for store_index, spec in enumerate(self.specs)
             for unit, row in enumerate(spec.partitions)
             for state, nbytes in row.items()
         ]
         # In the order of the bytes, as `StoreSource` compares them.
-        for each, unit, state, nbytes in partitions[rank::size]:
+        for index, unit, state, nbytes in partitions[rank::size]:
             for start in range(0, nbytes, BUFFER_NBYTES):
-                yield _Chunk(each, unit, state, start, min(BUFFER_NBYTES, nbytes - start))
+                yield _Chunk(index, unit, state, start, min(BUFFER_NBYTES, nbytes - start))
 
 
 class _Chunk(NamedTuple):
@@ -165,9 +165,9 @@ class StoredShards:
 #     new-rank<r> written and committed ─► resharded.json ─► rank<r> becomes old-rank<r>, new-rank<r> becomes rank<r>
 #                                                         └─► no resharded.json ─► old-rank<r> deleted
 #
-# Without the note the folders `rank<r>` are the run, and those beside them are deleted by the next start. With the note
+# Without the note the folders `rank<r>` are the run, and the next start deletes those next to them. With the note
 # the run is the one that the note names, and the next start ends the renames. Either way no state is lost by a kill.
-# Whoever holds the locks of the run's ranks owns the folders beside them too.
+# Whoever holds the locks of the run's ranks owns the folders next to them too.
 
 
 class Switch(NamedTuple):
@@ -220,7 +220,7 @@ def finish(folders: Sequence[Path]) -> None:
 
 
 def discard(folders: Sequence[Path]) -> None:
-    """Deletes the folders beside the run after an error, unless the note says that they are the run.
+    """Deletes the folders next to the run after an error, unless the note says that they are the run.
 
     Args:
         folders: the run's folder on each drive, the first drive first. The caller holds the locks of its ranks.
@@ -273,16 +273,15 @@ def _rename(folders: Sequence[Path], change: Switch) -> None:
 
 
 def _move(run: Path, name: str, new: str) -> None:
-    """Renames a rank's folder in that of the run."""
     with inner_folder(run, 1, ours=True) as folder:
         os.rename(name, new, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def _delete_aside(folders: Sequence[Path]) -> None:
-    """Deletes the folders beside the run. The first drive comes last: its lock keeps other processes out."""
+    """Deletes the folders next to the run. The first drive comes last: its lock keeps other processes out."""
     for folder in reversed(folders):
-        for each in folders_aside(folder):
-            remove_files(each)
+        for aside in folders_aside(folder):
+            remove_files(aside)
 
 
 # -- reshard -------------------------------------------------------------------------------------------
@@ -328,7 +327,7 @@ def reshard(new: NewRanks, queue: Queue, check: Callable[[Snapshot], None]) -> s
     Args:
         new: the run as the ranks of this start will have it.
         queue: queue for reads and writes.
-        check: raises `StoreError` if all that a commit contains beside states does not fit this model.
+        check: raises `StoreError` if what a commit contains besides states does not fit this model.
 
     Returns:
         A line for the user; None if the run has as many ranks as this start, in as many replicas.
@@ -349,9 +348,9 @@ def reshard(new: NewRanks, queue: Queue, check: Callable[[Snapshot], None]) -> s
         )[new.everyone.rank]
         if before is None or prepared is None:
             return None
-        written = [_Written(*each) for each in prepared]
+        written = [_Written(*args) for args in prepared]
         ids = tuple(str(store_id(new.folders[0] / f"rank{rank}")) for rank in range(before.ranks))
-        ranks.by_first(lambda: carry_out(new.folders, Switch(ids, tuple(each.id for each in written))))
+        ranks.by_first(lambda: carry_out(new.folders, Switch(ids, tuple(store.id for store in written))))
     seconds = time.monotonic() - began
     return (
         f"resharded from {before} to {new.mesh}: {format_size(sum(e.nbytes for e in written))} of "
@@ -374,15 +373,17 @@ def _found(new: NewRanks) -> tuple[Mesh | None, int | None]:
         return (None if known is None else Mesh(*known)), None
     # By the first of each column: the others may not see all folders.
     own = new.ranks.by_first(lambda: _last_commit(run))
-    every = new.everyone.settle(lambda: [str(run / "rank0"), *own])
-    check_one_run([(folder, run_id) for folder, _, run_id in every])
-    return (None if known is None else Mesh(*known)), last_of_all(serial for _, serial, _ in every)
+    answers = new.everyone.settle(lambda: [str(run / "rank0"), *own])
+    check_one_run([(folder, run_id) for folder, _, run_id in answers])
+    return (None if known is None else Mesh(*known)), last_of_all(serial for _, serial, _ in answers)
 
 
 def _last_commit(run: Path) -> tuple[int | None, str | None]:
     """Returns the number of the last commit that all ranks of a run have, and the id of the run; None without one."""
-    found = [each for each in _look(run) if each.whole]
-    return last_of_all(each.whole[0].record.serial for each in found), known_run_id(found)
+    ranks_with_commit = [rank_files for rank_files in _look(run) if rank_files.whole]
+    return last_of_all(rank_files.whole[0].record.serial for rank_files in ranks_with_commit), known_run_id(
+        ranks_with_commit
+    )
 
 
 def _prepare(
@@ -393,15 +394,9 @@ def _prepare(
     check: Callable[[Snapshot], None],
     opened: contextlib.ExitStack,
 ) -> list[_Written]:
-    """Writes all ranks' folders beside those of the run. Collective.
+    """Writes all ranks' folders next to those of the run. Collective.
 
-    Args:
-        new: see `reshard`.
-        before: arrangement of the ranks of the run.
-        at: number of the commit; None for the last one.
-        queue: see `reshard`.
-        check: see `reshard`.
-        opened: closes the files and releases the locks.
+    `at` is the number of the commit, None for the last one; `opened` closes the files and releases the locks.
     """
     ranks, run = new.ranks, new.folders[0]
     _check_visible(new, before)
@@ -409,23 +404,23 @@ def _prepare(
     # Rank 0 holds the locks for all, and takes them first: a run in use would change under the others.
     ranks.by_first(lambda: looked.extend(lock_and_look(run, opened, "train")))
     ranks.settle(lambda: looked.extend(_look(run) if ranks.rank else ()))
-    found: list[FoundRun] = []
-    ranks.settle(lambda: found.append(_open(new, before, at, looked, queue, check, opened)))
-    blob = found[0].source.commits[0].record.blob_nbytes
+    opened_run: list[FoundRun] = []
+    ranks.settle(lambda: opened_run.append(_open(new, before, at, looked, queue, check, opened)))
+    blob = opened_run[0].source.commits[0].record.blob_nbytes
     # Each commit reserves a quarter more than it needs, for two blobs.
     need = sum(ranks.settle(lambda: new.spec.nbytes + 5 * blob // 2))
     ranks.by_first(lambda: _check_room(new, need, before))
-    ranks.settle(lambda: _compare(found[0], new, before))
+    ranks.settle(lambda: _compare(opened_run[0], new, before))
     # Only rank 0 holds the locks, and knows whether the note was written. The other ranks delete nothing.
     if ranks.rank == 0:
         opened.push(partial(_discard, new.folders))
-    return ranks.settle(lambda: _write(new, found[0], queue, opened))
+    return ranks.settle(lambda: _write(new, opened_run[0], queue, opened))
 
 
 def _mesh_of(run: Path) -> Mesh | None:
-    """Returns the arrangement of the ranks of the run; None if no manifest tells, or nothing could be committed."""
+    """Returns the arrangement of the ranks of the run; None if no manifest names it, or nothing could be committed."""
     manifests = (look(folder).manifest for folder in rank_folders(run) if is_rank(folder))
-    known = next((each for each in manifests if each is not None), None)
+    known = next((manifest for manifest in manifests if manifest is not None), None)
     if known is None or known.spec.slots < 2:
         return None
     shards = int(known.spec.fingerprint.get("world_size", 1))
@@ -433,7 +428,7 @@ def _mesh_of(run: Path) -> Mesh | None:
 
 
 def _discard(folders: Sequence[Path], kind: object, *_: object) -> None:
-    """Deletes at the end of a block what it has left beside the run, if an error of type `kind` ends it."""
+    """Deletes at the end of a block what it has left next to the run, if an error of type `kind` ends it."""
     if kind is not None:
         discard(folders)
 
@@ -472,59 +467,56 @@ def _open(
 ) -> FoundRun:
     """Opens a commit of the run and compares it with this model. Changes nothing.
 
-    Args:
-        new: see `reshard`.
-        before: arrangement of the ranks of the run. Replicas have equal states, and the first is read.
-        at: see `_prepare`.
-        looked: the run's folders on their first drive.
-        queue: see `reshard`.
-        check: see `reshard`.
-        opened: closes the files.
+    Replicas have equal states, and the first is read. `looked` are the run's folders on their first drive.
     """
     run = new.folders[0]
-    found = [_on_drives(each, new) for each in ranks_of(run, looked)]
-    source = opened.enter_context(contextlib.closing(StoreSource(run, queue, found, at)))
-    kept = {segment.name: segment.kept for layout in new.layouts for segment in layout.segments}
+    sources = [_on_drives(rank_files, new) for rank_files in ranks_of(run, looked)]
+    source = opened.enter_context(contextlib.closing(StoreSource(run, queue, sources, at)))
+    keep_flags = {segment.name: segment.kept for layout in new.layouts for segment in layout.segments}
     # This model as that many ranks would store it: a difference is told as in any other resume.
-    expected = placed_for(new.layouts, new.mode, len(found))
-    expected = tuple(with_kept(layout, kept, len(found)) for layout in expected)
+    expected = placed_for(new.layouts, new.mode, len(sources))
+    expected = tuple(with_kept(layout, keep_flags, len(sources)) for layout in expected)
     specs = store_specs(expected, new.mode, before.shards, replicas=before.replicas)
-    for spec, each in zip(specs, found, strict=True):
+    for spec, source_rank in zip(specs, sources, strict=True):
         spec = spec._replace(fingerprint={**spec.fingerprint, **new.place})
-        assert each.manifest is not None, "a commit that is whole holds one"
-        compare(spec, each.manifest.spec, each.folder)
+        assert source_rank.manifest is not None, "a commit that is whole holds one"
+        compare(spec, source_rank.manifest.spec, source_rank.folder)
     check(source.progress)
     for rank in range(new.ranks.size):
         check_startable([folder / f"rank{rank}" for folder in new.folders], over=True)
     layouts = described_layouts(source.description, part=True)
     # Of other replicas the counts alone are taken, from their newest commits.
-    others = [each.whole[0] for each in looked if each.whole and before.shards <= each.rank < before.ranks]
+    replicas = [
+        rank_files.whole[0]
+        for rank_files in looked
+        if rank_files.whole and before.shards <= rank_files.rank < before.ranks
+    ]
     return FoundRun(
         source=source,
         specs=specs,
         layouts=layouts,
         mode=new.mode,
         saved=places(layouts, {}, True),
-        written=[each.blob.written for each in (*source.commits, *others) if each.blob is not None],
+        written=[commit.blob.written for commit in (*source.commits, *replicas) if commit.blob is not None],
     )
 
 
-def _on_drives(found: Found, new: NewRanks) -> Found:
+def _on_drives(rank_files: Found, new: NewRanks) -> Found:
     """Returns the same rank on the drives of this start, which may be mounted elsewhere than when it was made.
 
     Raises:
         StoreError: if these are other drives.
     """
-    if found.manifest is None:
-        return found  # it has no commit either, which is reported
-    folders = [folder / found.folder.name for folder in new.folders]
-    check_drives(folders, found.manifest, found.commits[0].record.step if found.commits else 0)
+    if rank_files.manifest is None:
+        return rank_files  # it has no commit either, which is reported
+    folders = [folder / rank_files.folder.name for folder in new.folders]
+    check_drives(folders, rank_files.manifest, rank_files.commits[0].record.step if rank_files.commits else 0)
     drives = tuple(str(folder.parent) for folder in new.folders)
-    return found._replace(manifest=dataclasses.replace(found.manifest, drives=drives))
+    return rank_files._replace(manifest=dataclasses.replace(rank_files.manifest, drives=drives))
 
 
 def _check_room(new: NewRanks, need: int, before: Mesh) -> None:
-    """Raises `StoreError` if the drives have no room for the new swap files beside those of the run."""
+    """Raises `StoreError` if the drives have no room for the new swap files next to those of the run."""
     short = find_shortage(new.drives, need)
     if short is not None:
         raise StoreError(
@@ -535,11 +527,11 @@ def _check_room(new: NewRanks, need: int, before: Mesh) -> None:
         )
 
 
-def _compare(found: FoundRun, new: NewRanks, before: Mesh) -> None:
+def _compare(source_run: FoundRun, new: NewRanks, before: Mesh) -> None:
     """Compares this rank's share of the run's bytes with their checksums. Raises `StoreError`."""
     run = new.folders[0]
     try:
-        found.compare(new.ranks.rank, new.ranks.size)
+        source_run.compare(new.ranks.rank, new.ranks.size)
     except IoError as error:
         raise StoreError(
             f"the run in {run} is damaged or cannot be read, and stays as it is: {error}; "
@@ -548,23 +540,19 @@ def _compare(found: FoundRun, new: NewRanks, before: Mesh) -> None:
         ) from error
 
 
-def _write(new: NewRanks, found: FoundRun, queue: Queue, opened: contextlib.ExitStack) -> _Written:
-    """Writes this rank's states into a folder beside those of the run, and commits them.
+def _write(new: NewRanks, source_run: FoundRun, queue: Queue, opened: contextlib.ExitStack) -> _Written:
+    """Writes this rank's states into a folder next to those of the run, and commits them.
 
-    Args:
-        new: see `reshard`.
-        found: the run.
-        queue: see `reshard`.
-        opened: closes the files and releases the lock.
+    `opened` closes the files and releases the lock.
     """
-    rank, commits = new.ranks.rank, found.source.commits
+    rank, commits = new.ranks.rank, source_run.source.commits
     store = Store(new.drives, new.run, rank, new.spec, queue, first=commits[0].record.serial)
     opened.callback(store.close)
-    store.create(run_id=found.source.run_id)
+    store.create(run_id=source_run.source.run_id)
     shards = StoredShards(mode=new.mode, layouts=new.layouts, shares=new.shares, store=store)
-    CheckpointRestorer(found, shards, EVERYTHING, queue, new.mesh.shard_of(rank)).run()
+    CheckpointRestorer(source_run, shards, EVERYTHING, queue, new.mesh.shard_of(rank)).run()
     # The drives have taken the writes of all ranks before. One rank goes on with their sum.
-    store.written.go_on(*(found.written if rank == 0 else ()))
+    store.written.go_on(*(source_run.written if rank == 0 else ()))
     # As with a checkpoint: no saved progress belongs to this rank, so every rank continues with that of rank 0.
     store.commit(commits[0].record.step, commits[0].contents)
     return _Written(str(store_id(store.folders[0])), sum(sum(row.values()) for row in new.spec.partitions))

@@ -44,11 +44,11 @@ class World:
     """The processes that compute together with this one, by their rank in `everyone`, in the order of coordinates:
     stage by stage of a pipeline. Empty without a grid."""
     sharded: frozenset[str] = frozenset()
-    """Names of the parameters of which each process of a stage has another part."""
+    """Names of the parameters that the processes of a stage divide."""
     dims: Mapping[str, int] = field(default_factory=dict)
     """The dimension along which each of them is divided; those of Megatron are not known."""
     stages: int = 1
-    """Number of processes of a pipeline, one behind the other; 1 without one."""
+    """Number of processes of a pipeline, one after the other; 1 without one."""
     positions: tuple[int, ...] = ()
     """Position of each process in its pipeline, by its rank in `everyone`; empty without one."""
     tied: frozenset[str] = frozenset()
@@ -78,7 +78,7 @@ class World:
 
     @property
     def divides_model(self) -> bool:
-        """True if the processes are a grid, of which each has a part of the model."""
+        """True if the processes are a grid: each has a part of the model."""
         return bool(self.row)
 
     @property
@@ -121,7 +121,6 @@ class World:
         return tuple(self._part(position, coordinate) for position, coordinate in places)
 
     def _part(self, position: int, coordinate: int) -> str:
-        """Returns the name of a column."""
         pipeline = f"pp{position}of{self.stages}" if self.stages > 1 else ""
         tensor = f"tp{coordinate}of{self.tensor_size}" if self.tensor_size > 1 else ""
         return "-".join(filter(None, (pipeline, tensor)))

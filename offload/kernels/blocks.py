@@ -160,9 +160,9 @@ def _dequantize_by_torch(form: BlockFormat, blocks: torch.Tensor, values: torch.
         part = rows[first : first + _DEVICE_BLOCKS]
         codes, scale = part[:, :-_SCALE_NBYTES], part[:, -_SCALE_NBYTES:].contiguous().view(torch.bfloat16).float()
         if form.name == "nf4":
-            found = pairs[codes.int()].view(len(part), form.values).mul_(scale)
+            decoded = pairs[codes.int()].view(len(part), form.values).mul_(scale)
         else:
-            found = codes.view(torch.int8).float().mul_(scale * (1.0 / 127.0))
+            decoded = codes.view(torch.int8).float().mul_(scale * (1.0 / 127.0))
         start = first * form.values
-        stop = min(start + found.numel(), numel)
-        values[start:stop].copy_(found.view(-1)[: stop - start])
+        stop = min(start + decoded.numel(), numel)
+        values[start:stop].copy_(decoded.view(-1)[: stop - start])

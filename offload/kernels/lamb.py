@@ -45,7 +45,7 @@ def lamb(partition: Partition, segments: Sequence[LambSegment]) -> None:
         TypeError: a tensor of a wrong dtype.
     """
     sums = lamb_moments(partition, segments)
-    ratios = [lamb_ratio(each.step, [mine]) for each, mine in zip(segments, sums, strict=True)]
+    ratios = [lamb_ratio(segment.step, [own_sums]) for segment, own_sums in zip(segments, sums, strict=True)]
     lamb_move(partition, segments, ratios)
 
 
@@ -69,21 +69,21 @@ def lamb_moments(partition: Partition, segments: Sequence[LambSegment]) -> list[
     _check(segments, arrays.numel)
     check_noise(partition, segments)
     check_blocks(partition, segments)
-    found = []
+    segment_sums = []
     for start, stop, step, noise in segments:
         # One row for each block of a parameter, counted from the segment's start, so that ranks can join their rows.
         sums = torch.zeros(-(-(stop - start) // BLOCK), 2, dtype=torch.float64, device="cpu")
-        given = native_segment((start, stop, (*step[:7], 1.0), noise))
-        _native.lamb_moments(*arrays, given, sums.data_ptr())
-        found.append(sums)
-    return found
+        native = native_segment((start, stop, (*step[:7], 1.0), noise))
+        _native.lamb_moments(*arrays, native, sums.data_ptr())
+        segment_sums.append(sums)
+    return segment_sums
 
 
 def lamb_ratio(step: LambStep, sums: Sequence[torch.Tensor]) -> float:
     """Returns the trust ratio |weight| / |direction| within the bounds of `step`, or 1 if either norm is zero.
 
     Args:
-        step: hyperparameters, of which the bounds are used.
+        step: hyperparameters; only the bounds are used.
         sums: results of `lamb_moments` for all segments of one parameter, in order.
     """
     weight = direction = 0.0

@@ -117,14 +117,14 @@ class CPUAdamW(torch.optim.Optimizer):
         Raises:
             ConfigError: shapes differ, or an option is set that the kernel does not support (amsgrad, maximize).
         """
-        given: list[dict[str, Any]] = []  # the content after the user's own hooks have run
+        received: list[dict[str, Any]] = []  # the content after the user's own hooks have run
 
         def take(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
             for group in loaded["param_groups"]:
                 for option in ("amsgrad", "maximize"):
                     if group.get(option, False):
                         raise ConfigError(f"the state has {option}=True, which the kernel does not support")
-            given.append(loaded)
+            received.append(loaded)
 
         # It runs after the user's own hooks and before torch loads anything, so that a refused state changes nothing.
         hook = self.register_load_state_dict_pre_hook(take)
@@ -132,11 +132,11 @@ class CPUAdamW(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             hook.remove()
-        saved = (index for group in given[0]["param_groups"] for index in group["params"])
-        mine = (parameter for group in self.param_groups for parameter in group["params"])
-        for index, parameter in zip(saved, mine, strict=True):
+        saved = (index for group in received[0]["param_groups"] for index in group["params"])
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        for index, parameter in zip(saved, parameters, strict=True):
             # torch has cast the states to the parameter's dtype, which loses fp32 moments: take the originals.
-            for key, value in given[0]["state"].get(index, {}).items():
+            for key, value in received[0]["state"].get(index, {}).items():
                 self.state[parameter][key] = value
         self._seen = {}
         for group in self.param_groups:

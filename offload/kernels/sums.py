@@ -65,7 +65,7 @@ def join_master(weight: torch.Tensor, residual: torch.Tensor, master: torch.Tens
 
 
 class Sum:
-    """Memory to which gradients are added, (numel,): checked once for any number of gradients."""
+    """Memory that gradients are added to, (numel,): checked once for any number of gradients."""
 
     def __init__(self, out: torch.Tensor) -> None:
         """Checks the memory.

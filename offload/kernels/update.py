@@ -11,7 +11,7 @@ from offload.kernels import _native
 
 # -- noise ---------------------------------------------------------------------------------------------
 #
-# Random bits with which moments and masters are rounded: see [Note: stochastic rounding] in native/noise.h.
+# Random bits that round moments and masters: see [Note: stochastic rounding] in native/noise.h.
 
 
 _WORD = (1 << 64) - 1
@@ -44,7 +44,7 @@ class Keyed(NamedTuple):
 
 
 def keyed(start: int, stop: int, noise: Noise) -> Iterator[Keyed]:
-    """Yields the parts of a segment, mostly one, each of which has one key of its noise."""
+    """Yields the parts of a segment, mostly one. Each part has one key of its noise."""
     stream, element = noise
     while start < stop:
         high, low = divmod(element, _RANGE)
@@ -71,7 +71,7 @@ def noise_stream(seed: int, unit: int, step: int) -> int:
 
 
 def master_stream(stream: int) -> int:
-    """Returns the stream that rounds masters, beside `stream`, which rounds moments; as native/noise.h has it."""
+    """Returns the stream that rounds masters, as in native/noise.h; `stream` rounds moments."""
     return _mixed(stream ^ 0x6D6173746572)
 
 
@@ -197,7 +197,7 @@ class Segment(NamedTuple):
     step: Step | LambStep
     """Hyperparameters. `update` does not accept a `LambStep`, since LAMB needs two passes."""
     noise: Noise | None = None
-    """Rounds bf16 and 8-bit moments, and bf24 masters; None where all are fp32, on which a noise has no effect."""
+    """Rounds bf16 and 8-bit moments, and bf24 masters; None where all are fp32: noise has no effect there."""
 
 
 # -- arrays --------------------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
     rule, moments = check_segments(segments, numel)
     check_noise(partition, segments)
     check_blocks(partition, segments)
-    run(rule, moments, partition, [(each.start, each.stop, each.step, each.noise) for each in segments])
+    run(rule, moments, partition, [(segment.start, segment.stop, segment.step, segment.noise) for segment in segments])
 
 
 def probe(partition: Partition) -> None:
@@ -449,9 +449,9 @@ NativeSegment: TypeAlias = tuple[int, int, Sequence[float], Noise | None]
 """Start, stop, settings in the order that the rule takes, and the noise of moments and masters."""
 
 
-def native_segment(given: NativeSegment) -> tuple[int, int, list[float], tuple[int, int]]:
+def native_segment(segment: NativeSegment) -> tuple[int, int, list[float], tuple[int, int]]:
     """Returns a segment in the form of the native code."""
-    start, stop, settings, noise = given
+    start, stop, settings, noise = segment
     return start, stop, [float(value) for value in settings], noise or (0, 0)
 
 
@@ -466,7 +466,7 @@ def run(rule: str, moments: int, partition: Partition, segments: Sequence[Native
     """
     arrays = addresses(rule, moments, partition)
     if arrays.numel:
-        _native.update(rule, *arrays, [native_segment(each) for each in segments])
+        _native.update(rule, *arrays, [native_segment(segment) for segment in segments])
 
 
 def adamw(
@@ -514,7 +514,9 @@ def check_segments(segments: Sequence[Segment], numel: int) -> tuple[str, int]:
     """
     kind, end = type(segments[0].step), 0
     if kind not in RULES:
-        raise TypeError(f"step: expected one of {', '.join(each.__name__ for each in RULES)}, got {kind.__name__}")
+        raise TypeError(
+            f"step: expected one of {', '.join(rule_type.__name__ for rule_type in RULES)}, got {kind.__name__}"
+        )
     for start, stop, step, _ in segments:
         # Threads divide the segments among them, so no element may belong to two.
         if not end <= start <= stop <= numel:
@@ -604,9 +606,9 @@ def _weight(partition: Partition, numel: int) -> tuple[tuple[int, int], int]:
 def check_beside(partition: Partition) -> None:
     """Raises `TypeError` unless exactly the residual or master that the weight's dtype needs is given."""
     dtype = partition.weight.dtype
-    for name, given, wanted in (
+    for name, tensor, wanted in (
         ("residual", partition.residual, dtype is torch.bfloat16),
         ("master", partition.master, dtype is torch.float16),
     ):
-        if (given is not None) != wanted:
+        if (tensor is not None) != wanted:
             raise TypeError(f"{name}: expected {'one' if wanted else 'none'} for a weight of {dtype}")

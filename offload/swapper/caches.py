@@ -106,7 +106,7 @@ class Gathers(Protocol):
     """The gathers of units from all ranks. Called by the thread that runs the model or its backward."""
 
     def gather(self, unit: int, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
-        """Starts the gather of the other ranks' shards into `whole`, and returns the event after which it is complete.
+        """Starts the gather of the other ranks' shards into `whole`, and returns the event of its end.
 
         Args:
             unit: the unit.
@@ -131,12 +131,7 @@ class DeviceCache:
     ) -> None:
         """Allocates the permanent device buffers.
 
-        Args:
-            table: the table that all components of the pager share.
-            arena: the memory of all device buffers.
-            device: starts the copies.
-            peers: the other ranks; None for one rank.
-            expand: makes the bytes of a unit that are in no partition; None if no unit has such bytes.
+        `peers` is None for one rank. `expand` makes the bytes of a unit that are in no partition; None without such.
         """
         self._table = table
         self._expand_unit = expand
@@ -145,7 +140,7 @@ class DeviceCache:
         self._peers = peers
         self._floor: tuple[int, int] | None = None
         self._grown: tuple[int, int] = (0, 0)
-        """Region of grown memory in which units come and go."""
+        """Region of grown memory for units that come and go."""
         self._reserved: dict[int, DeviceBuffer] = {}
         """Room of units that are gathered soon."""
         self._kept: list[DeviceBuffer] = []
@@ -202,7 +197,7 @@ class DeviceCache:
         return find_room(self._arena.space, entry.size.nbytes, blocks, order, floor, beyond)
 
     def reserve(self, units: Sequence[int]) -> bool:
-        """Reserves room for all of `units`, in which nothing else is placed; without effect if it is not free.
+        """Reserves room for all of `units`, and for nothing else; without effect if the room is not free.
 
         No unit is dropped for it. `allocate` returns what is reserved, and `free_reserved` frees the rest.
         """
@@ -216,12 +211,11 @@ class DeviceCache:
         return True
 
     def free_reserved(self) -> None:
-        """Frees all room that is reserved, into which nothing was written."""
+        """Frees all room that is reserved. Nothing was written there."""
         while self._reserved:
             self._arena.give(self._reserved.popitem()[1], DONE, DONE)
 
     def _floor_for(self, unit: int) -> Floor:
-        """Returns the region in which `unit` and others come and go."""
         # Units come and go in the longest region only, so grown memory takes over if it is longer.
         start, stop = max(self._first_floor(), self._grown, key=lambda region: region[1] - region[0])
         nbytes = self._table.entries[unit].size.nbytes
@@ -230,19 +224,19 @@ class DeviceCache:
         return floor
 
     def _first_floor(self) -> tuple[int, int]:
-        """Returns the region of the first allocation in which units come and go."""
+        """Returns the region of the first allocation for units that come and go."""
         # At the first call all permanent buffers are allocated, so the longest free region is the one that units share.
         if self._floor is None:
             free = self._arena.space.holes
             self._floor = max(free, key=lambda region: region[1] - region[0], default=(0, 0))
         return self._floor
 
-    def grow(self, nbytes: int, kept: Sequence[int]) -> list[torch.Tensor]:
+    def grow(self, nbytes: int, block_sizes: Sequence[int]) -> list[torch.Tensor]:
         """Adds `nbytes` of device memory to the arena, and returns the blocks at its end that belong to the caller.
 
         Args:
             nbytes: bytes to add.
-            kept: bytes of each block that no unit may use; the blocks are (bytes,) uint8 tensors.
+            block_sizes: bytes of each block that no unit may use; the blocks are (bytes,) uint8 tensors.
 
         Raises:
             BudgetError: if fewer than `nbytes` are free on the device.
@@ -250,7 +244,7 @@ class DeviceCache:
         assert len(self._arena.blocks) == 1, "grown memory is given back before the arena grows again"
         self._first_floor()  # determined while all free memory belongs to the first allocation
         start, stop = self._arena.grow(nbytes)
-        for block_nbytes in kept:
+        for block_nbytes in block_sizes:
             stop -= block_nbytes
             self._kept.append(self._arena.take_at(stop, block_nbytes))
         self._grown = start, stop
@@ -296,7 +290,7 @@ class DeviceCache:
     def drop(self, entry: UnitEntry) -> None:
         """Drops the device copy of a unit. The copy is clean, so no bytes move."""
         assert entry.device_buffer is not None and not entry.pins
-        # The upload and the last compute may still be in flight: the next owner of the memory waits for both events.
+        # upload and compute streams: both may still use the memory, so its next owner waits for both events.
         self._arena.give(entry.device_buffer, entry.uploaded, entry.read)
         entry.device_buffer = None
         # A host buffer that is kept, or the permanent device buffer of the partition, holds the newest copy. WRITING
@@ -332,7 +326,8 @@ class DeviceCache:
             device_buffer: room for the unit.
             read: starts to read the partition from a byte offset into a buffer.
         """
-        # The drive writes this memory without a stream, so compute that reads it must be over, not only ordered.
+        # calling thread: the drive writes this memory without a stream, so compute that reads it must be over, not only
+        # ordered.
         for event in device_buffer.after:
             event.wait()
         entry.transfer = Transfer(None, read(0, self._arena.view(device_buffer).numpy().data))
@@ -355,8 +350,8 @@ class DeviceCache:
         self._table.move(entry, Residency.UPLOADING)
         try:
             with self._table.timeline.span(Row.UPLOADS, entry.size.title, entry.size.shard_nbytes):
-                # The copy blocks on a CPU, and on a GPU if the host memory is not pinned, so the lock is released.
-                # UPLOADING keeps other threads from this unit meanwhile.
+                # calling thread: the copy blocks on a CPU, and on a GPU if the host memory is not pinned, so the lock
+                # is released. UPLOADING keeps other threads from this unit meanwhile.
                 self._table.changed.without_lock(lambda: self._copy_shard(entry, device_buffer))
             self.gather(entry, device_buffer, entry.copied)
             self._expand(entry, device_buffer)
@@ -369,13 +364,13 @@ class DeviceCache:
     def _copy_shard(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:
         """Starts the copies of this rank's shard into `device_buffer`, and keeps the last event. Needs no lock."""
         whole, shard = self._arena.view(device_buffer), self._shard(entry)
-        # Upload stream: the copies wait for `after`, the last compute and upload of the memory's former owner.
+        # upload stream: the copies wait for `after`, the last compute and upload of the memory's former owner.
         if entry.size.is_whole:
             entry.uploaded = entry.copied = self._device.upload(whole, shard, device_buffer.after)
             return
         for start, target in entry.size.pieces:
             source = shard[start : start + len(target)]
-            # All copies run on the upload stream in order, so the event of the last one covers the others.
+            # upload stream: all copies run in order, so the event of the last one covers the others.
             entry.copied = self._device.upload(whole[target.start : target.stop], source, device_buffer.after)
         entry.uploaded = entry.copied
 
@@ -389,8 +384,8 @@ class DeviceCache:
     def gather(self, entry: UnitEntry, device_buffer: DeviceBuffer, copied: Event) -> None:
         """Starts the gather of the other ranks' shards, ordered after `copied`, the copy of this rank's shard."""
         if self._peers is not None:
-            # The lock is released: a gather may block until the other ranks join, and the update worker must not wait
-            # for them.
+            # calling thread: a gather may block until the other ranks join. The lock is released, since the update
+            # worker must not wait for them.
             peers, whole = self._peers, self._arena.view(device_buffer)[: entry.size.stored_nbytes]
             entry.uploaded = self._table.changed.without_lock(
                 lambda: peers.gather(entry.index, whole, entry.size.shard_ranges, copied)
@@ -405,14 +400,14 @@ class DeviceCache:
         whole = self._arena.view(device_buffer)
 
         def work() -> Event:
-            # On the upload stream, whose copies have waited for the last compute that read this memory. A gather may
-            # have another stream, so its event is waited for.
+            # upload stream: its copies have waited for the last compute that read this memory. A gather may have
+            # another stream, so its event is waited for.
             with self._device.uploading():
                 self._device.wait_event(entry.uploaded)
                 expand(entry.index, whole)
                 return self._device.uploaded()
 
-        # The lock is released: on a CPU the calling thread does the work, and a gather may wait for other ranks.
+        # calling thread: it does the work on a CPU, and a gather may wait for other ranks. So the lock is released.
         with self._table.timeline.span(
             Row.UPLOADS, f"{entry.size.title}: values of blocks", entry.size.expanded_nbytes
         ):
@@ -467,13 +462,7 @@ class HostCache:
     """
 
     def __init__(self, table: UnitTable, host: HostArena, source: WeightSource | None) -> None:
-        """Allocates the permanent host buffers.
-
-        Args:
-            table: the table that all components of the pager share.
-            host: the memory of all host buffers.
-            source: the files from which units are read; None if no unit's tier is DISK.
-        """
+        """Allocates the permanent host buffers. `source` is None if no unit's tier is DISK."""
         self._table = table
         self._host = host
         self._source = source
@@ -562,8 +551,8 @@ class HostCache:
             entry.fresh.release()
             entry.fresh = None
             return
-        # The buffer is reused at once, so the copy to the device must be over. The wait blocks only if the copy took
-        # longer than all work since.
+        # calling thread: the buffer is reused at once, so the copy to the device must be over. The wait blocks only if
+        # the copy took longer than all work since.
         entry.copied.wait()
         entry.host_buffer.release()
         entry.host_buffer = None

@@ -100,7 +100,7 @@ class GatherDecision(NamedTuple):
     ahead: int = -1
     """The unit that all ranks gather as well, before its use; -1 for none."""
     series: bool = False
-    """True if a series has begun, in which `go_on` gathers the unit."""
+    """True if a series has begun: `go_on` gathers the unit."""
 
 
 class Peers(Gathers, Protocol):
@@ -301,7 +301,7 @@ class CommonUses(Fetcher):
 #
 # The unit's old weights stay what every thread reads: on the device, or in the newest slot of the store. The fresh ones
 # are written to the other slot. They also stay in the host buffer of the old ones where the reads of the backward have
-# room beside it; that buffer is evicted as any other once the fresh weights are written.
+# room next to it; that buffer is evicted as any other once the fresh weights are written.
 #
 # Threads. The update worker calls everything but `paused`, which belongs to the thread that calls
 # `step()`.
@@ -350,7 +350,8 @@ class SpeculativeWeights:
             return Begun(None)
         fresh = entry.host_buffer
         assert fresh is not None
-        entry.copied.wait()  # the worker is about to write where an upload may still read
+        # update thread: it is about to write where an upload may still read.
+        entry.copied.wait()
         entry.host_buffer, entry.fresh, entry.fresh_stays = None, fresh, True
         if entry.residency is Residency.HOST:
             self._table.move(entry, Residency.DISK)
@@ -360,20 +361,22 @@ class SpeculativeWeights:
         """Returns True if the unit's host buffer may receive its fresh weights."""
         if entry.host_buffer is None or entry.copying:
             return False
-        held = [each.fresh.nbytes for each in self._entries if each.fresh is not None and each.fresh_stays]
-        ahead = [
-            self._host_cache.buffer_nbytes(each)
-            for each in map(self._entries.__getitem__, self._table.access_order.upcoming())
-            if each.size.tier is Tier.DISK
+        fresh_nbytes = [
+            waiting.fresh.nbytes for waiting in self._entries if waiting.fresh is not None and waiting.fresh_stays
         ]
-        return leaves_room_ahead(self._host_cache.nbytes, [entry.host_buffer.nbytes, *held], ahead)
+        ahead = [
+            self._host_cache.buffer_nbytes(upcoming)
+            for upcoming in map(self._entries.__getitem__, self._table.access_order.upcoming())
+            if upcoming.size.tier is Tier.DISK
+        ]
+        return leaves_room_ahead(self._host_cache.nbytes, [entry.host_buffer.nbytes, *fresh_nbytes], ahead)
 
     def copy(self, unit: int, first: int, destination: torch.Tensor) -> bool:
         """Copies old weights from memory, if they are there. Returns False if they must be read from the store.
 
         Args:
             unit: the unit.
-            first: byte of the partition at which the copy begins.
+            first: first byte of the partition to copy.
             destination: (nbytes,) uint8 on the host.
         """
         with self._lock:
@@ -385,10 +388,11 @@ class SpeculativeWeights:
         try:
             source = source[first : first + len(destination)]
             if on_device:
+                # update thread: it reads the device buffer, which an upload may still fill.
                 entry.uploaded.wait()
                 self._device.copy(destination, source)
             else:
-                # Not `copy_`, which would start a team of threads for this thread, beside those of the kernels.
+                # Not `copy_`, which would start a team of threads for this thread, next to those of the kernels.
                 ctypes.memmove(destination.data_ptr(), source.data_ptr(), destination.nbytes)
         finally:
             with self._lock:
@@ -480,7 +484,7 @@ class WeightUpdates:
             entry.updating = True
             entry.updates += 1
             if entry.size.stays:
-                # A use in place has no end of its own: the update follows all compute so far.
+                # compute stream: a use in place is never released, so the update follows all compute so far.
                 self._device.wait_event(entry.read)
                 entry.read = self._device.record_event()
             elif entry.residency is Residency.DEVICE:
@@ -488,7 +492,7 @@ class WeightUpdates:
 
     def wait(self, entry: UnitEntry) -> None:
         """Waits for a change while the update of a unit is under way. The lock is held."""
-        # The update worker takes an awaited unit first, so it must learn of it before this thread sleeps.
+        # calling thread: the update worker takes an awaited unit first, so it must learn of it before the wait.
         self._awaited.append(entry.index)
         self._table.notify()
         try:
@@ -501,12 +505,13 @@ class WeightUpdates:
     def buffer_for(self, unit: int) -> HostBuffer | None:
         """Returns the host buffer that receives the fresh weights of `unit`, or None if none is free now.
 
-        `holds_weights` tells whether the buffer contains the old weights already. A unit of tier HOST has a buffer of
+        `holds_weights` is True if the buffer contains the old weights already. A unit of tier HOST has a buffer of
         its own. A unit of tier DEVICE has none: its update works on `device_tier`.
         """
         entry = self._entries[unit]
         assert entry.size.tier is not Tier.DEVICE
-        entry.copied.wait()  # the worker is about to write where an upload may still read
+        # update thread: it is about to write where an upload may still read.
+        entry.copied.wait()
         with self._lock:
             while entry.residency is Residency.READING:  # a prefetch from before step()
                 self._table.check()
@@ -559,6 +564,7 @@ class WeightUpdates:
         """Returns the partition of a unit of tier DEVICE, (part_nbytes,) uint8, which nothing reads now."""
         entry = self._entries[unit]
         assert entry.tier_buffer is not None
+        # update thread: the update writes where an upload, or a use in place, may still read.
         entry.copied.wait()
         entry.read.wait()
         return self._arena.view(entry.tier_buffer)
@@ -660,8 +666,9 @@ class Pager:
             assert entry.device_buffer is not None
             view, uploaded = self.arena.view(entry.device_buffer), entry.uploaded
         try:
+            # compute stream: the upload may be in flight.
             self._device.wait_event(uploaded)
-        except BaseException:  # `uploaded` is the event of a gather to which another rank did not contribute
+        except BaseException:  # `uploaded` is the event of a gather that another rank did not contribute to
             self.release(unit)
             raise
         return view
@@ -686,12 +693,12 @@ class Pager:
         with self.lock:
             entry = self._entries[unit]
             assert entry.pins > 0, f"unit {entry.size.name} was released more often than acquired"
-            # If several streams read the unit, this one follows the earlier reads, so that `read` covers them all.
+            # compute stream: where several read the unit, this one follows the others, so that `read` covers them all.
             self._device.wait_event(entry.read)
             entry.read = self._device.record_event()
             entry.pins -= 1
             if not keeps(
-                self.table.access_order, unit, lambda each: self._entries[each].size.nbytes, self._limits
+                self.table.access_order, unit, lambda index: self._entries[index].size.nbytes, self._limits
             ) and self._device_cache.idle(entry):
                 self._device_cache.drop(entry)
             self.notify()
@@ -731,12 +738,12 @@ class Pager:
         return self._host_cache.streams(self._entries[unit])
 
     @uninterrupted
-    def grow_device(self, nbytes: int, kept: Sequence[int] = ()) -> list[torch.Tensor]:
+    def grow_device(self, nbytes: int, block_sizes: Sequence[int] = ()) -> list[torch.Tensor]:
         """Grows the device arena, between steps.
 
         Args:
             nbytes: bytes to add.
-            kept: sizes in bytes of buffers in the new memory that belong to the caller for good.
+            block_sizes: sizes in bytes of buffers in the new memory that belong to the caller for good.
 
         Returns:
             Those buffers, each (nbytes,) uint8.
@@ -745,7 +752,7 @@ class Pager:
             BudgetError: if the device has not as much free memory.
         """
         with self.lock:
-            return self._device_cache.grow(nbytes, kept)
+            return self._device_cache.grow(nbytes, block_sizes)
 
     @uninterrupted
     def shrink_device(self) -> int:

@@ -1,7 +1,7 @@
 """Pure decisions of the pager: units to prefetch, units to evict, and offsets on the device.
 
     reads     the next uses, nearest first, into host memory that is free or holds only units used later
-    uploads   the same for device memory, at offsets that leave room for any other unit beside the pinned ones
+    uploads   the same for device memory, at offsets that leave room for any other unit next to the pinned ones
     victims   the units whose next use is furthest away (Belady's choice), as few as free one contiguous block
 
 The pager applies the decisions to memory, `simulate` applies them to numbers.
@@ -77,7 +77,7 @@ class _Order:
         self._backwards |= dict.fromkeys(units, (tuple(units), group))
 
     def _pass_over(self, group: Collection[int]) -> None:
-        """Moves the cursor behind uses of `group`: they are what the run before chose."""
+        """Moves the cursor past uses of `group`, which the run before chose."""
         while self.cursor < len(self.uses) and self.uses[self.cursor] in group:
             self._next[self.uses[self.cursor]] = self._following[self.cursor]
             self.cursor += 1
@@ -86,8 +86,8 @@ class _Order:
         """Returns whether `unit` was the next one expected; None if it was not expected at all."""
         if not self._expected and unit in self._backwards:
             units, group = self._backwards[unit]
-            for each in units:
-                del self._backwards[each]
+            for choice in units:
+                del self._backwards[choice]
             self._pass_over(group)
             self._expected = list(reversed(units))
         if unit not in self._expected:
@@ -110,12 +110,12 @@ class _Order:
         self._expected = []
         # A mispredicted use moves the cursor to the next recorded use of this unit, so that a skipped branch costs
         # one misprediction and not one for each unit in the branch.
-        found = self._next.get(unit, NEVER)
-        foreseen = found == self.cursor < len(self.uses)
-        if found < len(self.uses):
-            for passed in range(self.cursor, found + 1):
+        position = self._next.get(unit, NEVER)
+        foreseen = position == self.cursor < len(self.uses)
+        if position < len(self.uses):
+            for passed in range(self.cursor, position + 1):
                 self._next[self.uses[passed]] = self._following[passed]
-            self.cursor = found + 1
+            self.cursor = position + 1
         return foreseen or not self.uses
 
     def finish(self) -> None:
@@ -144,7 +144,6 @@ class _Order:
         return NEVER if position is None else position - self.cursor + len(self._expected)
 
     def distances(self, units: Iterable[int]) -> tuple[int, ...]:
-        """Returns `distance` of each of `units`, in one call."""
         if self._expected:
             return tuple([self.distance(unit) for unit in units])
         positions, cursor = self._next, self.cursor
@@ -169,7 +168,6 @@ class _Order:
                 yield unit
 
     def nearest(self, wanting: Callable[[int], bool]) -> int | None:
-        """Returns the first of `upcoming` that `wanting` accepts; None if there is none."""
         return next(filter(wanting, self._remaining()), None)
 
     def _remaining(self) -> Iterator[int]:
@@ -262,7 +260,7 @@ _ANSWERS = 4096
 """Number of choices of an offset that are remembered: those of two steps of a model of some hundreds of units."""
 
 _LATEST = 64
-"""Number of evictable units, those used latest, of which the best offset is sought first."""
+"""Number of evictable units, those used latest, among which the best offset is sought first."""
 
 
 class Block(NamedTuple):
@@ -274,7 +272,7 @@ class Block(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Limits that a config may set beside the budgets, in bytes of weights; None for no limit but memory."""
+    """Limits that a config may set in addition to the budgets, in bytes of weights; None for no limit but memory."""
 
     ahead: int | None = None
     """Bytes of upcoming units that are prefetched: at least one unit, or none if 0."""
@@ -290,7 +288,7 @@ class Eviction(NamedTuple):
 
 
 class Floor(NamedTuple):
-    """Region [start, stop) in which units come and go, and the bytes of the largest unit beside the one to place."""
+    """Region [start, stop) for units that come and go, and the bytes of the largest unit besides the one to place."""
 
     start: int
     stop: int
@@ -327,7 +325,7 @@ def victims(
     # Eviction by distance also picks blocks that do not border on the others. Those need not go. The last block
     # chosen is never spared: without it the first loop found no room.
     for block in reversed(going[:-1]):
-        fewer = [other for other in going if other is not block]
+        fewer = [remaining for remaining in going if remaining is not block]
         if space.could_take(nbytes, (block[1:] for block in fewer)):
             going = fewer
     return tuple(block.unit for block in going)
@@ -340,7 +338,7 @@ def find_room(
 
     A unit in use cannot be moved, so it should not be placed in the middle. Offsets are ranked by, in this order:
 
-    1. The largest other unit, of those that the region has room for beside this one (`largest_beside`), fits once
+    1. The largest other unit, of those that the region has room for next to this one (`largest_beside`), fits once
        nothing else is in use. Two units then fit into the bytes of both, whatever came and went before. A prefetch
        uses no other offset.
     2. The largest other unit fits now, without a further eviction.
@@ -364,14 +362,14 @@ def find_room(
     question = _Question(align_up(max(nbytes, 1)), space.holes, tuple(evictable), distances, floor, beyond)
     if space.scatter is None:
         return _best_place(question)
-    found = _places(question)
-    best = max(((*score[:2], -len(place.victims)) for score, place in found), default=None)
-    fitting = [place for score, place in found if (*score[:2], -len(place.victims)) == best]
+    scored = _places(question)
+    best = max(((*score[:2], -len(place.victims)) for score, place in scored), default=None)
+    fitting = [place for score, place in scored if (*score[:2], -len(place.victims)) == best]
     return space.scatter.choice(fitting) if fitting else None
 
 
 def largest_beside(unit: int, nbytes: int, ascending: Sequence[tuple[int, int]], room: int) -> int:
-    """Returns the bytes of the largest other unit that fits into `room` beside a unit; 0 if none does.
+    """Returns the bytes of the largest other unit that fits into `room` next to a unit; 0 if none does.
 
     Args:
         unit: the unit.
@@ -412,20 +410,18 @@ def _best_place(question: _Question) -> Eviction | None:
     if len(question.evictable) > 2 * _LATEST:
         # No offset is better than one that evicts none but the units used latest, if that leaves the room it should:
         # any other one evicts a unit that is used as soon, or sooner. Of thousands of experts, few need a look.
-        by_distance = sorted(zip(question.distances, question.evictable, strict=True), key=lambda each: -each[0])
+        by_distance = sorted(zip(question.distances, question.evictable, strict=True), key=lambda pair: -pair[0])
         latest = [block for _, block in by_distance[:_LATEST]]
-        score, place = max(_places(question, latest), key=lambda each: each[0], default=(None, None))
+        score, place = max(_places(question, latest), key=lambda pair: pair[0], default=(None, None))
         if score is not None and score[:2] == (True, True) and score[2] >= by_distance[_LATEST][0]:
             return place
-    return max(_places(question), key=lambda each: each[0], default=(None, None))[1]
+    return max(_places(question), key=lambda pair: pair[0], default=(None, None))[1]
 
 
 def _places(question: _Question, near: Sequence[Block] | None = None) -> list[tuple[_Score, Eviction]]:
     """Returns every offset that is allowed and worth a look, in ascending order, with its score.
 
-    Args:
-        question: the question.
-        near: evictable blocks; if given, only offsets at their borders and at those of free memory are returned.
+    With `near`, evictable blocks, only offsets at their borders and at those of free memory are returned.
     """
     nbytes, holes, evictable, _, floor, beyond = question
     distances = {block.unit: distance for block, distance in zip(evictable, question.distances, strict=True)}
@@ -435,9 +431,9 @@ def _places(question: _Question, near: Sequence[Block] | None = None) -> list[tu
         if all(stop - start < nbytes for start, stop in free_regions(holes, allowed)):
             return []
     regions = free_regions(holes, [block[1:] for block in evictable])
-    # The longest region beside another one is the second where that one is the longest.
+    # The longest region next to another one is the second where that one is the longest.
     longest, second, *_ = (*sorted((stop - start for start, stop in regions), reverse=True), 0, 0)
-    found: list[tuple[_Score, Eviction]] = []
+    scored: list[tuple[_Score, Eviction]] = []
     for start, stop in regions:
         if stop - start < nbytes:
             continue
@@ -463,11 +459,11 @@ def _places(question: _Question, near: Sequence[Block] | None = None) -> list[tu
             going = [evictable[position] for position in sorted([position for _, position in overlapping])]
             nearest = min([distances[block.unit] for block in going], default=NEVER + 1)
             if nearest > beyond:
-                # The largest region that stays free: elsewhere, before or behind the unit.
+                # The largest region that stays free: elsewhere, before or after the unit.
                 left = max(elsewhere, offset - start, stop - end)
                 score = (alone, left >= floor.largest, nearest, -sum([block.nbytes for block in going]))
-                found.append((score, Eviction(offset, tuple([block.unit for block in going]))))
-    return found
+                scored.append((score, Eviction(offset, tuple([block.unit for block in going]))))
+    return scored
 
 
 def next_to_fetch(
@@ -494,18 +490,18 @@ def next_to_fetch(
     return None
 
 
-def leaves_room_ahead(capacity: int, held: Sequence[int], ahead: Iterable[int]) -> bool:
+def leaves_room_ahead(capacity: int, buffer_sizes: Sequence[int], ahead: Iterable[int]) -> bool:
     """Returns True if buffers that cannot be evicted leave the memory for the next two reads.
 
     Two, since one unit is read while the one before is used; the reads of a pass then never wait for these buffers.
 
     Args:
         capacity: bytes of all buffers.
-        held: bytes of each buffer that cannot be evicted.
+        buffer_sizes: bytes of each buffer that cannot be evicted.
         ahead: bytes of each unit that the pass will still read, nearest first.
     """
     nearest = itertools.islice(ahead, 2)
-    return sum(align_up(nbytes) for nbytes in itertools.chain(held, nearest)) <= capacity
+    return sum(align_up(nbytes) for nbytes in itertools.chain(buffer_sizes, nearest)) <= capacity
 
 
 def keeps(access_order: AccessOrder, unit: int, nbytes: Callable[[int], int], limits: Limits) -> bool:
@@ -522,8 +518,8 @@ def keeps(access_order: AccessOrder, unit: int, nbytes: Callable[[int], int], li
     if access_order.distance(unit) >= NEVER:
         return False
     between = 0
-    for other in access_order.until(unit):
-        between += nbytes(other)
+    for unit_between in access_order.until(unit):
+        between += nbytes(unit_between)
         if between > limits.reuse:
             return False
     return True

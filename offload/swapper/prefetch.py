@@ -23,8 +23,8 @@ an upload ahead (the begin of updates and loads, a cache that goes to another en
 With several ranks an upload is a collective, which belongs to the thread that runs the model (`may_upload_elsewhere`).
 On a CPU an upload is a copy by the calling thread; see there as well.
 
-A unit of which no two fit into the host buffers has none to be read ahead into. On a CPU with one rank it is read in
-place: the read fills its device buffer, which takes the place of the upload. Elsewhere it is streamed on demand.
+A unit that does not fit twice into the host buffers has none to be read ahead into. On a CPU with one rank it is read
+in place: the read fills its device buffer, which takes the place of the upload. Elsewhere it is streamed on demand.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def may_upload_elsewhere(host_addressable: bool, several_ranks: bool) -> bool:
 
     Args:
         host_addressable: True if the device is a CPU, where an upload is a copy by the calling thread.
-        several_ranks: True if an upload ends with a gather, in which all ranks take part in one order.
+        several_ranks: True if an upload ends with a gather; all ranks take part, in one order.
     """
     return not host_addressable and not several_ranks
 
@@ -199,7 +199,6 @@ class Prefetcher:
                 self._device_cache.start_read(entry, buffer, self._host_cache.reader(entry, Priority.NORMAL))
 
     def _finish_if_done(self, entry: UnitEntry) -> None:
-        """Delivers the read of `entry` if it has ended."""
         if entry.transfer is not None and entry.transfer.future.done():
             cache = self._device_cache if entry.reading_in_place else self._host_cache
             cache.finish_read(entry)
@@ -224,7 +223,7 @@ class Prefetcher:
     def reads_in_place(self, entry: UnitEntry) -> bool:
         """Returns True if reads of `entry` fill its device buffer.
 
-        A unit of which two fit into the host buffers is read into one of these, which keeps it for its next use.
+        A unit that fits twice into the host buffers is read into one of these, which keeps it for its next use.
         """
         return self._host_cache.streams(entry) and self._device_cache.reads_in_place(entry.size)
 
@@ -278,7 +277,7 @@ class Fetcher:
         while entry.updating or entry.residency is not Residency.DEVICE:
             self._table.check()  # a wait may have ended because the engine failed
             if entry.updating:
-                # The update worker takes this unit first, and its tiles need nothing that this thread has.
+                # calling thread: the wait ends. The worker takes this unit first, and needs nothing of this thread.
                 self._wait_for_update(entry)
             elif entry.residency is Residency.DISK and self._prefetcher.reads_in_place(entry):
                 if (device_buffer := self._place(entry)) is not None:

@@ -143,7 +143,7 @@ class UnitTable:
             memory: counters to record at each change; None if nothing records them.
         """
         self.changed = InterruptibleLock()
-        # Counts changes, so that a waiter can tell if it missed one.
+        # Counts changes, so that a waiter can see if it missed one.
         self.version = 0
         self.entries = [UnitEntry(index, size, size.start) for index, size in enumerate(sizes)]
         self.on_device = {entry.index for entry in self.entries if entry.residency is Residency.DEVICE}
@@ -284,7 +284,7 @@ class UnitSize:
 
     @functools.cached_property
     def is_whole(self) -> bool:
-        """True if the partition has the bytes of the unit in their order, so that one copy moves it."""
+        """True if the partition contains the bytes of the unit in their order, so that one copy moves it."""
         in_order = all(piece.start == piece.target.start for piece in self.pieces)
         return in_order and self.shard_nbytes == self.nbytes
 

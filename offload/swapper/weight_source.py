@@ -1,7 +1,7 @@
 """The source of weights: the files from which the pager reads units of tier DISK, whatever files these are.
 
 store         swap files of a run: this rank's partition, from the slot of the newest weights
-model files   the model's own files: the pages in which the tensors of a unit lie
+model files   the model's own files: the pages that contain the tensors of a unit
 """
 
 from __future__ import annotations

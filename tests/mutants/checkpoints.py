@@ -199,7 +199,7 @@ MUTANTS = (
     Mutant(
         "reshard a run without comparing its bytes",
         "offload.distributed.reshard",
-        "ranks.settle(lambda: _compare(found[0], new, before))",
+        "ranks.settle(lambda: _compare(opened_run[0], new, before))",
         "ranks.settle(lambda: None)",
         "tests/checkpoints/test_resume_other_ranks.py::test_what_cannot_be_read_is_an_error_and_changes_nothing",
     ),
@@ -269,7 +269,7 @@ MUTANTS = (
     Mutant(
         "divide columns of two runs anew",
         "offload.distributed.reshard",
-        "    check_one_run([(folder, run_id) for folder, _, run_id in every])\n",
+        "    check_one_run([(folder, run_id) for folder, _, run_id in answers])\n",
         "",
         "tests/checkpoints/test_mixed_runs.py::test_a_grid_refuses_columns_of_two_runs",
     ),
@@ -290,7 +290,7 @@ MUTANTS = (
     Mutant(
         "forget the id of a run that another number of ranks goes on with",
         "offload.distributed.reshard",
-        "store.create(run_id=found.source.run_id)",
+        "store.create(run_id=source_run.source.run_id)",
         "store.create()",
         "tests/checkpoints/test_mixed_runs.py::test_a_run_keeps_its_id_until_it_starts_over",
     ),

@@ -80,7 +80,8 @@ MUTANTS = (
     _waits(
         "compute before the upload",
         "offload.swapper.pager",
-        "        try:\n            self._device.wait_event(uploaded)",
+        "        try:\n            # compute stream: the upload may be in flight.\n"
+        "            self._device.wait_event(uploaded)",
         "        try:\n            pass",
     ),
     _waits(

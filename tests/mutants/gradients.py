@@ -190,10 +190,10 @@ MUTANTS = (
     Mutant(
         "compute with the exact weights of this rank's own shard",
         "offload.distributed.gathers",
-        "        dequantize(CODES, codes, whole[first : first + shards * len(mine)].view(dtype))\n",
-        "        own = whole[mine.start : mine.stop].clone()\n"
-        "        dequantize(CODES, codes, whole[first : first + shards * len(mine)].view(dtype))\n"
-        "        whole[mine.start : mine.stop] = own\n",
+        "        dequantize(CODES, codes, whole[first : first + shards * len(own_range)].view(dtype))\n",
+        "        own = whole[own_range.start : own_range.stop].clone()\n"
+        "        dequantize(CODES, codes, whole[first : first + shards * len(own_range)].view(dtype))\n"
+        "        whole[own_range.start : own_range.stop] = own\n",
         "tests/ranks/test_ranks_quantized_weights.py",
     ),
     Mutant(
@@ -227,7 +227,7 @@ MUTANTS = (
     Mutant(
         "lose the gradient of the second rank",
         "offload.distributed.gathers",
-        "total = torch.add(row.to(torch.float32), others[0], out=out)",
+        "total = torch.add(row.to(torch.float32), rest[0], out=out)",
         "total = row.to(torch.float32)",
         "tests/ranks/test_ranks.py",
     ),

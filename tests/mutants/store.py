@@ -43,14 +43,14 @@ MUTANTS = (
     Mutant(
         "start over in silence where another version has made a commit",
         "offload.swapper.store.format",
-        " or found.other_format is not None:",
+        " or records.other_format is not None:",
         ":",
         "tests/store/test_store_manifest.py",
     ),
     Mutant(
         "read on behind what trains, into the other slot",
         "offload.swapper.store.requests",
-        "if len(extents) == 1 else (Joined([(file, each) for each in extents]), 0)",
+        "if len(extents) == 1 else (Joined([(file, extent) for extent in extents]), 0)",
         "",
         "tests/store/test_store_read_checksums.py",
     ),
@@ -109,7 +109,7 @@ MUTANTS = (
     Mutant(
         "forget what a drive has borne at a resume",
         "offload.swapper.store.store",
-        "self.written.go_on(held.written)",
+        "self.written.go_on(blob.written)",
         "pass",
         "tests/store/test_drive_wear.py",
     ),
@@ -137,7 +137,7 @@ MUTANTS = (
     Mutant(
         "take frozen weights as compared when an update has written what lies before them",
         "offload.swapper.store.format",
-        "[each for each in self._ranges if each.start >= end]",
+        "[checksum_range for checksum_range in self._ranges if checksum_range.start >= end]",
         "[]",
         "tests/store/test_store_read_checksums.py",
     ),
@@ -151,7 +151,7 @@ MUTANTS = (
     Mutant(
         "compare nothing that this process has written",
         "offload.swapper.store.requests",
-        "        return sums.first_damage(start, nbytes, found, memory)",
+        "        return sums.first_damage(start, nbytes, page_sums, memory)",
         "        return None",
         "tests/store/test_store_checksums.py",
     ),
@@ -200,7 +200,7 @@ MUTANTS = (
     Mutant(
         "take the files of another rank",
         "offload.swapper.store.format",
-        "    if found.rank != rank:\n",
+        "    if manifest.rank != rank:\n",
         "    if False:\n",
         "tests/store/test_swap_files_taken_away.py",
     ),

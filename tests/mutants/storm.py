@@ -57,13 +57,13 @@ MUTANTS = (
         "write weights where an upload still reads",
         "offload.swapper.pager",
         "        assert entry.size.tier is not Tier.DEVICE\n"
-        "        entry.copied.wait()  # the worker is about to write where an upload may still read\n",
+        "        # update thread: it is about to write where an upload may still read.\n        entry.copied.wait()\n",
         "        assert entry.size.tier is not Tier.DEVICE\n",
     ),
     _mutant(
         "begin an early update where an upload still reads",
         "offload.swapper.pager",
-        "        entry.copied.wait()  # the worker is about to write where an upload may still read\n"
+        "        # update thread: it is about to write where an upload may still read.\n        entry.copied.wait()\n"
         "        entry.host_buffer, entry.fresh, entry.fresh_stays = None, fresh, True\n",
         "        entry.host_buffer, entry.fresh, entry.fresh_stays = None, fresh, True\n",
     ),

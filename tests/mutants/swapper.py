@@ -184,7 +184,8 @@ MUTANTS = (
     Mutant(
         "compute before the upload is done",
         "offload.swapper.pager",
-        "        try:\n            self._device.wait_event(uploaded)",
+        "        try:\n            # compute stream: the upload may be in flight.\n"
+        "            self._device.wait_event(uploaded)",
         "        try:\n            pass",
         "tests/accelerators/test_device_stream_order.py",
     ),

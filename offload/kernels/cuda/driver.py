@@ -55,7 +55,6 @@ class Arguments:
     """
 
     def __init__(self, signature: Signature) -> None:
-        """Allocates memory for the arguments of a kernel with this signature."""
         self._layout, self._memory = signature.layout, ctypes.create_string_buffer(signature.layout.size)
         first = ctypes.addressof(self._memory)
         self.pointers = (c_void_p * signature.count)(*range(first, first + signature.layout.size, 8))
@@ -106,11 +105,10 @@ class Driver:
             raise RuntimeError(f"{name}: {self._words(result)}")
 
     def _words(self, result: int) -> str:
-        """Returns an error code in words."""
         name, text = c_char_p(), c_char_p()
         self._library.cuGetErrorName(result, byref(name))
         self._library.cuGetErrorString(result, byref(text))
-        words = (each.value.decode() for each in (name, text) if each.value is not None)
+        words = (word.value.decode() for word in (name, text) if word.value is not None)
         return f"CUDA error {result} ({': '.join(words) or 'without a name'})"
 
 
@@ -255,7 +253,7 @@ class Compiler:
         architectures = (c_int * count.value)()
         self._call("nvrtcGetSupportedArchs", architectures)
         self.version = f"{major.value}.{minor.value}"
-        """Version of CUDA to which the library belongs, such as "12.8"."""
+        """The library's version of CUDA, such as "12.8"."""
         self.architectures = tuple(architectures)
         """Architectures for which the library compiles, such as 90 for compute capability 9.0."""
 
@@ -273,8 +271,8 @@ class Compiler:
         program = c_void_p()
         self._call("nvrtcCreateProgram", byref(program), source.encode(), f"{name}.cu".encode(), 0, None, None)
         try:
-            given = (c_char_p * len(options))(*(option.encode() for option in options))
-            refused = self._library.nvrtcCompileProgram(program, len(options), given)
+            arguments = (c_char_p * len(options))(*(option.encode() for option in options))
+            refused = self._library.nvrtcCompileProgram(program, len(options), arguments)
             if refused:
                 log = self._result("nvrtcGetProgramLog", program).rstrip(b"\0").decode(errors="replace").strip()
                 raise ConfigError(
@@ -301,7 +299,6 @@ class Compiler:
             raise ConfigError(f"NVRTC refuses {name}: {self._words(refused)}")
 
     def _words(self, result: int) -> str:
-        """Returns an error code in words."""
         return f"{self._library.nvrtcGetErrorString(result).decode()} (NVRTC error {result})"
 
 
@@ -339,7 +336,7 @@ def target(capability: tuple[int, int], architectures: Sequence[int]) -> str:
     wanted = capability[0] * 10 + capability[1]
     if wanted in architectures:
         return f"sm_{wanted}"
-    below = [each for each in architectures if each <= wanted]
+    below = [architecture for architecture in architectures if architecture <= wanted]
     if not below:
         raise ConfigError(
             f"the GPU has compute capability {capability[0]}.{capability[1]}, and torch's NVRTC compiles for "
@@ -350,9 +347,9 @@ def target(capability: tuple[int, int], architectures: Sequence[int]) -> str:
 
 def _packaged(major: str, name: str) -> list[str]:
     """Returns the paths of the library in the packages from which torch's wheels load it too."""
-    found = []
+    paths = []
     for package, folder in _FOLDERS:
         spec = importlib.util.find_spec(package)
         roots = [] if spec is None else spec.submodule_search_locations or []
-        found += [Path(root, folder.format(major=major), name) for root in roots]
-    return [str(path) for path in found if path.is_file()]
+        paths += [Path(root, folder.format(major=major), name) for root in roots]
+    return [str(path) for path in paths if path.is_file()]

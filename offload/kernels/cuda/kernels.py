@@ -191,11 +191,6 @@ class Kernels:
     def __init__(self, *, context: Context, compiler: Compiler, capability: tuple[int, int]) -> None:
         """Loads nothing yet.
 
-        Args:
-            context: the context to load kernels into.
-            compiler: NVRTC.
-            capability: compute capability of the device, such as (9, 0).
-
         Raises:
             ConfigError: NVRTC compiles for later devices only.
         """
@@ -225,7 +220,7 @@ class Kernels:
                     scalars, known = Scalars.of(step), step
                     numbers = (*scalars.numbers, *scalars.choices)
                 for start, stop, key in _launches(segment):
-                    addresses = (each.address + start * each.block_nbytes // MOMENT_BLOCK for each in places)
+                    addresses = (place.address + start * place.block_nbytes // MOMENT_BLOCK for place in places)
                     arguments.set(*addresses, stop - start, *key, *numbers)
                     threads = blocks_of(stop - start) * _WARP if coded else stop - start
                     kernel.launch(blocks=_blocks(threads), threads=_THREADS, stream=stream, arguments=arguments)
@@ -320,9 +315,9 @@ def _launches(segment: Segment) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         return
     stream, element = segment.noise
     masters = keyed(segment.start, segment.stop, Noise(master_stream(stream), element))
-    for mine, theirs in zip(keyed(segment.start, segment.stop, segment.noise), masters, strict=True):
-        key = mine.before, mine.between, theirs.before, theirs.between, mine.element
-        yield mine.start, mine.stop, key
+    for moment_key, theirs in zip(keyed(segment.start, segment.stop, segment.noise), masters, strict=True):
+        key = moment_key.before, moment_key.between, theirs.before, theirs.between, moment_key.element
+        yield moment_key.start, moment_key.stop, key
 
 
 def _blocks(threads: int) -> int:
@@ -356,7 +351,7 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
     """
     weight, grad = partition.weight, partition.grad
     beside = partition.residual if partition.residual is not None else partition.master
-    tensors = [each for each in (weight, grad, *partition.moments, beside, partition.scales) if each is not None]
+    tensors = [array for array in (weight, grad, *partition.moments, beside, partition.scales) if array is not None]
     for tensor in tensors:
         if not tensor.is_cuda or tensor.device != weight.device or not tensor.is_contiguous():
             raise ValueError(
@@ -369,15 +364,15 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
     check_beside(partition)
     check_scales(partition, weight.numel())
     check_blocks(partition, segments)
-    for name, given, dtypes in (
+    for name, operand, dtypes in (
         ("weight", weight, tuple(WEIGHTS)),
         ("grad", grad, tuple(GRADS)),
         ("residual", partition.residual, (torch.int16, torch.int8)),
         ("master", partition.master, (torch.float32,)),
         ("scales", partition.scales, (torch.float32,)),
     ):
-        if given is not None and given.dtype not in dtypes:
-            raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {given.dtype}")
+        if operand is not None and operand.dtype not in dtypes:
+            raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {operand.dtype}")
     if any(not isinstance(segment.step, AdamWStep) for segment in segments):
         raise TypeError("step: expected AdamWStep")
     if tuple(moment.dtype for moment in partition.moments) not in MOMENTS:

@@ -12,30 +12,30 @@ Region = tuple[int, int]
 """A region [start, stop)."""
 
 
-def free_regions(holes: Iterable[Region], given: Iterable[tuple[int, int]]) -> list[Region]:
-    """Returns the free regions, in ascending order, once the blocks in `given`, (offset, nbytes) each, were freed.
+def free_regions(holes: Iterable[Region], places: Iterable[tuple[int, int]]) -> list[Region]:
+    """Returns the free regions, in ascending order, once the blocks at `places`, (offset, nbytes) each, were freed.
 
     Args:
         holes: the free regions before.
-        given: allocated blocks, each at once.
+        places: allocated blocks, each at once.
     """
-    found: list[Region] = []
-    for start, stop in sorted([*holes, *[(at, at + align_up(max(size, 1))) for at, size in given]]):
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
+    merged: list[Region] = []
+    for start, stop in sorted([*holes, *[(at, at + align_up(max(size, 1))) for at, size in places]]):
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
         else:
-            found.append((start, stop))
-    return found
+            merged.append((start, stop))
+    return merged
 
 
-def gaps(start: int, stop: int, kept: Iterable[Region]) -> list[Region]:
-    """Returns the regions of [start, stop) that no region of `kept` covers, in ascending order."""
-    found: list[Region] = []
-    for first, last in sorted(kept):
+def gaps(start: int, stop: int, regions: Iterable[Region]) -> list[Region]:
+    """Returns the regions of [start, stop) that none of `regions` covers, in ascending order."""
+    holes: list[Region] = []
+    for first, last in sorted(regions):
         if start < first:
-            found.append((start, first))
+            holes.append((start, first))
         start = max(start, last)
-    return [*found, (start, stop)] if start < stop else found
+    return [*holes, (start, stop)] if start < stop else holes
 
 
 class Allocator:
@@ -54,7 +54,7 @@ class Allocator:
         self._stop = nbytes
 
     def add(self, nbytes: int) -> int:
-        """Adds a free region behind all others and returns its start.
+        """Adds a free region after all others and returns its start.
 
         A gap keeps any block from spanning two regions.
         """
@@ -113,12 +113,12 @@ class Allocator:
         """Returns (start, stop) of each free region, in ascending order."""
         return tuple(self._holes)
 
-    def could_take(self, nbytes: int, given: Iterable[tuple[int, int]]) -> bool:
-        """Returns True if `take` would succeed once the blocks in `given`, (offset, nbytes) each, were freed."""
+    def could_take(self, nbytes: int, places: Iterable[tuple[int, int]]) -> bool:
+        """Returns True if `take` would succeed once the blocks at `places`, (offset, nbytes) each, were freed."""
         nbytes = align_up(max(nbytes, 1))
         # Most questions are about the holes as they are, which need no sort.
         return any(
-            stop - start >= nbytes for start, stop in (free_regions(self._holes, given) if given else self._holes)
+            stop - start >= nbytes for start, stop in (free_regions(self._holes, places) if places else self._holes)
         )
 
     def give(self, offset: int, nbytes: int) -> None:

@@ -172,7 +172,7 @@ class _Thread(threading.local):
 class Device:
     """A device that has completed its compute by the time that torch returns: the CPU. Any thread may call it.
 
-    "Device memory" is ordinary memory here, on which kernels may work in place (`host_addressable`).
+    "Device memory" is ordinary memory here: kernels may work on it in place (`host_addressable`).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -306,7 +306,7 @@ class Device:
 
 
 class Shortages(NamedTuple):
-    """Counts of moments in which the device had no more memory, since the process began."""
+    """Counts of the times that the device ran out of memory, since the process began."""
 
     retries: int
     """Allocations for which torch gave up the memory that it kept, or tried to."""
@@ -315,7 +315,7 @@ class Shortages(NamedTuple):
 
 
 def shortages(device: torch.device) -> Shortages:
-    """Returns the shortages of `device` so far; zeros for a device on which torch counts none."""
+    """Returns the shortages of `device` so far; zeros for a device whose shortages torch does not count."""
     if device.type == "cpu":
         return Shortages(0, 0)
     # Not `memory_stats`, which renames hundreds of entries: this is called at every entry of an engine that has grown.
@@ -325,12 +325,12 @@ def shortages(device: torch.device) -> Shortages:
 
 
 def memory_stats(device: torch.device) -> dict[str, Any]:
-    """Returns the allocator's figures by torch's names for them; empty for a device on which torch counts none."""
+    """Returns the allocator's figures by torch's names for them; empty for a device without such figures."""
     if device.type == "cpu":
         return {}
     # Not every device's module has the function: that of MPS has none.
-    found = getattr(torch.get_device_module(device), "memory_stats", None)
-    return {} if found is None else dict(found(device))
+    stats = getattr(torch.get_device_module(device), "memory_stats", None)
+    return {} if stats is None else dict(stats(device))
 
 
 def empty_cache(device: torch.device) -> None:
@@ -379,12 +379,7 @@ class AcceleratorDevice(Device):
     """
 
     def __init__(self, device: torch.device, side: HostSide) -> None:
-        """Creates the streams.
-
-        Args:
-            device: the accelerator, with its index.
-            side: pins host memory for this accelerator, and waits for its events.
-        """
+        """Creates the streams. `device` has an index."""
         super().__init__(device)
         self.host_addressable = False
         self._side = side
@@ -416,7 +411,7 @@ class AcceleratorDevice(Device):
 
     def take_back(self, memory: torch.Tensor) -> None:
         memory.untyped_storage().resize_(memory.numel())
-        # Compute in flight may still use what torch has reused here, and other streams do not wait for it.
+        # all streams: compute in flight may still use what torch has reused here, and the others do not wait for it.
         self.synchronize()
 
     # -- pinned host memory -------------------------------------------------------------------------
@@ -456,7 +451,6 @@ class AcceleratorDevice(Device):
         return granted
 
     def _pinned_bytes(self, part: torch.Tensor) -> int:
-        """Returns the pinned bytes of a registered part."""
         pieces = self._pinned.get(part.data_ptr(), ()) if part.nbytes else ()
         return min(part.nbytes, sum(last - first for first, last in pieces))
 
@@ -492,7 +486,7 @@ class AcceleratorDevice(Device):
         starts = [part.data_ptr() for part in parts if part.nbytes]
         refusals = []
         try:
-            # At the end of an engine a copy may still be in flight for which no thread waits.
+            # all streams: at the end of an engine a copy may still be in flight for which no thread waits.
             self.synchronize()
         finally:
             for start in starts:
@@ -718,8 +712,8 @@ _ROCM = ("hip", "rocm")
 def accelerator_type() -> str | None:
     """Returns the type of the accelerator that torch finds, such as "cuda" (ROCm too) or "xpu"; None without one."""
     # Asked first: torch 2.6 raises if there is none.
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return None if found is None else found.type
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if accelerator is None else accelerator.type
 
 
 def compute_device(name: str, setting: str = '"device"') -> torch.device:
@@ -733,13 +727,13 @@ def compute_device(name: str, setting: str = '"device"') -> torch.device:
     Raises:
         ConfigError: if the name is unknown, or if the device does not exist.
     """
-    found = None if name == "cpu" else accelerator_type()
-    if name not in ("auto", "cpu", found):
+    accelerator = None if name == "cpu" else accelerator_type()
+    if name not in ("auto", "cpu", accelerator):
         if not _is_type(name) or name in _ROCM:
-            known = "" if found in (None, "cuda") else f", {found}"
+            known = "" if accelerator in (None, "cuda") else f", {accelerator}"
             raise ConfigError(f"there is no device {name!r}: {setting} may be auto, cpu, cuda{known}{_hint(name)}")
         raise ConfigError(f'{setting} is {name}, but torch finds no {name.upper()} device; set it to "auto" or "cpu"')
-    if found is None:
+    if accelerator is None:
         return torch.device("cpu")
     local, count = os.environ.get("LOCAL_RANK", "0"), torch.accelerator.device_count()
     # torchrun shows all GPUs to each process, other launchers show one. A current device other than 0 is the user's.
@@ -749,7 +743,7 @@ def compute_device(name: str, setting: str = '"device"') -> torch.device:
                 f"LOCAL_RANK is {local}, but torch finds {count_of(count, 'device')}; start one process for each"
             )
         set_index(int(local))
-    return torch.device(found, current_index())
+    return torch.device(accelerator, current_index())
 
 
 def _hint(name: str) -> str:
@@ -790,7 +784,7 @@ def host_side_of(device: torch.device) -> HostSide:
 # Growing segments for torch's allocator of a GPU, unless the user has chosen otherwise.
 #
 # torch's allocator takes memory from the driver in segments. Of fixed size, each keeps the gaps that batches of other
-# lengths leave in it, and beside an arena that takes most of the GPU a gap is memory that nobody can use. A segment
+# lengths leave in it, and next to an arena that takes most of the GPU a gap is memory that nobody can use. A segment
 # that grows is one range of addresses, onto which memory is mapped as it is needed.
 #
 # torch reads the setting once, from the environment, when CUDA is first used. To change it later there is only a
@@ -833,13 +827,13 @@ def growing_segments(environment: Mapping[str, str], in_use: bool) -> tuple[bool
         environment: the environment of the process.
         in_use: True if CUDA has been used, and the environment read.
     """
-    given = {name: environment[name] for name in _NAMES if environment.get(name)}
+    settings = {name: environment[name] for name in _NAMES if environment.get(name)}
     grows = Remark(
-        f"torch's allocator lets its segments grow ({next(iter(given), _NAME)}={_GROWING}), which leaves fewer gaps "
+        f"torch's allocator lets its segments grow ({next(iter(settings), _NAME)}={_GROWING}), which leaves fewer gaps "
         "beside the weights; another value of this variable changes that"
     )
-    if given:
-        return False, grows if set(given.values()) == {_GROWING} else None
+    if settings:
+        return False, grows if set(settings.values()) == {_GROWING} else None
     if in_use:
         return False, Remark(
             f"CUDA was in use before offload.initialize, so torch's allocator keeps segments of fixed size, which may "

@@ -16,11 +16,11 @@ from offload.torch_internals import StorageReference, StorageUsers, in_second_st
 
 # -- viewed memory -------------------------------------------------------------------------------------
 #
-# A storage of its own over device memory, which tells whether a view of it is alive, and views that are used again.
+# A storage of its own over device memory, which shows whether a view of it is alive, and views that are used again.
 
 
 class ViewPlaces(NamedTuple):
-    """Places of the tensors into which memory is divided."""
+    """Places of the tensors that divide memory."""
 
     dtype: torch.dtype
     tensors: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
@@ -30,17 +30,12 @@ class ViewPlaces(NamedTuple):
 class ViewedMemory:
     """Device memory as tensors, in a storage that nobody else has.
 
-    The arena's own storage never dies, so it cannot tell whether a unit's weights are still in use. This one counts
+    The arena's own storage never dies, so it cannot show whether a unit's weights are still in use. This one counts
     the tensors in it: those of this object, and those that others have made of them.
     """
 
     def __init__(self, memory: torch.Tensor, places: ViewPlaces) -> None:
-        """Lays a storage over the memory.
-
-        Args:
-            memory: (nbytes,) uint8, kept alive by each view.
-            places: how to divide the memory.
-        """
+        """Lays a storage over `memory`, (nbytes,) uint8, which each view keeps alive."""
         self.memory, self.places = memory, places
         with torch.inference_mode(False):  # a later forward could not train with tensors of that mode
             flat = in_second_storage(memory).view(places.dtype)
@@ -57,7 +52,7 @@ class ViewedMemory:
 
     @property
     def counted(self) -> bool:
-        """True if the memory can be used again: torch tells whether others use the storage."""
+        """True if the memory can be used again: torch shows whether others use the storage."""
         return self._users is not None
 
     @property
@@ -68,7 +63,7 @@ class ViewedMemory:
         return self._users.count() != self._own
 
     def viewed_beside(self, own: int) -> bool:
-        """Returns True if more than `own` tensors beside this object's are in the storage; False without a count."""
+        """Returns True if more than `own` tensors besides this object's are in the storage; False without a count."""
         return self._users is not None and self._users.count() - self._own > own
 
     def let_go(self) -> None:
@@ -123,7 +118,7 @@ class DeviceBuffer(NamedTuple):
 
 
 class DeviceArena:
-    """Device memory in which units are stored while they are used: one allocation, and a second after `grow`.
+    """Device memory for units while they are used: one allocation, and a second after `grow`.
 
     A buffer may be freed while compute that reads the buffer is in flight: the next owner of the memory writes after
     the events in `DeviceBuffer.after`. With `poison`, freed buffers are filled with NaN and buffers are placed at
@@ -155,7 +150,6 @@ class DeviceArena:
             raise self._too_small(nbytes, error, advice) from error
 
     def _too_small(self, nbytes: int, error: Exception, advice: str) -> BudgetError:
-        """Returns the error for a device that has not `nbytes` for the arena."""
         return BudgetError(
             f"{self._device.torch} does not have {format_size(nbytes)} of contiguous free memory for the device "
             f"budget: {error}; {advice}"
@@ -163,8 +157,8 @@ class DeviceArena:
 
     def _earlier_compute(self) -> Event:
         """Returns an event for newly allocated memory: other streams may write the memory only after this event."""
-        # Torch may reuse memory that compute in flight still reads. That is safe on the compute stream, but not for an
-        # upload, whose stream must first wait for that compute.
+        # upload stream: torch may reuse memory that compute in flight still reads. That is safe on the compute stream,
+        # but an upload must first wait for that compute.
         return self._device.record_event()
 
     def grow(self, nbytes: int) -> tuple[int, int]:
@@ -198,17 +192,17 @@ class DeviceArena:
             event.wait()
         return nbytes
 
-    def give_back(self, kept: Sequence[Region] = ()) -> None:
+    def give_back(self, regions: Sequence[Region] = ()) -> None:
         """Gives the memory back to the device, for others. `take_back` must come before any use of the arena.
 
         Blocks the calling thread until copies and compute in flight are done.
 
         Args:
-            kept: regions that keep their contents, on a device that works in host memory; others have none.
+            regions: regions that keep their contents, on a device that works in host memory; others have none.
         """
         assert len(self.blocks) == 1, "grown memory is given back before"
         self._views, self._viewed = {}, {}  # storages over the memory, which would not know its next address
-        self._device.give_back(self.blocks[0][1], gaps(0, self.nbytes, kept))
+        self._device.give_back(self.blocks[0][1], gaps(0, self.nbytes, regions))
         self.given_back = True
 
     def take_back(self) -> None:
@@ -230,7 +224,7 @@ class DeviceArena:
         self.blocks, self._views, self._viewed = [], {}, {}
 
     def addresses(self) -> list[tuple[int, int]]:
-        """Returns the first address of each allocation, and the one behind its end."""
+        """Returns the first address of each allocation, and the one after its end."""
         return [(memory.data_ptr(), memory.data_ptr() + memory.numel()) for _, memory in self.blocks]
 
     @property
@@ -274,8 +268,7 @@ class DeviceArena:
             read: the event of the last compute that reads the buffer.
         """
         if self.poison:
-            # The fill runs on the compute stream, so it must come after the upload and after compute of other
-            # threads.
+            # compute stream: the fill runs here, so it must come after the upload and after compute of other threads.
             self._device.wait_event(written)
             self._device.wait_event(read)
             self.view(device_buffer).view(torch.int16).fill_(0x7FFF)  # NaN in bf16 and fp16, and two are NaN in fp32
@@ -291,16 +284,16 @@ class DeviceArena:
         """Returns the buffer's own memory, (nbytes,) uint8: the same tensor at each call."""
         offset, nbytes, views = device_buffer.offset, device_buffer.nbytes, self._views  # read once: see `shrink`
         # Units return to the same places, and torch takes 8 µs to make a view.
-        found = views.get((offset, nbytes))
-        if found is None:
+        view_of_unit = views.get((offset, nbytes))
+        if view_of_unit is None:
             blocks = self.blocks
             start, memory = blocks[-1] if blocks[-1][0] <= offset else blocks[0]  # two at most
             with without_modes():  # those of the caller must not reach later callers
-                found = memory.narrow(0, offset - start, nbytes)
+                view_of_unit = memory.narrow(0, offset - start, nbytes)
             if len(views) >= _VIEWS:
                 views.clear()
-            views[offset, nbytes] = found
-        return found
+            views[offset, nbytes] = view_of_unit
+        return view_of_unit
 
     def viewed(self, memory: torch.Tensor, places: ViewPlaces) -> ViewedMemory:
         """Returns a buffer's memory, a result of `view`, in a storage of its own. One thread at a time may call it.
@@ -308,15 +301,15 @@ class DeviceArena:
         Where torch counts the tensors in a storage, it is the storage of the last use of that memory.
         """
         # A unit returns to few places, and for one of nine parameters torch takes 30 µs to make storage and views.
-        key, kept = (id(memory), id(places)), self._viewed
-        found = kept.get(key)
-        if found is None:
-            found = ViewedMemory(memory, places)
-            if found.counted:
-                if len(kept) >= _VIEWS:
-                    kept.clear()
-                kept[key] = found
-        return found
+        key, cache = (id(memory), id(places)), self._viewed
+        viewed_memory = cache.get(key)
+        if viewed_memory is None:
+            viewed_memory = ViewedMemory(memory, places)
+            if viewed_memory.counted:
+                if len(cache) >= _VIEWS:
+                    cache.clear()
+                cache[key] = viewed_memory
+        return viewed_memory
 
 
 def check_budget(what: str, have: int, need: int, advice: str) -> None:

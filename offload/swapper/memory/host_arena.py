@@ -49,7 +49,7 @@ class Classes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copied:
-    """Memory of an arena that an accelerator copies, beside staging, gradients, and buffers of weights.
+    """Memory of an arena that an accelerator copies, besides staging, gradients, and buffers of weights.
 
     Only such memory is pinned: pinning takes time at the start, and the system cannot move pinned pages.
     """
@@ -79,7 +79,7 @@ class Mapping:
         return self.bytes[start : max(start, stop)]
 
     def give(self, start: int, nbytes: int) -> None:
-        """Frees a region, none of which is pinned. Its pages go back to the system, whose free memory counts them."""
+        """Frees a region without pinned bytes. Its pages go back to the system, whose free memory counts them."""
         self.space.give(start, nbytes)
         self.release(start, start + nbytes)
 
@@ -204,7 +204,7 @@ class HostArena:
             raise
 
     def _parts_to_pin(self, copied: Copied) -> dict[str, torch.Tensor]:
-        """Returns the parts that the device copies: first those of which it copies each byte most often in a step."""
+        """Returns the parts that the device copies: first those whose bytes it copies most often in a step."""
         weights, cache = self.weights.start + self.classes.weights, self._start + self._without_cache
         bounds = {
             "staging": (self.staging.start, self.staging.start + self.classes.staging),
@@ -214,7 +214,7 @@ class HostArena:
             "copied": (self._copied.start, self._copied.start + copied.resident),
             "tiles": (self.tiles.start, self.tiles.start + (self.classes.tiles if copied.tiles else 0)),
         }
-        return {name: self._mapping.pages(*each) for name, each in bounds.items()}
+        return {name: self._mapping.pages(*bound) for name, bound in bounds.items()}
 
     def take_copied(self, nbytes: int) -> HostBuffer | None:
         """Allocates a partition of the HOST tier that the device copies: of weights or gradients."""
@@ -243,8 +243,8 @@ class HostArena:
     @property
     def regions(self) -> dict[str, Region]:
         """Returns the classes by name; weights and their cache are one, and so are all partitions of the HOST tier."""
-        found = {name: getattr(self, name) for name in ("tiles", "weights", "gradients", "resident", "staging")}
-        return found | ({"copied": self._copied} if self._copied.space.nbytes else {})
+        named = {name: getattr(self, name) for name in ("tiles", "weights", "gradients", "resident", "staging")}
+        return named | ({"copied": self._copied} if self._copied.space.nbytes else {})
 
     @property
     def pinned_bytes(self) -> int:
@@ -265,19 +265,19 @@ class HostArena:
         if self._taken_bytes < before:
             self._mapping.give(self._start + self._taken_bytes, before - self._taken_bytes)
 
-    def give_back(self, kept: Sequence[tuple[int, int]] = ()) -> None:
+    def give_back(self, spared: Sequence[tuple[int, int]] = ()) -> None:
         """Waits for copies in flight, unpins the arena and gives its pages back to the system.
 
         Buffers stay, and must not be used before `pin`; then they have any contents.
 
         Args:
-            kept: (start, stop) within the arena of bytes that keep their contents, in ordinary memory.
+            spared: (start, stop) within the arena of bytes that keep their contents, in ordinary memory.
         """
         # Pinned pages cannot go.
         self._mapping.device.unregister(tuple(self._parts.values()))
         self.given_back = True
         self.pinned = dict.fromkeys(self.pinned, 0)
-        for start, stop in gaps(0, self.nbytes, kept):
+        for start, stop in gaps(0, self.nbytes, spared):
             self._mapping.release(self._start + start, self._start + stop)
 
     def pin(self) -> None:
@@ -321,10 +321,10 @@ class HostMemory:
         with self._lock:
             # The largest cache goes first, so that few engines lose theirs. `give_cache` runs on this thread and
             # acquires the lock of the other engine's pager: the order of locks is this lock, then a pager's.
-            for other in sorted(self._arenas, key=lambda arena: -arena.classes.cache):
+            for lender in sorted(self._arenas, key=lambda arena: -arena.classes.cache):
                 if budget is not None and self._taken_bytes + nbytes > align_up(budget):
-                    if other.classes.cache and other.give_cache is not None:
-                        other.give_cache()
+                    if lender.classes.cache and lender.give_cache is not None:
+                        lender.give_cache()
             # The budget counts bytes, an arena takes whole pages: each arena may exceed its bytes by less than a
             # page.
             if budget is not None and self._taken_bytes + nbytes > align_up(budget) + PAGE * len(self._arenas):
@@ -334,13 +334,13 @@ class HostMemory:
                     "destroy() on engines that have failed or are no longer used"
                 )
             # Memory that other engines have freed is reused before more is mapped.
-            found = self._find(nbytes, device)
-            if found is None:
+            place = self._find(nbytes, device)
+            if place is None:
                 mapping = Mapping(nbytes, device)
                 mapping.space.take(nbytes)
                 self._mappings.append(mapping)
-                found = mapping, 0
-            return found
+                place = mapping, 0
+            return place
 
     @property
     def taken_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The swap store: files that hold every partition on disk, and that are the checkpoint from which a run resumes.
+"""The swap store: files that hold every partition on disk, and are the checkpoint that a run resumes from.
 
     <drive>/<run>/rank<r>/states        the slots of this rank, striped over its drives
     <drive>/<run>/rank<r>/manifest.json the place of each slot
@@ -21,26 +21,18 @@ files for other programs.
 
 | file | contents |
 |---|---|
-| `store.py` | a rank's store while it is open: reads, writes, commits |
-| `swap_files.py` | all files of a rank together: make, open, close, delete |
-| `recovery.py` | decides from which commit a run resumes; raises the errors for damage |
+| `store.py` | a rank's store while it is open: its files together, reads, writes, commits |
+| `recovery.py` | decides which commit a run resumes from; raises the errors for damage |
 | `drives.py` | the room that a store needs, and how it is divided among drives |
-| `requests.py` | requests to an I/O queue for bytes of a slot; reads that are compared with checksums |
-| `rank_folder.py` | locks, private folders, small files that are replaced atomically, bytes shared by two files |
+| `requests.py` | requests to an I/O queue; reads compared with checksums; bytes written to each drive |
+| `folder.py` | locks, private folders, small files that are replaced atomically, notes such as finished.json |
 | `verify.py` | the comparison of all data of a commit |
 | `inspection.py` | a rank's folder from outside: contents and damage |
 | `runs.py` | a run's folder from outside: status, removal |
 | `spill_file.py` | files without a name for gradients and inputs, whose reads are compared too |
-| `write_counts.py` | bytes written to each drive over the life of the run |
-| `drive_spans.py` | requests and commits on the timeline |
-| `format/commit_record.py` | the commit record, 4096 bytes |
-| `format/blob.py` | everything else that belongs to a step |
-| `format/manifest.py` | the place of each slot; the comparison of two stores |
-| `format/checksums.py` | checksums of byte ranges, as a blob contains them; reads in order compared with them |
-| `format/page_sums.py` | checksums of the pages of a slot, in memory, with which each read of a run is compared |
-| `format/checksum_table.py` | both kinds of checksums of the newest slots |
-| `format/run_notes.py` | finished.json, closed.json and suspect |
-| `format/undo.py` | slots that an edit on a grid has overwritten |
+| `format.py` | commit record, manifest and blob; checksums of byte ranges and of pages |
+| `undo.py` | slots that an edit on a grid has overwritten |
+| `model_files.py` | the model's own files as a source of weights |
 """
 
 from offload.swapper.store.drives import Shortage, find_shortage

@@ -52,37 +52,37 @@ def shares(paths: Sequence[str | Path], speeds: Sequence[float], need: int) -> l
         speeds: speed of each drive; any unit of measurement, the same for all.
         need: bytes to distribute.
     """
-    found = _free_bytes(paths)
-    room: dict[int, float] = dict(found)
+    volumes = _free_bytes(paths)
+    room: dict[int, float] = dict(volumes)
     left = float(need)
-    given = [0.0] * len(paths)
+    assigned = [0.0] * len(paths)
     open_ = set(range(len(paths)))
     while left > 0.5 and open_:
         # Fill all drives in proportion until the first file system is full, then continue with the others. The limit
         # of half a byte ends the loop in spite of rounding.
         rate: dict[int, float] = {}
         for drive in open_:
-            device = found[drive][0]
+            device = volumes[drive][0]
             rate[device] = rate.get(device, 0.0) + speeds[drive]
         step = min(left / sum(rate.values()), *(room[device] / r for device, r in rate.items()))
         for drive in open_:
-            given[drive] += step * speeds[drive]
+            assigned[drive] += step * speeds[drive]
         for device, r in rate.items():
             room[device] -= step * r
         left -= step * sum(rate.values())
-        open_ = {drive for drive in open_ if room[found[drive][0]] > 0.5}
-    return given
+        open_ = {drive for drive in open_ if room[volumes[drive][0]] > 0.5}
+    return assigned
 
 
 def _free_bytes(paths: Sequence[str | Path]) -> list[tuple[int, int]]:
     """Returns device number and free bytes of each path's file system. A missing path counts as its nearest parent."""
-    found: list[tuple[int, int]] = []
+    volumes: list[tuple[int, int]] = []
     for path in paths:
         place = Path(path).absolute()
         while not place.exists():
             place = place.parent
-        found.append((os.stat(place).st_dev, shutil.disk_usage(place).free))
-    return found
+        volumes.append((os.stat(place).st_dev, shutil.disk_usage(place).free))
+    return volumes
 
 
 def find_drive_shortage(paths: Sequence[Path], needs: Sequence[int]) -> Shortage | None:
@@ -141,7 +141,7 @@ def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec, 
     drives = [folder.parent.parent for folder in folders]
     weights: Sequence[float] = [1.0]
     if len(folders) > 1:
-        speeds = [each.swap for each in _measured(folders, spec.nbytes)]
+        speeds = [bandwidth.swap for bandwidth in _measured(folders, spec.nbytes)]
         weights = [max(share, 1.0) for share in shares(drives, speeds, spec.nbytes)]
     return Manifest(
         id=uuid.uuid4().hex,
@@ -164,7 +164,7 @@ def _measured(folders: Sequence[Path], nbytes: int) -> list[Bandwidth]:
         nbytes: The bytes of the store. A small one is not measured for longer than it trains.
     """
     most = min(max(nbytes, _LEAST_MEASURED), _MOST_MEASURED) // PAGE * PAGE
-    found = bandwidths(folders, nbytes=most, rounds=3)
-    for folder, each in zip(folders, found, strict=True):
-        logger.info("%s reads %s/s, writes %s/s", folder, format_size(each.read), format_size(each.write))
-    return found
+    measured = bandwidths(folders, nbytes=most, rounds=3)
+    for folder, bandwidth in zip(folders, measured, strict=True):
+        logger.info("%s reads %s/s, writes %s/s", folder, format_size(bandwidth.read), format_size(bandwidth.write))
+    return measured

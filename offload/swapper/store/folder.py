@@ -80,8 +80,8 @@ def rank_number(name: str) -> int | None:
 class Lock:
     """Exclusive lock of this process on a rank's folder.
 
-    The folder itself is locked beside the file, where the file system can: a cleaner of old files may delete the file,
-    and leaves a locked folder alone.
+    The folder itself is locked as well as the file, where the file system can: a cleaner of old files may delete the
+    file, and leaves a locked folder alone.
 
     Args:
         folder: The folder.
@@ -257,10 +257,10 @@ def _make_folder(folder: Path) -> None:
             with inner_folder(folder, 2, ours=True):
                 return
         except OSError as error:
-            for each in (run, folder):
-                if _is_obstacle(each):
+            for directory in (run, folder):
+                if _is_obstacle(directory):
                     raise StoreError(
-                        f"cannot make the swap folder {folder}: {each} exists and is not a folder; remove it, or "
+                        f"cannot make the swap folder {folder}: {directory} exists and is not a folder; remove it, or "
                         f"choose another run name or another nvme_path"
                     ) from None
             # Nothing in the way: another rank has just removed the empty folder of an earlier run, so try again.
@@ -298,7 +298,7 @@ def remove_files(folder: Path) -> None:
     """Deletes a store's files in a rank's folder, and the folder itself unless other files are in it."""
     with inner_folder(folder, 2) as descriptor:
         temporary = [name for name in os.listdir(descriptor) if name.endswith(".tmp")]
-        # The manifest near the end, since it tells whose files these are. The lock last: once its name is gone, another
+        # The manifest near the end, since it says whose files these are. The lock last: once its name is gone, another
         # process may lock the folder and write new files.
         for name in (*temporary, *FILES):
             with contextlib.suppress(FileNotFoundError, IsADirectoryError):
@@ -431,7 +431,7 @@ def reserve(path: Path, nbytes: int) -> None:
 def reserve_blobs(folder: Path, nbytes: int) -> None:
     """Reserves `nbytes` and a quarter more for each blob, so that later commits fit on a drive that others fill."""
     paths = [folder / "blob.0", folder / "blob.1"]
-    have = [None if (found := inner_status(path, 3)) is None else found.st_size for path in paths]
+    have = [None if (status := inner_status(path, 3)) is None else status.st_size for path in paths]
     for path, size in zip(paths, have, strict=True):
         if size is None or size < nbytes:
             reserve(path, nbytes + nbytes // 4)
@@ -464,9 +464,9 @@ close_in_children: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 def _close_in_child() -> None:
     """Closes the files of all registered objects, in a forked child."""
-    for each in list(close_in_children):
+    for lock in list(close_in_children):
         with contextlib.suppress(OSError):
-            each.close_in_child()
+            lock.close_in_child()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -501,14 +501,14 @@ def clone_range(source: int, start: int, nbytes: int, destination: int, offset: 
 
 # -- run notes -----------------------------------------------------------------------------------------
 #
-# Notes beside the swap files: how a run ended, and that a commit was found damaged.
+# Notes next to the swap files: how a run ended, and that a commit was found damaged.
 #
 # The notes of an end are stored in the run's folder on its first drive, for all ranks. The note of damage is stored in
 # the rank's folder on that drive.
 
 
 FINISHED = "finished.json"
-"""Name of the note that the run ended. The files beside the note are remainders, from which no run resumes."""
+"""Name of the note that the run ended. The files next to the note are remainders; no run resumes."""
 CLOSED = "closed.json"
 """Name of the note that the run was closed without being kept. It can be resumed, or replaced by a start of its job.
 
@@ -522,7 +522,7 @@ def read_finished(run: Path) -> dict[str, Any] | None:
     """Returns the note that the run in a folder has ended; None without one, and for a file that is no such note.
 
     A run writes the note durably before it deletes a file. What cannot be read is therefore damage or a file of
-    somebody else's, and the swap files beside it may be the whole run.
+    somebody else's, and the swap files next to it may be the whole run.
     """
     try:
         note: dict[str, Any] = read(read_whole(run / FINISHED), fields({"steps": whole()}))

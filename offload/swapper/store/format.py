@@ -157,14 +157,14 @@ def read_records(path: Path) -> Records:
 def unpack_records(data: bytes) -> Records:
     """Returns the records in the bytes of a commit file; of a short file, complete pages count."""
     pages = [data[start : start + PAGE] for start in (0, PAGE)]
-    found = [Record.unpack(page, which) for which, page in enumerate(pages)]
-    valid = sorted((record for record in found if record is not None), key=lambda record: -record.serial)
+    unpacked = [Record.unpack(page, which) for which, page in enumerate(pages)]
+    valid = sorted((record for record in unpacked if record is not None), key=lambda record: -record.serial)
     # An empty page was never written. Any other page without a valid record is an interrupted commit, or damage.
-    invalid_pages = tuple(which for which in (0, 1) if found[which] is None and any(pages[which]))
+    invalid_pages = tuple(which for which in (0, 1) if unpacked[which] is None and any(pages[which]))
     # A page of another format is invalid here, but must not pass as an interrupted commit.
     said = (page_version(pages[which]) for which in invalid_pages)
-    other = next((version for version in said if version not in (None, FORMAT_VERSION)), None)
-    return Records(tuple(valid), invalid_pages, other)
+    other_version = next((version for version in said if version not in (None, FORMAT_VERSION)), None)
+    return Records(tuple(valid), invalid_pages, other_version)
 
 
 def was_committed(folder: Path) -> bool:
@@ -177,8 +177,8 @@ def was_committed(folder: Path) -> bool:
     Raises:
         IoError: if a file exists and cannot be read. It may hold a commit.
     """
-    found = read_records(folder / "commit")
-    if found.valid or 1 in found.invalid_pages or found.other_format is not None:
+    records = read_records(folder / "commit")
+    if records.valid or 1 in records.invalid_pages or records.other_format is not None:
         return True
     return any(read_if_any(folder / "blob.1")[:8])
 
@@ -193,7 +193,7 @@ def read_if_any(path: Path) -> bytes:
         # Not a missing file: a start would otherwise take a run for none and delete its commits, and a resume would
         # take a commit for damaged.
         wrong = IoError(str(path), 0, 0, error.errno or errno.EIO, "read")
-        wrong.strerror = error.strerror  # which may tell more than the system's words for the number
+        wrong.strerror = error.strerror  # which may say more than the system's words for the number
         raise wrong from error
 
 
@@ -219,14 +219,14 @@ class Extents(NamedTuple):
 
     def extents_of(self, start: int, nbytes: int) -> list[Extent]:
         """Returns the byte ranges of the file that hold `nbytes` bytes of the slot, from byte `start` on."""
-        found: list[Extent] = []
+        ranges: list[Extent] = []
         for offset, length in self.extents:
             first, last = max(start, 0), min(start + nbytes, length)
             if first < last:
-                found.append(Extent(offset + first, last - first))
+                ranges.append(Extent(offset + first, last - first))
             # From here on `start` is relative to the next extent.
             start -= length
-        return found
+        return ranges
 
     def offset(self, start: int) -> int:
         """Returns the offset in the file of byte `start` of the slot."""
@@ -295,7 +295,7 @@ class StoreSpec(NamedTuple):
                 behind = Extent(end + self.slots * own, shared)
                 slots = [(Extent(end + slot * own, own), behind) for slot in range(self.slots)]
                 # Empty extents are left out: most states have no frozen bytes, and a frozen unit has no others.
-                row[state] = tuple(Extents(tuple(each for each in slot if each.nbytes)) for slot in slots)
+                row[state] = tuple(Extents(tuple(extent for extent in slot if extent.nbytes)) for slot in slots)
                 end = behind.offset + behind.nbytes
             table.append(row)
         return table
@@ -321,7 +321,7 @@ class Manifest:
     """For each drive, the number of its stripes in each row."""
     stripe_bytes: int
     spec: StoreSpec
-    # Not compared: an older version of offload leaves the id out of its commits, beside files that have it.
+    # Not compared: an older version of offload leaves the id out of its commits, next to files that have it.
     run_id: str | None = field(default=None, compare=False)
     """Random id of the run, the same in the stores of all its ranks; None if unknown, as in runs of older versions."""
 
@@ -348,7 +348,7 @@ class Manifest:
 
     @cached_property
     def packed(self) -> bytes:
-        """The bytes of the manifest on the first drive, of which each blob contains a copy."""
+        """The bytes of the manifest on the first drive. Each blob contains a copy."""
         return self.pack()
 
     @classmethod
@@ -380,7 +380,7 @@ class Manifest:
             frozen = tuple(_in_all(row.get(State.WEIGHT.value, ())) for row in content["extents"])
             spec = StoreSpec(partitions, content["slots"], content["layout"], content["about"], frozen)
             stripes = content["stripes"]
-            found = cls(
+            manifest = cls(
                 id=content["id"],
                 run=content["run"],
                 rank=content["rank"],
@@ -395,7 +395,7 @@ class Manifest:
             # damaged.
             if _plain_places(spec) != content["extents"]:
                 raise ValueError("its extents are not where its format requires them")
-            return found
+            return manifest
         except ValueError as error:
             raise StoreError(f"cannot read {where}: {error}") from error
 
@@ -495,7 +495,7 @@ def _plain_places(spec: StoreSpec) -> list[dict[str, list[list[list[int]]]]]:
 
 def _in_all(slots: Sequence[Sequence[Sequence[int]]]) -> int:
     """Returns the bytes of the extents that both slots of a manifest name."""
-    # With one slot nothing is shared, and the manifest does not tell which bytes are frozen.
+    # With one slot nothing is shared, and the manifest does not record which bytes are frozen.
     return sum(extent[1] for extent in slots[0] if extent in slots[1]) if len(slots) == 2 else 0
 
 
@@ -508,26 +508,26 @@ def read_manifest(path: Path) -> Manifest:
     return Manifest.unpack(data, str(path))
 
 
-def check_rank(found: Manifest, rank: int, folder: Path) -> None:
+def check_rank(manifest: Manifest, rank: int, folder: Path) -> None:
     """Raises `StoreError` if the files in the folder of `rank` are those of another rank."""
-    if found.rank != rank:
+    if manifest.rank != rank:
         raise StoreError(
-            f"{folder} has the swap files of rank {found.rank}, expected those of rank {rank}: folders of ranks have "
-            "been renamed or copied over each other; put the files of each rank back into the folder of its number"
+            f"{folder} has the swap files of rank {manifest.rank}, expected those of rank {rank}: folders of ranks "
+            "have been renamed or copied over each other; put the files of each rank back into the folder of its number"
         )
 
 
-def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
+def compare(own: StoreSpec, stored: StoreSpec, folder: Path) -> None:
     """Raises `StoreError` with the first difference between two specs, and advice.
 
     Args:
-        mine: the spec of this run.
-        found: the spec of the store in `folder`.
+        own: the spec of this run.
+        stored: the spec of the store in `folder`.
         folder: the rank's folder, for the message.
     """
     for name in ("fingerprint", "slots", "partitions", "shared"):
         # The found spec was read from JSON, so both are converted to JSON and back before they are compared.
-        expected, there = (json.loads(json.dumps(_plain(getattr(spec, name)))) for spec in (mine, found))
+        expected, there = (json.loads(json.dumps(_plain(getattr(spec, name)))) for spec in (own, stored))
         difference = _difference(expected, there, "layout" if name == "fingerprint" else name)
         if difference is None:
             continue
@@ -535,7 +535,7 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
         # Differences that a setting of the user explains get advice of their own.
         if name == "slots":
             advice = 'resume with the durability that the run had, or leave "durability" out'
-            there, here = ("none" if spec.slots == 1 else "step, or every N" for spec in (found, mine))
+            there, here = ("none" if spec.slots == 1 else "step, or every N" for spec in (stored, own))
             difference = f'"durability" was {there} in the run and is {here} here'
         if difference.startswith("layout/frozen "):
             advice = f'resume with the "frozen" that the run had (or the option --load-in-4bit or -8bit), or {advice}'
@@ -556,9 +556,9 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
         raise StoreError(f"{folder} belongs to a run of another model, layout or setting: {difference}; {advice}")
 
 
-def layout_difference(mine: StoreSpec, found: StoreSpec) -> str | None:
+def layout_difference(own: StoreSpec, stored: StoreSpec) -> str | None:
     """Returns the first difference between the model, the layout and the mode of two specs; None if there is none."""
-    expected, there = (json.loads(json.dumps(_plain(spec.fingerprint))) for spec in (mine, found))
+    expected, there = (json.loads(json.dumps(_plain(spec.fingerprint))) for spec in (own, stored))
     return _difference(expected, there, "layout")
 
 
@@ -584,10 +584,10 @@ def _advice_of_modes(there: str, here: str, folder: Path) -> str:
 
 def _words(mode: str) -> tuple[str, str, dict[str, str]]:
     """Returns dtype and optimizer of a mode's name, and the forms of master and moments; Adam and fp32 have no word."""
-    dtype, *others = mode.split(" ")
+    dtype, *extras = mode.split(" ")
     forms = {"moments": "fp32", "master": "fp32"}
     optimizer = ""
-    for word in others:
+    for word in extras:
         form, _, what = word.rpartition("-")
         if what in forms:
             forms[what] = form
@@ -599,28 +599,28 @@ def _words(mode: str) -> tuple[str, str, dict[str, str]]:
 def _plain(value: Any) -> Any:
     """Returns a value with tuples as lists and states as strings, as JSON has them."""
     if isinstance(value, tuple):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, Mapping):
-        return {key.value if isinstance(key, State) else key: each for key, each in value.items()}
+        return {key.value if isinstance(key, State) else key: item for key, item in value.items()}
     return value
 
 
-def _difference(expected: Any, found: Any, where: str) -> str | None:
+def _difference(expected: Any, actual: Any, where: str) -> str | None:
     """Returns the first difference between two values of JSON at the path `where`; None if they are equal."""
-    if isinstance(expected, dict) and isinstance(found, dict):
-        for key in sorted(expected.keys() ^ found.keys()):
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        for key in sorted(expected.keys() ^ actual.keys()):
             return f"{where}/{key} exists in only one of the run and this configuration"
         for key in expected:
-            if difference := _difference(expected[key], found[key], f"{where}/{key}"):
+            if difference := _difference(expected[key], actual[key], f"{where}/{key}"):
                 return difference
         return None
-    if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
-        for index, (one, other) in enumerate(zip(expected, found, strict=True)):
+    if isinstance(expected, list) and isinstance(actual, list) and len(expected) == len(actual):
+        for index, (one, actual_item) in enumerate(zip(expected, actual, strict=True)):
             named = one.get("name") if isinstance(one, dict) else None
-            if difference := _difference(one, other, f"{where}/{named or index}"):
+            if difference := _difference(one, actual_item, f"{where}/{named or index}"):
                 return difference
         return None
-    return None if expected == found else f"{where} is {_short(found)} in the run and {_short(expected)} here"
+    return None if expected == actual else f"{where} is {_short(actual)} in the run and {_short(expected)} here"
 
 
 def _short(value: Any) -> str:
@@ -642,7 +642,7 @@ SUMS, MANIFEST, WRITTEN = "store.sums", "store.manifest", "store.written"
 _ROW_NBYTES = 5 * 8
 """Bytes of a row of the table of checksums; see `checksums.pack`."""
 _LENGTH_NBYTES = 8
-"""Bytes of the header's length, with which a safetensors file begins."""
+"""A safetensors file begins with its header's length, in this many bytes."""
 
 
 _PLACE = fields({"dtype": text(), "data_offsets": rows(whole(), 2, 2)})
@@ -652,7 +652,7 @@ class Blob:
     """The bytes of a blob, whose checksum the caller has verified.
 
     Raises:
-        ValueError: If the bytes are no blob, which a right checksum does not tell.
+        ValueError: If the bytes are no blob, which a right checksum does not show.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -694,7 +694,6 @@ class Blob:
         return {name: value for name, value in tensors.items() if name not in (SUMS, MANIFEST, WRITTEN)}
 
     def _bytes(self, name: str) -> bytes:
-        """Returns the bytes of one tensor."""
         start, end = self._header[name]["data_offsets"]
         return self._data[self._start + start : self._start + end]
 
@@ -776,7 +775,7 @@ def of_zeros(place: Extents) -> Slot:
 def renewed(old: Slot, new: Iterable[ChecksumRange]) -> Slot:
     """Returns the checksum ranges of a slot after `new` was written over `old`.
 
-    `new` begins at byte 0. Frozen weights behind `new` keep their checksums.
+    `new` begins at byte 0. Frozen weights after `new` keep their checksums.
     """
     written = tuple(new)
     end = written[-1].start + written[-1].nbytes
@@ -790,13 +789,17 @@ def joined(checksum_ranges: Iterable[ChecksumRange], least: int) -> list[Checksu
         checksum_ranges: neighbours in order, without gaps.
         least: number of bytes.
     """
-    found: list[ChecksumRange] = []
-    for each in checksum_ranges:
-        if found and found[-1].nbytes < least:
-            one = found.pop()
-            each = ChecksumRange(one.start, one.nbytes + each.nbytes, crc32c_joined(one.crc, each.crc, each.nbytes))
-        found.append(each)
-    return found
+    joined_ranges: list[ChecksumRange] = []
+    for checksum_range in checksum_ranges:
+        if joined_ranges and joined_ranges[-1].nbytes < least:
+            one = joined_ranges.pop()
+            checksum_range = ChecksumRange(
+                one.start,
+                one.nbytes + checksum_range.nbytes,
+                crc32c_joined(one.crc, checksum_range.crc, checksum_range.nbytes),
+            )
+        joined_ranges.append(checksum_range)
+    return joined_ranges
 
 
 def sum_of(slot: Sequence[ChecksumRange], start: int, nbytes: int) -> int | None:
@@ -819,7 +822,7 @@ def sum_of(slot: Sequence[ChecksumRange], start: int, nbytes: int) -> int | None
 
 
 def _border(slot: Sequence[ChecksumRange], at: int) -> int | None:
-    """Returns the number of ranges before byte `at`; None if `at` is inside a range or behind the last."""
+    """Returns the number of ranges before byte `at`; None if `at` is inside a range or after the last."""
     before = bisect.bisect_left(slot, at, key=lambda checksum_range: checksum_range.start)
     # The end of the last range is a border as well.
     ends = before == len(slot) and before and slot[-1].start + slot[-1].nbytes == at
@@ -857,7 +860,7 @@ def unpack(rows: bytes) -> dict[Key, Slot]:
 
 
 def check_whole(table: Mapping[Key, Slot], places: Sequence[Mapping[State, Sequence[Extents]]]) -> None:
-    """Raises `StoreError` if a table does not have the checksums of all bytes of each slot, and of no others.
+    """Raises `StoreError` if a table does not contain the checksums of all bytes of each slot, and of no others.
 
     Args:
         table: made by `unpack`.
@@ -866,7 +869,7 @@ def check_whole(table: Mapping[Key, Slot], places: Sequence[Mapping[State, Seque
     for unit, row in enumerate(places):
         for state, slots in row.items():
             slot, nbytes = table.get((unit, state), ()), slots[0].nbytes
-            if sum(each.nbytes for each in slot) != nbytes:
+            if sum(checksum_range.nbytes for checksum_range in slot) != nbytes:
                 raise StoreError(
                     f"the checksums of a commit are damaged: those of {state.value} of unit {unit} do not cover its "
                     f"{nbytes} bytes; go back to a checkpoint"
@@ -890,7 +893,7 @@ class _Passage(NamedTuple):
 class Passages:
     """Comparison of sequential reads with the checksums of ranges. Any thread may add a read.
 
-    A read that ends inside a range stays open, and the read of the bytes behind it is compared together with it. Of
+    A read that ends inside a range stays open, and the read of the bytes after it is compared together with it. Of
     many open ones the oldest is forgotten: its bytes are compared when they are read again.
     """
 
@@ -928,7 +931,7 @@ class Passages:
                 open_ = deque(maxlen=_MOST_PASSAGES)
                 self._open[key] = slot, open_
             # A read that continues a passage takes it over. Two readers of the same bytes have a passage each.
-            passage = next((each for each in reversed(open_) if each.end == start), None)
+            passage = next((candidate for candidate in reversed(open_) if candidate.end == start), None)
             if passage is not None:
                 open_.remove(passage)
             # A read that begins at a border, and ends inside a range, begins a passage.
@@ -950,7 +953,7 @@ class Passages:
 #
 # The blob of a commit contains a few checksums of a slot, one for each range that an update has written. A read of
 # other bytes could not be compared with them. In memory a slot therefore has a CRC-32C for each page of 4096 bytes: the
-# native queue computes those of a request beside that of the whole, at no cost of its own.
+# native queue computes those of a request along with that of the whole, at no cost of its own.
 #
 #     pages     the usual case: a read of whole pages is compared by one comparison of memory
 #     parts     of a page that two writes share, a checksum for each; a read that cuts a part splits it first
@@ -980,7 +983,7 @@ class PageSums:
 
         Args:
             nbytes: number of bytes of the slot.
-            ranges: ranges of which only the checksum of the whole is known.
+            ranges: ranges whose only known checksum is that of the whole.
         """
         self.nbytes = nbytes
         self._sums = bytearray(_packed(crc32c_of_zeros(PAGE)) * (nbytes // PAGE))
@@ -992,7 +995,7 @@ class PageSums:
         self._lock = threading.Lock()
 
     def renewed(self, writes: Sequence[tuple[int, int, bytes]]) -> PageSums:
-        """Returns the checksums after the slot was written from byte 0 on. Bytes behind the last write keep theirs.
+        """Returns the checksums after the slot was written from byte 0 on. Bytes after the last write keep theirs.
 
         Args:
             writes: start, number of bytes and checksums of the pages of each write, in order, without gaps.
@@ -1002,7 +1005,7 @@ class PageSums:
         with self._lock:
             new._sums = bytearray(self._sums)
             new._parts = {page: parts for page, parts in self._parts.items() if page * PAGE >= end}
-            new._ranges = [each for each in self._ranges if each.start >= end]
+            new._ranges = [checksum_range for checksum_range in self._ranges if checksum_range.start >= end]
         for start, nbytes, _ in writes:
             # Of the bytes before, nothing is left in a page that several writes share.
             for border in (start, start + nbytes):
@@ -1035,19 +1038,23 @@ class PageSums:
         """Removes ranges all of whose bytes were recorded from those that `unproven` returns."""
         proven = set(ranges)
         with self._lock:
-            self._ranges = [each for each in self._ranges if each not in proven]
+            self._ranges = [checksum_range for checksum_range in self._ranges if checksum_range not in proven]
 
     def unproven(self, start: int, nbytes: int) -> list[ChecksumRange]:
         """Returns the ranges with bytes in [start, start + nbytes) of whose pages no checksums are known yet."""
         if not self._ranges:
             return []
         with self._lock:
-            return [each for each in self._ranges if each.start < start + nbytes and start < each.start + each.nbytes]
+            return [
+                checksum_range
+                for checksum_range in self._ranges
+                if checksum_range.start < start + nbytes and start < checksum_range.start + checksum_range.nbytes
+            ]
 
     def pages_to_read(self, start: int, nbytes: int) -> list[range]:
         """Returns the bytes of pages that a comparison of [start, start + nbytes) needs as a whole."""
         with self._lock:
-            cut = [each for each in self._cut_pages(start, start + nbytes) if self._joined(*each) is None]
+            cut = [ends for ends in self._cut_pages(start, start + nbytes) if self._joined(*ends) is None]
         return [self._page(page) for page in sorted({begin // PAGE for begin, _ in cut})]
 
     def first_damage(self, start: int, nbytes: int, sums: bytes, pages: Mapping[int, memoryview]) -> range | None:
@@ -1067,9 +1074,9 @@ class PageSums:
                 if begin == start and not self._fits(begin, end, _unpacked(sums, begin // PAGE - first), pages):
                     return self._page(begin // PAGE)  # its other bytes may be those that are damaged
             right = self._sums[_at(whole.start) : _at(whole.stop)]
-            found = sums[_at(whole.start - first) : _at(whole.stop - first)]
-            if right != found:
-                page = next(n for n in range(len(whole)) if right[_at(n) : _at(n + 1)] != found[_at(n) : _at(n + 1)])
+            received = sums[_at(whole.start - first) : _at(whole.stop - first)]
+            if right != received:
+                page = next(n for n in range(len(whole)) if right[_at(n) : _at(n + 1)] != received[_at(n) : _at(n + 1)])
                 return self._page(whole[page])
             for begin, end in cut:
                 if begin != start and not self._fits(begin, end, _unpacked(sums, begin // PAGE - first), pages):
@@ -1131,7 +1138,7 @@ class PageSums:
         if expected is None and page in pages:
             memory, split = pages[page], list[_Part]()
             for part in self._parts_of(page):
-                cuts = {each for each in (start, stop) if part.start < each < part.stop}
+                cuts = {border for border in (start, stop) if part.start < border < part.stop}
                 borders = sorted({part.start, part.stop, *cuts})
                 if cuts:
                     if crc32c(memory[part.start % PAGE : part.start % PAGE + part.stop - part.start]) != part.crc:
@@ -1196,11 +1203,11 @@ class ChecksumTable:
             places: For each unit and state, the places of all slots.
 
         Raises:
-            StoreError: If the table has not the checksums of these slots.
+            StoreError: If the table does not contain the checksums of these slots.
         """
-        found = unpack(rows)
-        check_whole(found, places)
-        self._slots = found
+        slots = unpack(rows)
+        check_whole(slots, places)
+        self._slots = slots
         self._pages = {key: PageSums(sum(slot[-1][:2]), slot) for key, slot in self._slots.items()}
 
     def pack(self) -> torch.Tensor:
@@ -1208,7 +1215,7 @@ class ChecksumTable:
         return pack_checksums(self._slots)
 
     def growth_nbytes(self, places: Sequence[Mapping[State, Sequence[Extents]]]) -> int:
-        """Returns the bytes by which the packed table may grow.
+        """Returns how many bytes the packed table may grow.
 
         A new store has one checksum for each state; later each tile of an update has one.
 
@@ -1228,19 +1235,23 @@ class ChecksumTable:
         return sum_of(self._slots[key], 0, nbytes)
 
     def replace(self, key: Key, writes: Sequence[tuple[int, Future]], own_nbytes: int) -> None:
-        """Enters the checksums of the writes to a slot. Frozen weights behind the last write keep theirs.
+        """Enters the checksums of the writes to a slot. Frozen weights after the last write keep theirs.
 
         Args:
             key: The unit and the state.
             writes: The start and the ended future of each write, in order, without gaps and from byte 0 on.
             own_nbytes: The bytes at the start of the slot that updates write. No checksum covers some of these
-                and some behind them, since an update would replace it.
+                and some after them, since an update would replace it.
         """
-        self._pages[key] = self._pages[key].renewed([(at, each.wait(), each.page_crcs()) for at, each in writes])
+        self._pages[key] = self._pages[key].renewed([(at, future.wait(), future.page_crcs()) for at, future in writes])
         new = [ChecksumRange(start, future.wait(), future.crc32c()) for start, future in writes]
         if len(new) > _max_checksums(new[-1].start + new[-1].nbytes):  # tiny tiles: sub_group_size
-            own = sum(each.start < own_nbytes for each in new)
-            new = [each for part in (new[:own], new[own:]) for each in joined(part, _MIN_CHECKSUM_NBYTES)]
+            own = sum(checksum_range.start < own_nbytes for checksum_range in new)
+            new = [
+                checksum_range
+                for part in (new[:own], new[own:])
+                for checksum_range in joined(part, _MIN_CHECKSUM_NBYTES)
+            ]
         self._slots[key] = renewed(self._slots[key], new)
 
 

@@ -98,7 +98,7 @@ class Found(NamedTuple):
 
     @property
     def run_id(self) -> str | None:
-        """Returns the id of the run to which the folder belongs; None if unknown."""
+        """Returns the id of the folder's run; None if unknown."""
         return None if self.manifest is None else self.manifest.run_id
 
     def commit(self, serial: int) -> Commit | None:
@@ -134,7 +134,7 @@ def is_rank(folder: Path) -> bool:
 
 def is_run(folder: Path) -> bool:
     """Returns True if this is the folder of a run, on any of its drives, or of a run that ended."""
-    ranks = any(is_rank(each) for each in folder.glob("rank*"))
+    ranks = any(is_rank(rank_folder) for rank_folder in folder.glob("rank*"))
     return ranks or (folder / RESHARDED).is_file() or _is_note(folder / FINISHED)
 
 
@@ -149,19 +149,19 @@ def _is_note(path: Path) -> bool:
     return not notes or "date" in notes or "steps" in notes
 
 
-def leftovers(run: Path, found: Sequence[Found]) -> list[str]:
+def leftovers(run: Path, all_rank_files: Sequence[Found]) -> list[str]:
     """Returns files and folders of a run that nothing reads.
 
     These are interrupted replacements, ranks beyond the world size, and those of a change of the number of ranks, which
     are needed only while its note is there.
     """
-    places = {run, *(folder for each in found for folder in each.folders)}
+    places = {run, *(folder for rank_files in all_rank_files for folder in rank_files.folders)}
     left = [str(path) for place in places for path in place.glob("*.tmp")]
     if not (run / RESHARDED).is_file():
         left += [str(path) for path in folders_aside(run)]
-    sizes = [each.manifest.spec.ranks for each in found if each.manifest is not None]
+    sizes = [rank_files.manifest.spec.ranks for rank_files in all_rank_files if rank_files.manifest is not None]
     if sizes:
-        left += [str(each.folder) for each in found if each.rank >= max(sizes)]
+        left += [str(rank_files.folder) for rank_files in all_rank_files if rank_files.rank >= max(sizes)]
     return sorted(left)
 
 
@@ -169,12 +169,12 @@ def look(folder: Path) -> Found:
     """Returns the contents of a rank's folder, without the states. The store may be in use by a live run."""
     for _ in range(_TRIES):
         before = _bytes(folder / "commit")
-        found = _look(folder)
+        rank_files = _look(folder)
         # If the commit file changed, there was a commit meanwhile, and the blobs may be of another commit than the
         # records. Then all is read again.
         if _bytes(folder / "commit") == before:
             break
-    return found
+    return rank_files
 
 
 def _look(folder: Path) -> Found:
@@ -182,13 +182,13 @@ def _look(folder: Path) -> Found:
     rank = rank_number(folder.name)
     assert rank is not None, "the caller knows the folder for one of a rank"
     notes = _notes(folder / "manifest.json")
-    other = _other_format(folder, notes)
-    if other is not None:
+    version = _other_format(folder, notes)
+    if version is not None:
         about = notes.get("about")
         made = about.get("offload", "unknown") if isinstance(about, dict) else "unknown"
-        words = f"format {other}, made by offload {made}; this version reads format {FORMAT_VERSION}"
+        words = f"format {version}, made by offload {made}; this version reads format {FORMAT_VERSION}"
         return Found(folder, rank, (), None, 0, words, ())
-    # Only the first drive has a commit file. On another drive the manifest names the drive.
+    # Only the first drive contains a commit file. On another drive the manifest names the drive.
     drive = 0 if (folder / "commit").exists() else place_of(folder)[1]
     commits, wrong = ((), []) if drive else _commits(folder)
     manifest: Manifest | None = None
@@ -216,11 +216,11 @@ def _look(folder: Path) -> Found:
 
 
 def _other_format(folder: Path, notes: Mapping[str, Any]) -> int | None:
-    """Returns the format of a store that this version does not read; None if the store has a valid record."""
-    found = unpack_records(_bytes(folder / "commit") or b"")
-    if found.valid:
+    """Returns the format of a store that this version does not read; None if the store contains a valid record."""
+    records = unpack_records(_bytes(folder / "commit") or b"")
+    if records.valid:
         return None
-    said = (notes.get("format"), found.other_format)
+    said = (notes.get("format"), records.other_format)
     return next((version for version in said if version not in (None, FORMAT_VERSION)), None)
 
 
@@ -228,16 +228,16 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
     """Returns the valid commits, newest first, and the damage of records and of the newest blob."""
     path = folder / "commit"
     data, missing = _read(path)
-    found = unpack_records(data or b"")
+    records = unpack_records(data or b"")
     commits = tuple(
-        Commit(record, blob_of(record, _bytes(folder / f"blob.{record.blob}") or b"")) for record in found.valid
+        Commit(record, blob_of(record, _bytes(folder / f"blob.{record.blob}") or b"")) for record in records.valid
     )
     wrong: list[Wrong] = []
     if data is None:
         wrong.append(Wrong(str(path), missing))
     elif (size := _nbytes_of(path)) != 2 * PAGE:
         wrong.append(Wrong(str(path), f"the file contains {size} bytes, expected {2 * PAGE}"))
-    elif found.invalid_pages:
+    elif records.invalid_pages:
         wrong.append(
             Wrong(str(path), "a record does not match its checksum: a commit was interrupted, or the file is damaged")
         )
@@ -285,12 +285,12 @@ def _wrong_drives(folder: Path, manifest: Manifest | None) -> list[Wrong]:
             continue
         path = place / "manifest.json"
         try:
-            mine, number = read_manifest(path), _notes(path).get("drive")
+            own, number = read_manifest(path), _notes(path).get("drive")
             # Another store's drive, or drives in another order.
-            if (mine.id, number) != (manifest.id, drive):
+            if (own.id, number) != (manifest.id, drive):
                 expected = f"expected drive {drive} of store {manifest.id}"
-                wrong.append(Wrong(str(path), f"the file belongs to drive {number} of store {mine.id}, {expected}"))
-            elif not _same_but_places(mine, manifest):
+                wrong.append(Wrong(str(path), f"the file belongs to drive {number} of store {own.id}, {expected}"))
+            elif not _same_but_places(own, manifest):
                 wrong.append(Wrong(str(path), "the file differs from the copy in the last commit"))
         except StoreError as error:
             wrong.append(Wrong(str(path), _reason(path, error)))
@@ -323,13 +323,13 @@ def _folders(folder: Path, manifest: Manifest | None) -> tuple[Path, ...]:
     run, rank, first = here.parent.name, here.name, Path(manifest.drives[0])
     # While the original is there, a copy must not be read together with drives that the original goes on writing.
     is_copy = store_id(first / run / rank) == manifest.id and not folder.samefile(first / run / rank)
-    found = [folder]
+    folders = [folder]
     for drive in manifest.drives[1:]:
         original = Path(drive) / run / rank
         # Where it would be if all drives had been copied, or mounted elsewhere, side by side as they were.
         beside = Path(os.path.normpath(here.parent.parent / os.path.relpath(drive, first))) / run / rank
-        found.append(beside if is_copy or store_id(beside) == manifest.id else original)
-    return tuple(found)
+        folders.append(beside if is_copy or store_id(beside) == manifest.id else original)
+    return tuple(folders)
 
 
 def _reason(path: Path, error: StoreError) -> str:
@@ -375,9 +375,9 @@ def _object_in(data: bytes) -> dict[str, Any]:
 
 
 def store_id(folder: Path) -> str | None:
-    """Returns the id of the store to which a rank's folder on any drive belongs; None if it cannot be read."""
-    found = _notes(folder / "manifest.json").get("id")
-    return found if isinstance(found, str) else None
+    """Returns the id of the store that owns a rank's folder on any drive; None if it cannot be read."""
+    noted_id = _notes(folder / "manifest.json").get("id")
+    return noted_id if isinstance(noted_id, str) else None
 
 
 def _bytes(path: Path) -> bytes | None:
@@ -396,8 +396,8 @@ def _read(path: Path) -> tuple[bytes | None, str]:
 def _nbytes_of(path: Path) -> int | None:
     """Returns the size of a rank's file; None if there is none."""
     with contextlib.suppress(OSError):
-        found = inner_status(path, 3)
-        return None if found is None else found.st_size
+        status = inner_status(path, 3)
+        return None if status is None else status.st_size
     return None
 
 

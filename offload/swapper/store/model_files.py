@@ -45,7 +45,7 @@ class FileRange(NamedTuple):
 
 
 class UnitImage(NamedTuple):
-    """The pages in which the tensors of a unit lie, and the place of each tensor in them."""
+    """The pages that contain the tensors of a unit, and the place of each tensor in them."""
 
     extents: tuple[FileRange, ...]
     """The pages, one range after the other in the image."""
@@ -65,7 +65,7 @@ def image_of(tensors: Sequence[tuple[FileRange, int]], file_nbytes: Mapping[str,
         tensors: bytes of each tensor in its file, and the first byte of the tensor in the unit.
         file_nbytes: size of each file.
     """
-    ordered = sorted(each for each in tensors if each[0].nbytes)
+    ordered = sorted(pair for pair in tensors if pair[0].nbytes)
     extents: list[FileRange] = []
     for (path, start, nbytes), _ in ordered:
         first, last = start // PAGE * PAGE, min(align_up(start + nbytes), file_nbytes[path])
@@ -84,7 +84,9 @@ def image_of(tensors: Sequence[tuple[FileRange, int]], file_nbytes: Mapping[str,
         total += extent.nbytes
     pieces = []
     for (path, start, nbytes), target in ordered:
-        extent = next(each for each in extents if each.path == path and each.start <= start < each.stop)
+        extent = next(
+            candidate for candidate in extents if candidate.path == path and candidate.start <= start < candidate.stop
+        )
         pieces.append(Piece(begins[extent] + start - extent.start, range(target, target + nbytes)))
     return UnitImage(tuple(extents), tuple(sorted(pieces, key=lambda piece: piece.start)))
 
@@ -198,12 +200,10 @@ class _UnitFile:
 
     @property
     def path(self) -> str:
-        """Returns the path of the first file."""
         return self.paths[0]
 
     @property
     def closed(self) -> bool:
-        """True if a file is closed."""
         return any(file.closed for file, _ in self._extents)
 
     def pieces(self, offset: int, nbytes: int) -> list[FilePiece]:
@@ -218,5 +218,4 @@ class _UnitFile:
         return requests
 
     def parts(self) -> list[DirectFile]:
-        """Returns the files."""
         return list(dict.fromkeys(file for file, _ in self._extents))

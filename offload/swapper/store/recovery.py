@@ -26,7 +26,7 @@ from offload.swapper.store.verify import Damage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovered:
-    """The commit from which a run resumes."""
+    """The commit that a run resumes from."""
 
     record: Record
     notice: str | None
@@ -48,10 +48,10 @@ def check_startable(folders: Sequence[Path], over: bool) -> None:
         raise StoreError(
             f"another start is changing the number of ranks of the run in {first.parent}; wait until it has ended"
         )
-    mine = _place_of(first)[0]
+    place = _place_of(first)[0]
     for drive, folder in enumerate(folders):
         its, number, at = _place_of(folder)
-        if its is not None and number and (number != drive or its != mine):
+        if its is not None and number and (number != drive or its != place):
             # A run that ended may have left this drive, if its removal was interrupted. Otherwise its first drive may
             # be missing.
             if not (ended and number == drive):
@@ -68,15 +68,15 @@ def check_startable(folders: Sequence[Path], over: bool) -> None:
             )
 
 
-def check_one_run(found: Sequence[tuple[str | Path, str | None]]) -> None:
+def check_one_run(folders: Sequence[tuple[str | Path, str | None]]) -> None:
     """Raises `StoreError` if the folders of ranks belong to two runs.
 
     Folders of two runs of one model look alike: every checksum is right, and the weights would be those of neither.
 
     Args:
-        found: For each rank its folder, and the id of its run. None is unknown, and goes with any.
+        folders: For each rank its folder, and the id of its run. None is unknown, and goes with any.
     """
-    known = [(folder, run_id) for folder, run_id in found if run_id is not None]
+    known = [(folder, run_id) for folder, run_id in folders if run_id is not None]
     for folder, run_id in known:
         if run_id != known[0][1]:
             raise StoreError(
@@ -99,7 +99,7 @@ def _read_blob(folder: Path, record: Record) -> Blob | None:
 
 def find_newest(
     folder: Path,
-    found: Records,
+    file_records: Records,
     units: int,
     doubtful: bool,
     find_damage: Callable[[Record, Blob], Damage | None],
@@ -108,7 +108,7 @@ def find_newest(
 
     Args:
         folder: The rank's folder on the first drive. Blobs are read from it.
-        found: The records of the commit file, newest first.
+        file_records: The records of the commit file, newest first.
         units: The number of units of the model.
         doubtful: True if a page is damaged, or damage was seen before. Then no commit is taken without `find_damage`.
         find_damage: Checks all data of a commit against its checksums and returns the first damage, or None.
@@ -117,9 +117,9 @@ def find_newest(
         StoreError: If there is no record, if a record is of another model, or if every commit is damaged.
         IoError: If a blob cannot be read, which is no damage: the next start may be able to.
     """
-    records = found.valid
+    records = file_records.valid
     if not records:
-        if found.other_format is not None:
+        if file_records.other_format is not None:
             read_manifest(folder / "manifest.json")  # raises the error that names the format and its version
         raise StoreError(
             f"{folder} contains no commit record with a valid checksum: the run cannot be resumed, go back to a "
@@ -128,13 +128,13 @@ def find_newest(
     wrong: list[str] = []
     for record in records:
         _check_units(folder, record, units)
-        held = _read_blob(folder, record)
-        if held is None:
+        blob = _read_blob(folder, record)
+        if blob is None:
             wrong.append(f"blob.{record.blob} of step {record.step} is damaged")
             continue
         if record is records[0] and not doubtful:
             return Recovered(record=record, notice=None)
-        damage = find_damage(record, held)
+        damage = find_damage(record, blob)
         if damage is None:
             why = f" ({'; '.join(wrong)})" if wrong else ""
             notice = (
@@ -171,13 +171,13 @@ def record_at(folder: Path, serial: int, records: Sequence[Record]) -> Record:
 
 def load_blob(folder: Path, record: Record) -> Blob:
     """Returns the blob of the record that was chosen; raises `StoreError` if the blob is damaged."""
-    held = _read_blob(folder, record)
-    if held is None:
+    blob = _read_blob(folder, record)
+    if blob is None:
         raise StoreError(
             f"{folder}/blob.{record.blob} is damaged: step {record.step} cannot be resumed, and there is no other "
             "commit; go back to a checkpoint"
         )
-    return held
+    return blob
 
 
 def check_drives(folders: Sequence[Path], copy: Manifest, step: int) -> tuple[list[str], list[tuple[str, ...]]]:
@@ -206,16 +206,16 @@ def check_drives(folders: Sequence[Path], copy: Manifest, step: int) -> tuple[li
     for drive, folder in enumerate(folders):
         number = _place_of(folder)[1]
         try:
-            found = read_manifest(folder / "manifest.json")
+            manifest = read_manifest(folder / "manifest.json")
         except StoreError as error:
             notices.append(f"{error}; the file is written anew from the copy in step {step} holds")
             continue
-        if (found.id, number) != (copy.id, drive):
+        if (manifest.id, number) != (copy.id, drive):
             raise StoreError(
-                f"{folder} holds drive {number} of store {found.id}, expected drive {drive} of store {copy.id}: "
+                f"{folder} holds drive {number} of store {manifest.id}, expected drive {drive} of store {copy.id}: "
                 f"mount the drives of this run, in the order {', '.join(copy.drives)}"
             )
-        places.append(found.drives)
+        places.append(manifest.drives)
     return notices, places
 
 

@@ -51,13 +51,13 @@ class Joined:
 
     def pieces(self, offset: int, nbytes: int) -> list[Piece]:
         """Returns the requests of the native queue for `nbytes` bytes from `offset` on."""
-        found: list[Piece] = []
+        file_pieces: list[Piece] = []
         for file, extent in zip(self._files, self._extents, strict=True):
-            for each in Extents((extent,)).extents_of(offset, nbytes):
-                found += file.pieces(*each)
+            for part in Extents((extent,)).extents_of(offset, nbytes):
+                file_pieces += file.pieces(*part)
             # From here on `offset` is relative to the next range.
             offset -= extent.nbytes
-        return found
+        return file_pieces
 
     def parts(self) -> list[DirectFile]:
         """Returns the files of the single drives."""
@@ -79,7 +79,7 @@ def bytes_of(file: File, place: Extents, start: int, nbytes: int, copied: File |
     extents = place.extents_of(start, nbytes)
     # Most requests lie in one extent and need no `Joined`. A request for a weight may also reach into its second
     # extent, the frozen bytes.
-    return (file, extents[0].offset) if len(extents) == 1 else (Joined([(file, each) for each in extents]), 0)
+    return (file, extents[0].offset) if len(extents) == 1 else (Joined([(file, extent) for extent in extents]), 0)
 
 
 def clone_extents(file: StripedFile, extents: Sequence[Extent], descriptor: int, offset: int) -> bool:
@@ -213,34 +213,34 @@ class CheckedRead:
         )
 
     def _read_pages(self, nbytes: int, submit: Callable[[int, memoryview], Future]) -> dict[int, _Page]:
-        """Starts to read whole pages of which the request is for a part that has no checksum of its own."""
+        """Starts to read whole pages where the request covers only a part that has no checksum of its own."""
         pages = {}
-        for each in self._sums.pages_to_read(self._start, nbytes):
-            memory = aligned_empty(len(each))
-            pages[each.start // PAGE] = _Page(memory, submit(each.start, memory))
+        for page_range in self._sums.pages_to_read(self._start, nbytes):
+            memory = aligned_empty(len(page_range))
+            pages[page_range.start // PAGE] = _Page(memory, submit(page_range.start, memory))
         return pages
 
     def _first_damage(self, nbytes: int, submit: Callable[[int, memoryview], Future]) -> range | None:
         """Returns the first bytes that are not those written; None if all are right."""
-        sums, start, found = self._sums, self._start, self._future.page_crcs()
+        sums, start, page_sums = self._sums, self._start, self._future.page_crcs()
         # Read first, whatever is compared: no memory is freed while the queue writes to it.
         memory = {number: page.memory for number, page in self._pages.items() if page.future.wait()}
         if unproven := sums.unproven(start, nbytes):
             expected = sum_of(unproven, start, nbytes)
             if expected is None:
-                for each in unproven:
-                    if not self._prove(each, submit):
-                        return range(each.start, each.start + each.nbytes)
+                for checksum_range in unproven:
+                    if not self._prove(checksum_range, submit):
+                        return range(checksum_range.start, checksum_range.start + checksum_range.nbytes)
             elif expected == self._future.crc32c():
-                sums.record(start, nbytes, found)
+                sums.record(start, nbytes, page_sums)
                 sums.mark_proven(unproven)
                 return None
             else:
                 return range(start, start + nbytes)
-        return sums.first_damage(start, nbytes, found, memory)
+        return sums.first_damage(start, nbytes, page_sums, memory)
 
     def _prove(self, of: ChecksumRange, submit: Callable[[int, memoryview], Future]) -> bool:
-        """Reads a range of which only the checksum of the whole is known, for those of its pages."""
+        """Reads a range whose only known checksum is that of the whole, to learn those of its pages."""
         buffer, parts, crc = aligned_empty(min(of.nbytes, _CHUNK_NBYTES + PAGE)), list[tuple[int, int, bytes]](), 0
         at, stop = of.start, of.start + of.nbytes
         while at < stop:
@@ -276,12 +276,7 @@ class DriveSpans:
     """Recorder of requests, by unit and state, and of commits. One object serves the store and the spill files."""
 
     def __init__(self, timeline: Timeline, names: Sequence[str]) -> None:
-        """Creates the titles of all spans.
-
-        Args:
-            timeline: receives the spans.
-            names: the displayed name of each unit.
-        """
+        """Creates the titles of all spans. `names` are the displayed names of the units."""
         self._timeline = timeline
         self._recorded = timeline.recorded
         self._titles = [{state: f"{name} {state.value}" for state in State} for name in names]
@@ -391,8 +386,8 @@ class Written:
         """Returns the counts of each drive."""
         with self._lock:
             # Under the lock, so that the counts of all drives are of one moment.
-            each = zip(self._paths, self._run, self._before, strict=True)
-            return tuple(DriveWrites(path, run, run + before) for path, run, before in each)
+            counts = zip(self._paths, self._run, self._before, strict=True)
+            return tuple(DriveWrites(path, run, run + before) for path, run, before in counts)
 
     def _warn(self, drive: int, life: int, rating: Rating) -> None:
         """Logs a warning that a drive's count, `life` of this rank, has exceeded the fraction in `rating`."""
@@ -411,17 +406,17 @@ class Written:
     def pack(self) -> bytes:
         """Returns the counts as JSON, for the blob of a commit."""
         rated = None if self.rating is None else self.rating.nbytes
-        facts = {"bytes": [each.life_bytes for each in self.drives()], "rated_bytes": rated}
+        facts = {"bytes": [drive.life_bytes for drive in self.drives()], "rated_bytes": rated}
         return json.dumps(facts).encode()
 
     def go_on(self, *packed: bytes | None) -> None:
         """Resumes the counts of a commit, or the sums of several; a commit older than these counts has none."""
         before = [0] * len(self._before)
-        for each in packed:
-            counts = read_written(each)[0]
+        for table in packed:
+            counts = read_written(table)[0]
             # Counts of another number of drives cannot be assigned to the drives of this store.
             if len(counts) == len(before):
-                before = [one + other for one, other in zip(before, counts, strict=True)]
+                before = [one + added for one, added in zip(before, counts, strict=True)]
         self._before = before
 
 

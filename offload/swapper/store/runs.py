@@ -56,7 +56,7 @@ def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
     """
     folder = Path(paths[0]) / run
     check_owner(folder)
-    # A run that ends writes the note before it deletes its files, and a start deletes the note. Files beside the note
+    # A run that ends writes the note before it deletes its files, and a start deletes the note. Files next to the note
     # are leftovers.
     finished = read_finished(folder)
     if finished is not None:
@@ -96,15 +96,15 @@ def note_saved(run: Path, step: int) -> None:
 
 def rank_folders(run: Path) -> list[Path]:
     """Returns the folders of a run's ranks on its first drive, in order of the ranks."""
-    found = {folder: rank for folder in run.glob("rank*") if (rank := rank_number(folder.name)) is not None}
-    return sorted(found, key=found.__getitem__)
+    ranks = {folder: rank for folder in run.glob("rank*") if (rank := rank_number(folder.name)) is not None}
+    return sorted(ranks, key=ranks.__getitem__)
 
 
 def check_unused(run: Path) -> None:
     """Raises `StoreError` with the name of the holder if a process or an engine trains in a run's folder."""
     for rank in rank_folders(run):
-        if held := holder(rank):
-            raise in_use(rank, held, "train")
+        if process := holder(rank):
+            raise in_use(rank, process, "train")
 
 
 class Removal(NamedTuple):
@@ -133,22 +133,24 @@ def find_removal(path: Path) -> Removal:
     Raises:
         StoreError: if `path` is not a run folder, or is a later drive of a run whose first drive is present.
     """
-    # A path such as "." has not the run's name, by which its folders on other drives are found.
+    # A path such as "." lacks the run's name, which its folders on other drives have too.
     path = Path(os.path.abspath(path))
     _check_run(path)
     note = path / FINISHED
     ranks = rank_folders(path)
-    found = [look(rank) for rank in ranks]
+    looked = [look(rank) for rank in ranks]
     # A start that was killed has left at least a lock.
     remains = any(is_rank(rank) or set(_names(rank)) <= {"lock"} for rank in ranks) or folders_aside(path)
     if not path.is_dir() or not (note.is_file() or remains):
         raise StoreError(f"{path} is not a run folder: it contains neither rank<r> folders nor {FINISHED}")
-    for each in found:
-        _check_drive(each)
-    folders = tuple(folder for each in found for folder in each.folders[:1] + _mine(each))
-    not_found = tuple(str(folder) for each in found for folder in _not_found(each))
+    for rank_files in looked:
+        _check_drive(rank_files)
+    folders = tuple(
+        folder for rank_files in looked for folder in rank_files.folders[:1] + _folders_on_other_drives(rank_files)
+    )
+    not_found = tuple(str(folder) for rank_files in looked for folder in _not_found(rank_files))
     folders += _aside(path, folders)
-    notes = [each for each in (note, path / CLOSED, path / RESHARDED) if each.is_file()]
+    notes = [note_path for note_path in (note, path / CLOSED, path / RESHARDED) if note_path.is_file()]
     files = (*sorted(path.glob("*.tmp")), *notes)
     ours = {path.name for path in (*ranks, *folders, *files)}
     strangers = [name for name in _names(path) if name not in ours]
@@ -183,7 +185,7 @@ def _aside(run: Path, ranks: Sequence[Path]) -> tuple[Path, ...]:
         with contextlib.suppress(StoreError):  # a kill came before the manifest
             drives |= {Path(drive) / run.name: None for drive in read_manifest(folder / "manifest.json").drives[1:]}
     # Where the manifest of a folder aside says; as in `_is_of`, the folders there must say it too.
-    ids = {found for folder in (*here, *ranks) if (found := store_id(folder)) is not None}
+    ids = {known_id for folder in (*here, *ranks) if (known_id := store_id(folder)) is not None}
     there = (folder for drive in drives for folder in folders_aside(drive))
     return (*here, *(folder for folder in there if _says_so(folder, ids, run)))
 
@@ -224,12 +226,14 @@ def _check_run(path: Path) -> None:
         check_owner(path)
 
 
-def _check_drive(found: Found) -> None:
+def _check_drive(rank_files: Found) -> None:
     """Raises `StoreError` if this is a later drive of a run whose first drive, which holds the lock, is present."""
-    if found.drive and found.manifest is not None:
-        first = Path(found.manifest.drives[0]) / found.folder.parent.name
-        if store_id(first / found.folder.name) == found.manifest.id:
-            raise StoreError(f"{found.folder} is on drive {found.drive} of its run; remove the run at {first}")
+    if rank_files.drive and rank_files.manifest is not None:
+        first = Path(rank_files.manifest.drives[0]) / rank_files.folder.parent.name
+        if store_id(first / rank_files.folder.name) == rank_files.manifest.id:
+            raise StoreError(
+                f"{rank_files.folder} is on drive {rank_files.drive} of its run; remove the run at {first}"
+            )
 
 
 def _first_drive(manifest: Manifest, folder: Path) -> Path:
@@ -237,24 +241,24 @@ def _first_drive(manifest: Manifest, folder: Path) -> Path:
     return Path(manifest.drives[0]) / folder.parent.name / folder.name
 
 
-def _mine(found: Found) -> tuple[Path, ...]:
+def _folders_on_other_drives(rank_files: Found) -> tuple[Path, ...]:
     """Returns the rank's folders on its other drives, except folders that now belong to another store."""
-    if found.drive or found.manifest is None:
+    if rank_files.drive or rank_files.manifest is None:
         return ()
-    first = _first_drive(found.manifest, found.folder)
-    if not first.exists() or not found.folder.samefile(first):
+    first = _first_drive(rank_files.manifest, rank_files.folder)
+    if not first.exists() or not rank_files.folder.samefile(first):
         return ()  # a copy, or moved since the last start: the other drives may belong to an original elsewhere
-    return tuple(folder for folder in found.folders[1:] if _is_of(found, folder))
+    return tuple(folder for folder in rank_files.folders[1:] if _is_of(rank_files, folder))
 
 
-def _is_of(found: Found, folder: Path) -> bool:
+def _is_of(rank_files: Found, folder: Path) -> bool:
     """Returns True if a folder that a manifest names on another drive is of its store, and may be deleted with it.
 
     Nothing seals a manifest, which may come from anybody. So the folder must belong to the owner of the first one, and
     say of itself that it is of this store. A start that was killed before it said so has left the states and locks.
     """
-    assert found.manifest is not None
-    return _says_so(folder, {found.manifest.id}, found.folder.parent)
+    assert rank_files.manifest is not None
+    return _says_so(folder, {rank_files.manifest.id}, rank_files.folder.parent)
 
 
 def _says_so(folder: Path, ids: set[str], run: Path) -> bool:
@@ -264,26 +268,26 @@ def _says_so(folder: Path, ids: set[str], run: Path) -> bool:
             owner, expected, names = os.fstat(there).st_uid, os.fstat(first).st_uid, set(os.listdir(there))
     except OSError:
         return False
-    found = store_id(folder)
-    return owner == expected and (found in ids or (found is None and names <= {"states", "lock"}))
+    stored_id = store_id(folder)
+    return owner == expected and (stored_id in ids or (stored_id is None and names <= {"states", "lock"}))
 
 
-def _not_found(found: Found) -> tuple[Path, ...]:
+def _not_found(rank_files: Found) -> tuple[Path, ...]:
     """Returns the rank's folders on other drives that cannot be found, or that may belong to another copy of the run.
 
-    A copy of the first drive alone, beside its original, has none.
+    A copy of the first drive alone, next to its original, has none.
     """
-    if found.drive or found.manifest is None:
+    if rank_files.drive or rank_files.manifest is None:
         return ()
-    manifest, others = found.manifest, found.folders[1:]
-    first = _first_drive(manifest, found.folder)
-    if first.exists() and found.folder.samefile(first):
+    manifest, copies = rank_files.manifest, rank_files.folders[1:]
+    first = _first_drive(manifest, rank_files.folder)
+    if first.exists() and rank_files.folder.samefile(first):
         # With its drive in place, a folder that is missing was removed, as by a removal that was interrupted.
-        return tuple(folder for folder in others if not folder.parent.parent.is_dir())
+        return tuple(folder for folder in copies if not folder.parent.parent.is_dir())
     if store_id(first) != manifest.id:
-        return others
+        return copies
     originals = [real_path(Path(drive, first.parent.name, first.name)) for drive in manifest.drives]
-    return tuple(folder for folder in others if store_id(folder) == manifest.id and real_path(folder) not in originals)
+    return tuple(folder for folder in copies if store_id(folder) == manifest.id and real_path(folder) not in originals)
 
 
 def _names(folder: Path) -> list[str]:
@@ -300,25 +304,25 @@ class OtherRun(NamedTuple):
 
 
 def other_runs(paths: Sequence[str | Path], run: str) -> list[OtherRun]:
-    """Returns the runs under the drives `paths`, other than `run`, that have swap files and that no process uses."""
+    """Returns the runs under the drives `paths`, other than `run`, that contain swap files and that no process uses."""
     sizes: dict[str, OtherRun] = {}
-    held = {run}
+    taken = {run}
     for path in paths:
         for folder in sorted(Path(path).glob("*/rank*")):
             name = folder.parent.name
-            if name in held or not is_rank(folder):
+            if name in taken or not is_rank(folder):
                 continue
             if holder(folder) or (not (folder / "commit").exists() and _held_elsewhere(folder)):
-                held.add(name)
+                taken.add(name)
                 continue
             # A run on several of these drives is one run, and its bytes are added up.
             before = sizes.get(name, OtherRun(folder.parent, 0))
             sizes[name] = before._replace(nbytes=before.nbytes + allocated_nbytes([folder]))
-    return [each for name, each in sorted(sizes.items()) if name not in held]
+    return [size for name, size in sorted(sizes.items()) if name not in taken]
 
 
 def _held_elsewhere(folder: Path) -> bool:
-    """Returns True if a process holds the first drive of the store of which this folder is a later drive."""
+    """Returns True if a process holds the first drive of the store whose later drive this folder is on."""
     try:
         first = read_manifest(folder / "manifest.json").drives[0]
     except (StoreError, IndexError):

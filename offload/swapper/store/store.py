@@ -6,7 +6,7 @@
 
 `SwapFiles` makes, opens and deletes all the files together; `Store` writes slots, blobs and records. The decisions are
 functions of other modules: `recovery` (from which commit a run resumes), `drives` (how much each drive takes),
-`format.checksum_table` (the checksums with which reads are compared).
+`format` (the checksums that reads are compared with).
 
 Threads: the update worker alone calls `wrote` and `commit`; any thread may submit reads and wait for them.
 """
@@ -89,7 +89,7 @@ class SwapFiles:
             run: The name of the run.
             rank: The rank whose files they are.
             spec: The contents that the files must have.
-            staged: True for a folder beside those of a run that has another number of ranks.
+            staged: True for a folder next to those of a run that has another number of ranks.
 
         Raises:
             StoreError: If a folder cannot be made, or is in use.
@@ -281,10 +281,10 @@ class SwapFiles:
 def _is_named(file: DirectFile) -> bool:
     """Returns False if the path of an open file names no file, or another one."""
     try:
-        found = os.stat(file.path)
+        status = os.stat(file.path)
     except FileNotFoundError:
         return False
-    return (found.st_dev, found.st_ino) == file.identity()
+    return (status.st_dev, status.st_ino) == file.identity()
 
 
 # -- store ---------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def _is_named(file: DirectFile) -> bool:
 _SCRUB_NBYTES = MIB // 4
 """Bytes that a commit scrubs at least."""
 _SCRUB_S = 24 * 3600.0
-"""Seconds in which commits scrub all bytes that nothing else reads, if there is a commit now and then."""
+"""Commits scrub all bytes that nothing else reads within these seconds, if there is a commit now and then."""
 
 
 class Store:
@@ -302,7 +302,7 @@ class Store:
     `newest[unit]` is the slot of the newest copy. The update worker alone changes it, by `wrote`, and commits; reads
     may be submitted from any thread. The caller must wait for every future.
 
-    Each write yields checksums, with which every read of the newest slots is compared. Bytes that differ are read once
+    Each write yields checksums; every read of the newest slots is compared with them. Bytes that differ are read once
     more; if they differ again, the `wait` of the read raises `IoError` (EBADMSG).
     """
 
@@ -327,7 +327,7 @@ class Store:
             queue: Reads and writes the files; it belongs to the caller.
             written: Counts the bytes written to each drive; may be shared with spill files. None for a new count.
             spans: Records requests and commits on the timeline.
-            first: The first commit's number, for folders beside those of a run with other ranks; None for a run's own.
+            first: The first commit's number, for folders next to those of a run with other ranks; None for a run's own.
 
         Raises:
             StoreError: If the model has too many units, or a folder cannot be made or is in use.
@@ -416,49 +416,48 @@ class Store:
             StoreError: If the files are damaged, incomplete, or of another run. The store is then closed.
         """
         try:
-            found = read_records(self._commit_path)
-            record = self._newest(found) if at is None else recovery.record_at(self.folders[0], at, found.valid)
-            held = recovery.load_blob(self.folders[0], record)
-            self._open_files(record, held)
-            damage = None if record is found.valid[0] else partial(self._first_damage, record, held)
-            self._undo.put_back(record, self._places, held.sums, self.write, self._files.states.sync, damage)
+            records = read_records(self._commit_path)
+            record = self._newest(records) if at is None else recovery.record_at(self.folders[0], at, records.valid)
+            blob = recovery.load_blob(self.folders[0], record)
+            self._open_files(record, blob)
+            damage = None if record is records.valid[0] else partial(self._first_damage, record, blob)
+            self._undo.put_back(record, self._places, blob.sums, self.write, self._files.states.sync, damage)
             # The run will overwrite the slots that a later record names: it must never be found again.
-            found.forget_later(self._commit_path, record)
+            records.forget_later(self._commit_path, record)
             self._undo.remove()
             self._notes.clear_suspect()
             self._notes.forget_end()  # from now on a kill leaves a run that can be resumed
             self.durable = record
             self.newest = list(record.slots)
-            self._sums.load(held.sums, self._places)
-            self.written.go_on(held.written)
-            return held.contents()
+            self._sums.load(blob.sums, self._places)
+            self.written.go_on(blob.written)
+            return blob.contents()
         except BaseException:
             self.close()
             raise
 
-    def _newest(self, found: Records) -> Record:
+    def _newest(self, records: Records) -> Record:
         """Returns the newest record that can be opened. After any sign of damage, compares all data of its commit."""
-        doubtful = bool(found.invalid_pages) or self._notes.suspect
-        recovered = recovery.find_newest(self.folders[0], found, len(self.newest), doubtful, self._find_damage)
+        doubtful = bool(records.invalid_pages) or self._notes.suspect
+        recovered = recovery.find_newest(self.folders[0], records, len(self.newest), doubtful, self._find_damage)
         if recovered.notice is not None:
             self.notices.append(recovered.notice)
         return recovered.record
 
-    def _find_damage(self, record: Record, held: format.Blob) -> Damage | None:
+    def _find_damage(self, record: Record, blob: format.Blob) -> Damage | None:
         """Opens the files, compares all data of a commit and closes them again; returns the first damage."""
-        self._open_files(record, held)
+        self._open_files(record, blob)
         try:
-            return self._first_damage(record, held)
+            return self._first_damage(record, blob)
         finally:
             self._files.close_states()
 
-    def _first_damage(self, record: Record, held: format.Blob) -> Damage | None:
+    def _first_damage(self, record: Record, blob: format.Blob) -> Damage | None:
         """Compares all data of a commit, whose files are open; returns the first damage."""
-        return first_damage(self._files.states, self._queue, self.spec, record, held.sums, self._undo)
+        return first_damage(self._files.states, self._queue, self.spec, record, blob.sums, self._undo)
 
-    def _open_files(self, record: Record, held: format.Blob) -> None:
-        """Opens the files of a commit."""
-        copy = Manifest.unpack(held.manifest, f"{self.folders[0]}/blob.{record.blob}")
+    def _open_files(self, record: Record, blob: format.Blob) -> None:
+        copy = Manifest.unpack(blob.manifest, f"{self.folders[0]}/blob.{record.blob}")
         self.notices += self._files.open(copy, record.step)
 
     # -- data ---------------------------------------------------------------------------------------
@@ -639,7 +638,7 @@ class Store:
             unit: The unit.
             slot: The slot that was written.
             written: For each state that is kept, the start and the ended future of each write. The writes of a state
-                have no gaps and begin at byte 0. Frozen weights behind the last write keep their checksums.
+                have no gaps and begin at byte 0. Frozen weights after the last write keep their checksums.
         """
         for state, writes in written.items():
             self._sums.replace((unit, state), writes, own_nbytes(self._places[unit][state]))
@@ -685,7 +684,7 @@ class Store:
         self._files.close()
 
     def note_end(self, facts: Mapping[str, Any]) -> None:
-        """Writes `finished.json` with `facts`. From then on the files beside `finished.json` are remainders."""
+        """Writes `finished.json` with `facts`. From then on the files next to `finished.json` are remainders."""
         self._notes.write_finished(facts)
 
     def note_closed(self, facts: Mapping[str, Any]) -> None:

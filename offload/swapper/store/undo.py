@@ -8,7 +8,7 @@ first:
     entry   a page of JSON with its CRC-32C in the last 4 bytes ► the bytes of the slot
 
 All entries of a unit are durable before its slot is written. So a copy that a kill or a power cut has interrupted is
-one of a slot that is whole. Only the checksums of the commit tell whether a copy is complete: a page may be durable
+one of a slot that is whole. Only the checksums of the commit show whether a copy is complete: a page may be durable
 before its bytes.
 """
 
@@ -65,7 +65,6 @@ class _Entry(NamedTuple):
     nbytes: int
 
     def pack(self) -> bytes:
-        """Returns the entry's page."""
         fields = {"serial": self.commit[0], "time_ns": self.commit[1], "unit": self.unit, "state": self.state.value}
         body = json.dumps({**fields, "nbytes": self.nbytes}).encode().ljust(PAGE - _CRC.size)
         return body + _CRC.pack(crc32c(body))
@@ -77,8 +76,8 @@ class _Entry(NamedTuple):
         if len(page) != PAGE or _CRC.unpack(page[-_CRC.size :])[0] != crc32c(body):
             return None
         try:
-            held = read(body, _FIELDS)
-            entry = cls((held["serial"], held["time_ns"]), held["unit"], State(held["state"]), held["nbytes"])
+            values = read(body, _FIELDS)
+            entry = cls((values["serial"], values["time_ns"]), values["unit"], State(values["state"]), values["nbytes"])
         except ValueError:
             return None
         return entry if entry.nbytes % PAGE == 0 else None
@@ -163,7 +162,7 @@ class Undo:
         """
         if not is_there(self.path):
             return NO_COPIES
-        found: dict[Key, Extent] = {}
+        extents: dict[Key, Extent] = {}
         at, undamaged = 0, True
         with self._opened() as file:
             size = os.fstat(file).st_size
@@ -174,10 +173,10 @@ class Undo:
                 # A page that is whole may be in another file's or another version's place: all of it is compared.
                 right = entry.commit == (record.serial, record.time_ns) and at <= size
                 if right and slots and own_nbytes(slots) == entry.nbytes and _fits(file, extent, table.get(key, ())):
-                    found[key] = extent
+                    extents[key] = extent
                 else:
                     undamaged = False
-        return Copies(found, undamaged and at == size)
+        return Copies(extents, undamaged and at == size)
 
     def put_back(
         self,
@@ -238,13 +237,13 @@ class Undo:
             yield {}
             return
         with DirectFile(self.path, writable=False, opener=inner_opener(3)) as file:
-            found: dict[Key, File] = {}
+            files: dict[Key, File] = {}
             for (unit, state), extent in copies.extents.items():
                 place = places[unit][state][record.slots[unit]]
                 # Frozen bytes have no copy, since no edit writes them.
                 shared = place.extents_of(extent.nbytes, place.nbytes - extent.nbytes)
-                found[unit, state] = Joined([(file, extent), *((states, each) for each in shared)])
-            yield found
+                files[unit, state] = Joined([(file, extent), *((states, shared_extent) for shared_extent in shared)])
+            yield files
 
     def remove(self) -> None:
         """Deletes the file, if there is one. If a power cut takes that back, the copies' record has gone."""

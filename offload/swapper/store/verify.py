@@ -65,7 +65,6 @@ class _Comparison:
         slots: Sequence[int],
         title: Callable[[int], str],
     ) -> None:
-        """Prepares the comparison; see `damages` for the arguments."""
         self._file = file
         self._places = places
         self._slots = slots
@@ -73,21 +72,21 @@ class _Comparison:
         self._known: tuple[ChecksumRange, int] | None = None
         """The range in progress and the checksum of its bytes so far."""
         self._bad: ChecksumRange | None = None
-        """The range in which a read failed last. The failure was reported; later chunks of the range report nothing."""
+        """The range of the last read that failed. This failure was reported; later chunks report nothing."""
 
     def place(self, key: Key) -> Extents:
         """Returns the extents of the slot that the commit names for a unit and state."""
         return self._places[key[0]][key[1]][self._slots[key[0]]]
 
     def has(self, key: Key, slot: Slot) -> bool:
-        """Returns True if the store has all bytes of a slot's checksums."""
+        """Returns True if the store contains all bytes of a slot's checksums."""
         unit, state = key
         if unit >= len(self._places) or state not in self._places[unit]:
             return False
         return sum(checksum_range.nbytes for checksum_range in slot) <= self.place(key).nbytes
 
     def uncovered(self, table: Mapping[Key, Slot]) -> Iterator[Damage]:
-        """Yields the slots of which `table` does not contain the checksums of all bytes."""
+        """Yields the slots that the checksums of `table` do not cover as a whole."""
         for unit, row in enumerate(self._places):
             for state in row:
                 key = (unit, state)
@@ -109,8 +108,8 @@ class _Comparison:
             crc = future.crc32c()
         except IoError as error:
             # The checksum of this range cannot be completed any more; the later chunks of the range report nothing.
-            told, self._bad, self._known = self._bad is checksum_range, checksum_range, None
-            return None if told else self._damage(chunk.key, chunk.start, chunk.nbytes, str(error))
+            reported, self._bad, self._known = self._bad is checksum_range, checksum_range, None
+            return None if reported else self._damage(chunk.key, chunk.start, chunk.nbytes, str(error))
         # A chunk of another range than the one in progress begins a new checksum.
         before = self._known[1] if self._known is not None and self._known[0] is checksum_range else 0
         crc = crc32c_joined(before, crc, chunk.nbytes)
@@ -214,11 +213,11 @@ def first_damage(
     file: StripedFile, queue: Queue, spec: StoreSpec, record: Record, packed: bytes, undo: Undo
 ) -> Damage | None:
     """Returns the first of `damages_of_commit`, or None. `packed` is the table as a blob contains it."""
-    found = damages_of_commit(file, queue, spec, record, unpack(packed), undo)
+    scan = damages_of_commit(file, queue, spec, record, unpack(packed), undo)
     try:
-        return next(found, None)
+        return next(scan, None)
     finally:
-        found.close()  # waits for the reads in flight: the caller closes the file next
+        scan.close()  # waits for the reads in flight: the caller closes the file next
 
 
 def _chunks(table: Mapping[Key, Slot]) -> Iterator[_Chunk]:
