@@ -40,17 +40,17 @@ def cut_stacks(model: nn.Module, experts: str, optimizer: str) -> CutStacks:
         experts: "each", "visited" or "whole", as the config says.
         optimizer: name of the optimizer's rule.
     """
-    found = () if experts == "whole" else find_stacks(model)
-    used = other_implementations(model, found)
+    all_stacks = () if experts == "whole" else find_stacks(model)
+    used = other_implementations(model, all_stacks)
     for name, implementation in used.items():
         reason = _why_not_loop(model.get_submodule(name), implementation)
         if reason is not None:
             return CutStacks((), (_whole(f"{reason}, which a loop over the experts may not replace"),))
     if not RULE_LAYOUTS[optimizer].elementwise:
-        kept = tuple(stack for stack in found if not _trains(model, stack))
-        if len(kept) < len(found):
-            return CutStacks(kept, (_whole("the optimizer's rule looks at whole parameters"),))
-    return CutStacks(found, ())
+        frozen_stacks = tuple(stack for stack in all_stacks if not _trains(model, stack))
+        if len(frozen_stacks) < len(all_stacks):
+            return CutStacks(frozen_stacks, (_whole("the optimizer's rule looks at whole parameters"),))
+    return CutStacks(all_stacks, ())
 
 
 def find_stacks(model: nn.Module) -> tuple[Stack, ...]:
@@ -140,10 +140,10 @@ def _is_wrapped(name: str, modules: Mapping[str, nn.Module]) -> bool:
     around = [name]
     while around[-1]:
         around.append(around[-1].rpartition(".")[0])
-    if any(is_compiled(modules[each]) for each in around):
+    if any(is_compiled(modules[outer]) for outer in around):
         return True
     # It adds its product to the whole parameter in each forward.
-    return any(is_parameter_adapter(modules[each]) for each in around)
+    return any(is_parameter_adapter(modules[outer]) for outer in around)
 
 
 def is_parameter_adapter(module: nn.Module) -> bool:

@@ -86,8 +86,8 @@ def _cached_weights(config: Config) -> int | None:
     if param.buffer_count is not None or param.buffer_size is not None:
         # DeepSpeed's defaults: 5 buffers of 1e8 elements each.
         buffers = (param.buffer_count or 5) * (param.buffer_size or 10**8)
-    given = [count for count in (param.max_in_cpu, buffers) if count is not None]
-    return max(given) if given else None
+    counts = [count for count in (param.max_in_cpu, buffers) if count is not None]
+    return max(counts) if counts else None
 
 
 def rule_name(block: OptimizerBlock, groups: Iterable[Mapping[str, Any]] = ({},)) -> str:
@@ -385,8 +385,8 @@ def unit_sizes(
         images: each unit as it lies in the model's own files; empty if no unit is read there.
     """
     sizes: list[UnitSize] = []
-    found = images or [None] * len(layouts)
-    for layout, tiers, parts, image in zip(layouts, placement.tiers, shares, found, strict=True):
+    unit_images = images or [None] * len(layouts)
+    for layout, tiers, parts, image in zip(layouts, placement.tiers, shares, unit_images, strict=True):
         itemsize = layout.mode_in(mode).weight_dtype.itemsize
         share = tuple(range(part.start * itemsize, part.stop * itemsize) for part in parts if part)
         shard_nbytes, pieces = sum(map(len, share)), pieces_of(share)

@@ -175,12 +175,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns the name in configs of one of `DTYPES`."""
-    return next(name for name, each in DTYPES.items() if each is dtype)
+    return next(name for name, candidate in DTYPES.items() if candidate is dtype)
 
 
 def moments_name(dtype: torch.dtype) -> str:
     """Returns the name in configs of one of `MOMENT_DTYPES`."""
-    return next(name for name, each in MOMENT_DTYPES.items() if each is dtype)
+    return next(name for name, candidate in MOMENT_DTYPES.items() if candidate is dtype)
 
 
 ADAM, LAMB, TORCH = "adam", "lamb", "torch"

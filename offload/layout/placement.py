@@ -96,7 +96,7 @@ def growth(nbytes: int, need: DeviceNeed, room: DeviceRoom) -> int:
     free = min(need.most - nbytes, room.free - room.kept // 2 - _MARGIN) // PAGE * PAGE
     if nbytes + free > need.weights:
         totals = need.added(min(nbytes + free, nbytes + room.free - room.kept - _MARGIN))
-        free = need.weights - nbytes + sum(each for _, each in totals)
+        free = need.weights - nbytes + sum(total for _, total in totals)
     return free if free >= max(need.unit, PAGE) else 0
 
 
@@ -195,9 +195,9 @@ def largest_moving(parts: Partitions, tiers: TierMap) -> int:
     """Returns the bytes of the largest unit that is paged; 0 if none is."""
     nbytes = moving(parts, tiers)
     # A module needs what stays in fp32 beside its other weights.
-    beside = [each for each, in_fp32 in zip(nbytes, parts.in_fp32, strict=False) if in_fp32]
-    others = [each for each, in_fp32 in zip(nbytes, parts.in_fp32, strict=False) if not in_fp32]
-    return max(others if parts.in_fp32 else nbytes, default=0) + max(beside, default=0)
+    fp32_sizes = [size for size, in_fp32 in zip(nbytes, parts.in_fp32, strict=False) if in_fp32]
+    other_sizes = [size for size, in_fp32 in zip(nbytes, parts.in_fp32, strict=False) if not in_fp32]
+    return max(other_sizes if parts.in_fp32 else nbytes, default=0) + max(fp32_sizes, default=0)
 
 
 # -- machine -------------------------------------------------------------------------------------------
@@ -281,8 +281,8 @@ def divide_device(
         )
         room = max(0, request.device_memory // PAGE * PAGE - fixed)
         if request.live is not None:
-            beside = sum(nbytes for _, nbytes in that_fit(totals, room - weights))
-            room = min(room, max(live, weights + beside))
+            total_nbytes = sum(nbytes for _, nbytes in that_fit(totals, room - weights))
+            room = min(room, max(live, weights + total_nbytes))
         most = room
     else:
         check_room(parts.secondary, least, machine.free_host if machine.host_addressable else machine.free_device)
@@ -400,8 +400,8 @@ def _matrix_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
     """Returns the bytes of a tile that holds any matrix, or else elements that are in none, in tiles as of others."""
     spilled = parts.gradient_dtype.itemsize if _spills(parts, tiers) else 0
     matrix = 0
-    for each in _modes(parts, mode):
-        of_matrices = [dtype.itemsize for state, dtype in each.states.items() if state not in each.partial]
+    for unit_mode in _modes(parts, mode):
+        of_matrices = [dtype.itemsize for state, dtype in unit_mode.states.items() if state not in unit_mode.partial]
         matrix = max(matrix, sum(align_up(parts.whole.tile * itemsize) for itemsize in (*of_matrices, spilled)))
     element_bytes = _tile_element_bytes(parts, mode, tiers)
     steps = max(_TILE_NBYTES[0] // element_bytes // mode.tile_step, 1)
@@ -436,7 +436,7 @@ def _tile_step_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
 
 def _tile_element_bytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
     """Returns the bytes of a tile for one element: its states without scales, and a gradient if any spills."""
-    states = max(each.element_bytes for each in _modes(parts, mode))
+    states = max(unit_mode.element_bytes for unit_mode in _modes(parts, mode))
     return states + (parts.gradient_dtype.itemsize if _spills(parts, tiers) else 0)
 
 
@@ -517,11 +517,11 @@ def host_needs(parts: Partitions, mode: Mode, request: PlacementRequest, machine
     largest = max((n for _, n in _disk_weights(parts, tiers)), default=0)
     buffer = 0 if machine.host_addressable else min(CHUNK * 4, align_up(2 * parts.largest_gradient))
     gradients = WINDOWS * align_up(window_nbytes(parts, tiers))
-    kept, staging = tier_nbytes(parts, tiers, Tier.HOST), STAGING_BUFFERS * buffer
+    resident, staging = tier_nbytes(parts, tiers, Tier.HOST), STAGING_BUFFERS * buffer
     # Two buffers of weights: one is uploaded while the next is read.
     return HostNeed(
-        Classes(small, 2 * align_up(min(largest, _STREAM_NBYTES)), gradients, kept, staging),
-        Classes(large, 2 * align_up(largest), gradients, kept, staging),
+        Classes(small, 2 * align_up(min(largest, _STREAM_NBYTES)), gradients, resident, staging),
+        Classes(large, 2 * align_up(largest), gradients, resident, staging),
     )
 
 
@@ -782,14 +782,14 @@ def _budget_error(request: PlacementRequest, mode: Mode, budget: int, machine: M
             f"this model needs at least {format_size(sum(least))} of host memory, {format_size(machine.free_host)} is "
             f'free, of which at most 80 % is used by default: {needs}; {more}set a larger "host_memory" in "offload"'
         )
-    others = ""
+    taken = ""
     if machine.other_engines:
-        others = (
+        taken = (
             f", less {format_size(machine.other_engines)} for other engines of this process (destroy() frees the "
             f"budget of an engine)"
         )
     need = sum(least) + machine.other_engines
     return BudgetError(
-        f'"host_memory" is {format_size(request.host_memory)} ({request.host_memory} bytes){others}, the least that '
+        f'"host_memory" is {format_size(request.host_memory)} ({request.host_memory} bytes){taken}, the least that '
         f"works is {format_size(need)} ({need} bytes): {needs}"
     )

@@ -200,15 +200,15 @@ class Secondary(NamedTuple):
         """Bytes of the device memory for the secondary partitions of all units on one rank."""
         return align_up(sum(self.unit_nbytes))
 
-    def range_of(self, mine: range, rank: int) -> range:
+    def range_of(self, primary: range, rank: int) -> range:
         """Returns the range that a rank keeps of a region of a unit.
 
         Args:
-            mine: the range of the region in the rank's primary partition.
+            primary: the range of the region in the rank's primary partition.
             rank: the rank.
         """
-        start = mine.start - rank * len(mine)
-        nbytes = len(mine) * self.shards // self.ranks
+        start = primary.start - rank * len(primary)
+        nbytes = len(primary) * self.shards // self.ranks
         first = start + rank % self.ranks * nbytes
         return range(first, first + nbytes)
 
@@ -486,14 +486,14 @@ def gradients_on_device(parts: Partitions, tiers: TierMap, room: int) -> TierMap
     Such gradients accumulate on the device, and the device's own kernel updates their units. Gradients for which `room`
     is too small stay in HOST.
     """
-    found: list[tuple[int, State]] = []
+    chosen: list[tuple[int, State]] = []
     for unit, (row, nbytes) in enumerate(zip(tiers, parts.nbytes, strict=True)):
         # The device's kernel needs all states of the unit in device memory.
         alone = State.GRAD in row and all(row[state] is Tier.DEVICE for state in row if state is not State.GRAD)
         if alone and align_up(nbytes[State.GRAD]) <= room:
-            found.append((unit, State.GRAD))
+            chosen.append((unit, State.GRAD))
             room -= align_up(nbytes[State.GRAD])
-    return with_tier(tiers, found, Tier.DEVICE)
+    return with_tier(tiers, chosen, Tier.DEVICE)
 
 
 def to_add_up(parts: Partitions, tiers: TierMap) -> tuple[tuple[int, int], ...]:
@@ -509,13 +509,13 @@ def to_add_up(parts: Partitions, tiers: TierMap) -> tuple[tuple[int, int], ...]:
 
 def that_fit(totals: Iterable[tuple[int, int]], room: int) -> tuple[tuple[int, int], ...]:
     """Returns those of `totals`, (unit, bytes) each, for which `room` bytes suffice, taken greedily in order."""
-    found: list[tuple[int, int]] = []
+    fitting: list[tuple[int, int]] = []
     for unit, nbytes in totals:
         # A unit that does not fit is skipped, because a smaller one after it may.
         if nbytes <= room:
-            found.append((unit, nbytes))
+            fitting.append((unit, nbytes))
             room -= nbytes
-    return tuple(found)
+    return tuple(fitting)
 
 
 _DOWN = (
@@ -547,7 +547,7 @@ def demotions(tiers: TierMap) -> Iterator[TierMap]:
             for row in reversed(rows):
                 if row.get(state) is Tier.HOST:
                     row[state] = Tier.DISK
-                    yield tuple(dict(each) for each in rows)
+                    yield tuple(dict(unit_tiers) for unit_tiers in rows)
 
 
 def to_promote(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int, State], ...]:
@@ -556,7 +556,7 @@ def to_promote(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int,
     Greedily, unit by unit. A unit none of whose states is promoted can be updated under the backward
     (`optim.speculation`), so the small states of the others stay with the large ones.
     """
-    found: list[tuple[int, State]] = []
+    promoted: list[tuple[int, State]] = []
     divided = False
     for unit, (row, nbytes) in enumerate(zip(tiers, parts.nbytes, strict=True)):
         # The pager's cache serves weights, and gradients do not outlive a step: only optimizer states are promoted.
@@ -571,9 +571,9 @@ def to_promote(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int,
         divided = divided or not whole
         for state, size in moved.items():
             if size <= room:
-                found.append((unit, state))
+                promoted.append((unit, state))
                 room -= size
-    return tuple(found)
+    return tuple(promoted)
 
 
 def with_tier(tiers: TierMap, partitions: Iterable[tuple[int, State]], tier: Tier) -> TierMap:

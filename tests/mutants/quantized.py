@@ -22,7 +22,7 @@ MUTANTS = (
     Mutant(
         "round the scales beside codes of integers",
         "offload.layout.frozen",
-        "found |= {id(each) for each in own} if codes else theirs",
+        "ids |= {id(weight) for weight in own} if codes else theirs",
         "found |= {id(e) for e in own if id(e) in theirs or e.dtype not in _VALUES}",
         "tests/frozen/test_quantized_subclasses.py",
     ),
