@@ -166,9 +166,9 @@ def exit_on_next_signal(words: str, *numbers: int) -> Callable[[], None]:
     _thread.start_new_thread(watch, ())
 
     def undo() -> None:
-        others = signal.set_wakeup_fd(-1)
-        if others != writing:
-            signal.set_wakeup_fd(others)
+        current = signal.set_wakeup_fd(-1)
+        if current != writing:
+            signal.set_wakeup_fd(current)
         os.write(writing, b"\0")
         os.close(writing)
 

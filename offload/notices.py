@@ -66,12 +66,12 @@ def show(line: str, log: logging.Logger) -> None:
 
 def _silenced(log: logging.Logger) -> bool:
     """Returns True if the user has set a level above INFO for a logger of this library."""
-    each: logging.Logger | None = log
+    ancestor: logging.Logger | None = log
     # The level of the root is the one of all libraries, WARNING by default.
-    while each is not None and each.name != "root":
-        if each.level:
-            return each.level > logging.INFO
-        each = each.parent
+    while ancestor is not None and ancestor.name != "root":
+        if ancestor.level:
+            return ancestor.level > logging.INFO
+        ancestor = ancestor.parent
     return False
 
 

@@ -135,8 +135,8 @@ def measure(half: str) -> Rates:
         best, began = [math.inf, math.inf], time.thread_time()
         for _ in range(_ROUNDS):
             # In turns and by the minimum: a disturbance hits both dtypes, and a single disturbance does not decide.
-            for each, work in enumerate(works):
-                best[each] = min(best[each], _seconds(work))
+            for index, work in enumerate(works):
+                best[index] = min(best[index], _seconds(work))
             if time.thread_time() - began > _MAX_SECONDS:
                 break
     finally:

@@ -162,7 +162,7 @@ def _check_values(content: Any) -> None:
     """Raises `ValueError` for values that would run code, or take days, at any depth of a config."""
     for key, value in content.items() if isinstance(content, dict) else ():
         inner = [*value.values()] if isinstance(value, dict) else [value]
-        if _CODE.fullmatch(key) and (named := [each for each in inner if "/" in str(each)]):
+        if _CODE.fullmatch(key) and (named := [item for item in inner if "/" in str(item)]):
             raise ValueError(
                 f'its "{key}" is {named[0]!r:.99}, which transformers would fetch from the hub, and run: remove that '
                 "line; a script that means it gives attn_implementation to load_pretrained"
@@ -171,8 +171,8 @@ def _check_values(content: Any) -> None:
             raise ValueError(f'its "{key}" is {value!s:.99}, expected at most {_MOST_LAYERS}')
         if (least := _LEAST.get(key)) is not None and type(value) is int and value < least:
             raise ValueError(f'its "{key}" is {value!s:.99}, expected at least {least}')
-        for each in value if isinstance(value, list) else [value]:
-            _check_values(each)
+        for item in value if isinstance(value, list) else [value]:
+            _check_values(item)
 
 
 def check_folder(folder: Path) -> dict[str, Any]:
@@ -238,12 +238,14 @@ def quantized_bits(config: Any) -> int | None:
     Args:
         config: a config of transformers, or the content of a config.json.
     """
-    found = config.get("quantization_config") if isinstance(config, dict) else vars(config).get("quantization_config")
-    if found is None:
+    quantization = (
+        config.get("quantization_config") if isinstance(config, dict) else vars(config).get("quantization_config")
+    )
+    if quantization is None:
         return None
-    settings: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
-    given = {4: settings.get("load_in_4bit"), 8: settings.get("load_in_8bit")}
-    bits = settings.get("bits") or next((bits for bits, on in given.items() if on), None)
+    settings: dict[str, Any] = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    flags = {4: settings.get("load_in_4bit"), 8: settings.get("load_in_8bit")}
+    bits = settings.get("bits") or next((bits for bits, on in flags.items() if on), None)
     return bits if isinstance(bits, int) else 8
 
 

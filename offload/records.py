@@ -141,8 +141,8 @@ def rows(of: Check, least: int = 0, most: int = MOST) -> Check:
     def check(value: Any, name: str) -> None:
         if not isinstance(value, list) or not least <= len(value) <= most:
             raise expected("a list" if (least, most) == (0, MOST) else f"a list of {least} or more", name, value)
-        for index, each in enumerate(value):
-            of(each, f"{name}[{index}]")
+        for index, item in enumerate(value):
+            of(item, f"{name}[{index}]")
 
     return check
 
@@ -153,8 +153,8 @@ def table(of: Check) -> Check:
     def check(value: Any, name: str) -> None:
         if not isinstance(value, dict):
             raise expected("an object", name, value)
-        for key, each in value.items():
-            of(each, f"{name}/{key[:80]}")
+        for key, item in value.items():
+            of(item, f"{name}/{key[:80]}")
 
     return check
 

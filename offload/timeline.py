@@ -220,12 +220,12 @@ class Timeline:
         # A copy: a daemon thread may still record while the file is written.
         spans = list(self._spans)
         for row in Row:
-            mine = [span for span in spans if span.row is row]
+            row_spans = [span for span in spans if span.row is row]
             # A thread that waits for one change is woken by other changes too; the file shows one wait.
             if row is Row.WAITS:
-                mine = _joined(mine)
+                row_spans = _joined(row_spans)
             seen = -1
-            for lane, span in _lanes(mine, row in _NESTED):
+            for lane, span in _lanes(row_spans, row in _NESTED):
                 # Viewers draw overlapping spans of one thread wrongly, hence a thread number for each lane.
                 tid = _ORDER[row] * _TIDS + min(lane, _TIDS - 1)
                 if lane > seen:
@@ -359,7 +359,7 @@ def _open(path: Path) -> Any:
 def _joined(spans: Iterable[Span]) -> list[Span]:
     """Returns the spans sorted by start, with consecutive spans of the same wait merged."""
     joined: list[Span] = []
-    for span in sorted(spans, key=lambda each: (each.start, -each.end)):
+    for span in sorted(spans, key=lambda item: (item.start, -item.end)):
         last = joined[-1] if joined else None
         if last is not None and last.name == span.name and 0 <= span.start - last.end < _SAME_WAIT:
             joined[-1] = last._replace(end=span.end)
@@ -372,7 +372,7 @@ def _lanes(spans: Iterable[Span], nested: bool) -> Iterator[tuple[int, Span]]:
     """Yields each span with the first lane whose spans do not overlap it or, if `nested`, all contain it."""
     lanes: list[list[int]] = []  # ends of the open spans of each lane, outermost first
     # Sorted by start, a longer span first, so that an outer span comes before those inside.
-    for span in sorted(spans, key=lambda each: (each.start, -each.end)):
+    for span in sorted(spans, key=lambda item: (item.start, -item.end)):
         for ends in lanes:
             while ends and ends[-1] <= span.start:
                 ends.pop()

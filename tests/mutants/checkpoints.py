@@ -276,7 +276,7 @@ MUTANTS = (
     Mutant(
         "read folders of two runs together",
         "offload.model_io.source",
-        "    check_one_run([(each.folder, each.run_id) for each in ranks])\n",
+        "    check_one_run([(rank.folder, rank.run_id) for rank in ranks])\n",
         "",
         "tests/checkpoints/test_mixed_runs.py",
     ),

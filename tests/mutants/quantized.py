@@ -23,7 +23,7 @@ MUTANTS = (
         "round the scales beside codes of integers",
         "offload.layout.frozen",
         "ids |= {id(weight) for weight in own} if codes else theirs",
-        "found |= {id(e) for e in own if id(e) in theirs or e.dtype not in _VALUES}",
+        "ids |= {id(e) for e in own if id(e) in theirs or e.dtype not in _VALUES}",
         "tests/frozen/test_quantized_subclasses.py",
     ),
     Mutant(
