@@ -78,7 +78,7 @@ def defer_signals(owner: object) -> None:
 
 
 def restore_signals(owner: object) -> None:
-    """Restores the handlers that `defer_signals` has wrapped, if there is no owner beside `owner`.
+    """Restores the handlers that `defer_signals` has wrapped, if there is no owner but `owner`.
 
     A handler that was set since stays. On a thread other than the main one all handlers stay.
     """

@@ -28,7 +28,7 @@ def shell_command(*words: object) -> str:
     """Returns a command of `offload` as a shell takes it, with quotes where a path needs them.
 
     Args:
-        words: the words behind `offload`.
+        words: the words after `offload`.
     """
     return shlex.join(["offload", *map(str, words)])
 

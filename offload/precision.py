@@ -111,7 +111,7 @@ def has_products_in_bf16(cpuinfo: str, environ: Mapping[str, str]) -> bool:
 
     Args:
         cpuinfo: content of /proc/cpuinfo.
-        environ: the environment, by which a user may keep torch from using them.
+        environ: the environment, where a user may keep torch from using them.
     """
     words = {word.lower() for word in cpuinfo.split()}
     limited = any("avx2" in environ.get(name, "").lower() for name in _ISA_VARIABLES)
@@ -196,7 +196,7 @@ def _parse_rates(cached: Any) -> Rates | None:
 
 
 def cache_path() -> Path:
-    """Returns the path of the cache, beside that of `offload probe`."""
+    """Returns the path of the cache, next to that of `offload probe`."""
     return cache_file("products")
 
 

@@ -219,7 +219,7 @@ def check_folder(folder: Path) -> dict[str, Any]:
 
 
 def _merging(folder: str) -> str:
-    """Returns the shell command that writes a model with the adapters of a folder, and its tokenizer, beside it."""
+    """Returns the shell command that writes a model with the adapters of a folder, and its tokenizer, next to it."""
     merged = f"{folder.rstrip(os.sep)}-merged"
     steps = (
         "from peft import AutoPeftModelForCausalLM as Model",

@@ -67,7 +67,7 @@ def method_of(module: nn.Module, name: str) -> Any:
 
 
 def described(function: Any) -> str:
-    """Returns a name by which a user finds a function: that of its code, and its place."""
+    """Returns a name that leads a user to a function: that of its code, and its place."""
     inner = getattr(function, "__func__", function)
     if isinstance(inner, functools.partial):
         return described(inner.func)
@@ -77,13 +77,13 @@ def described(function: Any) -> str:
 
 
 def change_of_call(module: nn.Module, name: str) -> str | None:
-    """Returns what runs in a call of a module beside the forward of its class, as a clause; None if nothing does.
+    """Returns what runs in a call of a module besides the forward of its class, as a clause; None if nothing does.
 
     Hooks of this library are left out. Those of others may read or change what goes in and comes out.
 
     Args:
         module: the module.
-        name: the words by which the clause names it.
+        name: the clause's words for it.
     """
     own = next((attribute for attribute in (*_CALLS, "forward") if attribute in vars(module)), None)
     if own is not None:

@@ -79,7 +79,7 @@ def count_of(number: int, one: str, more: str = "") -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Returns seconds in the largest unit of which there are at least two: 475200 -> '5.5 days'."""
+    """Returns seconds in the largest unit that fits twice: 475200 -> '5.5 days'."""
     for unit, length in (("years", 365.25 * 86400), ("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"

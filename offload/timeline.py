@@ -63,14 +63,14 @@ class Row(enum.Enum):
 
 
 _NESTED = (Row.COMPUTE, Row.WAITS, Row.RANKS, Row.WORKER, Row.COMMITS)
-"""Rows in which a span may contain another."""
+"""Rows whose spans may contain others."""
 _ORDER = {row: index for index, row in enumerate(Row, 1)}
 _TIDS = 1000
 """Thread numbers that are reserved for each row in the file."""
 
 
 class Phase(enum.Enum):
-    """Phases of a step in which the model itself computes, and the evaluation forward, which belongs to no step."""
+    """Phases of a step that the model itself computes in, and the evaluation forward, which belongs to no step."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

@@ -5,7 +5,7 @@ __<rank>_<i>.distcp      chunks and other values, each as `torch.save` writes it
 
 An entry has the path of keys that led to it in the state dict that was saved. Users choose the outer keys, so that
 model and optimizer are known by what they contain: states of the optimizer are at (…, "state", parameter, state), or at
-(…, "state.<parameter>.<state>") of a flattened optimizer; the model is the dict in which these parameters are.
+(…, "state.<parameter>.<state>") of a flattened optimizer; the model is the dict that contains these parameters.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class _Folder:
         return shape_of(entry.about.state["size"])
 
     def _chunks(self, entry: _Entry) -> Sequence[Record]:
-        """Returns what the metadata says of the chunks of a tensor."""
+        """Returns the metadata of a tensor's chunks."""
         chunks: Sequence[Record] = entry.about.state["chunks"]
         return chunks
 

@@ -4,8 +4,8 @@
     zero_pp_rank_<r>_mp_rank_00_model_states.pt       stage 3: the same of each rank, with its part of frozen weights
     [bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt    masters and moments of rank r, in flat tensors
 
-In stages 1 and 2 a group of parameters is one flat tensor that is cut at any element, and a table says what each rank
-has of it. In stage 3 each parameter is cut into equal parts, the last of which are padded.
+In stages 1 and 2 a group of parameters is one flat tensor that is cut at any element, and a table lists each rank's
+part. In stage 3 each parameter is cut into equal parts, the last ones padded.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ _PIPELINE, _EXPERTS = re.compile(r"layer_\d+-model_.*"), re.compile(r".*(expert_
 _NAMED = 32
 """Most ranks in a line."""
 OFFLOADED = "offloaded_tensors"
-"""Folder of the swap files that DeepSpeed copies beside its own files."""
+"""Folder of the swap files that DeepSpeed copies next to its own files."""
 
 
 def is_zero(folder: Path) -> bool:
@@ -316,7 +316,6 @@ def _stage_3(
 
 
 def _has_frozen(model: Mapping[str, Any]) -> bool:
-    """Returns whether model states contain frozen parameters."""
     return bool(model.get("frozen_param_shapes"))
 
 
@@ -372,7 +371,7 @@ def read_universal(folder: Path, states: bool) -> SavedContents:
         )
     model = read_torch_file(models[min(models)])
     optimizer = read_torch_file(folder / PARAMETERS / OPTIMIZER_STATE)
-    # Stage 3 counts the steps once for all parameters, stages 1 and 2 beside each of them.
+    # Stage 3 counts the steps once for all parameters, stages 1 and 2 for each of them.
     inner = optimizer.get("optimizer_state_dict") or {}
     steps = count_of_steps(inner.get("state", {}).get(0, {}).get("step"))
     shapes = {name: shape_of(shape) for group in model.get("param_shapes") or () for name, shape in group.items()}

@@ -380,7 +380,7 @@ def make_folder(folder: Path) -> None:
 
 
 def begin_folder(checkpoint: Path, latest: bool = True) -> Path:
-    """Creates and returns the folder in which `checkpoint` is written.
+    """Creates and returns the folder where `checkpoint` is written.
 
     Before that, leftovers of killed saves in the parent folder are removed, or renamed back; see `leftovers`.
 

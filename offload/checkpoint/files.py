@@ -431,7 +431,7 @@ def read_text(path: Path) -> str:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Reads the manifest of a checkpoint; raises `StoreError`, which names the newest complete one beside it."""
+    """Reads the manifest of a checkpoint; raises `StoreError`, which names the newest complete one next to it."""
     try:
         return _read_manifest(checkpoint)
     except StoreError as error:

@@ -1,4 +1,4 @@
-"""Another program's checkpoint in the form in which an engine loads checkpoints: each parameter is a unit of its own.
+"""Another program's checkpoint in the form that an engine loads: each parameter is a unit of its own.
 
 Weights count as masters in fp32, whatever dtype the model has, so the checkpoint counts as one of an engine in fp32. An
 engine makes its own weights of them. Tensors stay in the program's files until they are read, chunk by chunk.
@@ -170,7 +170,7 @@ def look_foreign(folder: Path, states: bool, tied_here: Mapping[str, str]) -> Fo
     """Reads all of another program's checkpoint except its tensors. Nothing in it is executed.
 
     Args:
-        folder: The checkpoint, of which `is_foreign` is true.
+        folder: The checkpoint; `is_foreign` is true for it.
         states: False if optimizer states are not needed.
         tied_here: First name of each tied parameter of this model, by its other names.
 

@@ -47,7 +47,7 @@ class SavedParameter(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedCounters:
-    """Counters of a training, beside those of its parameters."""
+    """Counters of a training, without those of its parameters."""
 
     global_steps: int
     skipped_steps: int
@@ -57,7 +57,7 @@ class SavedCounters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedContents:
-    """A checkpoint of another program, of which everything but tensors is in memory."""
+    """A checkpoint of another program: everything but its tensors is in memory."""
 
     program: str
     """Name and version of the program."""

@@ -58,7 +58,7 @@ class FoundStates(Protocol):
 
     @property
     def mode(self) -> Mode:
-        """Mode in which the states were saved."""
+        """Mode of the saved states."""
         ...
 
     @property
@@ -67,7 +67,7 @@ class FoundStates(Protocol):
         ...
 
     def mode_of(self, unit: int) -> Mode:
-        """Returns the mode in which a unit was saved, whose weights may stay in fp32."""
+        """Returns the mode of a saved unit, whose weights may stay in fp32."""
         ...
 
     def open(self, queue: Queue) -> StateReader:
@@ -266,7 +266,7 @@ class FoundCheckpoint:
         return parse(bytes(self.contents[CLIENT_STATE].numpy()))
 
     def mode_of(self, unit: int) -> Mode:
-        """Returns the mode in which a unit was saved, whose weights may stay in fp32."""
+        """Returns the mode of a saved unit, whose weights may stay in fp32."""
         return self.layouts[unit].mode_in(self.mode)
 
     def steps(self, layouts: Sequence[UnitLayout], now: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -290,7 +290,7 @@ class FoundCheckpoint:
         ]
 
     def for_rows(self, layouts: Sequence[UnitLayout]) -> FoundCheckpoint:
-        """Returns the same checkpoint, in which the rows that are units of `layouts` are found."""
+        """Returns the same checkpoint, with a place for each row that is a unit of `layouts`."""
         return dataclasses.replace(self, saved={**self.saved, **as_rows(self.saved, layouts)})
 
     def open(self, queue: Queue) -> StateReader:
@@ -430,7 +430,7 @@ def fitting(
 
 
 def buffers_among_weights(checkpoint: FoundCheckpoint, names: Collection[str], queue: Queue) -> dict[str, torch.Tensor]:
-    """Returns buffers that a checkpoint has as frozen weights, in fp32, since its program does not tell them apart.
+    """Returns buffers that a checkpoint has as frozen weights, in fp32, since its program does not distinguish them.
 
     Args:
         checkpoint: The checkpoint, whose bytes were compared.
@@ -516,7 +516,7 @@ class _Chunk(NamedTuple):
 
 # -- conversion ----------------------------------------------------------------------------------------
 #
-# Conversion of a checkpoint's weights to the mode of this engine, and the words that tell it.
+# Conversion of a checkpoint's weights to the mode of this engine, and its description in words.
 
 
 def copy_bits(saved: torch.Tensor, target: torch.Tensor) -> None:
@@ -545,7 +545,7 @@ def in_words(saved: Mode, mode: Mode, states: bool, in_fp32: tuple[int, int] = (
         saved: the checkpoint's mode.
         mode: the engine's mode.
         states: True if optimizer states are loaded.
-        in_fp32: number of weights in fp32 beside others in 16 bits, in the checkpoint and in the engine.
+        in_fp32: number of weights in fp32 if others are in 16 bits, in the checkpoint and in the engine.
     """
     changed = []
     if saved.precision != mode.precision:

@@ -152,7 +152,7 @@ def _check_precisions(checkpoint: FoundCheckpoint, shards: LocalShards, what: st
 
 
 def _check_blocks(checkpoint: FoundCheckpoint, shards: LocalShards, what: str) -> None:
-    """Raises `StoreError` if a block of moments in 8 bits contains values of two experts, one of which has it here."""
+    """Raises `StoreError` if two experts share a block of 8-bit moments in the checkpoint, and are apart here."""
     for segment in (segment for layout in shards.layouts for segment in layout.segments if segment.trainable):
         rows = [place for _, place in all_places(segment, checkpoint.saved)]
         if any(place.start % MOMENT_BLOCK or (len(rows) > 1 and place.numel % MOMENT_BLOCK) for place in rows):
@@ -169,7 +169,7 @@ def _stored(segment: Segment) -> tuple[object, ...]:
 
 
 def _form(segment: Segment, mode: Mode) -> str:
-    """Returns the form in which a parameter is stored, for a message."""
+    """Returns how a parameter is stored, for a message."""
     if segment.inner:
         inner = (f"{field.name} {field.kind} {list(field.shape)}" for field in segment.inner)
         return f"{segment.kind} of {', '.join(inner)}"
@@ -315,7 +315,7 @@ class Checkpoints:
         return Loaded(folder, from_plain(inspected[0].client_state), tuple(notices))
 
     def _moment(self, pending: int, client_state: Any) -> Moment:
-        """Returns the state of this rank that is saved beside its partitions."""
+        """Returns the state of this rank that is saved with its partitions."""
         self._components.unit_views.check_not_gathered("saved")
         if client_state is not None and not isinstance(client_state, Mapping):
             raise UsageError(f"client_state must be a dict or None, got {type(client_state).__name__}")

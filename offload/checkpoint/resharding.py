@@ -40,7 +40,7 @@ class Difference(NamedTuple):
     """One sentence for each name with differing shapes."""
 
     def check(self, strict: bool, what: str) -> None:
-        """Raises `StoreError` in the cases in which torch's `load_state_dict` raises.
+        """Raises `StoreError` whenever torch's `load_state_dict` raises.
 
         Differing shapes are an error even if `strict` is false.
 

@@ -54,12 +54,12 @@ class CheckpointRestorer:
         self._packed_runs = [packed_runs(layout, source.saved, rank) for layout in shards.layouts]
         self._scale_runs = [scale_runs(layout, source.saved, shards.mode) for layout in shards.layouts]
         self._saved_modes = [self._mode_there(unit) for unit in range(len(shards.layouts))]
-        """Mode in which the checkpoint contains the parameters of each unit."""
+        """The checkpoint's mode of the parameters of each unit."""
         self._buffers = flow_buffers()
         self._saved = source.open(queue)
 
     def _mode_there(self, unit: int) -> Mode:
-        """Returns the mode in which the checkpoint contains the parameters of a unit: one mode, by `check_fits`."""
+        """Returns the checkpoint's mode of the parameters of a unit: one mode, by `check_fits`."""
         there = (self._source.mode_of(run.saved.unit) for run in self._runs[unit] if run.saved is not None)
         return next(there, self._source.mode)
 
@@ -86,7 +86,7 @@ class CheckpointRestorer:
                 self._shards.store.wrote(unit, self._slot(unit), writes)
 
     def _compare_kept(self) -> None:
-        """Raises `IoError` if the swap files are damaged in a unit of which a parameter keeps its values.
+        """Raises `IoError` if the swap files are damaged in a unit with a parameter that keeps its values.
 
         A read that begins in the middle of a checksummed range cannot be compared, and its bytes would be written
         again with a new, valid checksum. So such a unit is read completely and in order, before anything changes.
@@ -118,7 +118,7 @@ class CheckpointRestorer:
     def _converts(self, unit: int) -> bool:
         """Returns True if weights of a unit are converted: the modes store them differently, or mine has masters."""
         weights = self._shards.mode_of(unit).weights
-        # With full masters (fp32 beside a 16-bit weight), a weight that was frozen in the checkpoint has none there.
+        # With full masters (fp32, for a 16-bit weight), a weight that was frozen in the checkpoint has none there.
         # Its master is made from the weight.
         return self._saved_modes[unit].weights != weights or State.MASTER in weights
 
@@ -281,7 +281,7 @@ class CheckpointRestorer:
         """Returns the runs of a chunk, in elements of its unit. Those of PACKED and SCALES are in their own values."""
         last = chunk.first + chunk.stop - chunk.start
         if chunk.targets == (State.SCALES,):
-            # Behind the scales of this rank is padding, not the scales of the next one.
+            # After the scales of this rank comes padding, not the scales of the next one.
             share = self._shards.shares[chunk.unit][0]
             last = min(last, self._shards.mode.part(State.SCALES, share.start, share.stop).stop)
             return overlaps(self._scale_runs[chunk.unit], chunk.first, last)
@@ -298,7 +298,7 @@ class CheckpointRestorer:
             return [future for state in targets for future in self._read_now(chunk, state, targets[state], 0, None)]
         chunk_runs = self._overlaps(chunk)
         # If the reads below do not fill the whole buffer, the rest still holds an earlier chunk.
-        # So does the padding behind the scales of the last blocks.
+        # So does the padding after the scales of the last blocks.
         if (
             sum(run.stop - run.start for run in chunk_runs) < chunk.stop - chunk.start
             or any(run.saved and not run.saved.trainable for run in chunk_runs)

@@ -60,7 +60,7 @@ from offload.swapper.store.inspection import is_rank
 
 # -- save request --------------------------------------------------------------------------------------
 #
-# What is saved, and where: the arguments of a save, checked, and the state of a rank beside its partitions.
+# What is saved, and where: the arguments of a save, checked, and the state of a rank other than its partitions.
 
 
 class SaveRequest(NamedTuple):
@@ -122,7 +122,7 @@ def _count(keep_last: Any) -> int:
 
 
 class Moment(NamedTuple):
-    """State of a rank at the time of the save, beside its partitions."""
+    """State of a rank at the time of the save, without its partitions."""
 
     step: int
     contents: Mapping[str, torch.Tensor]
@@ -173,7 +173,7 @@ def save(
     Args:
         shards: This rank's partitions.
         order: Content and destination, equal on all ranks.
-        take: Returns all that this rank saves beside its partitions.
+        take: Returns all that this rank saves in addition to its partitions.
         queue: Queue for the writes.
         ranks: All processes that train together.
         world: The place of this one among them. The first replica of each part saves the states.

@@ -282,7 +282,7 @@ class OffloadOptimizer(Block):
 
 
 class LeafModule(Block):
-    """Modules each of which is paged as one unit."""
+    """Modules that are paged as one unit each."""
 
     REFUSED: ClassVar[dict[str, str]] = {"name_suffixes": 'is not supported; give complete names in "names"'}
 
@@ -741,7 +741,7 @@ class TorchAutocast(Block):
 
 
 class DataTypes(Block):
-    """Dtypes beside that of the mode."""
+    """Dtypes other than that of the mode."""
 
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"grad_accum_dtype": "fp32"}
 

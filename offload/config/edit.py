@@ -25,7 +25,7 @@ class _Member:
     key_end: int
     value: int
     end: int
-    """Place behind the value."""
+    """Place after the value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class _Object:
 
 
 def set_in_block(text: str, name: str, values: Mapping[str, Any], older: Mapping[str, str] = {}) -> str:
-    """Returns a config's text in which the block `name` contains `values`; all else is as it was.
+    """Returns a config's text with `values` in the block `name`; all else is as it was.
 
     Order, indentation, line ends, comments and commas stay. Keys that are new follow the others of their block, and a
     block that is new follows the other keys of the file.
@@ -49,7 +49,7 @@ def set_in_block(text: str, name: str, values: Mapping[str, Any], older: Mapping
         text: JSON with comments and trailing commas that `read_json` accepts: an object.
         name: key of the block; a value that is no object is replaced by one.
         values: keys of the block, and their values.
-        older: older names of keys of the block, each with the newer name, by which it is replaced.
+        older: older names of keys of the block, each with the newer name that replaces it.
     """
     root = _object_at(text, _skip(text, 0))
     member = root.members.get(name)

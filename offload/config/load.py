@@ -30,7 +30,7 @@ from offload.errors import ConfigError
 
 # -- contradictions ------------------------------------------------------------------------------------
 #
-# Contradictions between blocks of a config, each of which is right by itself.
+# Contradictions between blocks of a config, where each block is right by itself.
 
 
 def find_contradictions(config: Config) -> Iterator[ConfigError]:
@@ -74,7 +74,7 @@ def _of_precision(config: Config) -> Iterator[ConfigError]:
 def _of_ranks(config: Config) -> Iterator[ConfigError]:
     """Yields an error for each two keys that have ranks divide weights, or send gradients, in different ways."""
     zero = config.zero_optimization
-    # Codes have a format of their own, so no dtype can be asked of them beside.
+    # Codes have a format of their own, so a dtype for them contradicts it.
     if zero.zero_quantized_gradients and config.communication_data_type is not None:
         yield ConfigError(
             "zero_optimization.zero_quantized_gradients has ranks send gradients as int8 codes, and "
@@ -123,7 +123,7 @@ def unknown_key(model: type[Block], near: str | None, matches: str, dotted: str)
     """Returns the message about an unknown key.
 
     Args:
-        model: the block in which the key was found.
+        model: the block that contains the key.
         near: a known key of similar spelling, or None.
         matches: dotted names of the same key in inner blocks, or "".
         dotted: dotted name of the unknown key.
@@ -349,7 +349,7 @@ def check_order(low: str, lows: Any, high: str, highs: Any) -> None:
 
 
 def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the content of a config file: JSON with comments, in which no key appears twice.
+    """Returns the content of a config file: JSON with comments, without a key that appears twice.
 
     Args:
         source: a path, or the content in base64, as DeepSpeed's autotuner passes it.
@@ -399,7 +399,7 @@ def without_comments(text: str) -> str:
 
 
 def without_last_commas(text: str) -> str:
-    """Returns `text`, which has no comments, with each comma behind a last item replaced by a space."""
+    """Returns `text`, which has no comments, with each comma after a last item replaced by a space."""
     return _LAST_COMMA.sub(_blank, text)
 
 

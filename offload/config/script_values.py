@@ -34,7 +34,7 @@ def content_of(config: Any) -> dict[str, Any]:
 
 
 def filled(content: Mapping[str, Any], values: Iterable[ScriptValue]) -> dict[str, Any]:
-    """Returns a copy of `content` in which the values of the script replace "auto", null and missing keys.
+    """Returns a copy of `content`: values of the script replace "auto", null and missing keys.
 
     Args:
         content: the config.
@@ -115,7 +115,7 @@ def refuse_commits(content: Mapping[str, Any], trainer: str, resumes_by: str, in
     Args:
         content: the config.
         trainer: name of the Trainer, for the error.
-        resumes_by: call by which the Trainer resumes.
+        resumes_by: call that makes the Trainer resume.
         interval: argument that says after how many steps the Trainer saves.
 
     Raises:

@@ -119,7 +119,7 @@ def _stacks_experts(module: nn.Module) -> bool:
     marked = hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
     rows = _rows(module)
     own = list(module.parameters())
-    # A module inside, such as a norm behind each expert, has parameters that no row is of.
+    # Submodules such as a per-expert norm own parameters that are not stacked.
     return (
         marked
         and rows > 1

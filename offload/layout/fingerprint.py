@@ -31,7 +31,7 @@ def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, replica
         layouts: the layout of each unit.
         mode: the states and their dtypes.
         world_size: number of shards of each unit.
-        replicas: number of replicas, all of which have the same shards.
+        replicas: number of replicas, all with the same shards.
     """
     forms = {segment.form for layout in layouts for segment in layout.segments if segment.form}
     in_fp32 = sum(len(layout.segments) for layout in layouts if layout.in_fp32)

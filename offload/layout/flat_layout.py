@@ -7,14 +7,14 @@ Both regions are divided evenly, so that every rank holds equally many state ele
 rank's partition is its shard of the trainable region followed by its shard of the frozen region.
 
 Frozen weights may be stored as blocks of codes, or as the bytes that another library has made of them. Their segments
-come last in the frozen region, blocks behind bytes, counted in elements as all else. On the device the unit has more
-elements than it has in its partitions: behind the two regions are the values of the blocks, which the device makes once
-the partitions are there.
+come last in the frozen region: bytes, then blocks, counted in elements as all else. On the device the unit has more
+elements than its partitions contain: the values of the blocks follow the two regions. The device makes them once the
+partitions are there.
 
     device:  [ trainable region | frozen region: weights, bytes, blocks of codes | values of the blocks, padding ]
 
-An optimizer with a rule for matrices has these last in the trainable region, each from a page's border on, so that
-tiles can be cut there, and so that states which a matrix does not have are those of the elements before.
+For an optimizer with a rule for matrices these come last in the trainable region, each from a page's border on, so
+that tiles can be cut there. States that a matrix lacks then belong to the elements before.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ WORD = 4
 
 
 class Stored(NamedTuple):
-    """Form in which a frozen parameter is stored that is not stored as values."""
+    """How a frozen parameter is stored, if not as values."""
 
     form: str
     """Name of the block format; see `offload.kernels.blocks`. Empty for the bytes of inner tensors."""
@@ -213,7 +213,7 @@ class Segment(NamedTuple):
     inner: tuple[StateField, ...] = ()
     """Inner tensors of a parameter that is stored as their bytes, as another library has quantized it."""
     stack: str = ""
-    """Name of the model's parameter of which this is the row of one expert; empty for a whole parameter."""
+    """Name of the model's parameter, if this is one expert's row of it; empty for a whole parameter."""
     row: int = 0
     """That expert."""
 
@@ -382,7 +382,7 @@ def arrange(
     mode: Mode | None = None,
     in_fp32: bool = False,
 ) -> UnitLayout:
-    """Returns the layout of parameters of which all but the positions is known.
+    """Returns the layout of parameters whose positions alone are unknown.
 
     With moments in 8 bits parameters that train begin with a block of them. A state of a byte an element fills pages
     too. None for `mode` is one without either. For the other arguments see `lay_out`.

@@ -36,8 +36,8 @@ from offload.torch_internals import inner_tensors
 #
 # * its class is one of bitsandbytes (`Params4bit`, `Int8Params`), or
 # * its class wraps other tensors, as the tensor subclasses of torchao do (`__tensor_flatten__`), or
-# * its dtype is none in which weights are trained, such as integers or float8, or
-# * it is beside one of such a dtype in a module, as the scales of GPTQ and AWQ are.
+# * its dtype is not one that trains, such as integers or float8, or
+# * its module also owns a parameter of such a dtype, as with the scales of GPTQ and AWQ.
 #
 # Nobody but the library that made such a parameter knows what its bytes mean. It consists of *inner tensors*: codes,
 # scales and whatever else the library keeps of it. They are stored one after the other, each at a multiple of 64 bytes:
@@ -66,7 +66,7 @@ def opaque_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     for module in model.modules():
         own = [parameter for parameter in module.parameters(recurse=False) if not parameter.requires_grad]
         theirs = {id(weight) for weight in own if is_of_bitsandbytes(weight) or inner_tensors(weight) is not None}
-        # Codes of a plain dtype mean nothing without the scales beside them, whose bits must stay too.
+        # Codes of a plain dtype mean nothing without their scales, whose bits must stay too.
         codes = any(weight.dtype not in _VALUES for weight in own if id(weight) not in theirs)
         ids |= {id(weight) for weight in own} if codes else theirs
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in ids}
@@ -75,7 +75,7 @@ def opaque_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def is_of_bitsandbytes(parameter: nn.Parameter) -> bool:
     """Returns True if bitsandbytes has quantized a parameter, or will."""
     eight = any(kind.__name__ == _INT8 and is_class_of(kind, "bitsandbytes") for kind in type(parameter).__mro__)
-    # Codes of 4 bits may be in elements of a floating dtype; the state to read them with tells them apart.
+    # Codes of 4 bits may be in elements of a floating dtype; only the state to read them with distinguishes them.
     return hasattr(parameter, "quant_state") or (eight and not getattr(parameter, "has_fp16_weights", False))
 
 
@@ -94,7 +94,7 @@ def is_packed(parameter: nn.Parameter) -> bool:
 
 
 def inner_tensors_of(parameter: nn.Parameter, owner: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the inner tensors of an opaque parameter, by names that tell where they are; some may be the same one.
+    """Returns the inner tensors of an opaque parameter, by names that say where they are; some may be the same one.
 
     Args:
         parameter: the parameter.
@@ -283,7 +283,7 @@ def _owner(name: str, modules: Mapping[str, nn.Module]) -> tuple[nn.Module | Non
 
 
 def _is_matrix(parameter: nn.Parameter, owner: nn.Module | None, own: str) -> bool:
-    """Returns True if `parameter` is a matrix, or a stack of matrices, by which its module multiplies."""
+    """Returns True if `parameter` is a matrix, or a stack of matrices, that its module multiplies by."""
     if owner is None:
         return True  # the module's first place decides
     shape = tuple(parameter.shape)
@@ -313,13 +313,14 @@ def _kept(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[int]:
 
 # -- expand --------------------------------------------------------------------------------------------
 #
-# The values of frozen weights that are stored as blocks, made on the device behind the unit's partitions.
+# The values of frozen weights that are stored as blocks, made on the device after the unit's partitions.
 
 
 def expander(layouts: Sequence[UnitLayout], dtype: torch.dtype) -> Callable[[int, torch.Tensor], None]:
     """Returns a function that makes the values of a unit's blocks, in the unit's own memory on the device.
 
-    The function takes the index of the unit, and its memory, (nbytes,) uint8, in which the partitions of all ranks are.
+    The function takes the index of the unit, and its memory, (nbytes,) uint8, which contains the partitions of all
+    ranks.
     On an accelerator it submits its work to the current stream.
 
     Args:

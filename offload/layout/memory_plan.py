@@ -143,7 +143,7 @@ def mode_of(config: Config, optimizer: str) -> Mode:
 
 
 def gradient_dtype(config: Config, mode: Mode, accumulation: int, layouts: Sequence[UnitLayout] = ()) -> torch.dtype:
-    """Returns the dtype in which gradients are stored until their update.
+    """Returns the dtype of gradients that wait for their update.
 
     The config's `grad_accum_dtype` wins if set. Otherwise gradients are fp32 if several micro-batches accumulate into
     them or weights in fp32 train, and of the weights' dtype if each gradient is stored once.
@@ -163,7 +163,7 @@ def reduction_of(
     world_size: int,
     replicas: int = 1,
 ) -> Reduction | None:
-    """Returns the way in which several ranks reduce their gradients; None for one rank.
+    """Returns how several ranks reduce their gradients; None for one rank.
 
     ZeRO partitions gradients from stage 2 on, so that a rank of stages 0 and 1 has memory for the sum of all of a
     step's micro-batches, and reduces it once.
@@ -174,7 +174,7 @@ def reduction_of(
         accumulation: micro-batches of an optimizer step.
         layouts: the layout of each unit.
         world_size: number of shards.
-        replicas: number of replicas, each of which is divided into shards.
+        replicas: number of replicas, each divided into shards.
     """
     if world_size * replicas == 1:
         return None
@@ -235,7 +235,7 @@ class MemoryRequest:
     world_size: int = 1
     """Number of shards."""
     replicas: int = 1
-    """Number of replicas, each of which is divided into shards."""
+    """Number of replicas, each divided into shards."""
     images: tuple[UnitImage | None, ...] = ()
     """Each unit as it lies in the model's own files; see `Partitions.images`."""
 

@@ -23,7 +23,7 @@ class RuleLayout(NamedTuple):
     passes: int = 1
     """Largest number of passes over the states of a unit."""
     block: int = 1
-    """Elements of a block of sums, of which those of a tile are a multiple."""
+    """Elements of a block of sums. A tile's elements are a multiple of it."""
     not_of_matrices: tuple[State, ...] = ()
     """States that a matrix does not have, if the rule steps matrices in its own way, each as a whole."""
     on_device: bool = False
@@ -109,7 +109,7 @@ class Mode(NamedTuple):
 
     @property
     def tile_step(self) -> int:
-        """Elements of which those of a tile are a multiple, so that each state of a tile begins at a page."""
+        """Step of a tile's elements, so that each state of a tile begins at a page."""
         return PAGE // _SCALE_NBYTES // len(self.moments) * MOMENT_BLOCK if self.in_blocks else self.page_step
 
     @property
@@ -216,12 +216,12 @@ RULE_LAYOUTS: dict[str, RuleLayout] = {
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 """Dtypes of moments, by their names in configs."""
 ROOTS = (State.EXP_AVG_SQ, State.SUM)
-"""Moments of which 8 bits hold the root, without a sign."""
+"""Moments whose 8 bits hold the root, without a sign."""
 MOMENT_BLOCK = 256
 """Elements of a block of moments in 8 bits, which has one scale of each moment; as `kernels.moments` has it."""
 _SCALE_NBYTES = 4
 _STEP = 2048
-"""Elements by which tiles grow where no state is smaller than 2 bytes: 4096 bytes of that."""
+"""Step of a tile's elements where no state is smaller than 2 bytes: 4096 bytes of that."""
 
 
 def make_mode(precision: str, optimizer: str, moments: str = "fp32", master: str = "fp32") -> Mode:

@@ -1,7 +1,7 @@
 """Parameters that an optimizer steps as a whole: which of them several ranks divide, and the memory that a step needs.
 
-A rank steps the parameters of which it has all elements. One that is divided is stepped on one of its ranks, its
-`home`: the others send what they have of it there, and receive what the step makes of it.
+A rank steps the parameters that it holds whole. A divided parameter is stepped on one of its ranks, its `home`: the
+other ranks send their elements there, and receive the result of the step.
 
     Muon, SinkGD      matrices                there the update of the momentum (or the gradient), back the direction
     torch.optim.X     every parameter         there master and gradient, back the master
@@ -47,7 +47,7 @@ class Whole(NamedTuple):
     square: int = 0
     """The square of the smaller dimension of a matrix, at most."""
     tile: int = 0
-    """The largest run of this rank's elements that a tile must contain, with the padding behind it."""
+    """The largest run of this rank's elements that a tile must contain, with the padding after it."""
     traded: int = 0
     """Most elements of a unit that this rank sends to the homes of parameters, and receives as their home."""
 
@@ -141,7 +141,7 @@ def _in_matrices(layout: UnitLayout, mode: Mode, segment: Segment) -> bool:
 
 
 def _borders(layout: UnitLayout) -> list[int]:
-    """Returns where the matrices of a unit begin behind the first one, and where they end with their padding."""
+    """Returns where the matrices of a unit begin after the first one, and where they end with their padding."""
     starts = sorted(segment.start for segment in layout.segments if layout.is_matrix(segment) and segment.numel)
     return [*starts[1:], layout.trainable_stop]
 
@@ -254,7 +254,7 @@ def put_weight(values: torch.Tensor, states: Mapping[State, torch.Tensor]) -> No
 MOMENTUM = "momentum_buffer"
 """torch's name of the state of a matrix of Muon."""
 MARK = "use_muon"
-"""Attribute of a parameter, and key of a group, by which a user decides; DeepSpeed's name."""
+"""Attribute of a parameter, and key of a group, that a user decides by; DeepSpeed's name."""
 _ENDS = ("embed", "lm_head")
 """Parts of names of embeddings and heads, as DeepSpeed excludes them; in lower case."""
 
@@ -348,7 +348,7 @@ def product_flops(layouts: Sequence[UnitLayout], rule: str, iterations: int) -> 
 
 
 def _flops(shape: tuple[int, ...]) -> float:
-    """Returns the operations of an iteration on a matrix; a layer of which only the size is known is 12 squares."""
+    """Returns the operations of an iteration on a matrix; a layer whose size alone is known is 12 squares."""
     if len(shape) != 2:
         # A decoder layer has four squares in attention, and an MLP of eight.
         return 12 * 6 * float((shape[0] / 12) ** 1.5)
@@ -420,7 +420,7 @@ def read(mode: Mode, states: Mapping[State, torch.Tensor], state: State, offset:
 def write(mode: Mode, states: Mapping[State, torch.Tensor], state: State, start: int, values: torch.Tensor) -> None:
     """Replaces elements of a moment, rounded to nearest where it is not fp32.
 
-    The values end with a block, or with their parameter: what is behind them in the last block is padding.
+    The values end with a block, or with their parameter: the rest of the last block is padding.
 
     Args:
         mode: dtypes of the states.
@@ -547,7 +547,7 @@ def _states(name: str, arguments: Mapping[str, Any], shape: tuple[int, ...]) -> 
     """Returns the states after two steps of a parameter of this shape."""
     with contextlib.suppress(RuntimeError):
         return describe_state(_stepped(name, arguments, shape, "meta"))
-    # Each dimension of a state is one of the parameter's, or 1: small ones that differ tell which.
+    # Each dimension of a state is one of the parameter's, or 1: small ones that differ show which.
     small = tuple(5 + number for number in range(len(shape)))
     sizes = dict(zip(small, shape, strict=True))
     return tuple(

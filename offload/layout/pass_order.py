@@ -1,4 +1,4 @@
-"""The order in which the micro-batches of a step pass through the model, decided from plain values.
+"""The order of a step's micro-batches through the model, decided from plain values.
 
 micro-batch-major   one micro-batch after the other: forward and backward of the first, then of the second
 layer-major         all micro-batches pass through a block before the next block is fetched, forward and backward

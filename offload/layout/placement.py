@@ -82,7 +82,7 @@ class DeviceNeed:
 
 
 def growth(nbytes: int, need: DeviceNeed, room: DeviceRoom) -> int:
-    """Returns the bytes by which the device arena grows after the first step; 0 if growth is not worth it.
+    """Returns how many bytes the device arena grows by after the first step; 0 if growth is not worth it.
 
     Half as much memory as the activations of the first step took stays free, for longer sequences. If gradient totals
     would use the memory, as much as the activations took stays free, because totals help less than weights. Growth by
@@ -133,7 +133,7 @@ class ArenaHistory:
 
 
 def next_growth(nbytes: int, need: DeviceNeed, room: DeviceRoom, history: ArenaHistory) -> int:
-    """Returns the bytes by which the device arena grows at the end of a step; 0 if it does not.
+    """Returns how many bytes the device arena grows by at the end of a step; 0 if it does not.
 
     Args:
         nbytes: current bytes of the arena.
@@ -194,7 +194,7 @@ def moving(parts: Partitions, tiers: TierMap) -> list[int]:
 def largest_moving(parts: Partitions, tiers: TierMap) -> int:
     """Returns the bytes of the largest unit that is paged; 0 if none is."""
     nbytes = moving(parts, tiers)
-    # A module needs what stays in fp32 beside its other weights.
+    # A module needs its weights in fp32 together with its other weights.
     fp32_sizes = [size for size, in_fp32 in zip(nbytes, parts.in_fp32, strict=False) if in_fp32]
     other_sizes = [size for size, in_fp32 in zip(nbytes, parts.in_fp32, strict=False) if not in_fp32]
     return max(other_sizes if parts.in_fp32 else nbytes, default=0) + max(fp32_sizes, default=0)
@@ -246,7 +246,7 @@ _GRADIENT_SHARE = 0.75
 
 
 def beside_arenas(parts: Partitions, gradients: int = 2) -> int:
-    """Returns the bytes of host memory that a backward on the CPU takes beside both arenas and the activations.
+    """Returns the bytes of host memory that a backward on the CPU takes in addition to both arenas and the activations.
 
     torch allocates a copy of a unit's weights in the layout that its products use, and the gradients of a unit.
 
@@ -350,7 +350,7 @@ def pipeline(parts: Partitions, mode: Mode, request: PlacementRequest, tiers: Ti
 
 
 def tile_growth(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
-    """Returns the bytes by which the class of tiles grows: one more unit or matrix, or one more step of every tile."""
+    """Returns how many bytes the class of tiles grows by: one more unit or matrix, or one more step of every tile."""
     if not any(parts.trainable_numel):
         return 0
     if mode.whole_units:
@@ -410,7 +410,7 @@ def _matrix_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
 
 
 def _scratch_nbytes(parts: Partitions, mode: Mode) -> int:
-    """Returns the bytes beside the tiles of a step that needs whole parameters.
+    """Returns the bytes that a step with whole parameters needs in addition to its tiles.
 
     These are an fp32 gradient, an fp32 master if masters have no memory of their own as a whole, and what ranks
     exchange: of an optimizer of torch a master and a gradient, else an update. Rules of matrices also compute in the
@@ -425,7 +425,6 @@ def _scratch_nbytes(parts: Partitions, mode: Mode) -> int:
 
 
 def _tile_step(mode: Mode) -> int:
-    """Returns the number of which a tile's elements are a multiple."""
     return max(mode.rule.block, mode.tile_step)
 
 
@@ -441,7 +440,6 @@ def _tile_element_bytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
 
 
 def _modes(parts: Partitions, mode: Mode) -> tuple[Mode, ...]:
-    """Returns the modes of all units."""
     return (mode, mode.in_fp32) if any(parts.in_fp32) else (mode,)
 
 
@@ -491,7 +489,7 @@ def default_budget(
     most = int(HOST_SHARE * machine.free_host)
     if not machine.host_addressable:
         return most
-    # In a small container gradients and activations would have no room beside both arenas, and the kernel would end the
+    # In a small container both arenas would leave no room for gradients and activations, and the kernel would end the
     # run. Whether weights are tied is not known here.
     arena, _ = divide_device(parts, mode, request, machine, configured_tiers)
     rest = machine.free_host - arena - beside_arenas(parts)
@@ -593,7 +591,7 @@ class Placement:
     scratch_nbytes: int
     """For an optimizer of torch, bytes of the class of tiles for the largest parameter's fp32 gradient and master."""
     inputs_nbytes: int | None
-    """Bytes of host memory, beside `classes`, for inputs of blocks that are computed again; None: what is free."""
+    """Bytes of host memory, besides `classes`, for inputs of blocks that are computed again; None: what is free."""
     window_numel: int
     """Elements of a spilling gradient that are in HOST at a time; 0 if no gradient spills."""
     notices: tuple[str, ...]

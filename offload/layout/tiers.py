@@ -29,7 +29,7 @@ from offload.swapper.memory.host_arena import Copied
 
 # -- reduction -----------------------------------------------------------------------------------------
 #
-# The way in which several ranks reduce their gradients, and the device memory that it takes.
+# How several ranks reduce their gradients, and the device memory that it takes.
 
 
 CODES = BLOCK_FORMATS["int8"]
@@ -41,7 +41,7 @@ all-reduce in fp32, which sends 8 (r - 1) / r of them."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reduction:
-    """The way in which several ranks reduce their gradients."""
+    """How several ranks reduce their gradients."""
 
     dtype: torch.dtype
     """Dtype of the gradients that ranks send each other, or from which they make codes."""
@@ -54,16 +54,16 @@ class Reduction:
     whole: bool = False
     """True if each rank adds up the whole gradients of a step's micro-batches before they are reduced."""
     replicas: int = 1
-    """Replicas of the model, which add up their sums in fp32 (`engine.distributed.replica_sums`)."""
+    """Replicas of the model, which add up their sums in fp32 (`distributed.reduce_scatter`)."""
     form: BlockFormat | None = None
     """Format of the codes that ranks of a replica send; None for values of `dtype`."""
     coded_sums: bool = False
     """True if replicas send codes of their sums."""
     in_place: bool = False
-    """True if each rank is a replica by itself, whose gradients are summed over the replicas in their own memory."""
+    """True if each rank is a replica by itself, so its gradients are summed over the replicas in their own memory."""
 
     def dtype_of(self, layout: UnitLayout) -> torch.dtype:
-        """Returns the dtype in which the gradients of a unit are sent."""
+        """Returns the dtype that ranks send the gradients of a unit in."""
         return torch.float32 if self.wide and layout.in_fp32 else self.dtype
 
     def numels(self, layouts: Iterable[UnitLayout]) -> list[int]:
@@ -103,7 +103,7 @@ class Reduction:
         return [nbytes] * self.exchanges if self.coded_sums else []
 
     def sent_nbytes(self, numel: int) -> int:
-        """Returns the bytes in which the gradients of `numel` elements are sent."""
+        """Returns the bytes that ranks send for the gradients of `numel` elements."""
         return numel * self.dtype.itemsize if self.form is None else self.form.stored_nbytes(numel)
 
     def buffer_nbytes(self, unit_numels: Sequence[int], shard_numels: Sequence[int]) -> int:
@@ -114,7 +114,7 @@ class Reduction:
             shard_numels: those that this rank updates.
         """
         largest = max(unit_numels)
-        # What is received and what is coded has the bytes in which it is sent; a bucket has those of values.
+        # Received and coded gradients take the bytes that are sent; a bucket takes those of values.
         through = (self.received + self.coded) * align_up(self.sent_nbytes(largest))
         sums = self.sums * align_up(max(shard_numels) * torch.float32.itemsize)
         sums += sum(map(align_up, self.sum_codes(shard_numels)))
@@ -260,7 +260,7 @@ def check_room(secondary: Secondary | None, least: int, free: int) -> None:
 
 
 TierMap = tuple[Mapping[State, Tier], ...]
-"""For each unit the tier of each state that this rank holds; for GRAD, the tier in which it waits for its update."""
+"""For each unit the tier of each state that this rank holds; for GRAD, the tier where it waits for its update."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,7 +268,7 @@ class Partitions:
     """Bytes of each state of each unit that this rank holds. Units without trainable elements have a weight only."""
 
     nbytes: tuple[Mapping[State, int], ...]
-    """GRAD is counted in the dtype in which it waits for its update."""
+    """GRAD is counted in the dtype that it has while it waits for its update."""
     trainable_numel: tuple[int, ...]
     """Elements of each unit that this rank updates."""
     unit_nbytes: tuple[int, ...]
@@ -360,7 +360,7 @@ def inputs_nbytes(request: PlacementRequest, left: int) -> int:
 
     Args:
         request: the config's request.
-        left: bytes beside the least that weights and states need.
+        left: bytes that remain after the least that weights and states need.
 
     Raises:
         BudgetError: the configured bytes are not left.
@@ -393,12 +393,12 @@ def partitions(
     Args:
         layouts: the layout of each unit.
         mode: the states and their dtypes.
-        gradient_dtype: dtype in which a gradient waits for its update.
+        gradient_dtype: dtype of a gradient that waits for its update.
         rank: this rank's shard.
         world_size: number of shards.
         images: bytes of each unit as it lies in the model's own files; see `Partitions.images`.
-        replicas: number of replicas, each of which is divided into shards.
-        reduction: the way in which several ranks reduce their gradients; None if there is one.
+        replicas: number of replicas, each divided into shards.
+        reduction: how several ranks reduce their gradients; None if there is one.
         gathers: weights that ranks gather as codes; None if there are none.
         secondary: the secondary partition of the weights; None without one.
     """
@@ -530,7 +530,7 @@ _DOWN = (
     State.MASTER,
     State.WEIGHT,
 )
-"""Order in which states leave HOST, least used first: weights are read twice a step or more."""
+"""States in the order that they leave HOST, least used first: weights are read twice a step or more."""
 
 
 def demotions(tiers: TierMap) -> Iterator[TierMap]:
@@ -554,7 +554,7 @@ def to_promote(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int,
     """Returns states whose tier is DISK and for which `room` bytes of HOST suffice: of whole units, then of one more.
 
     Greedily, unit by unit. A unit none of whose states is promoted can be updated under the backward
-    (`optim.speculation`), so the small states of the others stay with the large ones.
+    (`engine.update`), so the small states of the others stay with the large ones.
     """
     promoted: list[tuple[int, State]] = []
     divided = False

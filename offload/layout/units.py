@@ -239,7 +239,7 @@ def parameters_in_fp32(model: nn.Module, wanted: Literal["auto"] | Sequence[str]
     chosen: set[str] = set()
     modules = dict(model.named_modules(remove_duplicate=False))
     first = {id(parameter): name for name, parameter in names.items()}
-    # A tied parameter has several names, of which the first is the unit's.
+    # A tied parameter has several names; the unit uses the first.
     aliases = [(name, first.get(id(parameter))) for name, parameter in model.named_parameters(remove_duplicate=False)]
     unknown = []
     for entry in wanted:
@@ -261,7 +261,7 @@ def listed_in_fp32(model: nn.Module, strict: bool = False, buffers: bool = False
 
     Args:
         model: the model.
-        strict: True for those alone that transformers keeps in fp32 beside bf16 too, and not beside fp16 alone.
+        strict: True for those alone that transformers keeps in fp32 in a bf16 model too, and not in fp16 models alone.
         buffers: True for the names of buffers too.
     """
     matching: set[str] = set()

@@ -1,6 +1,6 @@
 """Weight files of a model's folder, whose tensors are read one by one: safetensors, or else those of torch.save.
 
-Files of `torch.save` (`pytorch_model.bin`) contain a pickle, of which nothing is executed: see
+Files of `torch.save` (`pytorch_model.bin`) contain a pickle, and nothing in it is executed: see
 `offload.fileio.torch_file`.
 """
 
@@ -242,7 +242,7 @@ def _what_is_there(folder: Path) -> str:
 #
 # In such a folder a weight of 4 bits is several tensors: its codes under the weight's name, and below that name scales,
 # the code book, the same of scales that are quantized themselves, and a JSON text in bytes. One of 8 bits is its codes,
-# and the scales of its rows beside them. Codes and scales are paged tensors, whose bytes stay in the files until then:
+# and the scales of its rows. Codes and scales are paged tensors, whose bytes stay in the files until then:
 # code that asks for them before, as DoRA's does, reads them. What is small is read now.
 
 

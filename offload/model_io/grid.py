@@ -303,7 +303,7 @@ class WholeSource:
         self.description: Mapping[str, Any] = describe(whole.layouts, self._mode, 1)
         self.about, self.step = whole.about, step
         self.client_state: Mapping[str, Any] = {}
-        """Each part has its own, of which none is that of the whole."""
+        """Each part has its own, and none describes the whole."""
         self.frozen = all(part.frozen for part in parts)
         self.buffers: Mapping[str, torch.Tensor] = {
             whole.names[part.layout.position, name]: value
@@ -359,7 +359,7 @@ class WholeSource:
 
 
 class _Copy(NamedTuple):
-    """Rows that were read one behind the other, and where they go, `step` bytes apart."""
+    """Rows that were read one after the other, and where they go, `step` bytes apart."""
 
     memory: memoryview
     out: memoryview
@@ -404,7 +404,7 @@ class _Joined:
 def whole_of_checkpoint(checkpoint: Path, queue: Queue) -> WholeSource:
     """Opens all parts of a checkpoint, after their weights have been compared with the checksums.
 
-    They are read twice: pieces of a parameter are not read in the order in which the checksums are.
+    They are read twice: pieces of a parameter are not read in the order of the checksums.
 
     Args:
         checkpoint: Folder of the checkpoint.
@@ -458,7 +458,7 @@ def _compare(part: FoundCheckpoint, queue: Queue) -> None:
 
 
 class _Partitions:
-    """The partitions of one part, each of which its own process reads and sends; implements `PartitionReader`."""
+    """The partitions of one part: the process of each reads and sends it; implements `PartitionReader`."""
 
     def __init__(self, own: Source, processes: Sequence[int]) -> None:
         self._own, self._processes = own, processes

@@ -298,7 +298,7 @@ def name_tensors(model: nn.Module, expected: Mapping[str, Any], stored: Mapping[
     sources: dict[str, Source] = {}
     unexpected: list[str] = []
     groups: dict[str, Conversion] = {}
-    # The order of transformers: experts are stacked in the order in which they are added, 2 before 10.
+    # The order of transformers: experts are stacked in the order that they are added, 2 before 10.
     for key in sorted(stored, key=rules.order):
         name, converter, pattern = rules.rename(key, expected)
         if name not in expected:
@@ -474,7 +474,7 @@ def load_pretrained(
         model_or_class: A class of transformers (`AutoModelForCausalLM`, `LlamaForCausalLM`) or a module. A model of the
             class is built from the folder's config, on the meta device and, as by `from_pretrained`, in evaluation
             mode. A module drops those of its weights that the folder contains.
-        folder: Local folder of the weights, or one safetensors file; a class needs a config beside the file.
+        folder: Local folder of the weights, or one safetensors file; a class needs a config next to the file.
         config: Config that `initialize` will receive; its dtype becomes that of the buffers of a model built here.
         model_config: Config of transformers, in place of the folder's.
         ignore_mismatched_sizes: True to initialize parameters whose shape differs in the folder.

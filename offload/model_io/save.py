@@ -61,7 +61,7 @@ from offload.states import State
 #     <folder>/.offload.partial    files being written, if foreign files in the folder must stay; the new files are
 #                                  moved in one by one
 #     .<folder>.lock               locked during a save; names the saving process. It is `.offload.lock` in the folder
-#                                  if nothing can be made beside the folder
+#                                  if nothing can be made next to the folder
 #
 # Files are moved in one by one in the second case, and if the system cannot exchange folders. Config and index are then
 # deleted first and moved in last, so that a kill between two moves leaves a folder that nobody takes for a model, never
@@ -72,7 +72,7 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\
 _UNIVERSAL = re.compile(r"(fp32|exp_avg|exp_avg_sq|step|optimizer_state|\w+_model_states)\.pt|latest_universal")
 """Files of a universal checkpoint of DeepSpeed."""
 _HEADS = (CONFIG, INDEX, SINGLE, "adapter_config.json")
-"""Files by which loaders find the weights; without them the folder is no model."""
+"""Files that lead loaders to the weights; without them the folder is no model."""
 TOKENIZER = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt "
     "tokenizer.model spiece.model sentencepiece.bpe.model chat_template.jinja chat_template.json"
@@ -100,7 +100,7 @@ def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> It
     """
     make_folder(out.parent)
     with only_save(out, out.name, _lock_of(out)):
-        # The staging folder is beside `out` if `out` can be replaced as a whole, which is atomic; else inside of `out`.
+        # The staging folder is next to `out` if `out` can be replaced as a whole, atomically; else inside of `out`.
         beside = not _is_in_use(out) and (_is_free(out) or (whole and _is_ours(out)))
         partial = out.with_name(f"{out.name}.partial") if beside else out / ".offload.partial"
         with naming_errors(partial, "make"):
@@ -525,7 +525,7 @@ class BlockChunk(NamedTuple):
     stop: int
     """End of the values."""
     shards: tuple[SegmentShard, ...]
-    """Elements of the partitions that contain the blocks, and the padding behind the last block of the parameter."""
+    """Elements of the partitions that contain the blocks, and the padding after the last block of the parameter."""
 
     @property
     def numel(self) -> int:
@@ -621,7 +621,7 @@ def block_nbytes(plan: Plan) -> int:
 
 
 _CHUNK_NUMEL = 1 << 20
-"""Elements read at a time: 2 MiB in 16 bits, 4 MiB in fp32, of which the master of a bf16 weight takes as much."""
+"""Elements read at a time: 2 MiB in 16 bits, 4 MiB in fp32, as the master of a bf16 weight takes."""
 _READS, _WRITES = 12, 12
 """Chunks that are read ahead, and that are written behind: at most 4 MiB each."""
 _GAPS = 64 * KIB
@@ -774,7 +774,7 @@ def arranged(plan: Plan, places: Mapping[str, Place], chunk: Chunk) -> tuple[lis
     """Returns where the parameters of a chunk go in a buffer, and which bytes of the buffer go where in the files.
 
     Parameters that are neighbours in a file become one run. A run begins at a byte of the buffer that differs from its
-    offset in the file by whole pages, as far as `_GAPS` goes; behind that it is written through the page cache. A
+    offset in the file by whole pages, as far as `_GAPS` goes; beyond that it is written through the page cache. A
     parameter that is written under several names has several runs of the same bytes.
 
     Args:
