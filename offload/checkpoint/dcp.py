@@ -242,11 +242,6 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
 def _model(folder: _Folder, optimizer: _Optimizer, where: Path) -> dict[str, _Entry]:
     """Returns the model's tensors by name.
 
-    Args:
-        folder: The entries.
-        optimizer: Those of the optimizer.
-        where: The folder, for messages.
-
     Raises:
         StoreError: If the model cannot be told from other tensors.
     """

@@ -108,7 +108,6 @@ def _part_of(layout: Mapping[str, Any]) -> str:
 
 
 def _grid(parts: Sequence[str]) -> str:
-    """Returns a grid in words."""
     return (
         f"processes with the parts {', '.join(parts)}" if parts else "processes without pipeline or tensor parallelism"
     )

@@ -210,7 +210,6 @@ def look_foreign(folder: Path, states: bool, tied_here: Mapping[str, str]) -> Fo
 
 
 def _layout(name: str, parameter: SavedParameter) -> UnitLayout:
-    """Returns the layout of a unit that is one parameter."""
     return arrange(name, [Segment(name, parameter.shape, 0, parameter.numel, parameter.trainable)], 1)
 
 

@@ -195,7 +195,6 @@ def _fields(mode: Mode, layout: UnitLayout, segment: Segment) -> Mapping[str, St
 
 
 def _names(states: Collection[str]) -> str:
-    """Returns the names of optimizer states for a message."""
     return ", ".join(states) or "none"
 
 

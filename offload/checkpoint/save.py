@@ -315,7 +315,6 @@ def _end(
 
 
 def _manifest(order: SaveRequest, moment: Moment, written: Mapping[str, Sequence[Any]]) -> Manifest:
-    """Returns the manifest of files that were written."""
     now = datetime.now(timezone.utc).isoformat()
     files = {name: Saved(*size_and_sums) for name, size_and_sums in written.items()}
     return Manifest(moment.step, now, order.frozen, moment.layout, moment.about, files)
@@ -349,12 +348,6 @@ def _write_states(
     shards: LocalShards, path: Path, tensors: Mapping[str, Tensor], queue: Queue
 ) -> tuple[int, dict[str, int]]:
     """Writes this rank's file of states.
-
-    Args:
-        shards: This rank's partitions.
-        path: The new file.
-        tensors: Its tensors by name.
-        queue: Queue for the writes.
 
     Returns:
         The size of the file in bytes, and the CRC-32C of each tensor.
@@ -402,14 +395,6 @@ def _write_states(
 def _share(shards: LocalShards, unit: int, state: State, nbytes: int, writer: Writer, name: str) -> int | None:
     """Lets the file system share a partition with the store (reflink).
 
-    Args:
-        shards: This rank's partitions.
-        unit: Index of the unit.
-        state: The state.
-        nbytes: Size of the partition.
-        writer: The file of states.
-        name: Name of the tensor in the file.
-
     Returns:
         The CRC-32C of the partition, or None if it must be copied.
     """
@@ -430,12 +415,6 @@ def _expected(shards: LocalShards, unit: int, state: State, nbytes: int) -> int 
 
 def _compare(shards: LocalShards, chunk: _Chunk, crc: int, path: Path) -> None:
     """Raises an error if the checksum of a partition is not the one with which the store wrote the partition.
-
-    Args:
-        shards: This rank's partitions.
-        chunk: Last chunk of the partition.
-        crc: CRC-32C of the whole partition.
-        path: File that was written, for the message.
 
     Raises:
         IoError: If the swap files are damaged; names the bytes.

@@ -155,7 +155,6 @@ def _rates(value: Any) -> Any:
 
 
 def _is_rate(value: Any) -> bool:
-    """Returns True for a finite number of at least 0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and 0 <= value <= sys.float_info.max
 

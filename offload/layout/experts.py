@@ -154,5 +154,4 @@ def is_parameter_adapter(module: nn.Module) -> bool:
 
 
 def _trains(model: nn.Module, stack: Stack) -> bool:
-    """Returns True if a parameter of the stack trains."""
     return any(model.get_parameter(name).requires_grad for name in stack.parameters)

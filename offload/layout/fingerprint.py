@@ -85,7 +85,6 @@ def store_specs(
 
 
 def _described(segment: Segment) -> dict[str, Any]:
-    """Returns one parameter's segment as JSON."""
     entry = {
         "name": segment.name,
         "shape": list(segment.shape),
@@ -108,7 +107,6 @@ def _described(segment: Segment) -> dict[str, Any]:
 
 
 def _fields(fields: Sequence[StateField]) -> list[list[Any]]:
-    """Returns fields as JSON."""
     return [[field.name, field.kind, list(field.shape)] for field in fields]
 
 

@@ -156,7 +156,6 @@ def _fields(
 
 
 def _describe(field: StateField | None) -> str:
-    """Returns a field in words, for an error message."""
     return "absent" if field is None else f"{field.kind} {list(field.shape)}"
 
 

@@ -170,7 +170,6 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def _of_file(path: Path) -> dict[str, Stored]:
-    """Returns the tensors of one file."""
     try:
         # Taken before the header is read, so that the first read of a tensor notices a change since.
         stamp = Stamp.of(path.stat())

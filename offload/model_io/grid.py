@@ -329,15 +329,7 @@ class WholeSource:
     def _begin(
         self, parameter: WholeParameter, state: State, elements: range, out: memoryview, joined: _Joined
     ) -> None:
-        """Begins to read elements of a parameter from its pieces.
-
-        Args:
-            parameter: The parameter.
-            state: The state.
-            elements: Its elements.
-            out: Receives their bytes.
-            joined: Receives the reads.
-        """
+        """Begins to read elements of a parameter from its pieces."""
         size, widths = self._mode.states[state].itemsize, parameter.widths
         for strip in strips(widths, elements.start, elements.stop):
             piece = parameter.pieces[strip.piece]

@@ -754,6 +754,5 @@ def _tell(info: LoadingInfo, folder: Path) -> None:
 
 
 def _brief(names: Sequence[str]) -> str:
-    """Returns the first few names for a message."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

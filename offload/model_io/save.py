@@ -830,13 +830,6 @@ def _convert(
 ) -> int:
     """Writes the weights of a chunk into `room`, in the dtype of the plan.
 
-    Args:
-        plan: The plan.
-        unit: The chunk's unit.
-        regions: Bytes of each state of the chunk.
-        pieces: The parameters of the chunk.
-        room: Receives the weights.
-
     Returns:
         The number of finite values that became infinite.
     """
@@ -1309,7 +1302,6 @@ def _check_own_dtype(wanted: Any, dtype: torch.dtype, why: str) -> None:
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Writes a tokenizer's files."""
     with naming_errors(folder, "write"):
         tokenizer.save_pretrained(str(folder))
 

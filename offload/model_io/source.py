@@ -145,15 +145,6 @@ class StoreSource:
         """Compares bytes that were read with their checksums, and raises `IoError` if they differ.
 
         Bytes that end within a checksummed range are compared later, together with the rest of the range.
-
-        Args:
-            rank: Rank of the partition.
-            unit: Index of the unit.
-            state: The state.
-            start: First byte within the partition.
-            place: Position of the partition in the file.
-            nbytes: Number of bytes.
-            crc: Their CRC-32C.
         """
         key = (unit, state)
         right, _ = self._passages[rank].compare(key, self._tables[rank][key], start, nbytes, crc)
