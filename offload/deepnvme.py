@@ -122,7 +122,7 @@ class aio_handle:
         return self._threads
 
     def get_alignment(self) -> int:
-        """Returns the alignment in bytes at which buffers bypass the page cache. Unaligned ones work too."""
+        """Returns the alignment in bytes that lets buffers bypass the page cache. Unaligned ones work too."""
         return PAGE
 
     # -- reads and writes ---------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def restore_signals(owner: object) -> None:
 
 
 class _Deferring:
-    """A signal handler that calls `handler` at the next moment at which no change is under way."""
+    """A signal handler that calls `handler` at the next moment without a change under way."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self.handler = handler

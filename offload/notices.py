@@ -13,7 +13,7 @@ from offload.errors import printable
 logger = logging.getLogger("offload.notices")
 
 _LONGEST_LINE = 300
-"""Characters of an exception that other ranks are told."""
+"""Characters of an exception that other ranks receive."""
 
 
 class Remark(str):

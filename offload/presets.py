@@ -26,7 +26,7 @@ _COUNTED = re.compile(r".*(layers|experts)|n_layer")
 """Names of numbers of layers and experts in configs of transformers."""
 _LEAST = {"num_hidden_layers": 0, "n_layer": 0, "hidden_size": 1, "n_embd": 1}
 _CODE = re.compile(r".*(attn|experts)_implementation")
-"""Names of settings whose value may be a repository on the hub, from which transformers takes code and runs it."""
+"""Names of settings whose value may be a repository on the hub: transformers would run its code."""
 
 LLAMA = "LlamaConfig"
 """Class of the config of a Llama."""

@@ -156,7 +156,7 @@ class Inspection:
 
     @property
     def device(self) -> Device:
-        """The device on which the model computes."""
+        """The device that the model computes on."""
         return self._parts.shards.device
 
     @property

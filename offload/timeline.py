@@ -7,7 +7,7 @@
     uploads          a copy of a unit's weights to the device
     downloads        a copy of a gradient to its host buffer
     reads, writes    a request to the drives, from its submission to its end
-    updates          a unit's update, from its first read to the moment at which its weights may be used
+    updates          a unit's update, from its first read to the moment when its weights may be used
     update worker    the work of the thread that updates: kernels, copies, waits for its reads and writes
     commits          a step becomes durable
 
@@ -121,7 +121,7 @@ class Timeline:
         self._begun: dict[tuple[Row, str], int] = {}
         self._full_at: int | None = None
         self._first = sys.maxsize if waits else 0
-        """Moment in nanoseconds of `now` at which recording starts."""
+        """Moment in nanoseconds of `now` when recording starts."""
         self._began = time.time()
         self._written = False
 

@@ -243,7 +243,7 @@ def _model(folder: _Folder, optimizer: _Optimizer, where: Path) -> dict[str, _En
     """Returns the model's tensors by name.
 
     Raises:
-        StoreError: If the model cannot be told from other tensors.
+        StoreError: If the model cannot be distinguished from other tensors.
     """
     # A model's state dict is flat: its tensors have all keys in common but the last, which is the name.
     dicts: dict[_Path, dict[str, _Entry]] = {}
@@ -307,7 +307,7 @@ def read_dcp(where: Path, states: bool) -> SavedContents:
     parameters: dict[str, SavedParameter] = {}
     buffers: dict[str, StoredTensor] = {}
     for name, entry in _model(folder, optimizer, where).items():
-        # Parameters have floats. A buffer of floats is taken for a frozen weight: only a model can tell them apart.
+        # Parameters have floats. A buffer of floats is taken for a frozen weight: only a model can distinguish them.
         if name not in trained and entry.dtype not in _FLOATS:
             buffers[name] = folder.tensor(entry)
             continue

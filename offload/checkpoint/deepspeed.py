@@ -78,7 +78,7 @@ def contents_of(
         buffers=buffers,
         groups=groups,
         moments=moments,
-        # Adam and Lamb keep states of the same names, so that only the config tells them apart.
+        # Adam and Lamb keep states of the same names, so that only the config distinguishes them.
         optimizer=str((config.get("optimizer") or {}).get("type")).lower(),
         counters=SavedCounters(
             global_steps=steps,

@@ -528,5 +528,5 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def _new_latest(checkpoint: Path) -> Path:
-    """Returns the path at which the next `latest` is written."""
+    """Returns the path of the next `latest` while it is written."""
     return checkpoint.with_name(f".{LATEST}.{checkpoint.name}")

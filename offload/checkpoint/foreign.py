@@ -301,7 +301,7 @@ class ForeignStates:
             run: The run; the checkpoint contains it.
             state: The state, whose values are fp32.
             memory: Memory of the state for the whole chunk.
-            start: Element of `memory` at which the run begins.
+            start: Element of `memory` where the run begins.
         """
         source, itemsize = run.saved, torch.float32.itemsize
         assert source is not None

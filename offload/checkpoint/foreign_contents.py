@@ -68,7 +68,7 @@ class SavedContents:
     groups: Sequence[Mapping[str, Any]]
     """Numbers of each group of the optimizer."""
     members: Sequence[Sequence[str]] = ()
-    """Names of the parameters of each group; empty if the checkpoint does not tell."""
+    """Names of the parameters of each group; empty if the checkpoint does not list them."""
     moments: frozenset[str]
     """Names of the optimizer's states, without the count of steps."""
     optimizer: str = ""

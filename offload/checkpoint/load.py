@@ -161,7 +161,7 @@ class SavedStates:
             run: The run; the saved states contain it.
             state: The state. Runs of PACKED and SCALES are counted in values of the state.
             memory: Memory of the state for the whole chunk.
-            start: Element of `memory` at which the run begins.
+            start: Element of `memory` where the run begins.
         """
         source = run.saved
         assert source is not None

@@ -164,7 +164,7 @@ def _check_blocks(checkpoint: FoundCheckpoint, shards: LocalShards, what: str) -
 
 
 def _stored(segment: Segment) -> tuple[object, ...]:
-    """Returns all on which the meaning of a parameter's bytes depends, but their number."""
+    """Returns all that decides the meaning of a parameter's bytes, but their number."""
     return segment.form, segment.inner, segment.kind
 
 

@@ -223,7 +223,7 @@ class CheckpointRestorer:
         Args:
             unit: Index of the unit.
             targets: States that are written.
-            start: Element of the partition at which `share` begins.
+            start: Element of the partition where `share` begins.
             share: Elements of the unit.
             room: Bytes of the buffer.
         """
@@ -264,7 +264,7 @@ class CheckpointRestorer:
         sides: list[dict[State, memoryview]] = []
         here, there = self._shards.mode_of(chunk.unit), self._saved_modes[chunk.unit]
         for states, mode in ((chunk.targets, here), (chunk.sources, there)):
-            # Without a conversion both sides are the same memory, into which the checkpoint's bytes are read directly.
+            # Without a conversion both sides are the same memory, and the checkpoint's bytes are read directly into it.
             if sides and not self._differ(chunk.unit, chunk.targets):
                 sides.append(sides[0])
                 break

@@ -147,7 +147,7 @@ class _Chunk(NamedTuple):
     start: int
     stop: int
     compare: bool
-    """True if the read must be compared: the store has no checksum with which that of the write could be compared."""
+    """True if the read must be compared: the store has no checksum to compare with that of the write."""
 
 
 @contextlib.contextmanager
@@ -407,14 +407,14 @@ def _share(shards: LocalShards, unit: int, state: State, nbytes: int, writer: Wr
 
 
 def _expected(shards: LocalShards, unit: int, state: State, nbytes: int) -> int | None:
-    """Returns the CRC-32C with which the store wrote a partition; None if there is none."""
+    """Returns the CRC-32C of the store's write of a partition; None if there is none."""
     if shards.store is None or not shards.store.keeps(unit, state):
         return None
     return shards.store.sum_of(unit, state, nbytes)
 
 
 def _compare(shards: LocalShards, chunk: _Chunk, crc: int, path: Path) -> None:
-    """Raises an error if the checksum of a partition is not the one with which the store wrote the partition.
+    """Raises an error if the checksum of a partition is not that of the store's write.
 
     Raises:
         IoError: If the swap files are damaged; names the bytes.

@@ -1,9 +1,9 @@
 """The modules whose experts are stacked: each row of their parameters is one expert, and a unit of its own.
 
 transformers 5 stacks the experts of a layer: `gate_up_proj` is (experts, rows, columns), and a forward multiplies by
-`gate_up_proj[expert]`. The decorator with which transformers marks such a class tells it from any other module; its
-forward goes through the experts that tokens visit, one after the other. That loop takes the place of an implementation
-which needs all experts at once only where both are transformers' own: another one may compute something else.
+`gate_up_proj[expert]`. transformers marks such a class by a decorator, which no other module has. Its forward goes
+through the experts that tokens visit, one after the other. That loop takes the place of an implementation which needs
+all experts at once only where both are transformers' own: another one may compute something else.
 """
 
 from __future__ import annotations

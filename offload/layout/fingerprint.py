@@ -111,7 +111,7 @@ def _fields(fields: Sequence[StateField]) -> list[list[Any]]:
 
 
 def described_layouts(description: Mapping[str, Any], part: bool = False) -> tuple[UnitLayout, ...]:
-    """Returns the layouts from which `describe` made `description`.
+    """Returns the layouts that `describe` made `description` from.
 
     Args:
         description: made by `describe`.
@@ -200,7 +200,7 @@ _WHOLE = (
 
 
 def _read(fields: Iterable[Any]) -> tuple[StateField, ...]:
-    """Returns the fields from which `_fields` made JSON."""
+    """Returns the fields that `_fields` made JSON from."""
     states = tuple(StateField(name, kind, tuple(shape)) for name, kind, shape in fields)
     for field in states:
         sizes = all(type(size) is int and 0 <= size < 1 << 48 for size in field.shape)
@@ -288,7 +288,7 @@ def _of_model(model: nn.Module) -> dict[str, Any]:
             tied[name] = first_name
     config: Any = getattr(model, "config", None)
     as_json = json.loads(config.to_json_string()) if hasattr(config, "to_json_string") else None
-    # Among them may be the first name of a parameter: some heads come before the embedding to which they are tied.
+    # Among them may be the first name of a parameter: some heads come before the embedding that they are tied to.
     loader_ties = sorted(_loader_ties(model) & (tied.keys() | set(tied.values())))
     about_it = {
         "class": type(model).__name__,

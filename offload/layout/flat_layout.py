@@ -189,7 +189,7 @@ class Stored(NamedTuple):
     inner: tuple[StateField, ...] = ()
     """Inner tensors; see `offload.layout.frozen`."""
     kind: str = ""
-    """Class of a parameter with inner tensors, and what else tells how its bytes are read."""
+    """Class of a parameter with inner tensors, and what else decides how its bytes are read."""
 
 
 class Segment(NamedTuple):
@@ -227,7 +227,7 @@ class Segment(NamedTuple):
         return self.row * self.value_numel
 
     kind: str = ""
-    """Class of such a parameter, and what else tells how its bytes are read."""
+    """Class of such a parameter, and what else decides how its bytes are read."""
 
     @property
     def value_numel(self) -> int:

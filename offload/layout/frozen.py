@@ -139,7 +139,7 @@ def tensors_of(holder: Any) -> dict[str, torch.Tensor]:
 
 
 def first_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Returns for each inner tensor the first name under which the same memory, or source, stands in the same form."""
+    """Returns for each inner tensor the first name of the same memory, or source, in the same form."""
     seen: dict[tuple[Any, ...], str] = {}
     names: dict[str, str] = {}
     for name, tensor in tensors.items():

@@ -40,7 +40,7 @@ class Mode(NamedTuple):
     moments: tuple[State, ...]
     """States of the optimizer, in the kernel's order of arguments; PACKED if its own code decides which."""
     moment_dtype: torch.dtype = torch.float32
-    """Dtype of the moments: fp32, or bf16 or int8, to which the kernels round stochastically."""
+    """Dtype of the moments: fp32, or bf16 or int8; the kernels round to the latter two stochastically."""
 
     @property
     def name(self) -> str:
@@ -195,7 +195,7 @@ PRECISIONS: dict[str, dict[State, torch.dtype]] = {
 }
 MASTERS: dict[str, dict[State, torch.dtype]] = {
     "fp32": {},
-    # The upper 24 bits of an fp32, to which the kernels round stochastically.
+    # The upper 24 bits of an fp32; the kernels round to them stochastically.
     "bf24": {State.MASTER_LOW_BITS: torch.int8},
 }
 """Forms of the master of a bf16 weight by their names in configs, with what differs from `PRECISIONS`."""

@@ -69,7 +69,7 @@ class Divided(NamedTuple):
     number: int
     """Index of the parameter in its unit."""
     home: int
-    """Rank on which it is stepped."""
+    """Rank that steps it."""
     parts: tuple[Part, ...]
     """The part of each rank that has one, in order."""
 

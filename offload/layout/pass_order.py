@@ -20,7 +20,7 @@ SCHEDULES = ("auto", LAYER_MAJOR, MICRO_BATCH_MAJOR)
 """Values of the key "schedule"."""
 
 _LEAST_BLOCKS = 2
-"""Blocks from which on the order of micro-batches and blocks makes a difference."""
+"""Least number of blocks where the order of micro-batches and blocks makes a difference."""
 _TIED_SHARE = 2
 """Gradients of tied weights may take one part in so many of the free memory; activations need the rest."""
 

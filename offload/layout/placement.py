@@ -72,12 +72,12 @@ class DeviceNeed:
     unit: int
     """Bytes of the largest unit that is paged in and out."""
     weights: int
-    """Bytes with which no unit has to be evicted, within the config's limit. Memory beyond them goes to `totals`."""
+    """Bytes that spare every unit an eviction, within the config's limit. Memory beyond them goes to `totals`."""
     totals: tuple[tuple[int, int], ...] = ()
     """Units whose gradients may accumulate on the device, each with its bytes; those that gain most come first."""
 
     def added(self, nbytes: int) -> tuple[tuple[int, int], ...]:
-        """Returns those of `totals`, taken greedily in order, for which an arena of `nbytes` has room."""
+        """Returns those of `totals`, taken greedily in order, that fit into an arena of `nbytes`."""
         return that_fit(self.totals, nbytes - self.weights)
 
 
@@ -102,7 +102,7 @@ def growth(nbytes: int, need: DeviceNeed, room: DeviceRoom) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArenaHistory:
-    """Facts about an arena and the steps so far, from which its next growth is decided."""
+    """Facts about an arena and the steps so far, which decide its next growth."""
 
     grown: int = 0
     """Bytes of the arena that can be given back."""
@@ -206,7 +206,7 @@ def largest_moving(parts: Partitions, tiers: TierMap) -> int:
 
 
 STAGING_BUFFERS = 3
-"""Host buffers through which gradients leave the device."""
+"""Host buffers that gradients leave the device through."""
 WINDOWS = 3
 """Host buffers of gradients that spill to disk: one is filled while the others are written."""
 CHUNK = 1 << 22
@@ -215,7 +215,7 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Memory and devices of the machine on which states are placed; sizes in bytes."""
+    """Memory and devices of the machine that states are placed on; sizes in bytes."""
 
     free_host: int
     free_device: int
@@ -223,7 +223,7 @@ class Machine:
     host_addressable: bool
     """True if the host can compute on the device's memory."""
     drives: bool
-    """True if the run has a disk to which partitions may be moved."""
+    """True if the run has a disk for partitions that are moved."""
     other_engines: int = 0
     """Bytes of the host budget that other engines of this process take already."""
     device_kernels: bool = False
@@ -236,7 +236,7 @@ class Machine:
 
 
 _DEVICE_UNITS = 3
-"""Units of the largest size for which the device arena has room by default."""
+"""Units of the largest size that the device arena holds by default."""
 _ARENA_SHARE = 0.25
 """Fraction of what `beside_arenas` leaves that the default arena takes at most where the CPU computes."""
 LIBRARIES = 32 * MIB
@@ -611,7 +611,7 @@ class Placement:
             alone: True if there is one rank.
             slots: slots of the store; 0 without one.
         """
-        # With everything in memory an update waits for nothing but the cores on which the forward computes: side by
+        # With everything in memory an update waits for nothing but the cores that the forward computes on: side by
         # side both take longer than one after the other.
         return wanted and not (on_cpu and alone and not slots and not self.on_disk and not self.spilled)
 

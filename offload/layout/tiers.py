@@ -1,4 +1,4 @@
-"""The tier of every partition, to which it returns between uses, decided from sizes alone.
+"""The tier of every partition, where it returns between uses, decided from sizes alone.
 
     as configured ─► exceeds the host budget:  partitions move down to DISK, one at a time
                  └─► budget has room left:     states are promoted to HOST, a fixed set of them
@@ -44,7 +44,7 @@ class Reduction:
     """How several ranks reduce their gradients."""
 
     dtype: torch.dtype
-    """Dtype of the gradients that ranks send each other, or from which they make codes."""
+    """Dtype of the gradients that ranks send each other, or make codes from."""
     wide: bool = True
     """True if gradients of weights that stay in fp32 are sent in fp32, whatever the dtype of others is."""
     exchanges: int = 1
@@ -301,7 +301,7 @@ class Partitions:
 
     @property
     def reduction_nbytes(self) -> int:
-        """Bytes of the device memory through which ranks reduce their gradients; 0 if there is one rank.
+        """Bytes of the device memory that ranks reduce their gradients through; 0 if there is one rank.
 
         Each exchange takes a buffer for what this rank receives of a unit. What it sends is in a bucket, a sum, or
         codes. With several replicas it takes one for the sum of this rank's shard instead.
@@ -313,7 +313,7 @@ class Partitions:
 
     @property
     def collectives_nbytes(self) -> int:
-        """Bytes of the device memory through which ranks reduce gradients and gather weights."""
+        """Bytes of the device memory that ranks reduce gradients and gather weights through."""
         kept = 0 if self.secondary is None else self.secondary.nbytes
         return self.reduction_nbytes + (0 if self.gathers is None else self.gathers.nbytes) + kept
 
@@ -342,7 +342,7 @@ class PlacementRequest:
     states_off_device: float = 1.0
     """Fraction of the states that leaves the device (`ratio`)."""
     cached_weights: int | None = None
-    """Weights on DISK for which HOST has a cache (`max_in_cpu`, `buffer_count` times `buffer_size`)."""
+    """Weights on DISK that HOST caches (`max_in_cpu`, `buffer_count` times `buffer_size`)."""
     small_unit: int = 0
     """Units of at most so many elements stay on the device (`stage3_param_persistence_threshold`)."""
     live: int | None = None
@@ -465,7 +465,7 @@ def configured(parts: Partitions, request: PlacementRequest, weight_itemsize: in
         zip(parts.nbytes, parts.trainable_numel, parts.unit_nbytes, strict=True)
     ):
         small = unit_nbytes <= request.small_unit * weight_itemsize
-        # A unit goes to the side of the ratio on which its middle element is.
+        # A unit goes to its middle element's side of the ratio.
         states = Tier.DEVICE if passed + numel / 2 <= on_device else request.states
         passed += numel
         tiers = dict.fromkeys(row, states)
@@ -508,7 +508,7 @@ def to_add_up(parts: Partitions, tiers: TierMap) -> tuple[tuple[int, int], ...]:
 
 
 def that_fit(totals: Iterable[tuple[int, int]], room: int) -> tuple[tuple[int, int], ...]:
-    """Returns those of `totals`, (unit, bytes) each, for which `room` bytes suffice, taken greedily in order."""
+    """Returns those of `totals`, (unit, bytes) each, that fit into `room` bytes, taken greedily in order."""
     fitting: list[tuple[int, int]] = []
     for unit, nbytes in totals:
         # A unit that does not fit is skipped, because a smaller one after it may.
@@ -536,7 +536,7 @@ _DOWN = (
 def demotions(tiers: TierMap) -> Iterator[TierMap]:
     """Yields `tiers`, then tier maps with one partition more on DISK instead of HOST each time, the last unit's first.
 
-    A second series starts again and keeps gradients in HOST: the windows through which gradients spill may take more
+    A second series starts again and keeps gradients in HOST: the windows of gradients that spill may take more
     memory than the spill saves.
     """
     yield tiers
@@ -551,7 +551,7 @@ def demotions(tiers: TierMap) -> Iterator[TierMap]:
 
 
 def to_promote(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int, State], ...]:
-    """Returns states whose tier is DISK and for which `room` bytes of HOST suffice: of whole units, then of one more.
+    """Returns states whose tier is DISK and that fit into `room` bytes of HOST: of whole units, then of one more.
 
     Greedily, unit by unit. A unit none of whose states is promoted can be updated under the backward
     (`engine.update`), so the small states of the others stay with the large ones.

@@ -153,7 +153,7 @@ def _names(parts: Sequence[tuple[PartLayout, Sequence[str]]]) -> dict[tuple[int,
     short = [(position, name, tied, name.partition(".")[2]) for position, name, tied in own]
     untied = {short_name for *_, tied, short_name in short if not tied}
     counted = [short_name for *_, tied, short_name in short if not (tied and short_name in untied)]
-    # A copy of a tied layer has the name of the first; all other names must tell layers apart.
+    # A copy of a tied layer has the name of the first; all other names must distinguish layers.
     if len(set(counted)) == len(counted):
         return {(p, name): short_name for p, name, tied, short_name in short if not (tied and short_name in untied)}
     return {(position, name): name for position, name, _ in own}
@@ -235,7 +235,7 @@ class Strip(NamedTuple):
     start: int
     stop: int
     at: int
-    """Element of the range of the whole at which the first of them is."""
+    """Position of the first of them in the range of the whole."""
     rows: int
 
 

@@ -153,7 +153,7 @@ class Source(NamedTuple):
 
 
 class Conversion:
-    """Tensors of a folder from which an operation of transformers makes one or several parameters of a model.
+    """Tensors of a folder that an operation of transformers makes one or several parameters of a model from.
 
     One run of the operation makes all results. Those that will be requested stay in memory until then, because
     `initialize` reads one parameter after the other.
@@ -161,7 +161,7 @@ class Conversion:
     Args:
         model: The model.
         converter: Converter of transformers; copied before each use, because it collects tensors.
-        first: The model's name for which the converter was found.
+        first: The model's name that the converter was found for.
         parts: Tensors of the folder, each with the pattern that it matched.
     """
 

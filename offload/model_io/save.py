@@ -1080,7 +1080,7 @@ class EngineSource:
 
 
 class _NotifyingFuture(NamedTuple):
-    """A read in flight on one rank, for which all ranks wait."""
+    """A read in flight on one rank; all ranks wait for it."""
 
     source: EngineSource
     rank: int
