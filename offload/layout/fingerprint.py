@@ -138,7 +138,9 @@ def described_layouts(description: Mapping[str, Any], part: bool = False) -> tup
     layouts = tuple(map(_described_layout, description["units"]))
     _check_geometry(layouts, mode, ranks)
     return tuple(
-        with_kept(layout, {each["name"]: _read(each.get("packed", ())) for each in unit["parameters"]}, ranks)
+        with_kept(
+            layout, {parameter["name"]: _read(parameter.get("packed", ())) for parameter in unit["parameters"]}, ranks
+        )
         for layout, unit in zip(layouts, description["units"], strict=True)
     )
 

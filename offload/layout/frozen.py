@@ -65,10 +65,10 @@ def opaque_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     ids: set[int] = set()
     for module in model.modules():
         own = [parameter for parameter in module.parameters(recurse=False) if not parameter.requires_grad]
-        theirs = {id(weight) for weight in own if is_of_bitsandbytes(weight) or inner_tensors(weight) is not None}
+        opaque_ids = {id(weight) for weight in own if is_of_bitsandbytes(weight) or inner_tensors(weight) is not None}
         # Codes of a plain dtype mean nothing without their scales, whose bits must stay too.
-        codes = any(weight.dtype not in _VALUES for weight in own if id(weight) not in theirs)
-        ids |= {id(weight) for weight in own} if codes else theirs
+        codes = any(weight.dtype not in _VALUES for weight in own if id(weight) not in opaque_ids)
+        ids |= {id(weight) for weight in own} if codes else opaque_ids
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in ids}
 
 

@@ -165,8 +165,8 @@ class Mode(NamedTuple):
         With Adam: 12 in bf16 and fp32, 14 in fp16; with bf16 moments 8, 8 and 10; with int8 moments 6, 6 and 8. A bf24
         master has a byte less.
         """
-        others = (State.PACKED, State.SCALES)
-        return sum(dtype.itemsize for state, dtype in self.states.items() if state not in others)
+        uncounted = (State.PACKED, State.SCALES)
+        return sum(dtype.itemsize for state, dtype in self.states.items() if state not in uncounted)
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -314,8 +314,8 @@ class Partitions:
     @property
     def collectives_nbytes(self) -> int:
         """Bytes of the device memory that ranks reduce gradients and gather weights through."""
-        kept = 0 if self.secondary is None else self.secondary.nbytes
-        return self.reduction_nbytes + (0 if self.gathers is None else self.gathers.nbytes) + kept
+        secondary_nbytes = 0 if self.secondary is None else self.secondary.nbytes
+        return self.reduction_nbytes + (0 if self.gathers is None else self.gathers.nbytes) + secondary_nbytes
 
     @property
     def largest_unit(self) -> int:
