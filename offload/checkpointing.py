@@ -61,7 +61,7 @@ def configure(
             "such a group here"
         )
     block = {} if deepspeed_config is None else _set_keys(load_config(deepspeed_config).activation_checkpointing)
-    given = {
+    options = {
         "partition_activations": partition_activations,
         "contiguous_memory_optimization": contiguous_checkpointing,
         "number_checkpoints": num_checkpoints,
@@ -69,7 +69,7 @@ def configure(
         "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    block |= {key: value for key, value in given.items() if value is not None}
+    block |= {key: value for key, value in options.items() if value is not None}
     _configured, _divided = load_config({"activation_checkpointing": block}).activation_checkpointing, None
 
 

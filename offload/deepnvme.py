@@ -122,7 +122,7 @@ class aio_handle:
         return self._threads
 
     def get_alignment(self) -> int:
-        """Returns the alignment in bytes at which buffers bypass the page cache. Unaligned ones work too."""
+        """Returns the alignment in bytes that lets buffers bypass the page cache. Unaligned ones work too."""
         return PAGE
 
     # -- reads and writes ---------------------------------------------------------------------------
@@ -361,17 +361,17 @@ def _bytes(buffer: Memory) -> memoryview:
 
 def _compare(file: DirectFile, offset: int, expected: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
     """Raises `IoError` if `file` differs from `expected`, (nbytes,) uint8, from byte `offset` on. Closes `file`."""
-    found = np.empty(min(expected.nbytes, _VALIDATE_BYTES), np.uint8)
+    buffer = np.empty(min(expected.nbytes, _VALIDATE_BYTES), np.uint8)
     at = 0
     with file:
         while at < expected.nbytes:
-            part = expected[at : at + found.nbytes]
+            part = expected[at : at + buffer.nbytes]
             try:
-                count = os.preadv(file.descriptors.buffered, [found.data[: part.nbytes]], offset + at)
+                count = os.preadv(file.descriptors.buffered, [buffer.data[: part.nbytes]], offset + at)
             except OSError as error:
                 code = error.errno or errno.EIO
                 raise IoError(file.path, offset, expected.nbytes, code, "validate") from error
-            if count == 0 or not np.array_equal(found[:count], part[:count]):
+            if count == 0 or not np.array_equal(buffer[:count], part[:count]):
                 raise IoError(file.path, offset, expected.nbytes, errno.EBADMSG, "validate")
             at += count
 

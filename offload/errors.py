@@ -46,10 +46,10 @@ def printable(text: str, lines: bool = True) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join(
-        each.encode("unicode_escape").decode()
-        if unicodedata.category(each) in _UNPRINTABLE and not (lines and each in "\n\t")
-        else each
-        for each in text
+        char.encode("unicode_escape").decode()
+        if unicodedata.category(char) in _UNPRINTABLE and not (lines and char in "\n\t")
+        else char
+        for char in text
     )
 
 

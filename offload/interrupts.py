@@ -78,7 +78,7 @@ def defer_signals(owner: object) -> None:
 
 
 def restore_signals(owner: object) -> None:
-    """Restores the handlers that `defer_signals` has wrapped, if there is no owner beside `owner`.
+    """Restores the handlers that `defer_signals` has wrapped, if there is no owner but `owner`.
 
     A handler that was set since stays. On a thread other than the main one all handlers stay.
     """
@@ -91,7 +91,7 @@ def restore_signals(owner: object) -> None:
 
 
 class _Deferring:
-    """A signal handler that calls `handler` at the next moment at which no change is under way."""
+    """A signal handler that calls `handler` at the next moment without a change under way."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self.handler = handler
@@ -166,9 +166,9 @@ def exit_on_next_signal(words: str, *numbers: int) -> Callable[[], None]:
     _thread.start_new_thread(watch, ())
 
     def undo() -> None:
-        others = signal.set_wakeup_fd(-1)
-        if others != writing:
-            signal.set_wakeup_fd(others)
+        current = signal.set_wakeup_fd(-1)
+        if current != writing:
+            signal.set_wakeup_fd(current)
         os.write(writing, b"\0")
         os.close(writing)
 

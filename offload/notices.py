@@ -13,7 +13,7 @@ from offload.errors import printable
 logger = logging.getLogger("offload.notices")
 
 _LONGEST_LINE = 300
-"""Characters of an exception that other ranks are told."""
+"""Characters of an exception that other ranks receive."""
 
 
 class Remark(str):
@@ -28,7 +28,7 @@ def shell_command(*words: object) -> str:
     """Returns a command of `offload` as a shell takes it, with quotes where a path needs them.
 
     Args:
-        words: the words behind `offload`.
+        words: the words after `offload`.
     """
     return shlex.join(["offload", *map(str, words)])
 
@@ -66,12 +66,12 @@ def show(line: str, log: logging.Logger) -> None:
 
 def _silenced(log: logging.Logger) -> bool:
     """Returns True if the user has set a level above INFO for a logger of this library."""
-    each: logging.Logger | None = log
+    ancestor: logging.Logger | None = log
     # The level of the root is the one of all libraries, WARNING by default.
-    while each is not None and each.name != "root":
-        if each.level:
-            return each.level > logging.INFO
-        each = each.parent
+    while ancestor is not None and ancestor.name != "root":
+        if ancestor.level:
+            return ancestor.level > logging.INFO
+        ancestor = ancestor.parent
     return False
 
 

@@ -111,7 +111,7 @@ def has_products_in_bf16(cpuinfo: str, environ: Mapping[str, str]) -> bool:
 
     Args:
         cpuinfo: content of /proc/cpuinfo.
-        environ: the environment, by which a user may keep torch from using them.
+        environ: the environment, where a user may keep torch from using them.
     """
     words = {word.lower() for word in cpuinfo.split()}
     limited = any("avx2" in environ.get(name, "").lower() for name in _ISA_VARIABLES)
@@ -135,8 +135,8 @@ def measure(half: str) -> Rates:
         best, began = [math.inf, math.inf], time.thread_time()
         for _ in range(_ROUNDS):
             # In turns and by the minimum: a disturbance hits both dtypes, and a single disturbance does not decide.
-            for each, work in enumerate(works):
-                best[each] = min(best[each], _seconds(work))
+            for index, work in enumerate(works):
+                best[index] = min(best[index], _seconds(work))
             if time.thread_time() - began > _MAX_SECONDS:
                 break
     finally:
@@ -196,7 +196,7 @@ def _parse_rates(cached: Any) -> Rates | None:
 
 
 def cache_path() -> Path:
-    """Returns the path of the cache, beside that of `offload probe`."""
+    """Returns the path of the cache, next to that of `offload probe`."""
     return cache_file("products")
 
 

@@ -26,7 +26,7 @@ _COUNTED = re.compile(r".*(layers|experts)|n_layer")
 """Names of numbers of layers and experts in configs of transformers."""
 _LEAST = {"num_hidden_layers": 0, "n_layer": 0, "hidden_size": 1, "n_embd": 1}
 _CODE = re.compile(r".*(attn|experts)_implementation")
-"""Names of settings whose value may be a repository on the hub, from which transformers takes code and runs it."""
+"""Names of settings whose value may be a repository on the hub: transformers would run its code."""
 
 LLAMA = "LlamaConfig"
 """Class of the config of a Llama."""
@@ -162,7 +162,7 @@ def _check_values(content: Any) -> None:
     """Raises `ValueError` for values that would run code, or take days, at any depth of a config."""
     for key, value in content.items() if isinstance(content, dict) else ():
         inner = [*value.values()] if isinstance(value, dict) else [value]
-        if _CODE.fullmatch(key) and (named := [each for each in inner if "/" in str(each)]):
+        if _CODE.fullmatch(key) and (named := [item for item in inner if "/" in str(item)]):
             raise ValueError(
                 f'its "{key}" is {named[0]!r:.99}, which transformers would fetch from the hub, and run: remove that '
                 "line; a script that means it gives attn_implementation to load_pretrained"
@@ -171,8 +171,8 @@ def _check_values(content: Any) -> None:
             raise ValueError(f'its "{key}" is {value!s:.99}, expected at most {_MOST_LAYERS}')
         if (least := _LEAST.get(key)) is not None and type(value) is int and value < least:
             raise ValueError(f'its "{key}" is {value!s:.99}, expected at least {least}')
-        for each in value if isinstance(value, list) else [value]:
-            _check_values(each)
+        for item in value if isinstance(value, list) else [value]:
+            _check_values(item)
 
 
 def check_folder(folder: Path) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def check_folder(folder: Path) -> dict[str, Any]:
 
 
 def _merging(folder: str) -> str:
-    """Returns the shell command that writes a model with the adapters of a folder, and its tokenizer, beside it."""
+    """Returns the shell command that writes a model with the adapters of a folder, and its tokenizer, next to it."""
     merged = f"{folder.rstrip(os.sep)}-merged"
     steps = (
         "from peft import AutoPeftModelForCausalLM as Model",
@@ -238,12 +238,14 @@ def quantized_bits(config: Any) -> int | None:
     Args:
         config: a config of transformers, or the content of a config.json.
     """
-    found = config.get("quantization_config") if isinstance(config, dict) else vars(config).get("quantization_config")
-    if found is None:
+    quantization = (
+        config.get("quantization_config") if isinstance(config, dict) else vars(config).get("quantization_config")
+    )
+    if quantization is None:
         return None
-    settings: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
-    given = {4: settings.get("load_in_4bit"), 8: settings.get("load_in_8bit")}
-    bits = settings.get("bits") or next((bits for bits, on in given.items() if on), None)
+    settings: dict[str, Any] = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    flags = {4: settings.get("load_in_4bit"), 8: settings.get("load_in_8bit")}
+    bits = settings.get("bits") or next((bits for bits, on in flags.items() if on), None)
     return bits if isinstance(bits, int) else 8
 
 

@@ -51,7 +51,7 @@ def is_of(function: Any, package: str, *around: str) -> bool:
         package: a dotted name, such as "transformers": that of the innermost function's module begins with it.
         *around: other packages that may define a wrapper, such as "torch" for a function with a compiler disabled.
     """
-    packages = [_package_of(each, (package, *around)) for each in _unwrapped(function)]
+    packages = [_package_of(layer, (package, *around)) for layer in _unwrapped(function)]
     return packages[-1] == package and None not in packages
 
 
@@ -67,7 +67,7 @@ def method_of(module: nn.Module, name: str) -> Any:
 
 
 def described(function: Any) -> str:
-    """Returns a name by which a user finds a function: that of its code, and its place."""
+    """Returns a name that leads a user to a function: that of its code, and its place."""
     inner = getattr(function, "__func__", function)
     if isinstance(inner, functools.partial):
         return described(inner.func)
@@ -77,25 +77,25 @@ def described(function: Any) -> str:
 
 
 def change_of_call(module: nn.Module, name: str) -> str | None:
-    """Returns what runs in a call of a module beside the forward of its class, as a clause; None if nothing does.
+    """Returns what runs in a call of a module besides the forward of its class, as a clause; None if nothing does.
 
     Hooks of this library are left out. Those of others may read or change what goes in and comes out.
 
     Args:
         module: the module.
-        name: the words by which the clause names it.
+        name: the clause's words for it.
     """
-    own = next((each for each in (*_CALLS, "forward") if each in vars(module)), None)
+    own = next((attribute for attribute in (*_CALLS, "forward") if attribute in vars(module)), None)
     if own is not None:
         return f"{name} has a {own} of its own, {described(vars(module)[own])}"
-    changed = next((each for each in _CALLS if not is_of(getattr(type(module), each), "torch")), None)
+    changed = next((attribute for attribute in _CALLS if not is_of(getattr(type(module), attribute), "torch")), None)
     if changed is not None:
         return f"{name} is called by {described(getattr(type(module), changed))}"
     if getattr(module, "_compiled_call_impl", None) is not None:
         return f"{name} is compiled"
-    found = next(foreign_hooks(module), None)
-    if found is not None:
-        kind, hook = found
+    foreign = next(foreign_hooks(module), None)
+    if foreign is not None:
+        kind, hook = foreign
         return f"{name} has the {kind} {described(hook)}"
     everywhere = global_module_hooks()
     if everywhere:
@@ -120,15 +120,15 @@ def mixture_of_tokens(module: nn.Module) -> str | None:
     Args:
         module: the module, whose own forward is known.
     """
-    for path, each in module.named_modules():
+    for path, inner in module.named_modules():
         if not path:
             continue
-        known = type(each) in _TOKENWISE or any(is_class_of(type(each), package) for package in _LIBRARIES)
-        if not known or not any(is_of(type(each).forward, package) for package in ("torch", *_LIBRARIES)):
-            return f"its {path} is a {type(each).__module__}.{type(each).__qualname__}"
-        if "forward" in vars(each):
+        known = type(inner) in _TOKENWISE or any(is_class_of(type(inner), package) for package in _LIBRARIES)
+        if not known or not any(is_of(type(inner).forward, package) for package in ("torch", *_LIBRARIES)):
+            return f"its {path} is a {type(inner).__module__}.{type(inner).__qualname__}"
+        if "forward" in vars(inner):
             return f"its {path} has a forward of its own"
-        if (hook := next(foreign_hooks(each, *_LIBRARIES), None)) is not None:
+        if (hook := next(foreign_hooks(inner, *_LIBRARIES), None)) is not None:
             return f"its {path} has a {hook[0]}"
     return foreign_mode()
 
@@ -161,7 +161,7 @@ def is_causal_lm_loss(function: Any) -> bool:
     parts = (losses.ForCausalLMLoss, losses.fixed_cross_entropy)
     return (
         _unwrapped(function)[-1] is parts[0]
-        and all(is_of(each, "transformers.loss") for each in parts)
+        and all(is_of(part, "transformers.loss") for part in parts)
         and is_of(functional.cross_entropy, "torch.nn.functional")
         and losses.nn is nn
     )
@@ -206,7 +206,7 @@ def _package_of(function: Any, packages: tuple[str, ...]) -> str | None:
         return None
     if getattr(module, "__file__", None) != called.__code__.co_filename:  # code that was given to the function
         return None
-    return next((each for each in packages if _is_below(name, each)), None)
+    return next((package for package in packages if _is_below(name, package)), None)
 
 
 def _is_below(name: str, package: str) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 DEEPEST = 320
-"""Most levels of lists and objects. A state of the user may have 100, each of which takes three levels of JSON.
+"""Most levels of lists and objects. A state of the user may have 100, and each takes three levels of JSON.
 
 Functions that walk through the value in Python recurse so far, too.
 """
@@ -28,7 +28,7 @@ Check = Callable[[Any, str], None]
 
 
 def parse(data: bytes | str) -> Any:
-    """Returns the value of JSON, in which NaN and Infinity may stand, as in configs of models.
+    """Returns the value of JSON that may contain NaN and Infinity, as configs of models do.
 
     Raises:
         ValueError: If `data` is not JSON in UTF-8, or is nested too deeply.
@@ -115,7 +115,7 @@ def flag(value: Any, name: str) -> None:
 
 
 def text(pattern: str = "(?s:.*)", what: str = "a text") -> Check:
-    """Returns a check for a text of which `pattern` matches all; `what` describes such a text."""
+    """Returns a check for a text that `pattern` matches whole; `what` describes such a text."""
     compiled = re.compile(pattern)
 
     def check(value: Any, name: str) -> None:
@@ -141,8 +141,8 @@ def rows(of: Check, least: int = 0, most: int = MOST) -> Check:
     def check(value: Any, name: str) -> None:
         if not isinstance(value, list) or not least <= len(value) <= most:
             raise expected("a list" if (least, most) == (0, MOST) else f"a list of {least} or more", name, value)
-        for index, each in enumerate(value):
-            of(each, f"{name}[{index}]")
+        for index, item in enumerate(value):
+            of(item, f"{name}[{index}]")
 
     return check
 
@@ -153,8 +153,8 @@ def table(of: Check) -> Check:
     def check(value: Any, name: str) -> None:
         if not isinstance(value, dict):
             raise expected("an object", name, value)
-        for key, each in value.items():
-            of(each, f"{name}/{key[:80]}")
+        for key, item in value.items():
+            of(item, f"{name}/{key[:80]}")
 
     return check
 

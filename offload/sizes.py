@@ -27,11 +27,11 @@ def parse_size(text: str | int | float) -> int:
     Raises:
         ConfigError: the text is no size, or the number is too large.
     """
-    found = _SIZE.fullmatch(str(text))
-    if isinstance(text, bool) or found is None or found[2].lower() not in _UNITS:
+    match = _SIZE.fullmatch(str(text))
+    if isinstance(text, bool) or match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f"expected a size such as '16GiB', '800MB' or a number of bytes, got {text!r}")
     try:
-        return int(float(found[1]) * _UNITS[found[2].lower()])
+        return int(float(match[1]) * _UNITS[match[2].lower()])
     except OverflowError as error:
         raise ConfigError(f"{text!r} is too large a number of bytes; give a smaller size") from error
 
@@ -79,7 +79,7 @@ def count_of(number: int, one: str, more: str = "") -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Returns seconds in the largest unit of which there are at least two: 475200 -> '5.5 days'."""
+    """Returns seconds in the largest unit that fits twice: 475200 -> '5.5 days'."""
     for unit, length in (("years", 365.25 * 86400), ("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"

@@ -156,7 +156,7 @@ class Inspection:
 
     @property
     def device(self) -> Device:
-        """The device on which the model computes."""
+        """The device that the model computes on."""
         return self._parts.shards.device
 
     @property
@@ -303,7 +303,7 @@ class Inspection:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The dtype in which gradients wait for the update."""
+        """The dtype of gradients that wait for the update."""
         return self._parts.gradients.dtype
 
     def gradients_stay(self, unit: int) -> bool:

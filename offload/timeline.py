@@ -7,7 +7,7 @@
     uploads          a copy of a unit's weights to the device
     downloads        a copy of a gradient to its host buffer
     reads, writes    a request to the drives, from its submission to its end
-    updates          a unit's update, from its first read to the moment at which its weights may be used
+    updates          a unit's update, from its first read to the moment when its weights may be used
     update worker    the work of the thread that updates: kernels, copies, waits for its reads and writes
     commits          a step becomes durable
 
@@ -63,14 +63,14 @@ class Row(enum.Enum):
 
 
 _NESTED = (Row.COMPUTE, Row.WAITS, Row.RANKS, Row.WORKER, Row.COMMITS)
-"""Rows in which a span may contain another."""
+"""Rows whose spans may contain others."""
 _ORDER = {row: index for index, row in enumerate(Row, 1)}
 _TIDS = 1000
 """Thread numbers that are reserved for each row in the file."""
 
 
 class Phase(enum.Enum):
-    """Phases of a step in which the model itself computes, and the evaluation forward, which belongs to no step."""
+    """Phases of a step that the model itself computes in, and the evaluation forward, which belongs to no step."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -121,7 +121,7 @@ class Timeline:
         self._begun: dict[tuple[Row, str], int] = {}
         self._full_at: int | None = None
         self._first = sys.maxsize if waits else 0
-        """Moment in nanoseconds of `now` at which recording starts."""
+        """Moment in nanoseconds of `now` when recording starts."""
         self._began = time.time()
         self._written = False
 
@@ -220,12 +220,12 @@ class Timeline:
         # A copy: a daemon thread may still record while the file is written.
         spans = list(self._spans)
         for row in Row:
-            mine = [span for span in spans if span.row is row]
+            row_spans = [span for span in spans if span.row is row]
             # A thread that waits for one change is woken by other changes too; the file shows one wait.
             if row is Row.WAITS:
-                mine = _joined(mine)
+                row_spans = _joined(row_spans)
             seen = -1
-            for lane, span in _lanes(mine, row in _NESTED):
+            for lane, span in _lanes(row_spans, row in _NESTED):
                 # Viewers draw overlapping spans of one thread wrongly, hence a thread number for each lane.
                 tid = _ORDER[row] * _TIDS + min(lane, _TIDS - 1)
                 if lane > seen:
@@ -359,7 +359,7 @@ def _open(path: Path) -> Any:
 def _joined(spans: Iterable[Span]) -> list[Span]:
     """Returns the spans sorted by start, with consecutive spans of the same wait merged."""
     joined: list[Span] = []
-    for span in sorted(spans, key=lambda each: (each.start, -each.end)):
+    for span in sorted(spans, key=lambda item: (item.start, -item.end)):
         last = joined[-1] if joined else None
         if last is not None and last.name == span.name and 0 <= span.start - last.end < _SAME_WAIT:
             joined[-1] = last._replace(end=span.end)
@@ -372,7 +372,7 @@ def _lanes(spans: Iterable[Span], nested: bool) -> Iterator[tuple[int, Span]]:
     """Yields each span with the first lane whose spans do not overlap it or, if `nested`, all contain it."""
     lanes: list[list[int]] = []  # ends of the open spans of each lane, outermost first
     # Sorted by start, a longer span first, so that an outer span comes before those inside.
-    for span in sorted(spans, key=lambda each: (each.start, -each.end)):
+    for span in sorted(spans, key=lambda item: (item.start, -item.end)):
         for ends in lanes:
             while ends and ends[-1] <= span.start:
                 ends.pop()

@@ -5,7 +5,7 @@ __<rank>_<i>.distcp      chunks and other values, each as `torch.save` writes it
 
 An entry has the path of keys that led to it in the state dict that was saved. Users choose the outer keys, so that
 model and optimizer are known by what they contain: states of the optimizer are at (…, "state", parameter, state), or at
-(…, "state.<parameter>.<state>") of a flattened optimizer; the model is the dict in which these parameters are.
+(…, "state.<parameter>.<state>") of a flattened optimizer; the model is the dict that contains these parameters.
 """
 
 from __future__ import annotations
@@ -92,17 +92,17 @@ class _Folder:
         """Returns a small value: numbers, strings and containers of them; a tensor is read."""
         if not entry.is_tensor:
             return self._read(entry.name, None)
-        (chunk,) = (each for each in self._chunks(entry) if 0 not in each.state["sizes"])
+        (chunk,) = (candidate for candidate in self._chunks(entry) if 0 not in candidate.state["sizes"])
         tensor = self._read(entry.name, chunk.state["offsets"])
         return tensor.read() if isinstance(tensor, StoredTensor) else tensor
 
     def tensor(self, entry: _Entry) -> StoredTensor:
         """Returns a tensor that is saved in one piece."""
         (chunk,) = self._chunks(entry)
-        found = self._read(entry.name, chunk.state["offsets"])
-        if not isinstance(found, StoredTensor):
+        value = self._read(entry.name, chunk.state["offsets"])
+        if not isinstance(value, StoredTensor):
             raise ValueError(f"{entry.name} is no tensor")
-        return found
+        return value
 
     def fragments(self, entry: _Entry) -> list[Any]:
         """Returns a tensor as fragments in the order of its elements.
@@ -110,7 +110,7 @@ class _Folder:
         Raises:
             StoreError: If chunks are missing, overlap, or are not stored as values one after the other.
         """
-        found = []
+        placed = []
         shape = self.shape(entry)
         for chunk in self._chunks(entry):
             offsets, sizes = shape_of(chunk.state["offsets"]), shape_of(chunk.state["sizes"])
@@ -124,27 +124,27 @@ class _Folder:
                 raise StoreError(f"{what} has a chunk of {all_of_it.numel} elements, expected {math.prod(sizes)}")
             numel, starts = _runs(shape, offsets, sizes)
             for number, start in enumerate(starts):
-                found.append((start, fragment(tensor, number * numel, numel, what)))
+                placed.append((start, fragment(tensor, number * numel, numel, what)))
         # The ranks' chunks come in any order, those of columns one run from each.
-        found.sort(key=lambda each: each[0])
+        placed.sort(key=lambda pair: pair[0])
         position = 0
-        for start, part in found:
+        for start, part in placed:
             if start != position:
                 raise StoreError(
                     f"{self._folder} lacks elements of {entry.name}, or has them twice, at element {position}: files "
                     "of ranks are missing, or are of different saves"
                 )
             position += part.numel
-        return [part for _, part in found]
+        return [part for _, part in placed]
 
     def shape(self, entry: _Entry) -> tuple[int, ...]:
         """Returns the shape of a tensor."""
         return shape_of(entry.about.state["size"])
 
     def _chunks(self, entry: _Entry) -> Sequence[Record]:
-        """Returns what the metadata says of the chunks of a tensor."""
-        found: Sequence[Record] = entry.about.state["chunks"]
-        return found
+        """Returns the metadata of a tensor's chunks."""
+        chunks: Sequence[Record] = entry.about.state["chunks"]
+        return chunks
 
     def _read(self, name: str, offsets: Any) -> Any:
         """Returns the value at the given offsets of an entry, without the bytes of a tensor."""
@@ -228,9 +228,9 @@ def _optimizer(folder: _Folder) -> _Optimizer:
     for name, group in groups.items():
         if _MEMBERS not in group:
             flat.setdefault(repr(sorted(group.items())), {**group, _MEMBERS: []})[_MEMBERS].append(name)
-    found = listed or list(flat.values())
-    members = [list(map(str, group[_MEMBERS])) for group in found]
-    return _Optimizer(states, [_numbers(group) for group in found], members, frozenset(names))
+    listed_groups = listed or list(flat.values())
+    members = [list(map(str, group[_MEMBERS])) for group in listed_groups]
+    return _Optimizer(states, [_numbers(group) for group in listed_groups], members, frozenset(names))
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,13 +242,8 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
 def _model(folder: _Folder, optimizer: _Optimizer, where: Path) -> dict[str, _Entry]:
     """Returns the model's tensors by name.
 
-    Args:
-        folder: The entries.
-        optimizer: Those of the optimizer.
-        where: The folder, for messages.
-
     Raises:
-        StoreError: If the model cannot be told from other tensors.
+        StoreError: If the model cannot be distinguished from other tensors.
     """
     # A model's state dict is flat: its tensors have all keys in common but the last, which is the name.
     dicts: dict[_Path, dict[str, _Entry]] = {}
@@ -256,8 +251,8 @@ def _model(folder: _Folder, optimizer: _Optimizer, where: Path) -> dict[str, _En
         if entry.is_tensor and entry.name not in optimizer.names:
             dicts.setdefault(entry.path[:-1], {})[str(entry.path[-1])] = entry
     trained = optimizer.trained
-    fitting = {path: found for path, found in dicts.items() if trained <= found.keys()}
-    named = {path: found for path, found in fitting.items() if path and path[-1] in _MODELS}
+    fitting = {path: members for path, members in dicts.items() if trained <= members.keys()}
+    named = {path: members for path, members in fitting.items() if path and path[-1] in _MODELS}
     for choice in (fitting, named):
         if len(choice) == 1:
             return next(iter(choice.values()))
@@ -270,27 +265,27 @@ def _model(folder: _Folder, optimizer: _Optimizer, where: Path) -> dict[str, _En
 
 def _others(folder: _Folder, taken: Collection[str]) -> dict[str, Any]:
     """Returns the values that are neither tensors nor the optimizer's, as the nested dict that was saved."""
-    found: dict[Any, Any] = {}
+    nested: dict[Any, Any] = {}
     for entry in folder.entries:
         if not entry.is_tensor and entry.name not in taken:
-            inner = found
+            inner = nested
             for key in entry.path[:-1]:
                 inner = inner.setdefault(key, {})
             inner[entry.path[-1]] = folder.value(entry)
-    return {key: _lists(value) for key, value in found.items()}
+    return {key: _lists(value) for key, value in nested.items()}
 
 
 def _lists(value: Any) -> Any:
     """Returns a value with lists for the dicts whose keys count up from zero."""
     if not isinstance(value, dict):
         return value
-    inner = {key: _lists(each) for key, each in value.items()}
+    inner = {key: _lists(item) for key, item in value.items()}
     return list(inner.values()) if inner and list(inner) == list(range(len(inner))) else inner
 
 
-def _steps(folder: _Folder, kept: Mapping[str, _Entry]) -> int:
+def _steps(folder: _Folder, states: Mapping[str, _Entry]) -> int:
     """Returns the number of updates of a parameter; 1 if it has states and no count, as with momentum."""
-    return int(folder.value(kept["step"])) if "step" in kept else int(bool(kept))
+    return int(folder.value(states["step"])) if "step" in states else int(bool(states))
 
 
 # -- reading ------------------------------------------------------------------------------------------
@@ -312,24 +307,24 @@ def read_dcp(where: Path, states: bool) -> SavedContents:
     parameters: dict[str, SavedParameter] = {}
     buffers: dict[str, StoredTensor] = {}
     for name, entry in _model(folder, optimizer, where).items():
-        # Parameters have floats. A buffer of floats is taken for a frozen weight: only a model can tell them apart.
+        # Parameters have floats. A buffer of floats is taken for a frozen weight: only a model can distinguish them.
         if name not in trained and entry.dtype not in _FLOATS:
             buffers[name] = folder.tensor(entry)
             continue
-        kept = optimizer.states.get(name, {})
+        saved_states = optimizer.states.get(name, {})
         entries = {State.WEIGHT: entry} | {
-            state: kept[state.value] for state in State if states and state.value in kept
+            state: saved_states[state.value] for state in State if states and state.value in saved_states
         }
-        parts = {state: folder.fragments(each) for state, each in entries.items()}
+        parts = {state: folder.fragments(part) for state, part in entries.items()}
         # Without an optimizer nothing says what trained.
         trainable = name in trained or not trained
-        parameters[name] = SavedParameter(folder.shape(entry), trainable, parts, _steps(folder, kept))
+        parameters[name] = SavedParameter(folder.shape(entry), trainable, parts, _steps(folder, saved_states))
     check_whole(parameters, where)
-    others = _others(folder, optimizer.names)
+    client_state = _others(folder, optimizer.names)
     # The user's values are in one dict with the schedule, under the name that most scripts give it.
-    schedule = next((others.pop(name) for name in _SCHEDULES if name in others), None)
+    schedule = next((client_state.pop(name) for name in _SCHEDULES if name in client_state), None)
     # DCP counts no steps of the run: each parameter has been updated in all of them, or began later.
-    steps = max((each.steps for each in parameters.values()), default=0)
+    steps = max((parameter.steps for parameter in parameters.values()), default=0)
     return SavedContents(
         program=DCP,
         parameters=parameters,
@@ -337,8 +332,10 @@ def read_dcp(where: Path, states: bool) -> SavedContents:
         buffers=buffers,
         groups=optimizer.groups,
         members=optimizer.members,
-        moments=frozenset(state for kept in optimizer.states.values() for state in kept if state != "step"),
+        moments=frozenset(
+            state for entry_states in optimizer.states.values() for state in entry_states if state != "step"
+        ),
         counters=SavedCounters(global_steps=steps, skipped_steps=0, micro_steps=steps, global_samples=0),
         scheduler=schedule,
-        theirs=others,
+        theirs=client_state,
     )

@@ -4,8 +4,8 @@
     zero_pp_rank_<r>_mp_rank_00_model_states.pt       stage 3: the same of each rank, with its part of frozen weights
     [bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt    masters and moments of rank r, in flat tensors
 
-In stages 1 and 2 a group of parameters is one flat tensor that is cut at any element, and a table says what each rank
-has of it. In stage 3 each parameter is cut into equal parts, the last of which are padded.
+In stages 1 and 2 a group of parameters is one flat tensor that is cut at any element, and a table lists each rank's
+part. In stage 3 each parameter is cut into equal parts, the last ones padded.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def contents_of(
         buffers=buffers,
         groups=groups,
         moments=moments,
-        # Adam and Lamb keep states of the same names, so that only the config tells them apart.
+        # Adam and Lamb keep states of the same names, so that only the config distinguishes them.
         optimizer=str((config.get("optimizer") or {}).get("type")).lower(),
         counters=SavedCounters(
             global_steps=steps,
@@ -96,15 +96,15 @@ def contents_of(
 
 def _loss_scale(scaler: Any) -> dict[str, Any] | None:
     """Returns the state of a dynamic loss scale as `LossScaler.state` does; None for a fixed one, or none."""
-    found = attributes(scaler)
+    fields = attributes(scaler)
     # A fixed scale is the config's in both programs.
-    if not found.get("dynamic") or "cur_iter" not in found:
+    if not fields.get("dynamic") or "cur_iter" not in fields:
         return None
     return {
-        "scale": float(found["cur_scale"]),
-        "steps": int(found["cur_iter"]),
-        "overflowed_at": int(found["last_overflow_iter"]),
-        "patience": int(found["cur_hysteresis"]),
+        "scale": float(fields["cur_scale"]),
+        "steps": int(fields["cur_iter"]),
+        "overflowed_at": int(fields["last_overflow_iter"]),
+        "patience": int(fields["cur_hysteresis"]),
     }
 
 
@@ -117,7 +117,7 @@ _PIPELINE, _EXPERTS = re.compile(r"layer_\d+-model_.*"), re.compile(r".*(expert_
 _NAMED = 32
 """Most ranks in a line."""
 OFFLOADED = "offloaded_tensors"
-"""Folder of the swap files that DeepSpeed copies beside its own files."""
+"""Folder of the swap files that DeepSpeed copies next to its own files."""
 
 
 def is_zero(folder: Path) -> bool:
@@ -133,8 +133,8 @@ def model_files(folder: Path) -> dict[int, Path]:
     """
     names = sorted(path.name for path in folder.iterdir())
     _refuse_parallel(folder, names)
-    found = (_MODEL.fullmatch(name) for name in names)
-    return {int(match[1] or 0): folder / match[0] for match in found if match}
+    matches = (_MODEL.fullmatch(name) for name in names)
+    return {int(match[1] or 0): folder / match[0] for match in matches if match}
 
 
 def read_zero(folder: Path, states: bool) -> SavedContents:
@@ -148,8 +148,8 @@ def read_zero(folder: Path, states: bool) -> SavedContents:
         StoreError: If files are missing or damaged, or the checkpoint is of a kind that is not supported.
     """
     models = model_files(folder)
-    found = (_OPTIMIZER.fullmatch(path.name) for path in folder.iterdir())
-    files = {int(match[1]): folder / match[0] for match in found if match}
+    matches = (_OPTIMIZER.fullmatch(path.name) for path in folder.iterdir())
+    files = {int(match[1]): folder / match[0] for match in matches if match}
     model = read_torch_file(models[min(models)])
     if not files:
         raise StoreError(
@@ -189,11 +189,11 @@ def buffers_of(model: Mapping[str, Any]) -> dict[str, StoredTensor]:
 
 def _refuse_parallel(folder: Path, names: Sequence[str]) -> None:
     """Raises `StoreError` for checkpoints of pipelines, of tensor parallelism and of experts over ranks."""
-    others = [match[2] for pattern in (_OPTIMIZER, _MODEL) for match in map(pattern.fullmatch, names) if match]
+    ranks = [match[2] for pattern in (_OPTIMIZER, _MODEL) for match in map(pattern.fullmatch, names) if match]
     kinds = {
         "pipeline parallelism": any(map(_PIPELINE.fullmatch, names)),
         "experts divided among ranks": any(map(_EXPERTS.fullmatch, names)),
-        "tensor parallelism": any(int(rank) for rank in others),
+        "tensor parallelism": any(int(rank) for rank in ranks),
     }
     for kind, there in kinds.items():
         if there:
@@ -251,11 +251,11 @@ def _stages_1_and_2(
     for rank, saved in enumerate(ranks):
         base = saved["base_optimizer_state"]
         for group, mapping in enumerate(saved["param_slice_mappings"]):
-            kept = base["state"].get(group, {})
+            group_state = base["state"].get(group, {})
             # FusedAdam counts the steps of a group, torch's optimizers those of each tensor.
-            count = count_of_steps(kept.get("step"), count_of_steps(base["param_groups"][group].get("step")))
+            count = count_of_steps(group_state.get("step"), count_of_steps(base["param_groups"][group].get("step")))
             flat = {State.WEIGHT: saved["single_partition_of_fp32_groups"][group]}
-            flat |= _moments(kept) if states else {}
+            flat |= _moments(group_state) if states else {}
             # The table has the place in this rank's tensor. That in the parameter follows from the ranks before.
             for name, place in mapping.items():
                 start, numel = (int(attributes(place)[key]) for key in ("start", "numel"))
@@ -266,10 +266,10 @@ def _stages_1_and_2(
     return {name: SavedParameter(shape, True, parts[name], steps[name]) for name, shape in shapes.items()}
 
 
-def _moments(kept: Mapping[str, Any]) -> dict[State, Any]:
+def _moments(group_state: Mapping[str, Any]) -> dict[State, Any]:
     """Returns the moments among the states of an optimizer, by state."""
     known = {state.value: state for state in State}
-    return {known[key]: value for key, value in kept.items() if key in known}
+    return {known[key]: value for key, value in group_state.items() if key in known}
 
 
 def _frozen_2(model: Mapping[str, Any], trained: Mapping[str, SavedParameter]) -> Iterator[tuple[str, SavedParameter]]:
@@ -293,14 +293,14 @@ def _stage_3(
             'them: load it in DeepSpeed with "offload_optimizer": {"device": "cpu"} and save it again, or load the '
             "weights from save_16bit_model"
         )
-    found: dict[str, SavedParameter] = {}
+    parameters: dict[str, SavedParameter] = {}
     for group, shapes in enumerate(model["param_shapes"]):
-        kept = [saved["optimizer_state_dict"]["state"].get(group, {}) for saved in ranks]
+        rank_states = [saved["optimizer_state_dict"]["state"].get(group, {}) for saved in ranks]
         flats = [
-            {State.WEIGHT: saved["fp32_flat_groups"][group], **(_moments(each) if states else {})}
-            for saved, each in zip(ranks, kept, strict=True)
+            {State.WEIGHT: saved["fp32_flat_groups"][group], **(_moments(rank_state) if states else {})}
+            for saved, rank_state in zip(ranks, rank_states, strict=True)
         ]
-        steps, start = count_of_steps(kept[0].get("step")), 0
+        steps, start = count_of_steps(rank_states[0].get("step")), 0
         for name, shape in shapes.items():
             parameter = SavedParameter(shape_of(shape), True, {state: [] for state in flats[0]}, steps)
             part = -(-parameter.numel // len(ranks))
@@ -310,13 +310,12 @@ def _stage_3(
                 for state, parts in parameter.states.items():
                     what = f"{state.value} of rank {rank} in {folder}"
                     parts.append(fragment(flat[state], start, numel, what))
-            found[name] = parameter
+            parameters[name] = parameter
             start += part
-    return found
+    return parameters
 
 
 def _has_frozen(model: Mapping[str, Any]) -> bool:
-    """Returns whether model states contain frozen parameters."""
     return bool(model.get("frozen_param_shapes"))
 
 
@@ -326,8 +325,10 @@ def _frozen_3(model: Mapping[str, Any], models: Sequence[Mapping[str, Any]]) -> 
         parameter = SavedParameter(shape_of(shape), False, {})
         part = -(-parameter.numel // len(models))
         parts = [
-            fragment(each["frozen_param_fragments"][name], 0, max(0, min(part, parameter.numel - rank * part)), name)
-            for rank, each in enumerate(models)
+            fragment(
+                rank_model["frozen_param_fragments"][name], 0, max(0, min(part, parameter.numel - rank * part)), name
+            )
+            for rank, rank_model in enumerate(models)
         ]
         yield name, parameter._replace(states={State.WEIGHT: parts})
 
@@ -370,16 +371,16 @@ def read_universal(folder: Path, states: bool) -> SavedContents:
         )
     model = read_torch_file(models[min(models)])
     optimizer = read_torch_file(folder / PARAMETERS / OPTIMIZER_STATE)
-    # Stage 3 counts the steps once for all parameters, stages 1 and 2 beside each of them.
+    # Stage 3 counts the steps once for all parameters, stages 1 and 2 for each of them.
     inner = optimizer.get("optimizer_state_dict") or {}
     steps = count_of_steps(inner.get("state", {}).get(0, {}).get("step"))
     shapes = {name: shape_of(shape) for group in model.get("param_shapes") or () for name, shape in group.items()}
     buffers = buffers_of(model)
     parameters = {
-        each.name: _parameter(each, shapes, states, steps)
-        for each in sorted((folder / PARAMETERS).iterdir())
+        path.name: _parameter(path, shapes, states, steps)
+        for path in sorted((folder / PARAMETERS).iterdir())
         # DeepSpeed writes the buffers of stages 1 and 2 there too, as if they were weights.
-        if each.is_dir() and each.name not in buffers
+        if path.is_dir() and path.name not in buffers
     }
     # The tied names have files of their own where DeepSpeed took them from the model's state dict.
     tied = {name: first for name, first in (model.get("shared_params") or {}).items() if first in parameters}
@@ -387,12 +388,14 @@ def read_universal(folder: Path, states: bool) -> SavedContents:
     if lost:
         raise StoreError(f"{folder} contains no folder {PARAMETERS}/{lost[0]}: fetch all files of the checkpoint")
     check_whole(parameters, folder)
-    moments = {state.value for each in parameters.values() for state in each.states if state is not State.WEIGHT}
+    moments = {
+        state.value for parameter in parameters.values() for state in parameter.states if state is not State.WEIGHT
+    }
     _check_states(folder, parameters, moments)
     return contents_of(
         model,
         optimizer.get("loss_scaler"),
-        parameters={name: each for name, each in parameters.items() if name not in tied},
+        parameters={name: parameter for name, parameter in parameters.items() if name not in tied},
         tied=tied,
         buffers=buffers,
         groups=optimizer["param_groups"],
@@ -402,8 +405,8 @@ def read_universal(folder: Path, states: bool) -> SavedContents:
 
 def _check_states(folder: Path, parameters: Mapping[str, SavedParameter], moments: Set[str]) -> None:
     """Raises `StoreError` if a parameter has some of the moments, and not all: one without a gradient has none."""
-    for name, each in parameters.items():
-        own = {state.value for state in each.states if state is not State.WEIGHT}
+    for name, parameter in parameters.items():
+        own = {state.value for state in parameter.states if state is not State.WEIGHT}
         if own and (lost := sorted(moments - own)):
             raise StoreError(
                 f"{folder / PARAMETERS / name} contains no {lost[0]}.pt: fetch all files of the checkpoint"
@@ -437,7 +440,7 @@ def _tensors(folder: Path, states: bool) -> Iterator[tuple[State, Any]]:
     for name, state in _STATES.items():
         path = folder / f"{name}.pt"
         if (states or state is State.WEIGHT) and path.is_file():
-            found = read_torch_file(path)
+            content = read_torch_file(path)
             # Stage 3 saves the tensor itself, the others a dict with facts about tensor parallelism.
-            tensor = found if isinstance(found, StoredTensor) else found[_ENTRY]
+            tensor = content if isinstance(content, StoredTensor) else content[_ENTRY]
             yield state, tensor

@@ -108,7 +108,6 @@ def _part_of(layout: Mapping[str, Any]) -> str:
 
 
 def _grid(parts: Sequence[str]) -> str:
-    """Returns a grid in words."""
     return (
         f"processes with the parts {', '.join(parts)}" if parts else "processes without pipeline or tensor parallelism"
     )
@@ -128,9 +127,11 @@ def counted_units(described: Mapping[str, Any], layouts: Sequence[UnitLayout], w
     units = []
     for unit, content in enumerate(described["units"]):
         # Of a parameter that is divided each part counts its own.
-        kept = [each for position, each in enumerate(content["parameters"]) if (unit, position) not in elsewhere]
-        units.append({"name": content["name"], "parameters": kept})
-    return [each for each in units if each["parameters"]]
+        parameters = [
+            parameter for position, parameter in enumerate(content["parameters"]) if (unit, position) not in elsewhere
+        ]
+        units.append({"name": content["name"], "parameters": parameters})
+    return [entry for entry in units if entry["parameters"]]
 
 
 # -- folders ------------------------------------------------------------------------------------------
@@ -138,14 +139,14 @@ def counted_units(described: Mapping[str, Any], layouts: Sequence[UnitLayout], w
 
 def strangers(folder: Path) -> list[str]:
     """Returns the names in a folder that are not files of a checkpoint, or of its parts."""
-    found = []
+    names = []
     with os.scandir(folder) as entries:
         for entry in entries:
             if PART.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                found += [f"{entry.name}/{name}" for name in strangers(Path(entry.path))]
+                names += [f"{entry.name}/{name}" for name in strangers(Path(entry.path))]
             elif not _FILES.fullmatch(entry.name) or not entry.is_file(follow_symlinks=False):
-                found.append(entry.name)
-    return sorted(found)
+                names.append(entry.name)
+    return sorted(names)
 
 
 def delete(folder: Path, depth: int = 1) -> None:
@@ -196,7 +197,7 @@ _TRIES = 20
 
 def holds_run(folder: Path) -> bool:
     """Returns True if ranks of a run have their swap files in `folder`, not checkpoints with tags such as "rank0"."""
-    return any(is_rank(each) and not is_checkpoint(each) for each in folder.glob("rank*"))
+    return any(is_rank(path) and not is_checkpoint(path) for path in folder.glob("rank*"))
 
 
 @contextlib.contextmanager
@@ -215,24 +216,24 @@ def only_save(folder: Path, tag: str, lock: Path | None = None) -> Iterator[None
     path = folder / LOCK if lock is None else lock
     with naming_errors(path, "lock"):
         try:
-            held = DirLock(path, f" ({tag})", mode=0o666, tries=_TRIES)
+            folder_lock = DirLock(path, f" ({tag})", mode=0o666, tries=_TRIES)
         except LockHeldError as error:
             raise StoreError(
                 f"{error.holder} is saving into {folder}: save again when that save has ended, or give each run a "
                 "folder of its own"
             ) from None
     # Some network file systems have no locks. A warning is better than no save at all.
-    if held.refused is not None:
+    if folder_lock.refused is not None:
         logger.warning(
             "%s cannot be locked (%s): make sure that no other process saves into %s now",
             path,
-            held.refused.strerror,
+            folder_lock.refused.strerror,
             folder,
         )
     try:
         yield
     finally:
-        held.remove()
+        folder_lock.remove()
 
 
 def saver(folder: Path) -> str | None:
@@ -325,9 +326,9 @@ def check_free(checkpoint: Path, latest: bool) -> None:
             raise StoreError(
                 f"{checkpoint} exists and is not a checkpoint of offload: choose another tag, or remove that path"
             )
-        if others := strangers(checkpoint):
+        if foreign := strangers(checkpoint):
             raise StoreError(
-                f"{checkpoint} would be replaced, but {', '.join(others)} in it does not belong to a checkpoint: move "
+                f"{checkpoint} would be replaced, but {', '.join(foreign)} in it does not belong to a checkpoint: move "
                 "that out, or choose another tag"
             )
     for path in (aside(checkpoint, "partial"), aside(checkpoint, "old"), aside(checkpoint, "removed")):
@@ -378,7 +379,7 @@ def make_folder(folder: Path) -> None:
 
 
 def begin_folder(checkpoint: Path, latest: bool = True) -> Path:
-    """Creates and returns the folder in which `checkpoint` is written.
+    """Creates and returns the folder where `checkpoint` is written.
 
     Before that, leftovers of killed saves in the parent folder are removed, or renamed back; see `leftovers`.
 
@@ -469,13 +470,13 @@ def prune(folder: Path, keep: int, newest: str) -> list[str]:
         keep: Number of checkpoints to keep.
         newest: Tag of the checkpoint just saved.
     """
-    found = list(checkpoints(folder))
+    tags = list(checkpoints(folder))
     # `latest` names another checkpoint than the newest if the save did not write `latest`.
-    kept = {newest}
+    protected = {newest}
     with contextlib.suppress(OSError, ValueError):
-        kept.add(read_text(folder / LATEST).strip())
+        protected.add(read_text(folder / LATEST).strip())
     gone: list[str] = []
-    for tag in [tag for tag in found if tag not in kept][: max(len(found) - keep, 0)]:
+    for tag in [tag for tag in tags if tag not in protected][: max(len(tags) - keep, 0)]:
         try:
             remove(folder / tag)
             gone.append(tag)
@@ -497,8 +498,8 @@ def remove(checkpoint: Path) -> None:
     with naming_errors(checkpoint, "remove"), contextlib.suppress(FileNotFoundError):
         if checkpoint.is_symlink():
             raise StoreError(f"{checkpoint} is a symbolic link")
-        if others := strangers(checkpoint):
-            raise StoreError(f"{', '.join(others)} in {checkpoint} does not belong to a checkpoint")
+        if foreign := strangers(checkpoint):
+            raise StoreError(f"{', '.join(foreign)} in {checkpoint} does not belong to a checkpoint")
         if os.path.lexists(going):
             if not _is_left(going):
                 raise StoreError(f"{going} is in the way, and was not left by a save")
@@ -508,7 +509,7 @@ def remove(checkpoint: Path) -> None:
         delete(going)
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Exchanges the names of two folders atomically; returns False if the system or the file system cannot.
 
     Raises:
@@ -518,14 +519,14 @@ def exchange(one: Path, other: Path) -> bool:
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False
-    if function(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+    if function(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
         return True
     error = ctypes.get_errno()
     if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
-    raise OSError(error, os.strerror(error), str(other))
+    raise OSError(error, os.strerror(error), str(second))
 
 
 def _new_latest(checkpoint: Path) -> Path:
-    """Returns the path at which the next `latest` is written."""
+    """Returns the path of the next `latest` while it is written."""
     return checkpoint.with_name(f".{LATEST}.{checkpoint.name}")

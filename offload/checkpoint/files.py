@@ -100,7 +100,7 @@ class Manifest(NamedTuple):
 
     def pack(self) -> bytes:
         """Returns the content of the file."""
-        files = {name: {"nbytes": each.nbytes, "crc32c": dict(each.sums)} for name, each in self.files.items()}
+        files = {name: {"nbytes": saved.nbytes, "crc32c": dict(saved.sums)} for name, saved in self.files.items()}
         written = {_KEYS.get(name, name): value for name, value in self._asdict().items()}
         # The kind comes first in the file: `_KIND_IN` still finds it if the end of the file is lost.
         form = FORMAT_OF_PARTS if self.parts else FORMAT
@@ -120,7 +120,7 @@ class Manifest(NamedTuple):
             if not isinstance(content, dict) or content.get("kind") != _KIND:
                 raise ValueError(f"the file is not the manifest of an {_KIND}")
             layout, about = (
-                each if isinstance(each := content.get(name), dict) else {} for name in ("layout", "about")
+                value if isinstance(value := content.get(name), dict) else {} for name in ("layout", "about")
             )
             expected = FORMAT_OF_PARTS if layout.get("parts") else FORMAT
             if content.get("format") != expected:
@@ -133,7 +133,7 @@ class Manifest(NamedTuple):
                 raise ValueError("the file does not match its checksum, so it is damaged")
             # Last, since a checksum finds damage, and anybody can write one.
             _MANIFEST(content, "")
-            files = {name: Saved(each["nbytes"], each["crc32c"]) for name, each in content["files"].items()}
+            files = {name: Saved(saved["nbytes"], saved["crc32c"]) for name, saved in content["files"].items()}
             return cls(**{name: content[_KEYS.get(name, name)] for name in cls._fields if name != "files"}, files=files)
         except ValueError as error:
             raise StoreError(f"cannot read {where}: {error}") from error
@@ -215,7 +215,7 @@ def tensors_of(
     # Imported late: the module imports torch, which looking at a checkpoint does not need.
     from offload.fileio.safetensors_stream import Tensor
 
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for unit, layout in enumerate(layouts):
         trainable = layout.trainable_stop // world_size
         for state, dtype in layout.mode_in(mode).states.items():
@@ -228,8 +228,8 @@ def tensors_of(
             elif state in mode.partial:
                 numel = len(layout.rest(rank, world_size))
             if numel:
-                found[tensor_name(unit, state)] = Tensor(dtype, (numel,))
-    return found
+                tensors[tensor_name(unit, state)] = Tensor(dtype, (numel,))
+    return tensors
 
 
 # -- finding ------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def check_tag(tag: Any) -> str:
             f"is not {LATEST!r}, such as global_step100"
         )
     # Such names are valid for the system, but unreadable in messages and in `latest`.
-    if name != name.strip() or any(unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") for each in name):
+    if name != name.strip() or any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in name):
         raise UsageError(
             f"the tag {name!r} cannot name a folder: it begins or ends with white space, or contains control "
             "characters or half of a character; give a name such as global_step100"
@@ -329,24 +329,24 @@ def depth_in(folder: Path) -> int:
 
 def checkpoints(folder: Path) -> dict[str, Manifest]:
     """Returns the readable checkpoints in `folder` by tag, the oldest first."""
-    found: dict[str, Manifest] = {}
-    for each in folder.iterdir() if folder.is_dir() else ():
+    manifests: dict[str, Manifest] = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
         # Names with a leading dot are unfinished or half-deleted checkpoints.
-        if not each.name.startswith("."):
+        if not path.name.startswith("."):
             with contextlib.suppress(StoreError):
-                found[each.name] = _read_manifest(each)
-    return dict(sorted(found.items(), key=lambda item: (item[1].created, item[1].step)))
+                manifests[path.name] = _read_manifest(path)
+    return dict(sorted(manifests.items(), key=lambda item: (item[1].created, item[1].step)))
 
 
 def instead_of(checkpoint: Path) -> str:
     """Returns what to do about a checkpoint that is incomplete or damaged: names the newest complete one before it."""
     if is_checkpoint(checkpoint.parent):
         checkpoint = checkpoint.parent  # this is one of its parts, which no other replaces
-    others = checkpoints(checkpoint.parent)
-    tags, known = list(others), checkpoint.name in others
+    manifests = checkpoints(checkpoint.parent)
+    tags, known = list(manifests), checkpoint.name in manifests
     # Without its manifest the place of this one among the others is not known.
     before = tags[: tags.index(checkpoint.name)] if known else tags
-    complete = [tag for tag in before if not wrong_files(checkpoint.parent / tag, others[tag])]
+    complete = [tag for tag in before if not wrong_files(checkpoint.parent / tag, manifests[tag])]
     if not complete:
         return "load another checkpoint"
     return f"load {checkpoint.parent / complete[-1]}, the newest complete one {'before' if known else 'beside'} it"
@@ -401,7 +401,7 @@ def _tags(folder: Path, is_other: Callable[[Path], bool]) -> list[str]:
     """Returns the tags of a folder's checkpoints, those of another program at the end."""
     if not folder.is_dir():
         return []
-    return [*checkpoints(folder), *sorted(each.name for each in folder.iterdir() if is_other(each))]
+    return [*checkpoints(folder), *sorted(path.name for path in folder.iterdir() if is_other(path))]
 
 
 def _read_latest(latest: Path, is_other: Callable[[Path], bool]) -> str:
@@ -431,7 +431,7 @@ def read_text(path: Path) -> str:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Reads the manifest of a checkpoint; raises `StoreError`, which names the newest complete one beside it."""
+    """Reads the manifest of a checkpoint; raises `StoreError`, which names the newest complete one next to it."""
     try:
         return _read_manifest(checkpoint)
     except StoreError as error:
@@ -450,7 +450,7 @@ def _read_manifest(checkpoint: Path) -> Manifest:
 
 def wrong_files(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
     """Returns the reason for each file that is missing or of another size, by file name. Does not compare checksums."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name, saved in manifest.files.items():
         try:
             descriptor = open_inner(checkpoint / name, depth_in(checkpoint) + name.count("/"))
@@ -460,13 +460,13 @@ def wrong_files(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            found[name] = f"cannot be read: {error.strerror}"
+            reasons[name] = f"cannot be read: {error.strerror}"
         else:
             if size != saved.nbytes:
-                found[name] = f"contains {size} bytes, expected {saved.nbytes}"
+                reasons[name] = f"contains {size} bytes, expected {saved.nbytes}"
     for part in manifest.parts:
-        found |= _wrong_in_part(checkpoint, manifest, part)
-    return found
+        reasons |= _wrong_in_part(checkpoint, manifest, part)
+    return reasons
 
 
 def _wrong_in_part(checkpoint: Path, manifest: Manifest, part: str) -> dict[str, str]:
@@ -483,4 +483,4 @@ def _wrong_in_part(checkpoint: Path, manifest: Manifest, part: str) -> dict[str,
         wrong = wrong_files(checkpoint / part, inner)
     except (OSError, StoreError) as error:
         return {name: str(error)}
-    return {f"{part}/{each}": reason for each, reason in wrong.items()}
+    return {f"{part}/{file}": reason for file, reason in wrong.items()}

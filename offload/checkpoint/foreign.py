@@ -1,4 +1,4 @@
-"""Another program's checkpoint in the form in which an engine loads checkpoints: each parameter is a unit of its own.
+"""Another program's checkpoint in the form that an engine loads: each parameter is a unit of its own.
 
 Weights count as masters in fp32, whatever dtype the model has, so the checkpoint counts as one of an engine in fp32. An
 engine makes its own weights of them. Tensors stay in the program's files until they are read, chunk by chunk.
@@ -76,13 +76,13 @@ def client_state(contents: SavedContents) -> tuple[dict[str, Any], list[str]]:
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the numbers of an optimizer's group, with lists for tuples."""
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for key, value in group.items():
-        if isinstance(value, list | tuple) and key != "params" and all(_is_number(each) for each in value):
-            found[key] = [float(each) for each in value]
+        if isinstance(value, list | tuple) and key != "params" and all(_is_number(item) for item in value):
+            numbers[key] = [float(item) for item in value]
         elif _is_number(value):
-            found[key] = float(value)
-    return found
+            numbers[key] = float(value)
+    return numbers
 
 
 def _is_number(value: Any) -> bool:
@@ -128,7 +128,7 @@ _FORMATS = (
 
 def is_foreign(folder: Path) -> bool:
     """Returns whether `folder` is one checkpoint of DeepSpeed or of torch.distributed.checkpoint."""
-    return any(each.matches(folder) for each in _FORMATS)
+    return any(file_format.matches(folder) for file_format in _FORMATS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,16 +170,16 @@ def look_foreign(folder: Path, states: bool, tied_here: Mapping[str, str]) -> Fo
     """Reads all of another program's checkpoint except its tensors. Nothing in it is executed.
 
     Args:
-        folder: The checkpoint, of which `is_foreign` is true.
+        folder: The checkpoint; `is_foreign` is true for it.
         states: False if optimizer states are not needed.
         tied_here: First name of each tied parameter of this model, by its other names.
 
     Raises:
         StoreError: If something is missing, damaged or not supported.
     """
-    found = next(each for each in _FORMATS if each.matches(folder))
+    file_format = next(candidate for candidate in _FORMATS if candidate.matches(folder))
     try:
-        contents = found.read_contents(folder, states)
+        contents = file_format.read_contents(folder, states)
         mode = _mode(contents, folder, states)
         layouts = tuple(_layout(name, parameter) for name, parameter in contents.parameters.items())
         progress = snapshot(contents)
@@ -188,11 +188,11 @@ def look_foreign(folder: Path, states: bool, tied_here: Mapping[str, str]) -> Fo
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         lacks = f"the entry {error} is missing" if isinstance(error, KeyError) else "an entry is of another type"
         raise StoreError(
-            f"{folder} does not have the contents of a checkpoint of {found.program}: expected files of one save, and "
-            f"{lacks}; fetch all of its files again, or load another checkpoint"
+            f"{folder} does not have the contents of a checkpoint of {file_format.program}: expected files of one "
+            f"save, and {lacks}; fetch all of its files again, or load another checkpoint"
         ) from error
-    theirs, lost = client_state(contents)
-    about = {"class": f"{found.program}'s", "config": None, "tied": dict(contents.tied)}
+    client, lost = client_state(contents)
+    about = {"class": f"{file_format.program}'s", "config": None, "tied": dict(contents.tied)}
     manifest = Manifest(progress.facts["global_steps"], "", True, describe(layouts, mode, 1), about, {})
     return ForeignCheckpoint(
         folder=folder,
@@ -202,7 +202,7 @@ def look_foreign(folder: Path, states: bool, tied_here: Mapping[str, str]) -> Fo
         saved=with_first_names(places(layouts, contents.tied, True), tied_here),
         places=(),
         progress=progress,
-        contents={CLIENT_STATE: as_bytes(json.dumps(theirs).encode())},
+        contents={CLIENT_STATE: as_bytes(json.dumps(client).encode())},
         own=True,
         notices=_notices(folder, contents, lost, mode.moments if states else ()),
         parameters=tuple(contents.parameters.values()),
@@ -210,7 +210,6 @@ def look_foreign(folder: Path, states: bool, tied_here: Mapping[str, str]) -> Fo
 
 
 def _layout(name: str, parameter: SavedParameter) -> UnitLayout:
-    """Returns the layout of a unit that is one parameter."""
     return arrange(name, [Segment(name, parameter.shape, 0, parameter.numel, parameter.trainable)], 1)
 
 
@@ -230,24 +229,26 @@ def _mode(contents: SavedContents, folder: Path, states: bool) -> Mode:
 
 def _notices(folder: Path, contents: SavedContents, lost: Sequence[str], moments: Sequence[State]) -> tuple[str, ...]:
     """Returns lines about what the checkpoint does not have, or has and is not loaded."""
-    found = [
+    notices = [
         f"{folder} is a checkpoint of {contents.program}, of which neither random generators nor a position in the "
         "data are loaded: both go on from where they are"
     ]
     without = [
         name
-        for name, each in contents.parameters.items()
-        if each.trainable and not all(each.states.get(state) for state in moments)
+        for name, parameter in contents.parameters.items()
+        if parameter.trainable and not all(parameter.states.get(state) for state in moments)
     ]
     if without:
         more = f" and {len(without) - _NAMED} more" if len(without) > _NAMED else ""
-        found.append(
+        notices.append(
             f"{folder} has no moments of {', '.join(without[:_NAMED])}{more}: they begin at zero, as for a parameter "
             "that never had a gradient"
         )
     if lost:
-        found.append(f"the client state {', '.join(lost)} of {folder} consists of other than plain values: not loaded")
-    return tuple(found)
+        notices.append(
+            f"the client state {', '.join(lost)} of {folder} consists of other than plain values: not loaded"
+        )
+    return tuple(notices)
 
 
 # -- bytes --------------------------------------------------------------------------------------------
@@ -300,7 +301,7 @@ class ForeignStates:
             run: The run; the checkpoint contains it.
             state: The state, whose values are fp32.
             memory: Memory of the state for the whole chunk.
-            start: Element of `memory` at which the run begins.
+            start: Element of `memory` where the run begins.
         """
         source, itemsize = run.saved, torch.float32.itemsize
         assert source is not None

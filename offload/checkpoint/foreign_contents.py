@@ -47,7 +47,7 @@ class SavedParameter(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedCounters:
-    """Counters of a training, beside those of its parameters."""
+    """Counters of a training, without those of its parameters."""
 
     global_steps: int
     skipped_steps: int
@@ -57,7 +57,7 @@ class SavedCounters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedContents:
-    """A checkpoint of another program, of which everything but tensors is in memory."""
+    """A checkpoint of another program: everything but its tensors is in memory."""
 
     program: str
     """Name and version of the program."""
@@ -68,7 +68,7 @@ class SavedContents:
     groups: Sequence[Mapping[str, Any]]
     """Numbers of each group of the optimizer."""
     members: Sequence[Sequence[str]] = ()
-    """Names of the parameters of each group; empty if the checkpoint does not tell."""
+    """Names of the parameters of each group; empty if the checkpoint does not list them."""
     moments: frozenset[str]
     """Names of the optimizer's states, without the count of steps."""
     optimizer: str = ""
@@ -138,15 +138,15 @@ def check_whole(parameters: Mapping[str, SavedParameter], folder: Path) -> None:
     """Raises `StoreError` if the fragments of a parameter are not all of it."""
     for name, parameter in parameters.items():
         for state, parts in parameter.states.items():
-            found = sum(part.numel for part in parts)
+            numel = sum(part.numel for part in parts)
             # No fragment at all is a state that the optimizer has not made yet.
-            if parts and found != parameter.numel:
+            if parts and numel != parameter.numel:
                 raise StoreError(
-                    f"{folder} contains {found} elements of {state.value} of {name}, expected {parameter.numel}: "
+                    f"{folder} contains {numel} elements of {state.value} of {name}, expected {parameter.numel}: "
                     "files of ranks are missing, or are of different saves"
                 )
 
 
 def moments_of(states: Iterable[Mapping[str, Any]]) -> frozenset[str]:
     """Returns the names of an optimizer's states that have an element for each one of a parameter."""
-    return frozenset(key for each in states for key, value in each.items() if key != "step" and value is not None)
+    return frozenset(key for state in states for key, value in state.items() if key != "step" and value is not None)

@@ -58,7 +58,7 @@ class FoundStates(Protocol):
 
     @property
     def mode(self) -> Mode:
-        """Mode in which the states were saved."""
+        """Mode of the saved states."""
         ...
 
     @property
@@ -67,7 +67,7 @@ class FoundStates(Protocol):
         ...
 
     def mode_of(self, unit: int) -> Mode:
-        """Returns the mode in which a unit was saved, whose weights may stay in fp32."""
+        """Returns the mode of a saved unit, whose weights may stay in fp32."""
         ...
 
     def open(self, queue: Queue) -> StateReader:
@@ -103,26 +103,26 @@ class PartitionReader(Protocol):
         ...
 
 
-def open_states(found: FoundCheckpoint) -> list[DirectFile]:
+def open_states(checkpoint: FoundCheckpoint) -> list[DirectFile]:
     """Opens every rank's file of states; the caller closes them. Raises `StoreError` if a file cannot be opened."""
     files: list[DirectFile] = []
-    opener = inner_opener(depth_in(found.folder))
+    opener = inner_opener(depth_in(checkpoint.folder))
     try:
-        for rank in range(found.manifest.world_size):
-            files.append(DirectFile(found.folder / states_file(rank), writable=False, opener=opener))
+        for rank in range(checkpoint.manifest.world_size):
+            files.append(DirectFile(checkpoint.folder / states_file(rank), writable=False, opener=opener))
     except IoError as error:
         for file in files:
             file.close()
-        raise StoreError(f"the checkpoint {found.folder} cannot be read: {error}") from error
+        raise StoreError(f"the checkpoint {checkpoint.folder} cannot be read: {error}") from error
     return files
 
 
 class CheckpointPartitions:
     """The partitions in the files of a checkpoint, open until `close`; implements `PartitionReader`."""
 
-    def __init__(self, found: FoundCheckpoint, queue: Queue) -> None:
-        self._places, self._queue = found.places, queue
-        self._files = open_states(found)
+    def __init__(self, checkpoint: FoundCheckpoint, queue: Queue) -> None:
+        self._places, self._queue = checkpoint.places, queue
+        self._files = open_states(checkpoint)
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Future:
         """Begins to fill `buffer` from byte `start` of a rank's partition on."""
@@ -161,7 +161,7 @@ class SavedStates:
             run: The run; the saved states contain it.
             state: The state. Runs of PACKED and SCALES are counted in values of the state.
             memory: Memory of the state for the whole chunk.
-            start: Element of `memory` at which the run begins.
+            start: Element of `memory` where the run begins.
         """
         source = run.saved
         assert source is not None
@@ -215,11 +215,11 @@ class SavedMoments(NamedTuple):
 
     def values(self, state: State) -> torch.Tensor:
         """Returns the values of a moment."""
-        found = {state: self.states[state]}
+        states = {state: self.states[state]}
         if self.scales is not None:
             block = self.position // MOMENT_BLOCK
-            found[State.SCALES] = self.scales[block * len(self.mode.moments) :]
-        return optimizer_states.read(self.mode, found, state, self.position % MOMENT_BLOCK)
+            states[State.SCALES] = self.scales[block * len(self.mode.moments) :]
+        return optimizer_states.read(self.mode, states, state, self.position % MOMENT_BLOCK)
 
 
 # -- load ----------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class FoundCheckpoint:
         return parse(bytes(self.contents[CLIENT_STATE].numpy()))
 
     def mode_of(self, unit: int) -> Mode:
-        """Returns the mode in which a unit was saved, whose weights may stay in fp32."""
+        """Returns the mode of a saved unit, whose weights may stay in fp32."""
         return self.layouts[unit].mode_in(self.mode)
 
     def steps(self, layouts: Sequence[UnitLayout], now: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -283,14 +283,14 @@ class FoundCheckpoint:
         }
         return [
             [
-                max([saved[unit, each.parameter] for unit, each in all_places(segment, self.saved)], default=before)
+                max([saved[unit, place.parameter] for unit, place in all_places(segment, self.saved)], default=before)
                 for segment, before in zip(layout.segments, row, strict=True)
             ]
             for layout, row in zip(layouts, now, strict=True)
         ]
 
     def for_rows(self, layouts: Sequence[UnitLayout]) -> FoundCheckpoint:
-        """Returns the same checkpoint, in which the rows that are units of `layouts` are found."""
+        """Returns the same checkpoint, with a place for each row that is a unit of `layouts`."""
         return dataclasses.replace(self, saved={**self.saved, **as_rows(self.saved, layouts)})
 
     def open(self, queue: Queue) -> StateReader:
@@ -317,8 +317,8 @@ class FoundCheckpoint:
         states = self.mode.states if options.states else KEPT
         # Round robin over all tensors: each is compared by exactly one rank.
         work = [
-            (each, name)
-            for each, places_of in enumerate(self.places)
+            (file_rank, name)
+            for file_rank, places_of in enumerate(self.places)
             for name in places_of
             if State(name.partition(".")[2]) in states
         ][rank::world_size]
@@ -353,19 +353,19 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
     try:
         layouts, mode = described_layouts(manifest.layout, part=True), described_mode(manifest.layout)
         tied = manifest.about.get("tied", {})
-        found: list[Mapping[str, TensorLocation]] = []
+        locations: list[Mapping[str, TensorLocation]] = []
         # Files that are missing or have another size come first: their names are the most useful message.
         if wrong := wrong_files(folder, manifest):
             raise ValueError("; ".join(f"{name} {reason}" for name, reason in wrong.items()))
-        for each in range(manifest.world_size):
-            name = states_file(each)
+        for file_rank in range(manifest.world_size):
+            name = states_file(file_rank)
             if name not in manifest.files:
                 raise ValueError(f"the manifest lacks {name}, of {manifest.world_size}")
-            found.append(read_header(folder / name)[0])
-            expected = tensors_of(layouts, mode, each, manifest.world_size, manifest.frozen)
-            if {key: place.tensor for key, place in found[each].items()} != expected:
+            locations.append(read_header(folder / name)[0])
+            expected = tensors_of(layouts, mode, file_rank, manifest.world_size, manifest.frozen)
+            if {key: place.tensor for key, place in locations[file_rank].items()} != expected:
                 raise ValueError(f"{name} contains other tensors than the manifest lists")
-            if found[each].keys() != manifest.files[name].sums.keys():
+            if locations[file_rank].keys() != manifest.files[name].sums.keys():
                 raise ValueError(f"the manifest lacks the checksum of a tensor of {name}")
         # With another number of ranks no saved progress belongs to this rank, so every rank reads that of rank 0.
         own = manifest.ranks == world_size
@@ -389,7 +389,7 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
         layouts=layouts,
         mode=mode,
         saved=saved,
-        places=found,
+        places=locations,
         progress=progress,
         contents=contents,
         own=own,
@@ -425,23 +425,23 @@ def fitting(
     facts = {**progress.facts, "parameter_steps": [list(row) for row in steps]}
     if not schedule:
         facts["scheduler"] = None
-    mine = {name: value for name, value in progress.buffers.items() if name in buffers}
-    return progress._replace(facts=facts, buffers=mine)
+    known = {name: value for name, value in progress.buffers.items() if name in buffers}
+    return progress._replace(facts=facts, buffers=known)
 
 
-def buffers_among_weights(found: FoundCheckpoint, names: Collection[str], queue: Queue) -> dict[str, torch.Tensor]:
-    """Returns buffers that a checkpoint has as frozen weights, in fp32, since its program does not tell them apart.
+def buffers_among_weights(checkpoint: FoundCheckpoint, names: Collection[str], queue: Queue) -> dict[str, torch.Tensor]:
+    """Returns buffers that a checkpoint has as frozen weights, in fp32, since its program does not distinguish them.
 
     Args:
-        found: The checkpoint, whose bytes were compared.
+        checkpoint: The checkpoint, whose bytes were compared.
         names: Buffers of this model.
         queue: Queue for the reads.
     """
-    among = {name: found.saved[name] for name in names if name in found.saved}
+    among = {name: checkpoint.saved[name] for name in names if name in checkpoint.saved}
     tensors: dict[str, torch.Tensor] = {}
     # Most checkpoints name their buffers, and their files are not opened again.
     if among:
-        with contextlib.closing(found.open(queue)) as reader:
+        with contextlib.closing(checkpoint.open(queue)) as reader:
             for name, (unit, segment) in among.items():
                 memory = aligned_empty(segment.numel * torch.float32.itemsize)
                 run = Run(0, segment.numel, Source(unit, segment.start, segment.trainable))
@@ -452,7 +452,7 @@ def buffers_among_weights(found: FoundCheckpoint, names: Collection[str], queue:
 
 
 def compare_bytes(
-    found: FoundCheckpoint,
+    checkpoint: FoundCheckpoint,
     work: Iterable[tuple[int, str]],
     queue: Queue,
     damaged: Callable[[Path, str], None],
@@ -461,7 +461,7 @@ def compare_bytes(
     """Compares tensors with their checksums.
 
     Args:
-        found: The checkpoint.
+        checkpoint: The checkpoint.
         work: Rank and name of each tensor.
         queue: Queue for the reads.
         damaged: Called with the file and the name of each tensor that differs.
@@ -471,11 +471,11 @@ def compare_bytes(
         IoError: If something cannot be read.
         StoreError: If a file cannot be opened.
     """
-    files = open_states(found)
+    files = open_states(checkpoint)
     sums: dict[tuple[int, str], int] = {}
 
     def begin(chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
-        offset = found.places[chunk.rank][chunk.name].offset + chunk.start
+        offset = checkpoint.places[chunk.rank][chunk.name].offset + chunk.start
         chunk.reads.append(queue.read(files[chunk.rank], offset, buffer[: chunk.nbytes], checksum=True))
         return chunk.reads
 
@@ -485,17 +485,17 @@ def compare_bytes(
         # The manifest has one checksum for a whole tensor. Chunks end in order, so their checksums are joined.
         sums[key] = crc32c_joined(sums.get(key, 0), chunk.reads[0].crc32c(), chunk.nbytes)
         # More chunks of this tensor follow.
-        if chunk.start + chunk.nbytes < found.places[chunk.rank][chunk.name].tensor.nbytes:
+        if chunk.start + chunk.nbytes < checkpoint.places[chunk.rank][chunk.name].tensor.nbytes:
             return
-        path = found.folder / states_file(chunk.rank)
-        if sums.pop(key) != found.manifest.files[path.name].sums[chunk.name]:
+        path = checkpoint.folder / states_file(chunk.rank)
+        if sums.pop(key) != checkpoint.manifest.files[path.name].sums[chunk.name]:
             damaged(path, chunk.name)
 
     def chunks() -> Iterator[_Chunk]:
-        for each, name in work:
-            nbytes = found.places[each][name].tensor.nbytes
+        for rank, name in work:
+            nbytes = checkpoint.places[rank][name].tensor.nbytes
             for start in range(0, nbytes, BUFFER_NBYTES):
-                yield _Chunk(each, name, start, min(BUFFER_NBYTES, nbytes - start), [])
+                yield _Chunk(rank, name, start, min(BUFFER_NBYTES, nbytes - start), [])
 
     try:
         flow(flow_buffers(), chunks(), begin, lambda *_: (), ended)
@@ -516,51 +516,51 @@ class _Chunk(NamedTuple):
 
 # -- conversion ----------------------------------------------------------------------------------------
 #
-# Conversion of a checkpoint's weights to the mode of this engine, and the words that tell it.
+# Conversion of a checkpoint's weights to the mode of this engine, and its description in words.
 
 
-def copy_bits(saved: torch.Tensor, mine: torch.Tensor) -> None:
+def copy_bits(saved: torch.Tensor, target: torch.Tensor) -> None:
     """Copies elements of one size as bytes: as numbers, some of them would be NaNs, which a copy may change."""
-    mine.view(torch.uint8).copy_(saved.view(torch.uint8))
+    target.view(torch.uint8).copy_(saved.view(torch.uint8))
 
 
-def convert(saved: Mapping[State, torch.Tensor], mine: Mapping[State, torch.Tensor]) -> None:
+def convert(saved: Mapping[State, torch.Tensor], target: Mapping[State, torch.Tensor]) -> None:
     """Converts weights from one mode to another.
 
     Args:
         saved: (numel,) of each state of the checkpoint's mode.
-        mine: (numel,) of each state of the engine's mode; filled.
+        target: (numel,) of each state of the engine's mode; filled.
     """
-    weight = mine[State.WEIGHT]
+    weight = target[State.WEIGHT]
     # A bf16 weight without low bits is frozen. With room for them `split` rounds it as it rounds trainable weights.
-    if weight.dtype == torch.bfloat16 and State.MASTER_LOW_BITS not in mine:
-        mine = {**mine, State.MASTER_LOW_BITS: torch.empty(len(weight), dtype=torch.int16, device="cpu")}
-    split(join(saved), mine)
+    if weight.dtype == torch.bfloat16 and State.MASTER_LOW_BITS not in target:
+        target = {**target, State.MASTER_LOW_BITS: torch.empty(len(weight), dtype=torch.int16, device="cpu")}
+    split(join(saved), target)
 
 
-def in_words(saved: Mode, mine: Mode, states: bool, in_fp32: tuple[int, int] = (0, 0)) -> str | None:
+def in_words(saved: Mode, mode: Mode, states: bool, in_fp32: tuple[int, int] = (0, 0)) -> str | None:
     """Returns what a load changes where the modes differ, and what follows; None if nothing does.
 
     Args:
         saved: the checkpoint's mode.
-        mine: the engine's mode.
+        mode: the engine's mode.
         states: True if optimizer states are loaded.
-        in_fp32: number of weights in fp32 beside others in 16 bits, in the checkpoint and in the engine.
+        in_fp32: number of weights in fp32 if others are in 16 bits, in the checkpoint and in the engine.
     """
     changed = []
-    if saved.precision != mine.precision:
-        kept = "masters and moments" if states else "masters"
+    if saved.precision != mode.precision:
+        taken = "masters and moments" if states else "masters"
         changed.append(
-            f"dtype {saved.precision} is now {mine.precision} ({kept} are taken over, and layers compute in "
-            f"{mine.precision} from here on)"
+            f"dtype {saved.precision} is now {mode.precision} ({taken} are taken over, and layers compute in "
+            f"{mode.precision} from here on)"
         )
-    if len(set(in_fp32)) > 1 and saved.precision == mine.precision:
+    if len(set(in_fp32)) > 1 and saved.precision == mode.precision:
         changed.append(f'"keep_in_fp32" kept {count_of(in_fp32[0], "weight")} in fp32 and keeps {in_fp32[1]} now')
-    if saved.master != mine.master:
-        rounded = " (rounded to 24 bits)" if mine.master == "bf24" else ""
-        changed.append(f"master {saved.master} is now {mine.master}{rounded}")
-    if states and saved.moment_dtype is not mine.moment_dtype:
-        now = moments_name(mine.moment_dtype)
+    if saved.master != mode.master:
+        rounded = " (rounded to 24 bits)" if mode.master == "bf24" else ""
+        changed.append(f"master {saved.master} is now {mode.master}{rounded}")
+    if states and saved.moment_dtype is not mode.moment_dtype:
+        now = moments_name(mode.moment_dtype)
         rounded = "" if now == "fp32" else " (rounded to nearest)"
         changed.append(f"moments {moments_name(saved.moment_dtype)} are now {now}{rounded}")
     if not changed:
@@ -590,20 +590,20 @@ class CheckpointSource:
     """
 
     def __init__(self, checkpoint: Path, queue: Queue) -> None:
-        self._found = look(checkpoint, 0, 0, {})
-        manifest = self._found.manifest
+        self._checkpoint = look(checkpoint, 0, 0, {})
+        manifest = self._checkpoint.manifest
         self._queue = queue
         self._sums: dict[tuple[int, str], int] = {}
-        self._files = open_states(self._found)
+        self._files = open_states(self._checkpoint)
         self.description, self.about, self.step = manifest.layout, manifest.about, manifest.step
         self.frozen = manifest.frozen
-        self.progress = self._found.progress
-        self.buffers, self.client_state = self.progress.buffers, self._found.client_state
+        self.progress = self._checkpoint.progress
+        self.buffers, self.client_state = self.progress.buffers, self._checkpoint.client_state
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
         """Begins to read bytes of a rank's partition; see `Source.read`."""
         name = tensor_name(unit, state)
-        place = self._found.places[rank][name]
+        place = self._checkpoint.places[rank][name]
         assert start + len(buffer) <= place.tensor.nbytes
         future = self._queue.read(self._files[rank], place.offset + start, buffer, checksum=True)
         return Compared(future, partial(self._compare, rank, name, start))
@@ -621,12 +621,12 @@ class CheckpointSource:
         Raises:
             IoError: If the tensor has been read completely and differs from the saved one.
         """
-        place, file = self._found.places[rank][name], states_file(rank)
+        place, file = self._checkpoint.places[rank][name], states_file(rank)
         total = crc32c_joined(self._sums.pop((rank, name), 0), crc, nbytes)
         if start + nbytes < place.tensor.nbytes:
             self._sums[rank, name] = total
-        elif total != self._found.manifest.files[file].sums[name]:
-            path = str(self._found.folder / file)
+        elif total != self._checkpoint.manifest.files[file].sums[name]:
+            path = str(self._checkpoint.folder / file)
             raise IoError(path, place.offset, place.tensor.nbytes, errno.EBADMSG, f"use {name},")
 
     def close(self) -> None:

@@ -53,8 +53,8 @@ _ITERATION = "last_batch_iteration"
 
 
 def check_fits(
-    found: FoundCheckpoint,
-    held: LocalShards,
+    checkpoint: FoundCheckpoint,
+    shards: LocalShards,
     options: LoadOptions,
     names: set[str],
     buffers: Mapping[str, torch.Tensor],
@@ -62,8 +62,8 @@ def check_fits(
     """Checks that the checkpoint fits this model and, if optimizer states are loaded, this mode.
 
     Args:
-        found: The checkpoint.
-        held: This rank's partitions.
+        checkpoint: The checkpoint.
+        shards: This rank's partitions.
         options: Choice of what to load.
         names: Names of all parameters of the model, tied ones included.
         buffers: Persistent buffers of the model.
@@ -71,88 +71,90 @@ def check_fits(
     Raises:
         StoreError: If names, shapes, mode or optimizer states differ.
     """
-    what = f"the checkpoint {found.folder}"
-    shapes = parameter_shapes((s.name, s) for layout in held.layouts for s in layout.segments)
+    what = f"the checkpoint {checkpoint.folder}"
+    shapes = parameter_shapes((s.name, s) for layout in shards.layouts for s in layout.segments)
     # Frozen weights that were left out of the save are not missing: they keep their values.
     absent: set[str] = set()
-    if not found.manifest.frozen:
-        absent = {s.parameter for layout in found.layouts for s in layout.segments if not s.trainable}
-        absent |= {name for name, first in found.manifest.about["tied"].items() if first in absent}
-    theirs = parameter_shapes((name, segment) for name, (_, segment) in found.saved.items())
-    mine = {name: shape for name, shape in shapes.items() if name not in absent or name in theirs}
-    mine |= {name: tuple(value.shape) for name, value in buffers.items()}
-    theirs |= {name: tuple(value.shape) for name, value in found.progress.buffers.items()}
-    difference(mine, names | buffers.keys(), theirs).check(options.strict, what)
+    if not checkpoint.manifest.frozen:
+        absent = {s.parameter for layout in checkpoint.layouts for s in layout.segments if not s.trainable}
+        absent |= {name for name, first in checkpoint.manifest.about["tied"].items() if first in absent}
+    saved_shapes = parameter_shapes((name, segment) for name, (_, segment) in checkpoint.saved.items())
+    wanted = {name: shape for name, shape in shapes.items() if name not in absent or name in saved_shapes}
+    wanted |= {name: tuple(value.shape) for name, value in buffers.items()}
+    saved_shapes |= {name: tuple(value.shape) for name, value in checkpoint.progress.buffers.items()}
+    difference(wanted, names | buffers.keys(), saved_shapes).check(options.strict, what)
     # Masters and moments of another form are converted.
-    if options.states and found.mode.optimizer != held.mode.optimizer:
-        raise _other_optimizer(found, held, what)
-    found = found.for_rows(held.layouts)
-    _check_forms(found, held, what)
-    _check_precisions(found, held, what)
-    if options.states and held.mode.in_blocks and found.mode.in_blocks:
-        _check_blocks(found, held, what)
-    both = ((layout, segment) for layout in held.layouts for segment in layout.segments if options.states)
+    if options.states and checkpoint.mode.optimizer != shards.mode.optimizer:
+        raise _other_optimizer(checkpoint, shards, what)
+    checkpoint = checkpoint.for_rows(shards.layouts)
+    _check_forms(checkpoint, shards, what)
+    _check_precisions(checkpoint, shards, what)
+    if options.states and shards.mode.in_blocks and checkpoint.mode.in_blocks:
+        _check_blocks(checkpoint, shards, what)
+    both = ((layout, segment) for layout in shards.layouts for segment in layout.segments if options.states)
     for layout, segment in both:
         # A parameter that the checkpoint does not contain keeps its states, so it cannot differ.
-        kept, now = _states_of(found, segment), _fields(held.mode, layout, segment)
-        if kept is not None and kept != now:
+        saved_states, now = _states_of(checkpoint, segment), _fields(shards.mode, layout, segment)
+        if saved_states is not None and saved_states != now:
             raise StoreError(
-                f"{what} contains the states {_names(kept)} of {segment.name}, this optimizer keeps "
+                f"{what} contains the states {_names(saved_states)} of {segment.name}, this optimizer keeps "
                 f"{_names(now)}: load the weights alone (load_optimizer_states=False), or give the same "
                 "optimizer"
             )
 
 
-def _other_optimizer(found: FoundCheckpoint, held: LocalShards, what: str) -> StoreError:
+def _other_optimizer(checkpoint: FoundCheckpoint, shards: LocalShards, what: str) -> StoreError:
     """Returns the error for a checkpoint of another optimizer, or of none, as a folder that has weights alone."""
-    if not _all_states(found.mode, found.layouts):
-        kept = f"this engine's optimizer keeps {_names(_all_states(held.mode, held.layouts))}"
+    if not _all_states(checkpoint.mode, checkpoint.layouts):
+        wanted = f"this engine's optimizer keeps {_names(_all_states(shards.mode, shards.layouts))}"
         return StoreError(
-            f"{what} contains no optimizer states, {kept}: load the weights alone (load_module_only=True)"
+            f"{what} contains no optimizer states, {wanted}: load the weights alone (load_module_only=True)"
         )
     return StoreError(
-        f"{what} was saved in mode {found.mode.name}, this engine is in mode {held.mode.name}, so their optimizer "
-        "states differ: load the weights alone (load_optimizer_states=False), or give the same optimizer"
+        f"{what} was saved in mode {checkpoint.mode.name}, this engine is in mode {shards.mode.name}, so their "
+        "optimizer states differ: load the weights alone (load_optimizer_states=False), or give the same optimizer"
     )
 
 
 def _all_states(mode: Mode, layouts: Sequence[UnitLayout]) -> Collection[str]:
     """Returns the names of the optimizer states of all parameters that train."""
-    trained = ((layout, each) for layout in layouts for each in layout.segments if each.trainable)
+    trained = ((layout, segment) for layout in layouts for segment in layout.segments if segment.trainable)
     return dict.fromkeys(name for layout, segment in trained for name in _fields(mode, layout, segment))
 
 
-def _check_forms(found: FoundCheckpoint, held: LocalShards, what: str) -> None:
+def _check_forms(checkpoint: FoundCheckpoint, shards: LocalShards, what: str) -> None:
     """Raises `StoreError` if a frozen weight of the checkpoint is stored in another form than in this engine."""
-    for segment in (segment for layout in held.layouts for segment in layout.segments):
-        saved = [place for _, place in all_places(segment, found.saved)]
+    for segment in (segment for layout in shards.layouts for segment in layout.segments):
+        saved = [place for _, place in all_places(segment, checkpoint.saved)]
         # Blocks are counted in elements of the weights' dtype, so the same blocks have other counts in another dtype.
         same = {_stored(place) for place in saved} <= {_stored(segment)}
         if saved and not (same and sum(place.numel for place in saved) == segment.numel):
             raise StoreError(
-                f"{what} contains {segment.name} as {_form(saved[0], found.mode)}, this engine as "
-                f'{_form(segment, held.mode)}: train with the "frozen" and the dtype of the checkpoint, or save it '
+                f"{what} contains {segment.name} as {_form(saved[0], checkpoint.mode)}, this engine as "
+                f'{_form(segment, shards.mode)}: train with the "frozen" and the dtype of the checkpoint, or save it '
                 "with exclude_frozen_parameters=True and load that"
             )
 
 
-def _check_precisions(found: FoundCheckpoint, held: LocalShards, what: str) -> None:
+def _check_precisions(checkpoint: FoundCheckpoint, shards: LocalShards, what: str) -> None:
     """Raises `StoreError` if the parameters of a unit are in fp32 and in 16 bits in the checkpoint."""
-    for layout in held.layouts:
+    for layout in shards.layouts:
         modes: dict[bool, str] = {}
         for segment in layout.segments:
-            modes |= {found.layouts[unit].in_fp32: segment.name for unit, _ in all_places(segment, found.saved)}
+            modes |= {
+                checkpoint.layouts[unit].in_fp32: segment.name for unit, _ in all_places(segment, checkpoint.saved)
+            }
         if len(modes) > 1:
             raise StoreError(
-                f"{what} contains {modes[True]} in fp32 and {modes[False]} in {found.mode.precision}, which have one "
-                'dtype here: load it with the "keep_in_fp32" with which it was saved'
+                f"{what} contains {modes[True]} in fp32 and {modes[False]} in {checkpoint.mode.precision}, which have "
+                'one dtype here: load it with the "keep_in_fp32" with which it was saved'
             )
 
 
-def _check_blocks(found: FoundCheckpoint, held: LocalShards, what: str) -> None:
-    """Raises `StoreError` if a block of moments in 8 bits contains values of two experts, one of which has it here."""
-    for segment in (segment for layout in held.layouts for segment in layout.segments if segment.trainable):
-        rows = [place for _, place in all_places(segment, found.saved)]
+def _check_blocks(checkpoint: FoundCheckpoint, shards: LocalShards, what: str) -> None:
+    """Raises `StoreError` if two experts share a block of 8-bit moments in the checkpoint, and are apart here."""
+    for segment in (segment for layout in shards.layouts for segment in layout.segments if segment.trainable):
+        rows = [place for _, place in all_places(segment, checkpoint.saved)]
         if any(place.start % MOMENT_BLOCK or (len(rows) > 1 and place.numel % MOMENT_BLOCK) for place in rows):
             raise StoreError(
                 f"{what} has the 8-bit moments of {segment.parameter} in blocks of {MOMENT_BLOCK}, and an expert is no "
@@ -162,45 +164,45 @@ def _check_blocks(found: FoundCheckpoint, held: LocalShards, what: str) -> None:
 
 
 def _stored(segment: Segment) -> tuple[object, ...]:
-    """Returns all on which the meaning of a parameter's bytes depends, but their number."""
+    """Returns all that decides the meaning of a parameter's bytes, but their number."""
     return segment.form, segment.inner, segment.kind
 
 
 def _form(segment: Segment, mode: Mode) -> str:
-    """Returns the form in which a parameter is stored, for a message."""
+    """Returns how a parameter is stored, for a message."""
     if segment.inner:
-        return f"{segment.kind} of {', '.join(f'{each.name} {each.kind} {list(each.shape)}' for each in segment.inner)}"
+        inner = (f"{field.name} {field.kind} {list(field.shape)}" for field in segment.inner)
+        return f"{segment.kind} of {', '.join(inner)}"
     return f"{segment.form} of a model in {mode.precision}" if segment.form else mode.precision
 
 
-def _states_of(found: FoundCheckpoint, segment: Segment) -> Mapping[str, StateField | None] | None:
+def _states_of(checkpoint: FoundCheckpoint, segment: Segment) -> Mapping[str, StateField | None] | None:
     """Returns what `_fields` does, of a parameter in the checkpoint; None if it is not there or does not train there.
 
     The states of weights that were frozen begin at zero.
     """
-    if segment.name not in found.saved:
+    if segment.name not in checkpoint.saved:
         return None
-    unit, there = found.saved[segment.name]
+    unit, there = checkpoint.saved[segment.name]
     if not (there.trainable and segment.trainable) and not there.kept and not segment.kept:
         return None
-    return _fields(found.mode, found.layouts[unit], there)
+    return _fields(checkpoint.mode, checkpoint.layouts[unit], there)
 
 
 def _fields(mode: Mode, layout: UnitLayout, segment: Segment) -> Mapping[str, StateField | None]:
     """Returns the states of a parameter by name, with their form where an optimizer of torch chooses it."""
-    return dict.fromkeys(states_of(mode, layout, segment)) | {each.name: each for each in segment.kept}
+    return dict.fromkeys(states_of(mode, layout, segment)) | {field.name: field for field in segment.kept}
 
 
-def _names(kept: Collection[str]) -> str:
-    """Returns the names of optimizer states for a message."""
-    return ", ".join(kept) or "none"
+def _names(states: Collection[str]) -> str:
+    return ", ".join(states) or "none"
 
 
-def check_progress(found: FoundCheckpoint, options: LoadOptions, groups: int, schedule: Any) -> None:
+def check_progress(checkpoint: FoundCheckpoint, options: LoadOptions, groups: int, schedule: Any) -> None:
     """Checks that the checkpoint has as many parameter groups as this optimizer, and the same keys of the schedule.
 
     Args:
-        found: The checkpoint.
+        checkpoint: The checkpoint.
         options: Choice of what to load.
         groups: Number of parameter groups of this optimizer.
         schedule: State of this engine's learning-rate schedule.
@@ -208,7 +210,7 @@ def check_progress(found: FoundCheckpoint, options: LoadOptions, groups: int, sc
     Raises:
         StoreError: If the number of groups or the keys of the schedule differ.
     """
-    facts, what = found.progress.facts, f"the checkpoint {found.folder}"
+    facts, what = checkpoint.progress.facts, f"the checkpoint {checkpoint.folder}"
     if len(facts["groups"]) != groups:
         raise StoreError(
             f"{what} has {count_of(len(facts['groups']), 'group')} of parameters, this optimizer has {groups}: give "
@@ -294,25 +296,25 @@ class Checkpoints:
                 )
                 return None
             with own_or_shared(components.queue) as queue:
-                found: list[FoundCheckpoint] = []
+                inspected: list[FoundCheckpoint] = []
                 notices: list[str] = []
-                ranks.settle(lambda: found.append(self._inspect(Path(folder), options)))
+                ranks.settle(lambda: inspected.append(self._inspect(Path(folder), options)))
                 ranks.settle(
-                    lambda: found[0].check_bytes(
+                    lambda: inspected[0].check_bytes(
                         options, queue, self._components.world.ranks.rank, self._components.world.ranks.size
                     )
                 )
                 try:
                     # The engine changes only now, after the ranks have found all data of the load intact.
-                    ranks.settle(lambda: notices.extend(self._take_over(found[0], options, queue)))
+                    ranks.settle(lambda: notices.extend(self._take_over(inspected[0], options, queue)))
                 except BaseException as error:
                     # Also if only another rank has failed: the weights of the ranks no longer belong together.
                     components.pager.fail(error)
                     raise
-        return Loaded(folder, from_plain(found[0].client_state), tuple(notices))
+        return Loaded(folder, from_plain(inspected[0].client_state), tuple(notices))
 
     def _moment(self, pending: int, client_state: Any) -> Moment:
-        """Returns the state of this rank that is saved beside its partitions."""
+        """Returns the state of this rank that is saved with its partitions."""
         self._components.unit_views.check_not_gathered("saved")
         if client_state is not None and not isinstance(client_state, Mapping):
             raise UsageError(f"client_state must be a dict or None, got {type(client_state).__name__}")
@@ -338,36 +340,36 @@ class Checkpoints:
         tied = about(self._module)["tied"]
         if is_foreign(folder):
             self._components.refuse_shards("load_checkpoint of another program's checkpoint")
-            found: FoundCheckpoint = look_foreign(folder, options.states, tied)
+            checkpoint: FoundCheckpoint = look_foreign(folder, options.states, tied)
         else:
             world = self._components.world
-            found = look(own_part(world, folder), world.ranks.rank, world.ranks.size, tied)
+            checkpoint = look(own_part(world, folder), world.ranks.rank, world.ranks.size, tied)
         names = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
-        check_fits(found, self._components.shards, options, names, persistent_buffers(self._module))
-        self._state.entries.check_fits(found.progress.entries, f"the checkpoint {folder}")
+        check_fits(checkpoint, self._components.shards, options, names, persistent_buffers(self._module))
+        self._state.entries.check_fits(checkpoint.progress.entries, f"the checkpoint {folder}")
         if not options.module_only:
             check_progress(
-                found, options, len(self._state.optimizer.param_groups), scheduler_state(self._state.lr_scheduler)
+                checkpoint, options, len(self._state.optimizer.param_groups), scheduler_state(self._state.lr_scheduler)
             )
-            self._state.registered.check_fits(found.progress.facts["registered"], f"the checkpoint {folder}")
+            self._state.registered.check_fits(checkpoint.progress.facts["registered"], f"the checkpoint {folder}")
         # The commit after the load contains the user's states. One that cannot be committed raises here, before
         # anything changes.
         self._state.of_the_user()
-        return found.for_rows(self._components.layouts)
+        return checkpoint.for_rows(self._components.layouts)
 
-    def _changed_form(self, found: FoundCheckpoint, options: LoadOptions) -> list[str]:
+    def _changed_form(self, checkpoint: FoundCheckpoint, options: LoadOptions) -> list[str]:
         """Returns a notice if what trains here has another form than in a checkpoint of this program."""
         trains = any(layout.trainable_stop for layout in self._components.layouts)
-        if not trains or options.module_only or isinstance(found, ForeignCheckpoint):
+        if not trains or options.module_only or isinstance(checkpoint, ForeignCheckpoint):
             return []
         there, here = (
             sum(len(layout.segments) for layout in layouts if layout.in_fp32)
-            for layouts in (found.layouts, self._components.layouts)
+            for layouts in (checkpoint.layouts, self._components.layouts)
         )
-        words = in_words(found.mode, self._components.shards.mode, options.states, (there, here))
-        return [] if words is None else [f"{found.folder} is {words}"]
+        words = in_words(checkpoint.mode, self._components.shards.mode, options.states, (there, here))
+        return [] if words is None else [f"{checkpoint.folder} is {words}"]
 
-    def _take_over(self, found: FoundCheckpoint, options: LoadOptions, queue: Queue) -> list[str]:
+    def _take_over(self, checkpoint: FoundCheckpoint, options: LoadOptions, queue: Queue) -> list[str]:
         """Makes the checkpoint the engine's state and, with commits on, commits it. Returns notices for the user."""
         components = self._components
         # Gradients of the earlier weights must not update the loaded weights.
@@ -375,42 +377,42 @@ class Checkpoints:
         components.gradients.clear()
         components.unit_views.outdate(range(len(components.layouts)))
         components.pager.begin_load()
-        CheckpointRestorer(found, components.shards, options, queue, components.world.ranks.shard).run()
+        CheckpointRestorer(checkpoint, components.shards, options, queue, components.world.ranks.shard).run()
         components.pager.end_load()
         steps = (
-            found.steps(components.layouts, self._state.parameter_steps)
+            checkpoint.steps(components.layouts, self._state.parameter_steps)
             if options.states
             else self._state.parameter_steps
         )
         buffers = persistent_buffers(self._module)
-        progress = fitting(found.progress, buffers, steps, options.schedule)
+        progress = fitting(checkpoint.progress, buffers, steps, options.schedule)
         # Of the names that the checkpoint calls weights, this model knows which are buffers.
-        among = buffers_among_weights(found, buffers.keys() - progress.buffers.keys(), queue)
+        among = buffers_among_weights(checkpoint, buffers.keys() - progress.buffers.keys(), queue)
         progress = progress._replace(buffers={**progress.buffers, **among})
         if not progress.generators:
             # Another program's checkpoint has none: those of this process go on.
             progress = progress._replace(generators=self._state.take().generators)
-        notices = [*found.notices, *self._changed_form(found, options)]
+        notices = [*checkpoint.notices, *self._changed_form(checkpoint, options)]
         if options.module_only:
             write_buffers(buffers, {name: value for name, value in progress.buffers.items() if name in buffers})
             notices += self._state.entries.restore(progress.entries, self._state.device)
         else:
             notices += self._state.restore(progress, options.schedule, options.states)
-            if not found.own and found.progress.generators:
+            if not checkpoint.own and checkpoint.progress.generators:
                 notices.append(
-                    f"{found.folder} was saved by {count_of(found.manifest.ranks, 'rank')}, this run has "
+                    f"{checkpoint.folder} was saved by {count_of(checkpoint.manifest.ranks, 'rank')}, this run has "
                     f"{components.world.ranks.size}: each rank continues with the random generators of rank 0, so "
                     "dropout draws other numbers"
                 )
             for notice in notices if self._components.world.ranks.rank == 0 else ():
                 logger.warning("offload: %s", notice)
         if components.store is not None and self._state.commits:
-            held = self._state.take()
+            snapshot = self._state.take()
             # `restore` sets the saved generators only at the next call of the engine, so the snapshot contains this
             # process's present ones. The commit must contain those of the checkpoint.
             components.store.commit(
                 self._state.global_steps,
-                (held if options.module_only else held._replace(generators=progress.generators)).pack(),
+                (snapshot if options.module_only else snapshot._replace(generators=progress.generators)).pack(),
             )
             components.pager.mark_rewritten(False)
         self._state.mark_edited(False)

@@ -40,7 +40,7 @@ class Difference(NamedTuple):
     """One sentence for each name with differing shapes."""
 
     def check(self, strict: bool, what: str) -> None:
-        """Raises `StoreError` in the cases in which torch's `load_state_dict` raises.
+        """Raises `StoreError` whenever torch's `load_state_dict` raises.
 
         Differing shapes are an error even if `strict` is false.
 
@@ -90,14 +90,14 @@ def places(layouts: Sequence[UnitLayout], tied: Mapping[str, str], frozen: bool)
         tied: First name of each tied parameter, by its other names.
         frozen: True if the checkpoint includes frozen weights.
     """
-    found = {
+    by_name = {
         segment.name: (unit, segment)
         for unit, layout in enumerate(layouts)
         for segment in layout.segments
         if segment.trainable or frozen
     }
     # A tied name points to the segment of the first name: the values are saved once.
-    return found | {name: found[first] for name, first in tied.items() if first in found}
+    return by_name | {name: by_name[first] for name, first in tied.items() if first in by_name}
 
 
 def as_rows(saved: Mapping[str, tuple[int, Segment]], layouts: Sequence[UnitLayout]) -> dict[str, tuple[int, Segment]]:
@@ -133,14 +133,14 @@ def all_places(segment: Segment, saved: Mapping[str, tuple[int, Segment]]) -> li
 
 def parameter_shapes(named: Iterable[tuple[str, Segment]]) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each parameter, by the names of segments; rows are joined, under the parameter's name."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, segment in named:
         if segment.stack:
-            rows = found.get(segment.stack, (0,))[0] + 1
-            found[segment.stack] = (rows, *segment.shape)
+            rows = shapes.get(segment.stack, (0,))[0] + 1
+            shapes[segment.stack] = (rows, *segment.shape)
         else:
-            found[name] = segment.shape
-    return found
+            shapes[name] = segment.shape
+    return shapes
 
 
 def runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) -> list[Run]:
@@ -149,13 +149,13 @@ def runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) -> list[R
     Segments that are neighbours both in this unit and in the checkpoint become one run, together with the padding
     between them.
     """
-    found: list[Run] = []
+    joined: list[Run] = []
     for run in (run for segment in layout.segments for run in _runs_of(segment, saved)):
         # Merging keeps the reads long: without it each parameter would be a request of its own.
-        if found and _joins(found[-1], run, (layout.trainable_stop, layout.values_stop)):
-            run = found.pop()._replace(stop=run.stop)
-        found.append(run)
-    return found
+        if joined and _joins(joined[-1], run, (layout.trainable_stop, layout.values_stop)):
+            run = joined.pop()._replace(stop=run.stop)
+        joined.append(run)
+    return joined
 
 
 def _runs_of(segment: Segment, saved: Mapping[str, tuple[int, Segment]]) -> Iterator[Run]:
@@ -176,7 +176,7 @@ def packed_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]], ra
         saved: The parameters of the checkpoint by name.
         rank: This rank.
     """
-    found: list[Run] = []
+    packed: list[Run] = []
     for segment in (segment for segment in layout.segments if segment.packed_rank == rank):
         place = saved.get(segment.name)
         # Packed states can only be copied if this optimizer keeps the same states of the parameter, in the same order.
@@ -184,19 +184,19 @@ def packed_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]], ra
         source = None
         if place is not None and has:
             source = Source(place[0], place[1].packed.start, True, place[1].packed_rank)
-        found.append(Run(segment.packed.start, segment.packed.stop, source))
-    return found
+        packed.append(Run(segment.packed.start, segment.packed.stop, source))
+    return packed
 
 
 def scale_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]], mode: Mode) -> list[Run]:
     """Returns the runs of the scales of moments in 8 bits, in scales of a unit, one for each trainable parameter."""
-    found: list[Run] = []
-    for segment in (each for each in layout.segments if each.trainable and mode.in_blocks):
+    scales: list[Run] = []
+    for segment in (candidate for candidate in layout.segments if candidate.trainable and mode.in_blocks):
         for run in _runs_of(segment, saved):
             part = mode.part(State.SCALES, run.start, run.stop)
             source = run.saved and run.saved._replace(start=mode.part(State.SCALES, run.saved.start, 0).start)
-            found.append(Run(part.start, part.stop, source))
-    return found
+            scales.append(Run(part.start, part.stop, source))
+    return scales
 
 
 def shards_of_scales(layout: UnitLayout, world_size: int, segment: Segment, mode: Mode) -> Iterator[SegmentShard]:
@@ -212,28 +212,28 @@ def shards_of_scales(layout: UnitLayout, world_size: int, segment: Segment, mode
     elements = segment._replace(start=segment.start // one * MOMENT_BLOCK, numel=segment.numel // one * MOMENT_BLOCK)
     # Ranks hold whole blocks.
     for rank, position, start, numel in segment_shards(layout, world_size, elements):
-        yield SegmentShard(rank, *(each // MOMENT_BLOCK * one for each in (position, start, numel)))
+        yield SegmentShard(rank, *(count // MOMENT_BLOCK * one for count in (position, start, numel)))
 
 
-def _joins(one: Run, other: Run, borders: Sequence[int]) -> bool:
-    """Returns whether `other` follows `one` at the same distance in the checkpoint as in this unit.
+def _joins(before: Run, after: Run, borders: Sequence[int]) -> bool:
+    """Returns whether `after` follows `before` at the same distance in the checkpoint as in this unit.
 
     Both must be trainable or both frozen, in the checkpoint as well as in this unit.
     """
-    if one.saved is None or other.saved is None:
+    if before.saved is None or after.saved is None:
         return False
     # A run must not cross the border between trainable and frozen elements, which ranks divide separately, nor that
     # between values and codes, which are no numbers to convert.
-    if any(one.start < border <= other.start for border in borders):
+    if any(before.start < border <= after.start for border in borders):
         return False
-    same = (one.saved.unit, one.saved.trainable) == (other.saved.unit, other.saved.trainable)
-    return same and other.saved.start - one.saved.start == other.start - one.start
+    same = (before.saved.unit, before.saved.trainable) == (after.saved.unit, after.saved.trainable)
+    return same and after.saved.start - before.saved.start == after.start - before.start
 
 
-def overlaps(found: Sequence[Run], start: int, stop: int) -> list[Run]:
+def overlaps(candidates: Sequence[Run], start: int, stop: int) -> list[Run]:
     """Returns the runs that overlap elements [start, stop), cut to this range."""
     cut: list[Run] = []
-    for run in found:
+    for run in candidates:
         first, last = max(run.start, start), min(run.stop, stop)
         if first < last:
             # A cut at the front moves the position in the checkpoint by the same number of elements.

@@ -46,20 +46,22 @@ class _Work(NamedTuple):
 class CheckpointRestorer:
     """Second pass of a load: fills this rank's partitions from a checkpoint, between `begin_load` and `end_load`."""
 
-    def __init__(self, found: FoundStates, shards: FilledShards, options: LoadOptions, queue: Queue, rank: int) -> None:
-        self._found, self._shards, self._states = found, shards, options.states
-        self._runs = [runs(layout, found.saved) for layout in shards.layouts]
-        self._packed_runs = [packed_runs(layout, found.saved, rank) for layout in shards.layouts]
-        self._scale_runs = [scale_runs(layout, found.saved, shards.mode) for layout in shards.layouts]
-        self._theirs = [self._mode_there(unit) for unit in range(len(shards.layouts))]
-        """Mode in which the checkpoint contains the parameters of each unit."""
+    def __init__(
+        self, source: FoundStates, shards: FilledShards, options: LoadOptions, queue: Queue, rank: int
+    ) -> None:
+        self._source, self._shards, self._states = source, shards, options.states
+        self._runs = [runs(layout, source.saved) for layout in shards.layouts]
+        self._packed_runs = [packed_runs(layout, source.saved, rank) for layout in shards.layouts]
+        self._scale_runs = [scale_runs(layout, source.saved, shards.mode) for layout in shards.layouts]
+        self._saved_modes = [self._mode_there(unit) for unit in range(len(shards.layouts))]
+        """The checkpoint's mode of the parameters of each unit."""
         self._buffers = flow_buffers()
-        self._saved = found.open(queue)
+        self._saved = source.open(queue)
 
     def _mode_there(self, unit: int) -> Mode:
-        """Returns the mode in which the checkpoint contains the parameters of a unit: one mode, by `check_fits`."""
-        there = (self._found.mode_of(run.saved.unit) for run in self._runs[unit] if run.saved is not None)
-        return next(there, self._found.mode)
+        """Returns the checkpoint's mode of the parameters of a unit: one mode, by `check_fits`."""
+        there = (self._source.mode_of(run.saved.unit) for run in self._runs[unit] if run.saved is not None)
+        return next(there, self._source.mode)
 
     def run(self) -> None:
         """Fills every partition and makes the written slots the newest in the store."""
@@ -84,7 +86,7 @@ class CheckpointRestorer:
                 self._shards.store.wrote(unit, self._slot(unit), writes)
 
     def _compare_kept(self) -> None:
-        """Raises `IoError` if the swap files are damaged in a unit of which a parameter keeps its values.
+        """Raises `IoError` if the swap files are damaged in a unit with a parameter that keeps its values.
 
         A read that begins in the middle of a checksummed range cannot be compared, and its bytes would be written
         again with a new, valid checksum. So such a unit is read completely and in order, before anything changes.
@@ -94,8 +96,8 @@ class CheckpointRestorer:
             return
         work = [
             _Work(unit, (state,), (state,), start, min(start + numel, last), 0, kept=True)
-            for unit, found in enumerate(self._runs)
-            if any(run.saved is None for run in found)
+            for unit, unit_runs in enumerate(self._runs)
+            if any(run.saved is None for run in unit_runs)
             for state, nbytes in shards.states(unit).items()
             if shards.stored(unit, state)
             for itemsize in [shards.mode_of(unit).states[state].itemsize]
@@ -115,10 +117,10 @@ class CheckpointRestorer:
 
     def _converts(self, unit: int) -> bool:
         """Returns True if weights of a unit are converted: the modes store them differently, or mine has masters."""
-        mine = self._shards.mode_of(unit).weights
-        # With full masters (fp32 beside a 16-bit weight), a weight that was frozen in the checkpoint has none there.
+        weights = self._shards.mode_of(unit).weights
+        # With full masters (fp32, for a 16-bit weight), a weight that was frozen in the checkpoint has none there.
         # Its master is made from the weight.
-        return self._theirs[unit].weights != mine or State.MASTER in mine
+        return self._saved_modes[unit].weights != weights or State.MASTER in weights
 
     def _makes_masters(self, unit: int, targets: Sequence[State]) -> bool:
         """Returns whether these target states of a unit include master weights that are made anew."""
@@ -126,10 +128,10 @@ class CheckpointRestorer:
 
     def _differ(self, unit: int, targets: Sequence[State]) -> bool:
         """Returns whether these target states of a unit are not stored in the checkpoint in the engine's form."""
-        mine, theirs = self._shards.mode_of(unit).states, self._theirs[unit].states
+        own, saved = self._shards.mode_of(unit).states, self._saved_modes[unit].states
         # Optimizers with other states are refused, so moments differ in their form alone.
-        others = any(theirs.get(state, mine[state]) != mine[state] for state in targets)
-        return self._makes_masters(unit, targets) or others
+        other_form = any(saved.get(state, own[state]) != own[state] for state in targets)
+        return self._makes_masters(unit, targets) or other_form
 
     @property
     def _keeps_commit(self) -> bool:
@@ -184,17 +186,17 @@ class CheckpointRestorer:
         """
         store = self._shards.store
         moves = store is not None and self._slot(unit) != store.newest[unit]
-        mode, theirs = self._shards.mode_of(unit), self._theirs[unit]
-        mine = mode.weights
+        mode, saved_mode = self._shards.mode_of(unit), self._saved_modes[unit]
+        weights = mode.weights
         for state, nbytes in self._shards.states(unit).items() if share else ():
             part = self._own_part(unit, state, nbytes)
-            if state in mine:
+            if state in weights:
                 if not self._converts(unit):
                     yield from self._cut(unit, (state,), 0, share)
                 # All states that hold the weight are converted together, at WEIGHT; the others are skipped.
                 elif state is State.WEIGHT:
-                    yield from self._cut(unit, tuple(mine), 0, share)
-            elif self._states and mode.in_blocks is not theirs.in_blocks:
+                    yield from self._cut(unit, tuple(weights), 0, share)
+            elif self._states and mode.in_blocks is not saved_mode.in_blocks:
                 # All moments have their scales in one state, so they are converted together, at the first of them.
                 if state is mode.moments[0]:
                     yield from self._cut(unit, mode.optimizer_states, 0, share)
@@ -202,7 +204,7 @@ class CheckpointRestorer:
                 yield from self._cut(unit, (state,), 0, part)
             # The next commit names one slot for all states of a unit, so states that are not loaded move there too.
             elif moves and self._shards.stored(unit, state):
-                yield from (each._replace(kept=True) for each in self._cut(unit, (state,), 0, part))
+                yield from (chunk._replace(kept=True) for chunk in self._cut(unit, (state,), 0, part))
 
     def _own_part(self, unit: int, state: State, nbytes: int) -> range:
         """Returns this rank's values of a state by itself, counted in the unit: elements, or those of the state."""
@@ -221,13 +223,13 @@ class CheckpointRestorer:
         Args:
             unit: Index of the unit.
             targets: States that are written.
-            start: Element of the partition at which `share` begins.
+            start: Element of the partition where `share` begins.
             share: Elements of the unit.
             room: Bytes of the buffer.
         """
         sources = targets
         if self._makes_masters(unit, targets):
-            sources = tuple(self._theirs[unit].weights)
+            sources = tuple(self._saved_modes[unit].weights)
         elif self._differ(unit, targets):  # the checkpoint has no scales, or `SavedStates` reads them
             sources = tuple(state for state in targets if state is not State.SCALES)
         # Each chunk begins at a multiple of a page in every state, as direct I/O requires.
@@ -241,7 +243,7 @@ class CheckpointRestorer:
         """Returns the bytes of `step` elements of all states of a unit that share a buffer."""
         sides = [(targets, self._shards.mode_of(unit))]
         if self._differ(unit, targets):
-            sides.append((sources, self._theirs[unit]))
+            sides.append((sources, self._saved_modes[unit]))
         return sum(
             len(range(step) if tuple(states) in _BY_THEMSELVES else mode.padded_part(state, 0, step))
             * mode.states[state].itemsize
@@ -260,9 +262,9 @@ class CheckpointRestorer:
         """
         end, numel, alone = 0, chunk.stop - chunk.start, chunk.targets in _BY_THEMSELVES
         sides: list[dict[State, memoryview]] = []
-        here, there = self._shards.mode_of(chunk.unit), self._theirs[chunk.unit]
+        here, there = self._shards.mode_of(chunk.unit), self._saved_modes[chunk.unit]
         for states, mode in ((chunk.targets, here), (chunk.sources, there)):
-            # Without a conversion both sides are the same memory, into which the checkpoint's bytes are read directly.
+            # Without a conversion both sides are the same memory, and the checkpoint's bytes are read directly into it.
             if sides and not self._differ(chunk.unit, chunk.targets):
                 sides.append(sides[0])
                 break
@@ -279,12 +281,12 @@ class CheckpointRestorer:
         """Returns the runs of a chunk, in elements of its unit. Those of PACKED and SCALES are in their own values."""
         last = chunk.first + chunk.stop - chunk.start
         if chunk.targets == (State.SCALES,):
-            # Behind the scales of this rank is padding, not the scales of the next one.
+            # After the scales of this rank comes padding, not the scales of the next one.
             share = self._shards.shares[chunk.unit][0]
             last = min(last, self._shards.mode.part(State.SCALES, share.start, share.stop).stop)
             return overlaps(self._scale_runs[chunk.unit], chunk.first, last)
-        found = self._packed_runs if chunk.targets == (State.PACKED,) else self._runs
-        return overlaps(found[chunk.unit], chunk.first, last)
+        unit_runs = self._packed_runs if chunk.targets == (State.PACKED,) else self._runs
+        return overlaps(unit_runs[chunk.unit], chunk.first, last)
 
     def _begin(self, chunk: _Work, buffer: memoryview) -> Sequence[Pending]:
         """Begins to read a chunk from the checkpoint. Elements that it does not contain are read from the engine.
@@ -294,18 +296,18 @@ class CheckpointRestorer:
         sources, targets = self._regions(chunk, buffer)
         if chunk.kept:
             return [future for state in targets for future in self._read_now(chunk, state, targets[state], 0, None)]
-        found = self._overlaps(chunk)
+        chunk_runs = self._overlaps(chunk)
         # If the reads below do not fill the whole buffer, the rest still holds an earlier chunk.
-        # So does the padding behind the scales of the last blocks.
+        # So does the padding after the scales of the last blocks.
         if (
-            sum(run.stop - run.start for run in found) < chunk.stop - chunk.start
-            or any(run.saved and not run.saved.trainable for run in found)
+            sum(run.stop - run.start for run in chunk_runs) < chunk.stop - chunk.start
+            or any(run.saved and not run.saved.trainable for run in chunk_runs)
             or State.SCALES in chunk.targets
         ):
             for memory in (*sources.values(), *targets.values()):
                 torch.frombuffer(memory, dtype=torch.uint8).zero_()
         futures: list[Pending] = []
-        for run in found:
+        for run in chunk_runs:
             start, numel = run.start - chunk.first, run.stop - run.start
             if run.saved is None:
                 for state, memory in targets.items():
@@ -338,36 +340,36 @@ class CheckpointRestorer:
         sources, targets = self._regions(chunk, buffer)
         if sources is targets or chunk.kept:
             return
-        there, here = self._theirs[chunk.unit].states, self._shards.mode_of(chunk.unit).states
+        there, here = self._saved_modes[chunk.unit].states, self._shards.mode_of(chunk.unit).states
         saved = {state: torch.frombuffer(memory, dtype=there[state]) for state, memory in sources.items()}
-        mine = {state: torch.frombuffer(memory, dtype=here[state]) for state, memory in targets.items()}
+        converted = {state: torch.frombuffer(memory, dtype=here[state]) for state, memory in targets.items()}
         codes = self._shards.layouts[chunk.unit].values_stop
         for run in self._overlaps(chunk):
             if run.saved is not None:
                 part = slice(run.start - chunk.first, run.stop - chunk.first)
                 states = saved if run.saved.trainable else {State.WEIGHT: saved[State.WEIGHT]}
                 if run.start >= codes:  # bytes of codes and scales, not values
-                    copy_bits(states[State.WEIGHT][part], mine[State.WEIGHT][part])
+                    copy_bits(states[State.WEIGHT][part], converted[State.WEIGHT][part])
                     continue
                 saved_part = {s: t[part] for s, t in states.items()}
-                if State.WEIGHT in mine:
-                    convert(saved_part, {s: t[part] for s, t in mine.items()})
+                if State.WEIGHT in converted:
+                    convert(saved_part, {s: t[part] for s, t in converted.items()})
                 elif run.saved.trainable:
-                    self._convert_moments(chunk, run, saved_part, mine)
+                    self._convert_moments(chunk, run, saved_part, converted)
 
     def _convert_moments(
-        self, chunk: _Work, run: Run, saved: Mapping[State, torch.Tensor], mine: Mapping[State, torch.Tensor]
+        self, chunk: _Work, run: Run, saved: Mapping[State, torch.Tensor], converted: Mapping[State, torch.Tensor]
     ) -> None:
         """Converts the moments of a run: all of them, or one whose form has no scales in either mode."""
-        source, theirs = run.saved, self._found.mode
+        source, saved_mode = run.saved, self._source.mode
         assert source is not None
-        scales = self._saved.scales(source.unit) if theirs.in_blocks else None
+        scales = self._saved.scales(source.unit) if saved_mode.in_blocks else None
         start = run.start - chunk.first
-        moments = SavedMoments(theirs, saved, scales, source.start)
+        moments = SavedMoments(saved_mode, saved, scales, source.start)
         for state in chunk.targets:
             if state is not State.SCALES:
                 # Rounded to nearest where the new form is not fp32.
-                optimizer_states.write(self._shards.mode, mine, state, start, moments.values(state))
+                optimizer_states.write(self._shards.mode, converted, state, start, moments.values(state))
 
     def _frozen_to_write(self) -> set[int]:
         """Returns the units whose frozen weights must be written: those that differ, or all without a durable store.

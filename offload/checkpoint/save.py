@@ -60,7 +60,7 @@ from offload.swapper.store.inspection import is_rank
 
 # -- save request --------------------------------------------------------------------------------------
 #
-# What is saved, and where: the arguments of a save, checked, and the state of a rank beside its partitions.
+# What is saved, and where: the arguments of a save, checked, and the state of a rank other than its partitions.
 
 
 class SaveRequest(NamedTuple):
@@ -122,7 +122,7 @@ def _count(keep_last: Any) -> int:
 
 
 class Moment(NamedTuple):
-    """State of a rank at the time of the save, beside its partitions."""
+    """State of a rank at the time of the save, without its partitions."""
 
     step: int
     contents: Mapping[str, torch.Tensor]
@@ -147,7 +147,7 @@ class _Chunk(NamedTuple):
     start: int
     stop: int
     compare: bool
-    """True if the read must be compared: the store has no checksum with which that of the write could be compared."""
+    """True if the read must be compared: the store has no checksum to compare with that of the write."""
 
 
 @contextlib.contextmanager
@@ -161,7 +161,7 @@ def own_or_shared(queue: Queue | None) -> Iterator[Queue]:
 
 
 def save(
-    held: LocalShards,
+    shards: LocalShards,
     order: SaveRequest,
     take: Callable[[], Moment],
     queue: Queue,
@@ -171,9 +171,9 @@ def save(
     """Writes a checkpoint, completely or not at all. Collective.
 
     Args:
-        held: This rank's partitions.
+        shards: This rank's partitions.
         order: Content and destination, equal on all ranks.
-        take: Returns all that this rank saves beside its partitions.
+        take: Returns all that this rank saves in addition to its partitions.
         queue: Queue for the writes.
         ranks: All processes that train together.
         world: The place of this one among them. The first replica of each part saves the states.
@@ -186,7 +186,7 @@ def save(
     # Ranks with different arguments would write files that do not belong together.
     ranks.same({"folder": str(order.folder), "tag": order.tag, "frozen": order.frozen, "keep_last": order.keep_last})
     taken: list[tuple[Moment, bytes]] = []
-    tensors = _tensors(held, order, world.ranks)
+    tensors = _tensors(shards, order, world.ranks)
 
     def prepare() -> int:
         moment = take()
@@ -201,11 +201,15 @@ def save(
         partial = Path(ranks.by_first(lambda: str(_begin(order, need, locks, world.parts))))
         try:
             # `settle` returns after all ranks have written and synced their files, so the manifest comes last.
-            mine = partial / world.part
-            rows = ranks.settle(lambda: [world.part, _write(held, tensors, mine, progress, queue, world.ranks.rank)])
-            written = {name: each for part, row in rows if part == world.part for name, each in row.items()}
+            own_folder = partial / world.part
+            rows = ranks.settle(
+                lambda: [world.part, _write(shards, tensors, own_folder, progress, queue, world.ranks.rank)]
+            )
+            written = {
+                name: size_and_sums for part, row in rows if part == world.part for name, size_and_sums in row.items()
+            }
             if world.parts:
-                heads = ranks.settle(lambda: _end_part(order, moment, mine, written, world, held))
+                heads = ranks.settle(lambda: _end_part(order, moment, own_folder, written, world, shards))
                 moment, written = _of_all(moment, heads, world)
             ranks.by_first(lambda: _end(order, moment, partial, written, locks))
         except BaseException:
@@ -215,10 +219,10 @@ def save(
             raise
 
 
-def _tensors(held: LocalShards, order: SaveRequest, ranks: Ranks) -> dict[str, Tensor] | None:
+def _tensors(shards: LocalShards, order: SaveRequest, ranks: Ranks) -> dict[str, Tensor] | None:
     """Returns the tensors of this rank's file of states; None if a rank of another replica saves them."""
-    rank, shards = ranks.rank, ranks.mesh.shards
-    return tensors_of(held.layouts, held.mode, rank, shards, order.frozen) if rank < shards else None
+    rank, shard_count = ranks.rank, ranks.mesh.shards
+    return tensors_of(shards.layouts, shards.mode, rank, shard_count, order.frozen) if rank < shard_count else None
 
 
 def _begin(order: SaveRequest, need: int, locks: contextlib.ExitStack, parts: Sequence[str]) -> Path:
@@ -253,7 +257,7 @@ def _end_part(
     folder: Path,
     written: Mapping[str, Sequence[Any]],
     world: World,
-    held: LocalShards,
+    shards: LocalShards,
 ) -> dict[str, Any] | None:
     """Writes the manifest of a part, on its first process; returns what that of the whole says about it.
 
@@ -263,7 +267,7 @@ def _end_part(
         folder: Folder of the part.
         written: Size and checksums of each file of the part.
         world: This process's place.
-        held: Its partitions.
+        shards: Its partitions.
     """
     if world.ranks.rank:
         return None
@@ -271,7 +275,7 @@ def _end_part(
     data = _manifest(order, moment._replace(layout=layout, about=about), written).pack()
     write_new(folder / MANIFEST, data)
     sync_folder(folder)
-    units = counted_units(moment.layout, held.layouts, world)
+    units = counted_units(moment.layout, shards.layouts, world)
     return {"file": f"{world.part}/{MANIFEST}", "size": [len(data), {"": crc32c(data)}], "units": units}
 
 
@@ -279,11 +283,11 @@ def _of_all(
     moment: Moment, heads: Sequence[Mapping[str, Any] | None], world: World
 ) -> tuple[Moment, dict[str, Sequence[Any]]]:
     """Returns the description of a checkpoint with parts, and size and checksum of the manifest of each."""
-    found = [head for head in heads if head is not None]
+    parts = [head for head in heads if head is not None]
     layout = {name: value for name, value in moment.layout.items() if name != "units"}
-    units = [unit for head in found for unit in head["units"]]
+    units = [unit for head in parts for unit in head["units"]]
     whole = {**layout, "parts": list(world.parts), "units": units}
-    return moment._replace(layout=whole), {head["file"]: head["size"] for head in found}
+    return moment._replace(layout=whole), {head["file"]: head["size"] for head in parts}
 
 
 def _end(
@@ -311,19 +315,18 @@ def _end(
 
 
 def _manifest(order: SaveRequest, moment: Moment, written: Mapping[str, Sequence[Any]]) -> Manifest:
-    """Returns the manifest of files that were written."""
     now = datetime.now(timezone.utc).isoformat()
-    files = {name: Saved(*each) for name, each in written.items()}
+    files = {name: Saved(*size_and_sums) for name, size_and_sums in written.items()}
     return Manifest(moment.step, now, order.frozen, moment.layout, moment.about, files)
 
 
 def _write(
-    held: LocalShards, tensors: Mapping[str, Tensor] | None, partial: Path, progress: bytes, queue: Queue, rank: int
+    shards: LocalShards, tensors: Mapping[str, Tensor] | None, partial: Path, progress: bytes, queue: Queue, rank: int
 ) -> dict[str, tuple[int, dict[str, int]]]:
     """Writes this rank's files and returns the size and the checksums of each, by file name.
 
     Args:
-        held: This rank's partitions.
+        shards: This rank's partitions.
         tensors: Tensors of its file of states; None for no such file.
         partial: Folder made by rank 0.
         progress: Content of this rank's file of progress.
@@ -336,21 +339,15 @@ def _write(
         )
     files: dict[str, tuple[int, dict[str, int]]] = {}
     if tensors is not None:
-        files[states_file(rank)] = _write_states(held, partial / states_file(rank), tensors, queue)
+        files[states_file(rank)] = _write_states(shards, partial / states_file(rank), tensors, queue)
     write_new(partial / progress_file(rank), progress)
     return {**files, progress_file(rank): (len(progress), {"": crc32c(progress)})}
 
 
 def _write_states(
-    held: LocalShards, path: Path, tensors: Mapping[str, Tensor], queue: Queue
+    shards: LocalShards, path: Path, tensors: Mapping[str, Tensor], queue: Queue
 ) -> tuple[int, dict[str, int]]:
     """Writes this rank's file of states.
-
-    Args:
-        held: This rank's partitions.
-        path: The new file.
-        tensors: Its tensors by name.
-        queue: Queue for the writes.
 
     Returns:
         The size of the file in bytes, and the CRC-32C of each tensor.
@@ -361,7 +358,7 @@ def _write_states(
 
         def begin(chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
             nbytes = chunk.stop - chunk.start
-            return held.read(chunk.unit, chunk.state, chunk.start, buffer[:nbytes], compare=chunk.compare)
+            return shards.read(chunk.unit, chunk.state, chunk.start, buffer[:nbytes], compare=chunk.compare)
 
         def end(chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
             offset = writer.places[chunk.name].offset + chunk.start
@@ -371,23 +368,23 @@ def _write_states(
             # The queue computes the CRC-32C as it writes, so no byte is read a second time.
             sums[chunk.name] = crc32c_joined(sums.get(chunk.name, 0), futures[0].crc32c(), chunk.stop - chunk.start)
             if chunk.stop == tensors[chunk.name].nbytes:
-                _compare(held, chunk, sums[chunk.name], path)
+                _compare(shards, chunk, sums[chunk.name], path)
 
         def chunks() -> Iterator[_Chunk]:
-            for unit in range(len(held.layouts)):
-                for state in held.states(unit):
+            for unit in range(len(shards.layouts)):
+                for state in shards.states(unit):
                     name = tensor_name(unit, state)
                     if name not in tensors:
                         continue
                     nbytes = tensors[name].nbytes
                     # A shared partition is not read at all: the store's checksum is saved as that of the tensor.
-                    shared = _share(held, unit, state, nbytes, writer, name)
+                    shared = _share(shards, unit, state, nbytes, writer, name)
                     if shared is not None:
                         sums[name] = shared
                         continue
                     writer.reserve(name)
                     # One checksum a byte: that of the write is compared, so the read needs none.
-                    compare = _expected(held, unit, state, nbytes) is None
+                    compare = _expected(shards, unit, state, nbytes) is None
                     for start in range(0, nbytes, BUFFER_NBYTES):
                         yield _Chunk(name, unit, state, start, min(start + BUFFER_NBYTES, nbytes), compare)
 
@@ -395,58 +392,44 @@ def _write_states(
     return writer.nbytes, sums
 
 
-def _share(held: LocalShards, unit: int, state: State, nbytes: int, writer: Writer, name: str) -> int | None:
+def _share(shards: LocalShards, unit: int, state: State, nbytes: int, writer: Writer, name: str) -> int | None:
     """Lets the file system share a partition with the store (reflink).
-
-    Args:
-        held: This rank's partitions.
-        unit: Index of the unit.
-        state: The state.
-        nbytes: Size of the partition.
-        writer: The file of states.
-        name: Name of the tensor in the file.
 
     Returns:
         The CRC-32C of the partition, or None if it must be copied.
     """
-    expected = _expected(held, unit, state, nbytes)
+    expected = _expected(shards, unit, state, nbytes)
     # Without a checksum the file could not be verified later, so the partition is copied and summed.
-    if held.store is None or expected is None:
+    if shards.store is None or expected is None:
         return None
-    shared = held.store.clone(unit, state, nbytes, writer.descriptor, writer.places[name].offset)
+    shared = shards.store.clone(unit, state, nbytes, writer.descriptor, writer.places[name].offset)
     return expected if shared else None
 
 
-def _expected(held: LocalShards, unit: int, state: State, nbytes: int) -> int | None:
-    """Returns the CRC-32C with which the store wrote a partition; None if there is none."""
-    if held.store is None or not held.store.keeps(unit, state):
+def _expected(shards: LocalShards, unit: int, state: State, nbytes: int) -> int | None:
+    """Returns the CRC-32C of the store's write of a partition; None if there is none."""
+    if shards.store is None or not shards.store.keeps(unit, state):
         return None
-    return held.store.sum_of(unit, state, nbytes)
+    return shards.store.sum_of(unit, state, nbytes)
 
 
-def _compare(held: LocalShards, chunk: _Chunk, crc: int, path: Path) -> None:
-    """Raises an error if the checksum of a partition is not the one with which the store wrote the partition.
-
-    Args:
-        held: This rank's partitions.
-        chunk: Last chunk of the partition.
-        crc: CRC-32C of the whole partition.
-        path: File that was written, for the message.
+def _compare(shards: LocalShards, chunk: _Chunk, crc: int, path: Path) -> None:
+    """Raises an error if the checksum of a partition is not that of the store's write.
 
     Raises:
         IoError: If the swap files are damaged; names the bytes.
         StoreError: If the bytes have changed in memory.
     """
-    expected = _expected(held, chunk.unit, chunk.state, chunk.stop)
+    expected = _expected(shards, chunk.unit, chunk.state, chunk.stop)
     if expected is None or expected == crc:
         return
     # Read again and compared by the store, which names the bytes and remembers that its files are suspect.
     buffer = aligned_empty(min(BUFFER_NBYTES, chunk.stop))
     for start in range(0, chunk.stop, BUFFER_NBYTES):
         part = buffer[: min(BUFFER_NBYTES, chunk.stop - start)]
-        for future in held.read(chunk.unit, chunk.state, start, part):
+        for future in shards.read(chunk.unit, chunk.state, start, part):
             future.wait()
     raise StoreError(
-        f"{chunk.state.value} of {held.sizes[chunk.unit].title} does not match its checksum, but its swap files do: "
+        f"{chunk.state.value} of {shards.sizes[chunk.unit].title} does not match its checksum, but its swap files do: "
         f"bytes have changed in memory, and {path.parent} was not saved; save again, and test the machine's memory"
     )

@@ -86,7 +86,7 @@ def effective(config: Config, batch: Batch, world_size: int) -> str:
 
 
 def _value(config: Config, batch: Batch, name: str) -> Any:
-    """Returns the value to which the key with dotted name `name` resolved."""
+    """Returns the resolved value of the key with dotted name `name`."""
     sizes = dict(
         zip(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), batch, strict=True)
     )

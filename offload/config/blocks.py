@@ -118,7 +118,7 @@ def unpacked(value: Any) -> Any:
     Those without dimensions are numbers. No library is imported here to recognize them.
     """
     if isinstance(value, Mapping):
-        return {key: unpacked(each) for key, each in value.items()}
+        return {key: unpacked(inner) for key, inner in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(unpacked, value))
     return value.item() if getattr(value, "ndim", None) == 0 else value
@@ -147,7 +147,7 @@ def expanded(value: Any) -> Any:
 
 def _rates(value: Any) -> Any:
     """Returns a number for all groups of parameters, or a tuple with one for each. Raises `ValueError` otherwise."""
-    numbers = [spelled_number(each) for each in (value if isinstance(value, list | tuple) else (value,))]
+    numbers = [spelled_number(rate) for rate in (value if isinstance(value, list | tuple) else (value,))]
     if not numbers or not all(_is_rate(number) for number in numbers):
         raise ValueError("should be a number of at least 0, or a list of such, one for each group of parameters")
     rates = tuple(float(number) for number in numbers)
@@ -155,7 +155,6 @@ def _rates(value: Any) -> Any:
 
 
 def _is_rate(value: Any) -> bool:
-    """Returns True for a finite number of at least 0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and 0 <= value <= sys.float_info.max
 
@@ -282,7 +281,7 @@ class OffloadOptimizer(Block):
 
 
 class LeafModule(Block):
-    """Modules each of which is paged as one unit."""
+    """Modules that are paged as one unit each."""
 
     REFUSED: ClassVar[dict[str, str]] = {"name_suffixes": 'is not supported; give complete names in "names"'}
 
@@ -616,8 +615,8 @@ class OptimizerBlock(Block):
         of_torch = kind in OF_TORCH_ALONE or str(kind).startswith(TORCH_OPTIMIZERS)
         if not of_torch or not isinstance(params, Mapping):
             return content
-        others = {key: value for key, value in content.items() if key != "params"}
-        return {**others, "torch_params": {key: value for key, value in params.items() if value != "auto"}}
+        options = {key: value for key, value in content.items() if key != "params"}
+        return {**options, "torch_params": {key: value for key, value in params.items() if value != "auto"}}
 
     @classmethod
     def check(cls, content: Mapping[str, Any], path: str) -> None:
@@ -657,12 +656,17 @@ class OptimizerBlock(Block):
         if self.of_torch:
             return dict(self.torch_params)
         defaults = OPTIMIZER_DEFAULTS[self.type]
-        given = {name: getattr(self.params, name) for name in defaults}
-        found = {name: value if given[name] is None else given[name] for name, value in defaults.items()}
-        decoupled = self.type == "AdamW" or found.get("adam_w_mode")
-        if self.params.torch_adam and self.type in ("Adam", "AdamW") and decoupled and given["weight_decay"] is None:
-            found["weight_decay"] = 0.01
-        return found
+        set_values = {name: getattr(self.params, name) for name in defaults}
+        settings = {name: value if set_values[name] is None else set_values[name] for name, value in defaults.items()}
+        decoupled = self.type == "AdamW" or settings.get("adam_w_mode")
+        if (
+            self.params.torch_adam
+            and self.type in ("Adam", "AdamW")
+            and decoupled
+            and set_values["weight_decay"] is None
+        ):
+            settings["weight_decay"] = 0.01
+        return settings
 
 
 # -- precision -----------------------------------------------------------------------------------------
@@ -736,7 +740,7 @@ class TorchAutocast(Block):
 
 
 class DataTypes(Block):
-    """Dtypes beside that of the mode."""
+    """Dtypes other than that of the mode."""
 
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"grad_accum_dtype": "fp32"}
 

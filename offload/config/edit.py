@@ -25,7 +25,7 @@ class _Member:
     key_end: int
     value: int
     end: int
-    """Place behind the value."""
+    """Place after the value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class _Object:
 
 
 def set_in_block(text: str, name: str, values: Mapping[str, Any], older: Mapping[str, str] = {}) -> str:
-    """Returns a config's text in which the block `name` contains `values`; all else is as it was.
+    """Returns a config's text with `values` in the block `name`; all else is as it was.
 
     Order, indentation, line ends, comments and commas stay. Keys that are new follow the others of their block, and a
     block that is new follows the other keys of the file.
@@ -49,7 +49,7 @@ def set_in_block(text: str, name: str, values: Mapping[str, Any], older: Mapping
         text: JSON with comments and trailing commas that `read_json` accepts: an object.
         name: key of the block; a value that is no object is replaced by one.
         values: keys of the block, and their values.
-        older: older names of keys of the block, each with the newer name, by which it is replaced.
+        older: older names of keys of the block, each with the newer name that replaces it.
     """
     root = _object_at(text, _skip(text, 0))
     member = root.members.get(name)
@@ -59,7 +59,7 @@ def set_in_block(text: str, name: str, values: Mapping[str, Any], older: Mapping
         return text[: member.value] + _written(text, root, values) + text[member.end :]
     block = _object_at(text, member.value)
     for key, value in values.items():
-        old = next((each for each, new in older.items() if new == key and each in block.members), None)
+        old = next((old_name for old_name, new in older.items() if new == key and old_name in block.members), None)
         present = block.members.get(key if old is None else old)
         if present is None:
             text = _added(text, block, key, value)
@@ -115,17 +115,17 @@ def _written(text: str, into: _Object, value: Any) -> str:
     return json.dumps(value, indent=step).replace("\n", f"{_line_end(text)}{indent}")
 
 
-def _has_lines(text: str, found: _Object) -> bool:
+def _has_lines(text: str, block: _Object) -> bool:
     """Returns True if the members of an object stand on lines of their own."""
-    first = min(member.begin for member in found.members.values())
-    return "\n" in text[found.begin : first]
+    first = min(member.begin for member in block.members.values())
+    return "\n" in text[block.begin : first]
 
 
-def _indent(text: str, found: _Object) -> str:
+def _indent(text: str, block: _Object) -> str:
     """Returns the white space before each member of an object."""
-    if found.members and _has_lines(text, found):
-        return _margin(text, max(member.begin for member in found.members.values()))
-    return _margin(text, found.begin) + _INDENT
+    if block.members and _has_lines(text, block):
+        return _margin(text, max(member.begin for member in block.members.values()))
+    return _margin(text, block.begin) + _INDENT
 
 
 def _margin(text: str, at: int) -> str:

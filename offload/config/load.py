@@ -30,7 +30,7 @@ from offload.errors import ConfigError
 
 # -- contradictions ------------------------------------------------------------------------------------
 #
-# Contradictions between blocks of a config, each of which is right by itself.
+# Contradictions between blocks of a config, where each block is right by itself.
 
 
 def find_contradictions(config: Config) -> Iterator[ConfigError]:
@@ -74,7 +74,7 @@ def _of_precision(config: Config) -> Iterator[ConfigError]:
 def _of_ranks(config: Config) -> Iterator[ConfigError]:
     """Yields an error for each two keys that have ranks divide weights, or send gradients, in different ways."""
     zero = config.zero_optimization
-    # Codes have a format of their own, so no dtype can be asked of them beside.
+    # Codes have a format of their own, so a dtype for them contradicts it.
     if zero.zero_quantized_gradients and config.communication_data_type is not None:
         yield ConfigError(
             "zero_optimization.zero_quantized_gradients has ranks send gradients as int8 codes, and "
@@ -123,7 +123,7 @@ def unknown_key(model: type[Block], near: str | None, matches: str, dotted: str)
     """Returns the message about an unknown key.
 
     Args:
-        model: the block in which the key was found.
+        model: the block that contains the key.
         near: a known key of similar spelling, or None.
         matches: dotted names of the same key in inner blocks, or "".
         dotted: dotted name of the unknown key.
@@ -172,11 +172,11 @@ def explain(error: pydantic.ValidationError, path: str = "") -> list[str]:
     """
     # pydantic reports an error for each type that a value may have; all of them belong to one key.
     of_key: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
-    for each in error.errors(include_url=False):
-        place = tuple(itertools.takewhile(lambda part: not _is_choice(part), each["loc"]))
+    for detail in error.errors(include_url=False):
+        place = tuple(itertools.takewhile(lambda part: not _is_choice(part), detail["loc"]))
         # An error inside of a value that was wrong already adds nothing.
         whole = next((known for known in of_key if place[: len(known)] == known), place)
-        of_key.setdefault(whole, []).append(each)
+        of_key.setdefault(whole, []).append(detail)
     return [_explain_key(errors, path) for errors in of_key.values()]
 
 
@@ -186,9 +186,9 @@ def _explain_key(errors: Sequence[ErrorDetails], path: str) -> str:
     several = len(errors) > 1 and _is_choice(errors[0]["loc"][-1]) and isinstance(errors[0]["input"], Mapping)
     first = errors[1] if several else errors[0]
     key = path + ".".join(str(part) for part in first["loc"] if not _is_choice(part))
-    ours = first["type"] == "value_error"  # our own validators may quote the value, or name the key of a block
+    own_message = first["type"] == "value_error"  # our own validators may quote the value, or name the key of a block
     names_value = first["type"] == "missing" or (
-        ours and (repr(first["input"]) in first["msg"] or isinstance(first["input"], Mapping))
+        own_message and (repr(first["input"]) in first["msg"] or isinstance(first["input"], Mapping))
     )
     got = "" if names_value else f", got {first['input']!r}"
     expected = re.sub("^(Value error, |Input |String |Tuple )", "", first["msg"]).replace(
@@ -227,7 +227,7 @@ def one_error(errors: Sequence[ConfigError]) -> ConfigError:
     """Returns an error for all that is wrong with a config: a single one as it is, several on lines of their own."""
     if len(errors) == 1:
         return errors[0]
-    return ConfigError(f"{len(errors)} things are wrong with the config:" + "".join(f"\n* {each}" for each in errors))
+    return ConfigError(f"{len(errors)} things are wrong with the config:" + "".join(f"\n* {error}" for error in errors))
 
 
 def _is_choice(part: object) -> bool:
@@ -339,15 +339,17 @@ def check_order(low: str, lows: Any, high: str, highs: Any) -> None:
         highs: a number or "auto", or one for each group of parameters.
     """
     of_each = isinstance(lows, list | tuple) and isinstance(highs, list | tuple)  # one for each group
-    alone, other = (rates if isinstance(rates, list | tuple) else (rates,) for rates in (lows, highs))
+    low_rates, high_rates = (rates if isinstance(rates, list | tuple) else (rates,) for rates in (lows, highs))
     # A single number applies to every group, hence the product.
-    for least, most in zip(alone, other, strict=False) if of_each else itertools.product(alone, other):
+    for least, most in (
+        zip(low_rates, high_rates, strict=False) if of_each else itertools.product(low_rates, high_rates)
+    ):
         if most != "auto" and least > most:
             raise ConfigError(f"{low} {least:g} is above {high} {most:g}; exchange them, or change one")
 
 
 def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the content of a config file: JSON with comments, in which no key appears twice.
+    """Returns the content of a config file: JSON with comments, without a key that appears twice.
 
     Args:
         source: a path, or the content in base64, as DeepSpeed's autotuner passes it.
@@ -397,7 +399,7 @@ def without_comments(text: str) -> str:
 
 
 def without_last_commas(text: str) -> str:
-    """Returns `text`, which has no comments, with each comma behind a last item replaced by a space."""
+    """Returns `text`, which has no comments, with each comma after a last item replaced by a space."""
     return _LAST_COMMA.sub(_blank, text)
 
 
@@ -441,10 +443,10 @@ def _with_new_names(content: Mapping[str, Any], findings: Findings) -> dict[str,
     elif isinstance(zero, Mapping):
         content["zero_optimization"] = zero = dict(zero)
         for old, new in OLD_SWITCHES.items():
-            given = zero.pop(old, None)
-            if given is not None and not _is_on(given):
+            old_value = zero.pop(old, None)
+            if old_value is not None and not _is_on(old_value):
                 findings.off[f"zero_optimization.{old}"] = f"off; on, it would be {new} on the CPU"
-            if _is_on(given):
+            if _is_on(old_value):
                 if zero.get(new) is not None:
                     findings.errors.append(
                         ConfigError(f"zero_optimization contains both {old} and {new}; leave {old} out")
@@ -469,7 +471,7 @@ def _known_content(
     except ConfigError as error:
         findings.errors.append(error)
         return None
-    kept: dict[str, Any] = {}
+    known: dict[str, Any] = {}
     switch = content.get("enabled")
     on = "enabled" not in model.model_fields or _is_on(switch) or switch == "auto"  # no notice for a block that is off
     for key, value in content.items():
@@ -488,7 +490,7 @@ def _known_content(
                 (findings.tuning if name in model.TUNING else findings.unsupported).append(dotted)
         elif name not in model.model_fields:
             _note_unknown(model, key, path, findings)
-        elif name in kept or (name != key and name in content):
+        elif name in known or (name != key and name in content):
             findings.errors.append(
                 ConfigError(f'"{dotted}" is the older name of "{path}{name}", which is set too; keep one of them')
             )
@@ -496,10 +498,10 @@ def _known_content(
             findings.auto.extend([dotted] * (value is not None))
         elif (inner := inner_block(model, name)) is None or not isinstance(value, Mapping):
             findings.honoured.extend([dotted] * (why is None))
-            kept[name] = value
+            known[name] = value
         elif (block := _known_content(inner, value, f"{dotted}.", findings)) is not None:
-            kept[name] = block
-    return kept
+            known[name] = block
+    return known
 
 
 def _why_off(model: type[Block], name: str, value: Any, on: bool) -> str | None:

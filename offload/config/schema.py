@@ -35,7 +35,7 @@ from offload.errors import ConfigError
 
 # -- elsewhere -----------------------------------------------------------------------------------------
 #
-# Blocks of DeepSpeed of which no key changes what this library does.
+# Blocks of DeepSpeed whose keys change nothing here.
 
 
 class Checkpoint(Block):

@@ -34,7 +34,7 @@ def content_of(config: Any) -> dict[str, Any]:
 
 
 def filled(content: Mapping[str, Any], values: Iterable[ScriptValue]) -> dict[str, Any]:
-    """Returns a copy of `content` in which the values of the script replace "auto", null and missing keys.
+    """Returns a copy of `content`: values of the script replace "auto", null and missing keys.
 
     Args:
         content: the config.
@@ -69,13 +69,13 @@ def filled(content: Mapping[str, Any], values: Iterable[ScriptValue]) -> dict[st
     return result
 
 
-def _equal(mine: Any, theirs: Any) -> bool:
+def _equal(first: Any, second: Any) -> bool:
     """Returns True if two values of JSON mean the same: a list and a tuple, "1e-3" and 0.001, but not True and 1."""
-    if isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
-        return len(mine) == len(theirs) and all(map(_equal, mine, theirs))
-    same = mine == theirs or spelled_number(mine) == spelled_number(theirs)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(_equal, first, second))
+    same = first == second or spelled_number(first) == spelled_number(second)
     # In Python True == 1; in a config they are different values.
-    return bool(same) and isinstance(mine, bool) == isinstance(theirs, bool)
+    return bool(same) and isinstance(first, bool) == isinstance(second, bool)
 
 
 def value_of(content: Mapping[str, Any], key: str) -> Any:
@@ -115,7 +115,7 @@ def refuse_commits(content: Mapping[str, Any], trainer: str, resumes_by: str, in
     Args:
         content: the config.
         trainer: name of the Trainer, for the error.
-        resumes_by: call by which the Trainer resumes.
+        resumes_by: call that makes the Trainer resume.
         interval: argument that says after how many steps the Trainer saves.
 
     Raises:

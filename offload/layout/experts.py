@@ -1,9 +1,9 @@
 """The modules whose experts are stacked: each row of their parameters is one expert, and a unit of its own.
 
 transformers 5 stacks the experts of a layer: `gate_up_proj` is (experts, rows, columns), and a forward multiplies by
-`gate_up_proj[expert]`. The decorator with which transformers marks such a class tells it from any other module; its
-forward goes through the experts that tokens visit, one after the other. That loop takes the place of an implementation
-which needs all experts at once only where both are transformers' own: another one may compute something else.
+`gate_up_proj[expert]`. transformers marks such a class by a decorator, which no other module has. Its forward goes
+through the experts that tokens visit, one after the other. That loop takes the place of an implementation which needs
+all experts at once only where both are transformers' own: another one may compute something else.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def cut_stacks(model: nn.Module, experts: str, optimizer: str) -> CutStacks:
         experts: "each", "visited" or "whole", as the config says.
         optimizer: name of the optimizer's rule.
     """
-    found = () if experts == "whole" else find_stacks(model)
-    used = other_implementations(model, found)
+    all_stacks = () if experts == "whole" else find_stacks(model)
+    used = other_implementations(model, all_stacks)
     for name, implementation in used.items():
         reason = _why_not_loop(model.get_submodule(name), implementation)
         if reason is not None:
             return CutStacks((), (_whole(f"{reason}, which a loop over the experts may not replace"),))
     if not RULE_LAYOUTS[optimizer].elementwise:
-        kept = tuple(stack for stack in found if not _trains(model, stack))
-        if len(kept) < len(found):
-            return CutStacks(kept, (_whole("the optimizer's rule looks at whole parameters"),))
-    return CutStacks(found, ())
+        frozen_stacks = tuple(stack for stack in all_stacks if not _trains(model, stack))
+        if len(frozen_stacks) < len(all_stacks):
+            return CutStacks(frozen_stacks, (_whole("the optimizer's rule looks at whole parameters"),))
+    return CutStacks(all_stacks, ())
 
 
 def find_stacks(model: nn.Module) -> tuple[Stack, ...]:
@@ -119,7 +119,7 @@ def _stacks_experts(module: nn.Module) -> bool:
     marked = hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
     rows = _rows(module)
     own = list(module.parameters())
-    # A module inside, such as a norm behind each expert, has parameters that no row is of.
+    # Submodules such as a per-expert norm own parameters that are not stacked.
     return (
         marked
         and rows > 1
@@ -140,10 +140,10 @@ def _is_wrapped(name: str, modules: Mapping[str, nn.Module]) -> bool:
     around = [name]
     while around[-1]:
         around.append(around[-1].rpartition(".")[0])
-    if any(is_compiled(modules[each]) for each in around):
+    if any(is_compiled(modules[outer]) for outer in around):
         return True
     # It adds its product to the whole parameter in each forward.
-    return any(is_parameter_adapter(modules[each]) for each in around)
+    return any(is_parameter_adapter(modules[outer]) for outer in around)
 
 
 def is_parameter_adapter(module: nn.Module) -> bool:
@@ -154,5 +154,4 @@ def is_parameter_adapter(module: nn.Module) -> bool:
 
 
 def _trains(model: nn.Module, stack: Stack) -> bool:
-    """Returns True if a parameter of the stack trains."""
     return any(model.get_parameter(name).requires_grad for name in stack.parameters)

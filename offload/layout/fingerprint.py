@@ -31,7 +31,7 @@ def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, replica
         layouts: the layout of each unit.
         mode: the states and their dtypes.
         world_size: number of shards of each unit.
-        replicas: number of replicas, all of which have the same shards.
+        replicas: number of replicas, all with the same shards.
     """
     forms = {segment.form for layout in layouts for segment in layout.segments if segment.form}
     in_fp32 = sum(len(layout.segments) for layout in layouts if layout.in_fp32)
@@ -85,8 +85,7 @@ def store_specs(
 
 
 def _described(segment: Segment) -> dict[str, Any]:
-    """Returns one parameter's segment as JSON."""
-    found = {
+    entry = {
         "name": segment.name,
         "shape": list(segment.shape),
         "start": segment.start,
@@ -94,26 +93,25 @@ def _described(segment: Segment) -> dict[str, Any]:
     }
     # Written for optimizers of torch alone: descriptions of other stores have no such key.
     if segment.kept:
-        found["packed"] = _fields(segment.kept)
+        entry["packed"] = _fields(segment.kept)
     # Likewise: written for frozen weights that are stored as blocks alone.
     if segment.form:
-        found |= {"blocks": segment.form, "numel": segment.numel}
+        entry |= {"blocks": segment.form, "numel": segment.numel}
     # And for those that are stored as the bytes of their inner tensors.
     if segment.inner:
-        found |= {"inner": _fields(segment.inner), "kind": segment.kind, "numel": segment.numel}
+        entry |= {"inner": _fields(segment.inner), "kind": segment.kind, "numel": segment.numel}
     # Likewise: written for the rows of stacked experts alone.
     if segment.stack:
-        found |= {"stack": segment.stack, "row": segment.row}
-    return found
+        entry |= {"stack": segment.stack, "row": segment.row}
+    return entry
 
 
 def _fields(fields: Sequence[StateField]) -> list[list[Any]]:
-    """Returns fields as JSON."""
-    return [[each.name, each.kind, list(each.shape)] for each in fields]
+    return [[field.name, field.kind, list(field.shape)] for field in fields]
 
 
 def described_layouts(description: Mapping[str, Any], part: bool = False) -> tuple[UnitLayout, ...]:
-    """Returns the layouts from which `describe` made `description`.
+    """Returns the layouts that `describe` made `description` from.
 
     Args:
         description: made by `describe`.
@@ -140,7 +138,9 @@ def described_layouts(description: Mapping[str, Any], part: bool = False) -> tup
     layouts = tuple(map(_described_layout, description["units"]))
     _check_geometry(layouts, mode, ranks)
     return tuple(
-        with_kept(layout, {each["name"]: _read(each.get("packed", ())) for each in unit["parameters"]}, ranks)
+        with_kept(
+            layout, {parameter["name"]: _read(parameter.get("packed", ())) for parameter in unit["parameters"]}, ranks
+        )
         for layout, unit in zip(layouts, description["units"], strict=True)
     )
 
@@ -202,14 +202,14 @@ _WHOLE = (
 
 
 def _read(fields: Iterable[Any]) -> tuple[StateField, ...]:
-    """Returns the fields from which `_fields` made JSON."""
-    found = tuple(StateField(name, kind, tuple(shape)) for name, kind, shape in fields)
-    for each in found:
-        sizes = all(type(size) is int and 0 <= size < 1 << 48 for size in each.shape)
-        known = isinstance(each.kind, str) and isinstance(each.name, str) and is_kind(each.kind)
+    """Returns the fields that `_fields` made JSON from."""
+    states = tuple(StateField(name, kind, tuple(shape)) for name, kind, shape in fields)
+    for field in states:
+        sizes = all(type(size) is int and 0 <= size < 1 << 48 for size in field.shape)
+        known = isinstance(field.kind, str) and isinstance(field.name, str) and is_kind(field.kind)
         if not (known and sizes):
-            raise _no_layout("", f"a state {each.name} of {each.kind} of shape {list(each.shape)}")
-    return found
+            raise _no_layout("", f"a state {field.name} of {field.kind} of shape {list(field.shape)}")
+    return states
 
 
 def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
@@ -218,18 +218,18 @@ def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
         unit["name"],
         tuple(
             Segment(
-                each["name"],
-                tuple(each["shape"]),
-                each["start"],
-                each.get("numel", math.prod(each["shape"])),
-                each["trainable"],
-                form=each.get("blocks", ""),
-                inner=_read(each.get("inner", ())),
-                stack=each.get("stack", ""),
-                row=each.get("row", 0),
-                kind=each.get("kind", ""),
+                parameter["name"],
+                tuple(parameter["shape"]),
+                parameter["start"],
+                parameter.get("numel", math.prod(parameter["shape"])),
+                parameter["trainable"],
+                form=parameter.get("blocks", ""),
+                inner=_read(parameter.get("inner", ())),
+                stack=parameter.get("stack", ""),
+                row=parameter.get("row", 0),
+                kind=parameter.get("kind", ""),
             )
-            for each in unit["parameters"]
+            for parameter in unit["parameters"]
         ),
         unit["numel"],
         unit["trainable"],
@@ -254,28 +254,28 @@ def _own_version() -> str | None:
 
 def _loader_ties(model: nn.Module) -> set[str]:
     """Returns the names of weights that transformers ties itself when it loads a model whose config has them tied."""
-    found: set[str] = set()
+    names: set[str] = set()
     for path, module in model.named_modules():
         # Up to transformers 4 these are a list of patterns of names; a wrapper such as peft's passes on its model's.
         of_class = getattr(type(module), "_tied_weights_keys", None) or ()
         own = vars(module).get("all_tied_weights_keys") or ()
         for name, _ in module.named_parameters(remove_duplicate=False) if of_class or own else ():
             if name in own or any(re.search(pattern, name) for pattern in of_class):
-                found.add(f"{path}.{name}" if path else name)
-    return found
+                names.add(f"{path}.{name}" if path else name)
+    return names
 
 
 def _tied_buffers(model: nn.Module) -> dict[str, str]:
     """Returns the further names of persistent buffers, each with the first name of the same tensor."""
     first: dict[int, str] = {}
-    found: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 whole = f"{path}.{name}" if path else name
-                if (other := first.setdefault(id(buffer), whole)) != whole:
-                    found[whole] = other
-    return found
+                if (first_name := first.setdefault(id(buffer), whole)) != whole:
+                    aliases[whole] = first_name
+    return aliases
 
 
 def _of_model(model: nn.Module) -> dict[str, Any]:
@@ -283,14 +283,14 @@ def _of_model(model: nn.Module) -> dict[str, Any]:
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(parameter), name)
+        first_name = first.setdefault(id(parameter), name)
         # Only the first name of a tied parameter has a segment in the store; export writes the other names from this
         # table.
-        if other != name:
-            tied[name] = other
+        if first_name != name:
+            tied[name] = first_name
     config: Any = getattr(model, "config", None)
     as_json = json.loads(config.to_json_string()) if hasattr(config, "to_json_string") else None
-    # Among them may be the first name of a parameter: some heads come before the embedding to which they are tied.
+    # Among them may be the first name of a parameter: some heads come before the embedding that they are tied to.
     loader_ties = sorted(_loader_ties(model) & (tied.keys() | set(tied.values())))
     about_it = {
         "class": type(model).__name__,

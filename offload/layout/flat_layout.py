@@ -7,14 +7,14 @@ Both regions are divided evenly, so that every rank holds equally many state ele
 rank's partition is its shard of the trainable region followed by its shard of the frozen region.
 
 Frozen weights may be stored as blocks of codes, or as the bytes that another library has made of them. Their segments
-come last in the frozen region, blocks behind bytes, counted in elements as all else. On the device the unit has more
-elements than it has in its partitions: behind the two regions are the values of the blocks, which the device makes once
-the partitions are there.
+come last in the frozen region: bytes, then blocks, counted in elements as all else. On the device the unit has more
+elements than its partitions contain: the values of the blocks follow the two regions. The device makes them once the
+partitions are there.
 
     device:  [ trainable region | frozen region: weights, bytes, blocks of codes | values of the blocks, padding ]
 
-An optimizer with a rule for matrices has these last in the trainable region, each from a page's border on, so that
-tiles can be cut there, and so that states which a matrix does not have are those of the elements before.
+For an optimizer with a rule for matrices these come last in the trainable region, each from a page's border on, so
+that tiles can be cut there. States that a matrix lacks then belong to the elements before.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class StateField(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the packed form."""
-        found = _DTYPES.get(self.kind) or getattr(torch, self.kind)
-        assert isinstance(found, torch.dtype)
-        return found
+        dtype = _DTYPES.get(self.kind) or getattr(torch, self.kind)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
     @property
     def nbytes(self) -> int:
@@ -80,25 +80,25 @@ def describe_state(state: Mapping[str, Any]) -> tuple[StateField, ...]:
     Raises:
         TypeError: an entry has no fixed layout, such as a sparse tensor or a list.
     """
-    found: list[StateField] = []
+    fields: list[StateField] = []
     for name in sorted(state):
         value = state[name]
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided or value.is_quantized:
                 raise TypeError(f"{name} is a tensor that is not dense")
-            found.append(StateField(name, str(value.dtype).removeprefix("torch."), tuple(value.shape)))
+            fields.append(StateField(name, str(value.dtype).removeprefix("torch."), tuple(value.shape)))
         elif type(value) in _NUMBERS.values():
-            found.append(StateField(name, type(value).__name__))
+            fields.append(StateField(name, type(value).__name__))
         # None is the absence of a state, which the presence byte represents.
         elif value is not None:
             raise TypeError(f"{name} is a {type(value).__name__}, neither a tensor nor a number")
-    return tuple(found)
+    return tuple(fields)
 
 
 def packed_nbytes(kept: Sequence[StateField]) -> int:
     """Returns the bytes of a packed state; 0 if there are no fields."""
     return (
-        align_up(len(kept), OPAQUE_ALIGNMENT) + sum(align_up(each.nbytes, OPAQUE_ALIGNMENT) for each in kept)
+        align_up(len(kept), OPAQUE_ALIGNMENT) + sum(align_up(field.nbytes, OPAQUE_ALIGNMENT) for field in kept)
         if kept
         else 0
     )
@@ -107,8 +107,8 @@ def packed_nbytes(kept: Sequence[StateField]) -> int:
 def unpack(kept: Sequence[StateField], memory: torch.Tensor) -> dict[str, Any]:
     """Returns the state that is stored in `memory`, (nbytes,) uint8; its tensors are views of `memory`."""
     return {
-        each.name: (value.item() if each.kind in _NUMBERS else value)
-        for there, each, value in _fields(kept, memory)
+        field.name: (value.item() if field.kind in _NUMBERS else value)
+        for there, field, value in _fields(kept, memory)
         if there.item()
     }
 
@@ -125,14 +125,14 @@ def pack(kept: Sequence[StateField], state: Mapping[str, Any], memory: torch.Ten
         TypeError: the state contains an entry that the dry run did not find, or one of another kind or shape.
     """
     # All fields are checked before the first byte is written.
-    expected = {each.name: each for each in kept}
-    other = next((each for each in describe_state(state) if expected.get(each.name) != each), None)
-    if other is not None:
+    expected = {field.name: field for field in kept}
+    changed = next((field for field in describe_state(state) if expected.get(field.name) != field), None)
+    if changed is not None:
         raise TypeError(
-            f"{other.name} is {_describe(other)} now and was {_describe(expected.get(other.name))} in the dry run"
+            f"{changed.name} is {_describe(changed)} now and was {_describe(expected.get(changed.name))} in the dry run"
         )
-    for there, each, place in _fields(kept, memory):
-        value = state.get(each.name)
+    for there, field, place in _fields(kept, memory):
+        value = state.get(field.name)
         there.fill_(value is not None)
         if value is None:
             continue
@@ -144,20 +144,19 @@ def pack(kept: Sequence[StateField], state: Mapping[str, Any], memory: torch.Ten
 
 
 def _fields(
-    kept: Sequence[StateField], memory: torch.Tensor
+    fields: Sequence[StateField], memory: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, StateField, torch.Tensor]]:
     """Yields the presence byte, the description and the memory of each state."""
-    start = align_up(len(kept), OPAQUE_ALIGNMENT)
-    for number, each in enumerate(kept):
+    start = align_up(len(fields), OPAQUE_ALIGNMENT)
+    for number, field in enumerate(fields):
         # Each field starts at a multiple of 64 bytes, so its view is aligned for any dtype.
-        place = memory[start : start + each.nbytes].view(each.dtype).view(each.shape)
-        yield memory[number], each, place
-        start += align_up(each.nbytes, OPAQUE_ALIGNMENT)
+        place = memory[start : start + field.nbytes].view(field.dtype).view(field.shape)
+        yield memory[number], field, place
+        start += align_up(field.nbytes, OPAQUE_ALIGNMENT)
 
 
-def _describe(kept: StateField | None) -> str:
-    """Returns a field in words, for an error message."""
-    return "absent" if kept is None else f"{kept.kind} {list(kept.shape)}"
+def _describe(field: StateField | None) -> str:
+    return "absent" if field is None else f"{field.kind} {list(field.shape)}"
 
 
 # -- flat layout ---------------------------------------------------------------------------------------
@@ -181,7 +180,7 @@ WORD = 4
 
 
 class Stored(NamedTuple):
-    """Form in which a frozen parameter is stored that is not stored as values."""
+    """How a frozen parameter is stored, if not as values."""
 
     form: str
     """Name of the block format; see `offload.kernels.blocks`. Empty for the bytes of inner tensors."""
@@ -190,7 +189,7 @@ class Stored(NamedTuple):
     inner: tuple[StateField, ...] = ()
     """Inner tensors; see `offload.layout.frozen`."""
     kind: str = ""
-    """Class of a parameter with inner tensors, and what else tells how its bytes are read."""
+    """Class of a parameter with inner tensors, and what else decides how its bytes are read."""
 
 
 class Segment(NamedTuple):
@@ -213,7 +212,7 @@ class Segment(NamedTuple):
     inner: tuple[StateField, ...] = ()
     """Inner tensors of a parameter that is stored as their bytes, as another library has quantized it."""
     stack: str = ""
-    """Name of the model's parameter of which this is the row of one expert; empty for a whole parameter."""
+    """Name of the model's parameter, if this is one expert's row of it; empty for a whole parameter."""
     row: int = 0
     """That expert."""
 
@@ -228,7 +227,7 @@ class Segment(NamedTuple):
         return self.row * self.value_numel
 
     kind: str = ""
-    """Class of such a parameter, and what else tells how its bytes are read."""
+    """Class of such a parameter, and what else decides how its bytes are read."""
 
     @property
     def value_numel(self) -> int:
@@ -311,8 +310,8 @@ class UnitLayout(NamedTuple):
 
     def packed_numel(self, rank: int = 0) -> int:
         """Returns the words of a rank's PACKED partition, padded to full pages."""
-        mine = (segment.packed.stop for segment in self.segments if segment.packed_rank == rank)
-        return align_up(max(mine, default=0) * WORD, PAGE) // WORD
+        ends = (segment.packed.stop for segment in self.segments if segment.packed_rank == rank)
+        return align_up(max(ends, default=0) * WORD, PAGE) // WORD
 
     def trainable(self, rank: int, world_size: int) -> range:
         """Returns this rank's elements of the trainable region, which come first in its partition and have states."""
@@ -357,18 +356,18 @@ def lay_out(
     segments = []
     for parameter_name, parameter in parameters:
         shape = tuple(parameter.shape if row is None else parameter.shape[1:])
-        found = Stored("", math.prod(shape))
+        storage = Stored("", math.prod(shape))
         if not parameter.requires_grad:
-            found = stored.get(parameter_name, found)
+            storage = stored.get(parameter_name, storage)
         segment = Segment(
             parameter_name,
             shape,
             0,
-            found.numel,
+            storage.numel,
             parameter.requires_grad,
-            form=found.form,
-            inner=found.inner,
-            kind=found.kind,
+            form=storage.form,
+            inner=storage.inner,
+            kind=storage.kind,
         )
         segments.append(segment if row is None else _of_expert(segment, row))
     return arrange(name, segments, world_size, matrices, in_fp32=in_fp32)
@@ -382,7 +381,7 @@ def arrange(
     mode: Mode | None = None,
     in_fp32: bool = False,
 ) -> UnitLayout:
-    """Returns the layout of parameters of which all but the positions is known.
+    """Returns the layout of parameters whose positions alone are unknown.
 
     With moments in 8 bits parameters that train begin with a block of them. A state of a byte an element fills pages
     too. None for `mode` is one without either. For the other arguments see `lay_out`.
@@ -401,13 +400,13 @@ def arrange(
         return placed
 
     # Parameters keep the model's order among those that train, matrices, and frozen values, bytes and blocks.
-    mine = [segment for segment in segments if segment.trainable]
-    rest = (segment for segment in mine if segment.name not in (matrices or ()))
+    trainable = [segment for segment in segments if segment.trainable]
+    rest = (segment for segment in trainable if segment.name not in (matrices or ()))
     placed = place(rest, MOMENT_BLOCK if in_blocks else ALIGNMENT)
     matrices_start = None
     if matrices is not None:
         matrices_start = end = align_up(end, page_step)
-        placed += place((segment for segment in mine if segment.name in matrices), page_step)
+        placed += place((segment for segment in trainable if segment.name in matrices), page_step)
     # Each region ends at a multiple of the alignment of all ranks, so that `_shard_of` divides it evenly.
     trainable_stop = end = align_up(end, step)
     placed += place(sorted((segment for segment in segments if not segment.trainable), key=_frozen_place))

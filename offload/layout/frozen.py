@@ -36,8 +36,8 @@ from offload.torch_internals import inner_tensors
 #
 # * its class is one of bitsandbytes (`Params4bit`, `Int8Params`), or
 # * its class wraps other tensors, as the tensor subclasses of torchao do (`__tensor_flatten__`), or
-# * its dtype is none in which weights are trained, such as integers or float8, or
-# * it is beside one of such a dtype in a module, as the scales of GPTQ and AWQ are.
+# * its dtype is not one that trains, such as integers or float8, or
+# * its module also owns a parameter of such a dtype, as with the scales of GPTQ and AWQ.
 #
 # Nobody but the library that made such a parameter knows what its bytes mean. It consists of *inner tensors*: codes,
 # scales and whatever else the library keeps of it. They are stored one after the other, each at a multiple of 64 bytes:
@@ -62,20 +62,20 @@ A Linear8bitLt leaves the outliers of its last input in the first two; a tensor 
 
 def opaque_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters that are stored as the bytes they consist of, by their first names."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for module in model.modules():
         own = [parameter for parameter in module.parameters(recurse=False) if not parameter.requires_grad]
-        theirs = {id(each) for each in own if is_of_bitsandbytes(each) or inner_tensors(each) is not None}
-        # Codes of a plain dtype mean nothing without the scales beside them, whose bits must stay too.
-        codes = any(each.dtype not in _VALUES for each in own if id(each) not in theirs)
-        found |= {id(each) for each in own} if codes else theirs
-    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in found}
+        opaque_ids = {id(weight) for weight in own if is_of_bitsandbytes(weight) or inner_tensors(weight) is not None}
+        # Codes of a plain dtype mean nothing without their scales, whose bits must stay too.
+        codes = any(weight.dtype not in _VALUES for weight in own if id(weight) not in opaque_ids)
+        ids |= {id(weight) for weight in own} if codes else opaque_ids
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in ids}
 
 
 def is_of_bitsandbytes(parameter: nn.Parameter) -> bool:
     """Returns True if bitsandbytes has quantized a parameter, or will."""
     eight = any(kind.__name__ == _INT8 and is_class_of(kind, "bitsandbytes") for kind in type(parameter).__mro__)
-    # Codes of 4 bits may be in elements of a floating dtype; the state to read them with tells them apart.
+    # Codes of 4 bits may be in elements of a floating dtype; only the state to read them with distinguishes them.
     return hasattr(parameter, "quant_state") or (eight and not getattr(parameter, "has_fp16_weights", False))
 
 
@@ -94,7 +94,7 @@ def is_packed(parameter: nn.Parameter) -> bool:
 
 
 def inner_tensors_of(parameter: nn.Parameter, owner: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the inner tensors of an opaque parameter, by names that tell where they are; some may be the same one.
+    """Returns the inner tensors of an opaque parameter, by names that say where they are; some may be the same one.
 
     Args:
         parameter: the parameter.
@@ -102,19 +102,19 @@ def inner_tensors_of(parameter: nn.Parameter, owner: nn.Module) -> dict[str, tor
     """
     if inner_tensors(parameter) is not None:
         return dict(_flattened(parameter, ""))
-    found: dict[str, torch.Tensor] = {OWN: parameter}
+    tensors: dict[str, torch.Tensor] = {OWN: parameter}
     for prefix, holder in holders(parameter, owner):
-        found |= {f"{prefix}{name}": value for name, value in tensors_of(holder).items()}
-    return found
+        tensors |= {f"{prefix}{name}": value for name, value in tensors_of(holder).items()}
+    return tensors
 
 
 def _flattened(tensor: torch.Tensor, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the inner tensors of a wrapper, those of wrappers in it included."""
-    found = inner_tensors(tensor)
-    if found is None:
+    wrapped = inner_tensors(tensor)
+    if wrapped is None:
         yield prefix[:-1], tensor
         return
-    for name, value in found[0].items():
+    for name, value in wrapped[0].items():
         if isinstance(value, torch.Tensor):
             yield from _flattened(value, f"{prefix}{name}.")
 
@@ -134,14 +134,14 @@ def holders(parameter: nn.Parameter, owner: nn.Module) -> Iterator[tuple[str, An
 
 def tensors_of(holder: Any) -> dict[str, torch.Tensor]:
     """Returns the tensors of a parameter among the attributes of an object, by name."""
-    every = vars(holder).items()
-    return {name: value for name, value in every if isinstance(value, torch.Tensor) and name not in _LEFT_OUT}
+    attributes = vars(holder).items()
+    return {name: value for name, value in attributes if isinstance(value, torch.Tensor) and name not in _LEFT_OUT}
 
 
 def first_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Returns for each inner tensor the first name under which the same memory, or source, stands in the same form."""
+    """Returns for each inner tensor the first name of the same memory, or source, in the same form."""
     seen: dict[tuple[Any, ...], str] = {}
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name, tensor in tensors.items():
         # A tensor whose bytes are in a file has a source. Tensors on meta, and empty ones, have neither.
         source = getattr(tensor, "source", None)
@@ -149,8 +149,8 @@ def first_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
             source = tensor.data_ptr()
         form = (tensor.dtype, tensor.shape, tensor.stride())
         key = (id(tensor),) if source is None else (source, *form)
-        found[name] = seen.setdefault(key, name)
-    return found
+        names[name] = seen.setdefault(key, name)
+    return names
 
 
 def fields_of(parameter: nn.Parameter, owner: nn.Module) -> tuple[StateField, ...]:
@@ -167,15 +167,15 @@ def inner_starts(inner: Sequence[StateField]) -> dict[str, int]:
     """Returns the first byte of each inner tensor, counted in the parameter's bytes."""
     starts: dict[str, int] = {}
     end = 0
-    for each in inner:
-        starts[each.name] = end
-        end = align_up(end + each.nbytes, OPAQUE_ALIGNMENT)
+    for field in inner:
+        starts[field.name] = end
+        end = align_up(end + field.nbytes, OPAQUE_ALIGNMENT)
     return starts
 
 
 def inner_nbytes(inner: Sequence[StateField]) -> int:
     """Returns the bytes of all inner tensors of a parameter, with the padding between and after them."""
-    return sum(align_up(each.nbytes, OPAQUE_ALIGNMENT) for each in inner)
+    return sum(align_up(field.nbytes, OPAQUE_ALIGNMENT) for field in inner)
 
 
 def stored_as_bytes(model: nn.Module, dtype: torch.dtype) -> dict[str, Stored]:
@@ -185,11 +185,11 @@ def stored_as_bytes(model: nn.Module, dtype: torch.dtype) -> dict[str, Stored]:
         model: the model.
         dtype: dtype of the weights. A unit is laid out in elements of this dtype.
     """
-    found: dict[str, Stored] = {}
+    storage: dict[str, Stored] = {}
     for name, parameter in opaque_parameters(model).items():
         inner = fields_of(parameter, model.get_submodule(name.rpartition(".")[0]))
-        found[name] = Stored("", math.ceil(inner_nbytes(inner) / dtype.itemsize), inner, _kind(parameter))
-    return found
+        storage[name] = Stored("", math.ceil(inner_nbytes(inner) / dtype.itemsize), inner, _kind(parameter))
+    return storage
 
 
 def _kind(parameter: nn.Parameter) -> str:
@@ -224,14 +224,16 @@ def stored_weights(
     Raises:
         ConfigError: one of them is stored as another library's bytes.
     """
-    blocks = {name: each for name, each in stored_as_blocks(model, form, dtype, rows).items() if name not in in_fp32}
-    others = stored_as_bytes(model, dtype)
-    if unfit := sorted(others.keys() & set(in_fp32)):
+    blocks = {
+        name: storage for name, storage in stored_as_blocks(model, form, dtype, rows).items() if name not in in_fp32
+    }
+    as_bytes = stored_as_bytes(model, dtype)
+    if unfit := sorted(as_bytes.keys() & set(in_fp32)):
         raise ConfigError(
             f'"keep_in_fp32" names {unfit[0]}, which another library has quantized: its bytes are no fp32 values; '
             "leave the name out"
         )
-    return blocks | others
+    return blocks | as_bytes
 
 
 def stored_as_blocks(
@@ -262,15 +264,15 @@ def blocks_numel(form: str, numel: int, dtype: torch.dtype) -> int:
 def _chosen(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields the parameters that the rule names, by their first names."""
     modules = dict(model.named_modules())
-    kept = _kept(model, modules) | {id(parameter) for parameter in opaque_parameters(model).values()}
+    excluded = _kept(model, modules) | {id(parameter) for parameter in opaque_parameters(model).values()}
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad or id(parameter) in kept:
+        if parameter.requires_grad or id(parameter) in excluded:
             continue
         # A tied parameter must be a matrix of every module that owns it.
-        if all(_is_matrix(parameter, *_owner(each, modules)) for each in owners[id(parameter)]):
+        if all(_is_matrix(parameter, *_owner(alias, modules)) for alias in owners[id(parameter)]):
             yield name, parameter
 
 
@@ -281,7 +283,7 @@ def _owner(name: str, modules: Mapping[str, nn.Module]) -> tuple[nn.Module | Non
 
 
 def _is_matrix(parameter: nn.Parameter, owner: nn.Module | None, own: str) -> bool:
-    """Returns True if `parameter` is a matrix, or a stack of matrices, by which its module multiplies."""
+    """Returns True if `parameter` is a matrix, or a stack of matrices, that its module multiplies by."""
     if owner is None:
         return True  # the module's first place decides
     shape = tuple(parameter.shape)
@@ -295,29 +297,30 @@ def _is_matrix(parameter: nn.Parameter, owner: nn.Module | None, own: str) -> bo
 
 def _kept(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[int]:
     """Returns the ids of parameters that are never stored as blocks: of output layers, and of adapters of peft."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for module in modules.values():
         get_output: Any = getattr(module, "get_output_embeddings", None)
         output = get_output() if callable(get_output) else None
         if isinstance(output, nn.Module):
-            found |= {id(parameter) for parameter in output.parameters()}
+            ids |= {id(parameter) for parameter in output.parameters()}
         # A layer of peft names the containers of its adapters. A second adapter may be frozen while the first trains.
         for name in getattr(module, "adapter_layer_names", ()):
             container = getattr(module, name, None)
             if isinstance(container, nn.Module):
-                found |= {id(parameter) for parameter in container.parameters()}
-    return found
+                ids |= {id(parameter) for parameter in container.parameters()}
+    return ids
 
 
 # -- expand --------------------------------------------------------------------------------------------
 #
-# The values of frozen weights that are stored as blocks, made on the device behind the unit's partitions.
+# The values of frozen weights that are stored as blocks, made on the device after the unit's partitions.
 
 
 def expander(layouts: Sequence[UnitLayout], dtype: torch.dtype) -> Callable[[int, torch.Tensor], None]:
     """Returns a function that makes the values of a unit's blocks, in the unit's own memory on the device.
 
-    The function takes the index of the unit, and its memory, (nbytes,) uint8, in which the partitions of all ranks are.
+    The function takes the index of the unit, and its memory, (nbytes,) uint8, which contains the partitions of all
+    ranks.
     On an accelerator it submits its work to the current stream.
 
     Args:
@@ -423,9 +426,11 @@ def frozen_notices(form: str | None, layouts: Sequence[UnitLayout], itemsize: in
 
 def _bytes_notices(layouts: Sequence[UnitLayout], itemsize: int) -> tuple[str, ...]:
     """Returns a line on the frozen weights that another library has quantized, if there are any."""
-    found = [segment for layout in layouts for segment in layout.segments if segment.inner]
-    if not found:
+    quantized = [segment for layout in layouts for segment in layout.segments if segment.inner]
+    if not quantized:
         return ()
-    nbytes = sum(segment.numel for segment in found) * itemsize
-    weights = count_of(len(found), "quantized weight is", "quantized weights are")
-    return (Remark(f"{weights} stored as the model has {'it' if len(found) == 1 else 'them'}: {format_size(nbytes)}"),)
+    nbytes = sum(segment.numel for segment in quantized) * itemsize
+    weights = count_of(len(quantized), "quantized weight is", "quantized weights are")
+    return (
+        Remark(f"{weights} stored as the model has {'it' if len(quantized) == 1 else 'them'}: {format_size(nbytes)}"),
+    )

@@ -86,8 +86,8 @@ def _cached_weights(config: Config) -> int | None:
     if param.buffer_count is not None or param.buffer_size is not None:
         # DeepSpeed's defaults: 5 buffers of 1e8 elements each.
         buffers = (param.buffer_count or 5) * (param.buffer_size or 10**8)
-    given = [count for count in (param.max_in_cpu, buffers) if count is not None]
-    return max(given) if given else None
+    counts = [count for count in (param.max_in_cpu, buffers) if count is not None]
+    return max(counts) if counts else None
 
 
 def rule_name(block: OptimizerBlock, groups: Iterable[Mapping[str, Any]] = ({},)) -> str:
@@ -143,7 +143,7 @@ def mode_of(config: Config, optimizer: str) -> Mode:
 
 
 def gradient_dtype(config: Config, mode: Mode, accumulation: int, layouts: Sequence[UnitLayout] = ()) -> torch.dtype:
-    """Returns the dtype in which gradients are stored until their update.
+    """Returns the dtype of gradients that wait for their update.
 
     The config's `grad_accum_dtype` wins if set. Otherwise gradients are fp32 if several micro-batches accumulate into
     them or weights in fp32 train, and of the weights' dtype if each gradient is stored once.
@@ -163,7 +163,7 @@ def reduction_of(
     world_size: int,
     replicas: int = 1,
 ) -> Reduction | None:
-    """Returns the way in which several ranks reduce their gradients; None for one rank.
+    """Returns how several ranks reduce their gradients; None for one rank.
 
     ZeRO partitions gradients from stage 2 on, so that a rank of stages 0 and 1 has memory for the sum of all of a
     step's micro-batches, and reduces it once.
@@ -174,7 +174,7 @@ def reduction_of(
         accumulation: micro-batches of an optimizer step.
         layouts: the layout of each unit.
         world_size: number of shards.
-        replicas: number of replicas, each of which is divided into shards.
+        replicas: number of replicas, each divided into shards.
     """
     if world_size * replicas == 1:
         return None
@@ -235,7 +235,7 @@ class MemoryRequest:
     world_size: int = 1
     """Number of shards."""
     replicas: int = 1
-    """Number of replicas, each of which is divided into shards."""
+    """Number of replicas, each divided into shards."""
     images: tuple[UnitImage | None, ...] = ()
     """Each unit as it lies in the model's own files; see `Partitions.images`."""
 
@@ -385,8 +385,8 @@ def unit_sizes(
         images: each unit as it lies in the model's own files; empty if no unit is read there.
     """
     sizes: list[UnitSize] = []
-    found = images or [None] * len(layouts)
-    for layout, tiers, parts, image in zip(layouts, placement.tiers, shares, found, strict=True):
+    unit_images = images or [None] * len(layouts)
+    for layout, tiers, parts, image in zip(layouts, placement.tiers, shares, unit_images, strict=True):
         itemsize = layout.mode_in(mode).weight_dtype.itemsize
         share = tuple(range(part.start * itemsize, part.stop * itemsize) for part in parts if part)
         shard_nbytes, pieces = sum(map(len, share)), pieces_of(share)

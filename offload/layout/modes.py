@@ -23,7 +23,7 @@ class RuleLayout(NamedTuple):
     passes: int = 1
     """Largest number of passes over the states of a unit."""
     block: int = 1
-    """Elements of a block of sums, of which those of a tile are a multiple."""
+    """Elements of a block of sums. A tile's elements are a multiple of it."""
     not_of_matrices: tuple[State, ...] = ()
     """States that a matrix does not have, if the rule steps matrices in its own way, each as a whole."""
     on_device: bool = False
@@ -40,7 +40,7 @@ class Mode(NamedTuple):
     moments: tuple[State, ...]
     """States of the optimizer, in the kernel's order of arguments; PACKED if its own code decides which."""
     moment_dtype: torch.dtype = torch.float32
-    """Dtype of the moments: fp32, or bf16 or int8, to which the kernels round stochastically."""
+    """Dtype of the moments: fp32, or bf16 or int8; the kernels round to the latter two stochastically."""
 
     @property
     def name(self) -> str:
@@ -109,7 +109,7 @@ class Mode(NamedTuple):
 
     @property
     def tile_step(self) -> int:
-        """Elements of which those of a tile are a multiple, so that each state of a tile begins at a page."""
+        """Step of a tile's elements, so that each state of a tile begins at a page."""
         return PAGE // _SCALE_NBYTES // len(self.moments) * MOMENT_BLOCK if self.in_blocks else self.page_step
 
     @property
@@ -165,8 +165,8 @@ class Mode(NamedTuple):
         With Adam: 12 in bf16 and fp32, 14 in fp16; with bf16 moments 8, 8 and 10; with int8 moments 6, 6 and 8. A bf24
         master has a byte less.
         """
-        others = (State.PACKED, State.SCALES)
-        return sum(dtype.itemsize for state, dtype in self.states.items() if state not in others)
+        uncounted = (State.PACKED, State.SCALES)
+        return sum(dtype.itemsize for state, dtype in self.states.items() if state not in uncounted)
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -175,12 +175,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns the name in configs of one of `DTYPES`."""
-    return next(name for name, each in DTYPES.items() if each is dtype)
+    return next(name for name, candidate in DTYPES.items() if candidate is dtype)
 
 
 def moments_name(dtype: torch.dtype) -> str:
     """Returns the name in configs of one of `MOMENT_DTYPES`."""
-    return next(name for name, each in MOMENT_DTYPES.items() if each is dtype)
+    return next(name for name, candidate in MOMENT_DTYPES.items() if candidate is dtype)
 
 
 ADAM, LAMB, TORCH = "adam", "lamb", "torch"
@@ -195,7 +195,7 @@ PRECISIONS: dict[str, dict[State, torch.dtype]] = {
 }
 MASTERS: dict[str, dict[State, torch.dtype]] = {
     "fp32": {},
-    # The upper 24 bits of an fp32, to which the kernels round stochastically.
+    # The upper 24 bits of an fp32; the kernels round to them stochastically.
     "bf24": {State.MASTER_LOW_BITS: torch.int8},
 }
 """Forms of the master of a bf16 weight by their names in configs, with what differs from `PRECISIONS`."""
@@ -216,12 +216,12 @@ RULE_LAYOUTS: dict[str, RuleLayout] = {
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 """Dtypes of moments, by their names in configs."""
 ROOTS = (State.EXP_AVG_SQ, State.SUM)
-"""Moments of which 8 bits hold the root, without a sign."""
+"""Moments whose 8 bits hold the root, without a sign."""
 MOMENT_BLOCK = 256
 """Elements of a block of moments in 8 bits, which has one scale of each moment; as `kernels.moments` has it."""
 _SCALE_NBYTES = 4
 _STEP = 2048
-"""Elements by which tiles grow where no state is smaller than 2 bytes: 4096 bytes of that."""
+"""Step of a tile's elements where no state is smaller than 2 bytes: 4096 bytes of that."""
 
 
 def make_mode(precision: str, optimizer: str, moments: str = "fp32", master: str = "fp32") -> Mode:

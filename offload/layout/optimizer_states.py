@@ -1,7 +1,7 @@
 """Parameters that an optimizer steps as a whole: which of them several ranks divide, and the memory that a step needs.
 
-A rank steps the parameters of which it has all elements. One that is divided is stepped on one of its ranks, its
-`home`: the others send what they have of it there, and receive what the step makes of it.
+A rank steps the parameters that it holds whole. A divided parameter is stepped on one of its ranks, its `home`: the
+other ranks send their elements there, and receive the result of the step.
 
     Muon, SinkGD      matrices                there the update of the momentum (or the gradient), back the direction
     torch.optim.X     every parameter         there master and gradient, back the master
@@ -47,7 +47,7 @@ class Whole(NamedTuple):
     square: int = 0
     """The square of the smaller dimension of a matrix, at most."""
     tile: int = 0
-    """The largest run of this rank's elements that a tile must contain, with the padding behind it."""
+    """The largest run of this rank's elements that a tile must contain, with the padding after it."""
     traded: int = 0
     """Most elements of a unit that this rank sends to the homes of parameters, and receives as their home."""
 
@@ -69,7 +69,7 @@ class Divided(NamedTuple):
     number: int
     """Index of the parameter in its unit."""
     home: int
-    """Rank on which it is stepped."""
+    """Rank that steps it."""
     parts: tuple[Part, ...]
     """The part of each rank that has one, in order."""
 
@@ -82,12 +82,12 @@ def divided(layout: UnitLayout, mode: Mode, world_size: int) -> tuple[Divided, .
         mode: the mode, whose optimizer decides.
         world_size: number of ranks.
     """
-    found = []
+    parameters = []
     for index, segment in _stepped_whole(layout, mode):
         parts = tuple(Part(s.rank, s.position, s.numel) for s in segment_shards(layout, world_size, segment))
         if len(parts) > 1:
-            found.append(Divided(index, home(layout, world_size, segment), parts))
-    return tuple(found)
+            parameters.append(Divided(index, home(layout, world_size, segment), parts))
+    return tuple(parameters)
 
 
 def cuts(layout: UnitLayout, mode: Mode, part: range, alone: bool, tile_numel: int) -> tuple[range, ...]:
@@ -104,15 +104,15 @@ def cuts(layout: UnitLayout, mode: Mode, part: range, alone: bool, tile_numel: i
         tile_numel: largest number of elements of a tile that need not be larger.
     """
     rest = max(0, min(layout.rest_stop, part.stop) - part.start)
-    found = [range(start, min(start + tile_numel, rest)) for start in range(0, rest, tile_numel)]
+    ranges = [range(start, min(start + tile_numel, rest)) for start in range(0, rest, tile_numel)]
     borders = [rest, *_borders(layout)] if alone else [rest, len(part)]
     start = rest
     for border, following in zip(borders[1:], [*borders[2:], None], strict=True):
         if following is None or following - start > tile_numel:
             if start < border:
-                found.append(range(start, border))
+                ranges.append(range(start, border))
             start = border
-    return tuple(found)
+    return tuple(ranges)
 
 
 def whole_sizes(layouts: Sequence[UnitLayout], mode: Mode, rank: int, world_size: int) -> Whole:
@@ -141,7 +141,7 @@ def _in_matrices(layout: UnitLayout, mode: Mode, segment: Segment) -> bool:
 
 
 def _borders(layout: UnitLayout) -> list[int]:
-    """Returns where the matrices of a unit begin behind the first one, and where they end with their padding."""
+    """Returns where the matrices of a unit begin after the first one, and where they end with their padding."""
     starts = sorted(segment.start for segment in layout.segments if layout.is_matrix(segment) and segment.numel)
     return [*starts[1:], layout.trainable_stop]
 
@@ -158,9 +158,14 @@ def _longest(layout: UnitLayout, mode: Mode, rank: int, world_size: int) -> int:
     return max(stop - start for start, stop in pairwise(borders))
 
 
-def _traded(found: Sequence[Divided], rank: int) -> int:
+def _traded(parameters: Sequence[Divided], rank: int) -> int:
     """Returns the elements of divided parameters that a rank sends to their homes, or receives as their home."""
-    return sum(part.numel for each in found for part in each.parts if (part.rank == rank) is not (each.home == rank))
+    return sum(
+        part.numel
+        for parameter in parameters
+        for part in parameter.parts
+        if (part.rank == rank) is not (parameter.home == rank)
+    )
 
 
 # -- master weights ------------------------------------------------------------------------------------
@@ -249,7 +254,7 @@ def put_weight(values: torch.Tensor, states: Mapping[State, torch.Tensor]) -> No
 MOMENTUM = "momentum_buffer"
 """torch's name of the state of a matrix of Muon."""
 MARK = "use_muon"
-"""Attribute of a parameter, and key of a group, by which a user decides; DeepSpeed's name."""
+"""Attribute of a parameter, and key of a group, that a user decides by; DeepSpeed's name."""
 _ENDS = ("embed", "lm_head")
 """Parts of names of embeddings and heads, as DeepSpeed excludes them; in lower case."""
 
@@ -265,7 +270,7 @@ def matrices_of(model: nn.Module) -> frozenset[str]:
         ConfigError: a parameter is marked that has no two dimensions.
     """
     ends = _embeddings(model)
-    found = set()
+    names = set()
     for name, parameter in model.named_parameters():
         mark = getattr(parameter, MARK, None)
         if mark is None:
@@ -273,8 +278,8 @@ def matrices_of(model: nn.Module) -> frozenset[str]:
         else:
             wanted = checked_mark(mark, name, tuple(parameter.shape))
         if wanted:
-            found.add(name)
-    return frozenset(found)
+            names.add(name)
+    return frozenset(names)
 
 
 def checked_mark(mark: Any, name: str, shape: Sequence[int]) -> bool:
@@ -343,7 +348,7 @@ def product_flops(layouts: Sequence[UnitLayout], rule: str, iterations: int) -> 
 
 
 def _flops(shape: tuple[int, ...]) -> float:
-    """Returns the operations of an iteration on a matrix; a layer of which only the size is known is 12 squares."""
+    """Returns the operations of an iteration on a matrix; a layer whose size alone is known is 12 squares."""
     if len(shape) != 2:
         # A decoder layer has four squares in attention, and an MLP of eight.
         return 12 * 6 * float((shape[0] / 12) ** 1.5)
@@ -358,7 +363,7 @@ def _is_inner(name: str, shape: tuple[int, ...]) -> bool:
 
 def _embeddings(model: nn.Module) -> set[int]:
     """Returns the ids of the parameters of embeddings, and of the head that the model names."""
-    found = {
+    ids = {
         id(parameter)
         for module in model.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag)
@@ -368,8 +373,8 @@ def _embeddings(model: nn.Module) -> set[int]:
     head = getattr(model, "get_output_embeddings", None)
     module = head() if callable(head) else None
     if isinstance(module, nn.Module):
-        found |= {id(parameter) for parameter in module.parameters()}
-    return found
+        ids |= {id(parameter) for parameter in module.parameters()}
+    return ids
 
 
 # -- moment values -------------------------------------------------------------------------------------
@@ -406,16 +411,16 @@ def read(mode: Mode, states: Mapping[State, torch.Tensor], state: State, offset:
     stored = states[state]
     if not mode.in_blocks:
         return stored
-    found = torch.empty(len(stored), dtype=torch.float32, device="cpu")
+    values = torch.empty(len(stored), dtype=torch.float32, device="cpu")
     scales = scales_of(mode, states[State.SCALES], len(stored), offset)
-    decode_moments(stored, scales, mode.moments.index(state), found, offset)
-    return found
+    decode_moments(stored, scales, mode.moments.index(state), values, offset)
+    return values
 
 
 def write(mode: Mode, states: Mapping[State, torch.Tensor], state: State, start: int, values: torch.Tensor) -> None:
     """Replaces elements of a moment, rounded to nearest where it is not fp32.
 
-    The values end with a block, or with their parameter: what is behind them in the last block is padding.
+    The values end with a block, or with their parameter: the rest of the last block is padding.
 
     Args:
         mode: dtypes of the states.
@@ -476,9 +481,9 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         ConfigError: there is no such class, or an engine cannot run it.
     """
     known = {
-        found: each
-        for found, each in vars(torch.optim).items()
-        if isinstance(each, type) and issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer
+        class_name: value
+        for class_name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
     short = name.rpartition(".")[2]
     if name != f"torch.optim.{short}" or short not in known:
@@ -501,13 +506,13 @@ def make(name: str, params: Sequence[Any], arguments: Mapping[str, Any]) -> torc
         ConfigError: the class does not exist or does not take the arguments.
     """
     kind: Any = optimizer_class(name)
-    known = [each for each in inspect.signature(kind).parameters if each != "params"]
+    known = [argument for argument in inspect.signature(kind).parameters if argument != "params"]
     unknown = [key for key in arguments if key not in known]
     if unknown:
         raise ConfigError(f"optimizer.params contains {unknown[0]}, and {name} takes {', '.join(known)}")
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+    keywords = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
     try:
-        made: torch.optim.Optimizer = kind(params, **given)
+        made: torch.optim.Optimizer = kind(params, **keywords)
     except Exception as error:  # the class checks its numbers, by errors of any type
         raise ConfigError(f"optimizer.params do not make a {name}: {error}") from error
     return made
@@ -528,26 +533,26 @@ def with_states_of_torch(
         world_size: number of ranks.
     """
     known: dict[tuple[int, ...], tuple[StateField, ...]] = {}
-    found = []
+    completed = []
     for layout in layouts:
         trainable = [segment for segment in layout.segments if segment.trainable]
         for segment in trainable:
             if segment.shape not in known:
                 known[segment.shape] = _states(name, arguments, segment.shape)
-        found.append(with_kept(layout, {segment.name: known[segment.shape] for segment in trainable}, world_size))
-    return tuple(found)
+        completed.append(with_kept(layout, {segment.name: known[segment.shape] for segment in trainable}, world_size))
+    return tuple(completed)
 
 
 def _states(name: str, arguments: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[StateField, ...]:
     """Returns the states after two steps of a parameter of this shape."""
     with contextlib.suppress(RuntimeError):
         return describe_state(_stepped(name, arguments, shape, "meta"))
-    # Each dimension of a state is one of the parameter's, or 1: small ones that differ tell which.
+    # Each dimension of a state is one of the parameter's, or 1: small ones that differ show which.
     small = tuple(5 + number for number in range(len(shape)))
     sizes = dict(zip(small, shape, strict=True))
     return tuple(
-        each._replace(shape=tuple(sizes.get(size, size) for size in each.shape))
-        for each in describe_state(_stepped(name, arguments, small, "cpu"))
+        field._replace(shape=tuple(sizes.get(size, size) for size in field.shape))
+        for field in describe_state(_stepped(name, arguments, small, "cpu"))
     )
 
 

@@ -1,4 +1,4 @@
-"""The order in which the micro-batches of a step pass through the model, decided from plain values.
+"""The order of a step's micro-batches through the model, decided from plain values.
 
 micro-batch-major   one micro-batch after the other: forward and backward of the first, then of the second
 layer-major         all micro-batches pass through a block before the next block is fetched, forward and backward
@@ -20,7 +20,7 @@ SCHEDULES = ("auto", LAYER_MAJOR, MICRO_BATCH_MAJOR)
 """Values of the key "schedule"."""
 
 _LEAST_BLOCKS = 2
-"""Blocks from which on the order of micro-batches and blocks makes a difference."""
+"""Least number of blocks where the order of micro-batches and blocks makes a difference."""
 _TIED_SHARE = 2
 """Gradients of tied weights may take one part in so many of the free memory; activations need the rest."""
 

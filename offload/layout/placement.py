@@ -72,17 +72,17 @@ class DeviceNeed:
     unit: int
     """Bytes of the largest unit that is paged in and out."""
     weights: int
-    """Bytes with which no unit has to be evicted, within the config's limit. Memory beyond them goes to `totals`."""
+    """Bytes that spare every unit an eviction, within the config's limit. Memory beyond them goes to `totals`."""
     totals: tuple[tuple[int, int], ...] = ()
     """Units whose gradients may accumulate on the device, each with its bytes; those that gain most come first."""
 
     def added(self, nbytes: int) -> tuple[tuple[int, int], ...]:
-        """Returns those of `totals`, taken greedily in order, for which an arena of `nbytes` has room."""
+        """Returns those of `totals`, taken greedily in order, that fit into an arena of `nbytes`."""
         return that_fit(self.totals, nbytes - self.weights)
 
 
 def growth(nbytes: int, need: DeviceNeed, room: DeviceRoom) -> int:
-    """Returns the bytes by which the device arena grows after the first step; 0 if growth is not worth it.
+    """Returns how many bytes the device arena grows by after the first step; 0 if growth is not worth it.
 
     Half as much memory as the activations of the first step took stays free, for longer sequences. If gradient totals
     would use the memory, as much as the activations took stays free, because totals help less than weights. Growth by
@@ -96,13 +96,13 @@ def growth(nbytes: int, need: DeviceNeed, room: DeviceRoom) -> int:
     free = min(need.most - nbytes, room.free - room.kept // 2 - _MARGIN) // PAGE * PAGE
     if nbytes + free > need.weights:
         totals = need.added(min(nbytes + free, nbytes + room.free - room.kept - _MARGIN))
-        free = need.weights - nbytes + sum(each for _, each in totals)
+        free = need.weights - nbytes + sum(total for _, total in totals)
     return free if free >= max(need.unit, PAGE) else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArenaHistory:
-    """Facts about an arena and the steps so far, from which its next growth is decided."""
+    """Facts about an arena and the steps so far, which decide its next growth."""
 
     grown: int = 0
     """Bytes of the arena that can be given back."""
@@ -133,7 +133,7 @@ class ArenaHistory:
 
 
 def next_growth(nbytes: int, need: DeviceNeed, room: DeviceRoom, history: ArenaHistory) -> int:
-    """Returns the bytes by which the device arena grows at the end of a step; 0 if it does not.
+    """Returns how many bytes the device arena grows by at the end of a step; 0 if it does not.
 
     Args:
         nbytes: current bytes of the arena.
@@ -194,10 +194,10 @@ def moving(parts: Partitions, tiers: TierMap) -> list[int]:
 def largest_moving(parts: Partitions, tiers: TierMap) -> int:
     """Returns the bytes of the largest unit that is paged; 0 if none is."""
     nbytes = moving(parts, tiers)
-    # A module needs what stays in fp32 beside its other weights.
-    beside = [each for each, in_fp32 in zip(nbytes, parts.in_fp32, strict=False) if in_fp32]
-    others = [each for each, in_fp32 in zip(nbytes, parts.in_fp32, strict=False) if not in_fp32]
-    return max(others if parts.in_fp32 else nbytes, default=0) + max(beside, default=0)
+    # A module needs its weights in fp32 together with its other weights.
+    fp32_sizes = [size for size, in_fp32 in zip(nbytes, parts.in_fp32, strict=False) if in_fp32]
+    other_sizes = [size for size, in_fp32 in zip(nbytes, parts.in_fp32, strict=False) if not in_fp32]
+    return max(other_sizes if parts.in_fp32 else nbytes, default=0) + max(fp32_sizes, default=0)
 
 
 # -- machine -------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def largest_moving(parts: Partitions, tiers: TierMap) -> int:
 
 
 STAGING_BUFFERS = 3
-"""Host buffers through which gradients leave the device."""
+"""Host buffers that gradients leave the device through."""
 WINDOWS = 3
 """Host buffers of gradients that spill to disk: one is filled while the others are written."""
 CHUNK = 1 << 22
@@ -215,7 +215,7 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Memory and devices of the machine on which states are placed; sizes in bytes."""
+    """Memory and devices of the machine that states are placed on; sizes in bytes."""
 
     free_host: int
     free_device: int
@@ -223,7 +223,7 @@ class Machine:
     host_addressable: bool
     """True if the host can compute on the device's memory."""
     drives: bool
-    """True if the run has a disk to which partitions may be moved."""
+    """True if the run has a disk for partitions that are moved."""
     other_engines: int = 0
     """Bytes of the host budget that other engines of this process take already."""
     device_kernels: bool = False
@@ -236,7 +236,7 @@ class Machine:
 
 
 _DEVICE_UNITS = 3
-"""Units of the largest size for which the device arena has room by default."""
+"""Units of the largest size that the device arena holds by default."""
 _ARENA_SHARE = 0.25
 """Fraction of what `beside_arenas` leaves that the default arena takes at most where the CPU computes."""
 LIBRARIES = 32 * MIB
@@ -246,7 +246,7 @@ _GRADIENT_SHARE = 0.75
 
 
 def beside_arenas(parts: Partitions, gradients: int = 2) -> int:
-    """Returns the bytes of host memory that a backward on the CPU takes beside both arenas and the activations.
+    """Returns the bytes of host memory that a backward on the CPU takes in addition to both arenas and the activations.
 
     torch allocates a copy of a unit's weights in the layout that its products use, and the gradients of a unit.
 
@@ -281,8 +281,8 @@ def divide_device(
         )
         room = max(0, request.device_memory // PAGE * PAGE - fixed)
         if request.live is not None:
-            beside = sum(nbytes for _, nbytes in that_fit(totals, room - weights))
-            room = min(room, max(live, weights + beside))
+            total_nbytes = sum(nbytes for _, nbytes in that_fit(totals, room - weights))
+            room = min(room, max(live, weights + total_nbytes))
         most = room
     else:
         check_room(parts.secondary, least, machine.free_host if machine.host_addressable else machine.free_device)
@@ -350,7 +350,7 @@ def pipeline(parts: Partitions, mode: Mode, request: PlacementRequest, tiers: Ti
 
 
 def tile_growth(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
-    """Returns the bytes by which the class of tiles grows: one more unit or matrix, or one more step of every tile."""
+    """Returns how many bytes the class of tiles grows by: one more unit or matrix, or one more step of every tile."""
     if not any(parts.trainable_numel):
         return 0
     if mode.whole_units:
@@ -400,8 +400,8 @@ def _matrix_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
     """Returns the bytes of a tile that holds any matrix, or else elements that are in none, in tiles as of others."""
     spilled = parts.gradient_dtype.itemsize if _spills(parts, tiers) else 0
     matrix = 0
-    for each in _modes(parts, mode):
-        of_matrices = [dtype.itemsize for state, dtype in each.states.items() if state not in each.partial]
+    for unit_mode in _modes(parts, mode):
+        of_matrices = [dtype.itemsize for state, dtype in unit_mode.states.items() if state not in unit_mode.partial]
         matrix = max(matrix, sum(align_up(parts.whole.tile * itemsize) for itemsize in (*of_matrices, spilled)))
     element_bytes = _tile_element_bytes(parts, mode, tiers)
     steps = max(_TILE_NBYTES[0] // element_bytes // mode.tile_step, 1)
@@ -410,7 +410,7 @@ def _matrix_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
 
 
 def _scratch_nbytes(parts: Partitions, mode: Mode) -> int:
-    """Returns the bytes beside the tiles of a step that needs whole parameters.
+    """Returns the bytes that a step with whole parameters needs in addition to its tiles.
 
     These are an fp32 gradient, an fp32 master if masters have no memory of their own as a whole, and what ranks
     exchange: of an optimizer of torch a master and a gradient, else an update. Rules of matrices also compute in the
@@ -425,7 +425,6 @@ def _scratch_nbytes(parts: Partitions, mode: Mode) -> int:
 
 
 def _tile_step(mode: Mode) -> int:
-    """Returns the number of which a tile's elements are a multiple."""
     return max(mode.rule.block, mode.tile_step)
 
 
@@ -436,12 +435,11 @@ def _tile_step_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
 
 def _tile_element_bytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
     """Returns the bytes of a tile for one element: its states without scales, and a gradient if any spills."""
-    states = max(each.element_bytes for each in _modes(parts, mode))
+    states = max(unit_mode.element_bytes for unit_mode in _modes(parts, mode))
     return states + (parts.gradient_dtype.itemsize if _spills(parts, tiers) else 0)
 
 
 def _modes(parts: Partitions, mode: Mode) -> tuple[Mode, ...]:
-    """Returns the modes of all units."""
     return (mode, mode.in_fp32) if any(parts.in_fp32) else (mode,)
 
 
@@ -491,7 +489,7 @@ def default_budget(
     most = int(HOST_SHARE * machine.free_host)
     if not machine.host_addressable:
         return most
-    # In a small container gradients and activations would have no room beside both arenas, and the kernel would end the
+    # In a small container both arenas would leave no room for gradients and activations, and the kernel would end the
     # run. Whether weights are tied is not known here.
     arena, _ = divide_device(parts, mode, request, machine, configured_tiers)
     rest = machine.free_host - arena - beside_arenas(parts)
@@ -517,11 +515,11 @@ def host_needs(parts: Partitions, mode: Mode, request: PlacementRequest, machine
     largest = max((n for _, n in _disk_weights(parts, tiers)), default=0)
     buffer = 0 if machine.host_addressable else min(CHUNK * 4, align_up(2 * parts.largest_gradient))
     gradients = WINDOWS * align_up(window_nbytes(parts, tiers))
-    kept, staging = tier_nbytes(parts, tiers, Tier.HOST), STAGING_BUFFERS * buffer
+    resident, staging = tier_nbytes(parts, tiers, Tier.HOST), STAGING_BUFFERS * buffer
     # Two buffers of weights: one is uploaded while the next is read.
     return HostNeed(
-        Classes(small, 2 * align_up(min(largest, _STREAM_NBYTES)), gradients, kept, staging),
-        Classes(large, 2 * align_up(largest), gradients, kept, staging),
+        Classes(small, 2 * align_up(min(largest, _STREAM_NBYTES)), gradients, resident, staging),
+        Classes(large, 2 * align_up(largest), gradients, resident, staging),
     )
 
 
@@ -593,7 +591,7 @@ class Placement:
     scratch_nbytes: int
     """For an optimizer of torch, bytes of the class of tiles for the largest parameter's fp32 gradient and master."""
     inputs_nbytes: int | None
-    """Bytes of host memory, beside `classes`, for inputs of blocks that are computed again; None: what is free."""
+    """Bytes of host memory, besides `classes`, for inputs of blocks that are computed again; None: what is free."""
     window_numel: int
     """Elements of a spilling gradient that are in HOST at a time; 0 if no gradient spills."""
     notices: tuple[str, ...]
@@ -613,7 +611,7 @@ class Placement:
             alone: True if there is one rank.
             slots: slots of the store; 0 without one.
         """
-        # With everything in memory an update waits for nothing but the cores on which the forward computes: side by
+        # With everything in memory an update waits for nothing but the cores that the forward computes on: side by
         # side both take longer than one after the other.
         return wanted and not (on_cpu and alone and not slots and not self.on_disk and not self.spilled)
 
@@ -782,14 +780,14 @@ def _budget_error(request: PlacementRequest, mode: Mode, budget: int, machine: M
             f"this model needs at least {format_size(sum(least))} of host memory, {format_size(machine.free_host)} is "
             f'free, of which at most 80 % is used by default: {needs}; {more}set a larger "host_memory" in "offload"'
         )
-    others = ""
+    taken = ""
     if machine.other_engines:
-        others = (
+        taken = (
             f", less {format_size(machine.other_engines)} for other engines of this process (destroy() frees the "
             f"budget of an engine)"
         )
     need = sum(least) + machine.other_engines
     return BudgetError(
-        f'"host_memory" is {format_size(request.host_memory)} ({request.host_memory} bytes){others}, the least that '
+        f'"host_memory" is {format_size(request.host_memory)} ({request.host_memory} bytes){taken}, the least that '
         f"works is {format_size(need)} ({need} bytes): {needs}"
     )

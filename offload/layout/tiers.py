@@ -1,4 +1,4 @@
-"""The tier of every partition, to which it returns between uses, decided from sizes alone.
+"""The tier of every partition, where it returns between uses, decided from sizes alone.
 
     as configured ─► exceeds the host budget:  partitions move down to DISK, one at a time
                  └─► budget has room left:     states are promoted to HOST, a fixed set of them
@@ -29,7 +29,7 @@ from offload.swapper.memory.host_arena import Copied
 
 # -- reduction -----------------------------------------------------------------------------------------
 #
-# The way in which several ranks reduce their gradients, and the device memory that it takes.
+# How several ranks reduce their gradients, and the device memory that it takes.
 
 
 CODES = BLOCK_FORMATS["int8"]
@@ -41,10 +41,10 @@ all-reduce in fp32, which sends 8 (r - 1) / r of them."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reduction:
-    """The way in which several ranks reduce their gradients."""
+    """How several ranks reduce their gradients."""
 
     dtype: torch.dtype
-    """Dtype of the gradients that ranks send each other, or from which they make codes."""
+    """Dtype of the gradients that ranks send each other, or make codes from."""
     wide: bool = True
     """True if gradients of weights that stay in fp32 are sent in fp32, whatever the dtype of others is."""
     exchanges: int = 1
@@ -54,16 +54,16 @@ class Reduction:
     whole: bool = False
     """True if each rank adds up the whole gradients of a step's micro-batches before they are reduced."""
     replicas: int = 1
-    """Replicas of the model, which add up their sums in fp32 (`engine.distributed.replica_sums`)."""
+    """Replicas of the model, which add up their sums in fp32 (`distributed.reduce_scatter`)."""
     form: BlockFormat | None = None
     """Format of the codes that ranks of a replica send; None for values of `dtype`."""
     coded_sums: bool = False
     """True if replicas send codes of their sums."""
     in_place: bool = False
-    """True if each rank is a replica by itself, whose gradients are summed over the replicas in their own memory."""
+    """True if each rank is a replica by itself, so its gradients are summed over the replicas in their own memory."""
 
     def dtype_of(self, layout: UnitLayout) -> torch.dtype:
-        """Returns the dtype in which the gradients of a unit are sent."""
+        """Returns the dtype that ranks send the gradients of a unit in."""
         return torch.float32 if self.wide and layout.in_fp32 else self.dtype
 
     def numels(self, layouts: Iterable[UnitLayout]) -> list[int]:
@@ -103,7 +103,7 @@ class Reduction:
         return [nbytes] * self.exchanges if self.coded_sums else []
 
     def sent_nbytes(self, numel: int) -> int:
-        """Returns the bytes in which the gradients of `numel` elements are sent."""
+        """Returns the bytes that ranks send for the gradients of `numel` elements."""
         return numel * self.dtype.itemsize if self.form is None else self.form.stored_nbytes(numel)
 
     def buffer_nbytes(self, unit_numels: Sequence[int], shard_numels: Sequence[int]) -> int:
@@ -114,7 +114,7 @@ class Reduction:
             shard_numels: those that this rank updates.
         """
         largest = max(unit_numels)
-        # What is received and what is coded has the bytes in which it is sent; a bucket has those of values.
+        # Received and coded gradients take the bytes that are sent; a bucket takes those of values.
         through = (self.received + self.coded) * align_up(self.sent_nbytes(largest))
         sums = self.sums * align_up(max(shard_numels) * torch.float32.itemsize)
         sums += sum(map(align_up, self.sum_codes(shard_numels)))
@@ -200,15 +200,15 @@ class Secondary(NamedTuple):
         """Bytes of the device memory for the secondary partitions of all units on one rank."""
         return align_up(sum(self.unit_nbytes))
 
-    def range_of(self, mine: range, rank: int) -> range:
+    def range_of(self, primary: range, rank: int) -> range:
         """Returns the range that a rank keeps of a region of a unit.
 
         Args:
-            mine: the range of the region in the rank's primary partition.
+            primary: the range of the region in the rank's primary partition.
             rank: the rank.
         """
-        start = mine.start - rank * len(mine)
-        nbytes = len(mine) * self.shards // self.ranks
+        start = primary.start - rank * len(primary)
+        nbytes = len(primary) * self.shards // self.ranks
         first = start + rank % self.ranks * nbytes
         return range(first, first + nbytes)
 
@@ -260,7 +260,7 @@ def check_room(secondary: Secondary | None, least: int, free: int) -> None:
 
 
 TierMap = tuple[Mapping[State, Tier], ...]
-"""For each unit the tier of each state that this rank holds; for GRAD, the tier in which it waits for its update."""
+"""For each unit the tier of each state that this rank holds; for GRAD, the tier where it waits for its update."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,7 +268,7 @@ class Partitions:
     """Bytes of each state of each unit that this rank holds. Units without trainable elements have a weight only."""
 
     nbytes: tuple[Mapping[State, int], ...]
-    """GRAD is counted in the dtype in which it waits for its update."""
+    """GRAD is counted in the dtype that it has while it waits for its update."""
     trainable_numel: tuple[int, ...]
     """Elements of each unit that this rank updates."""
     unit_nbytes: tuple[int, ...]
@@ -301,7 +301,7 @@ class Partitions:
 
     @property
     def reduction_nbytes(self) -> int:
-        """Bytes of the device memory through which ranks reduce their gradients; 0 if there is one rank.
+        """Bytes of the device memory that ranks reduce their gradients through; 0 if there is one rank.
 
         Each exchange takes a buffer for what this rank receives of a unit. What it sends is in a bucket, a sum, or
         codes. With several replicas it takes one for the sum of this rank's shard instead.
@@ -313,9 +313,9 @@ class Partitions:
 
     @property
     def collectives_nbytes(self) -> int:
-        """Bytes of the device memory through which ranks reduce gradients and gather weights."""
-        kept = 0 if self.secondary is None else self.secondary.nbytes
-        return self.reduction_nbytes + (0 if self.gathers is None else self.gathers.nbytes) + kept
+        """Bytes of the device memory that ranks reduce gradients and gather weights through."""
+        secondary_nbytes = 0 if self.secondary is None else self.secondary.nbytes
+        return self.reduction_nbytes + (0 if self.gathers is None else self.gathers.nbytes) + secondary_nbytes
 
     @property
     def largest_unit(self) -> int:
@@ -342,7 +342,7 @@ class PlacementRequest:
     states_off_device: float = 1.0
     """Fraction of the states that leaves the device (`ratio`)."""
     cached_weights: int | None = None
-    """Weights on DISK for which HOST has a cache (`max_in_cpu`, `buffer_count` times `buffer_size`)."""
+    """Weights on DISK that HOST caches (`max_in_cpu`, `buffer_count` times `buffer_size`)."""
     small_unit: int = 0
     """Units of at most so many elements stay on the device (`stage3_param_persistence_threshold`)."""
     live: int | None = None
@@ -360,7 +360,7 @@ def inputs_nbytes(request: PlacementRequest, left: int) -> int:
 
     Args:
         request: the config's request.
-        left: bytes beside the least that weights and states need.
+        left: bytes that remain after the least that weights and states need.
 
     Raises:
         BudgetError: the configured bytes are not left.
@@ -393,12 +393,12 @@ def partitions(
     Args:
         layouts: the layout of each unit.
         mode: the states and their dtypes.
-        gradient_dtype: dtype in which a gradient waits for its update.
+        gradient_dtype: dtype of a gradient that waits for its update.
         rank: this rank's shard.
         world_size: number of shards.
         images: bytes of each unit as it lies in the model's own files; see `Partitions.images`.
-        replicas: number of replicas, each of which is divided into shards.
-        reduction: the way in which several ranks reduce their gradients; None if there is one.
+        replicas: number of replicas, each divided into shards.
+        reduction: how several ranks reduce their gradients; None if there is one.
         gathers: weights that ranks gather as codes; None if there are none.
         secondary: the secondary partition of the weights; None without one.
     """
@@ -465,7 +465,7 @@ def configured(parts: Partitions, request: PlacementRequest, weight_itemsize: in
         zip(parts.nbytes, parts.trainable_numel, parts.unit_nbytes, strict=True)
     ):
         small = unit_nbytes <= request.small_unit * weight_itemsize
-        # A unit goes to the side of the ratio on which its middle element is.
+        # A unit goes to its middle element's side of the ratio.
         states = Tier.DEVICE if passed + numel / 2 <= on_device else request.states
         passed += numel
         tiers = dict.fromkeys(row, states)
@@ -486,14 +486,14 @@ def gradients_on_device(parts: Partitions, tiers: TierMap, room: int) -> TierMap
     Such gradients accumulate on the device, and the device's own kernel updates their units. Gradients for which `room`
     is too small stay in HOST.
     """
-    found: list[tuple[int, State]] = []
+    chosen: list[tuple[int, State]] = []
     for unit, (row, nbytes) in enumerate(zip(tiers, parts.nbytes, strict=True)):
         # The device's kernel needs all states of the unit in device memory.
         alone = State.GRAD in row and all(row[state] is Tier.DEVICE for state in row if state is not State.GRAD)
         if alone and align_up(nbytes[State.GRAD]) <= room:
-            found.append((unit, State.GRAD))
+            chosen.append((unit, State.GRAD))
             room -= align_up(nbytes[State.GRAD])
-    return with_tier(tiers, found, Tier.DEVICE)
+    return with_tier(tiers, chosen, Tier.DEVICE)
 
 
 def to_add_up(parts: Partitions, tiers: TierMap) -> tuple[tuple[int, int], ...]:
@@ -508,14 +508,14 @@ def to_add_up(parts: Partitions, tiers: TierMap) -> tuple[tuple[int, int], ...]:
 
 
 def that_fit(totals: Iterable[tuple[int, int]], room: int) -> tuple[tuple[int, int], ...]:
-    """Returns those of `totals`, (unit, bytes) each, for which `room` bytes suffice, taken greedily in order."""
-    found: list[tuple[int, int]] = []
+    """Returns those of `totals`, (unit, bytes) each, that fit into `room` bytes, taken greedily in order."""
+    fitting: list[tuple[int, int]] = []
     for unit, nbytes in totals:
         # A unit that does not fit is skipped, because a smaller one after it may.
         if nbytes <= room:
-            found.append((unit, nbytes))
+            fitting.append((unit, nbytes))
             room -= nbytes
-    return tuple(found)
+    return tuple(fitting)
 
 
 _DOWN = (
@@ -530,13 +530,13 @@ _DOWN = (
     State.MASTER,
     State.WEIGHT,
 )
-"""Order in which states leave HOST, least used first: weights are read twice a step or more."""
+"""States in the order that they leave HOST, least used first: weights are read twice a step or more."""
 
 
 def demotions(tiers: TierMap) -> Iterator[TierMap]:
     """Yields `tiers`, then tier maps with one partition more on DISK instead of HOST each time, the last unit's first.
 
-    A second series starts again and keeps gradients in HOST: the windows through which gradients spill may take more
+    A second series starts again and keeps gradients in HOST: the windows of gradients that spill may take more
     memory than the spill saves.
     """
     yield tiers
@@ -547,16 +547,16 @@ def demotions(tiers: TierMap) -> Iterator[TierMap]:
             for row in reversed(rows):
                 if row.get(state) is Tier.HOST:
                     row[state] = Tier.DISK
-                    yield tuple(dict(each) for each in rows)
+                    yield tuple(dict(unit_tiers) for unit_tiers in rows)
 
 
 def to_promote(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int, State], ...]:
-    """Returns states whose tier is DISK and for which `room` bytes of HOST suffice: of whole units, then of one more.
+    """Returns states whose tier is DISK and that fit into `room` bytes of HOST: of whole units, then of one more.
 
     Greedily, unit by unit. A unit none of whose states is promoted can be updated under the backward
-    (`optim.speculation`), so the small states of the others stay with the large ones.
+    (`engine.update`), so the small states of the others stay with the large ones.
     """
-    found: list[tuple[int, State]] = []
+    promoted: list[tuple[int, State]] = []
     divided = False
     for unit, (row, nbytes) in enumerate(zip(tiers, parts.nbytes, strict=True)):
         # The pager's cache serves weights, and gradients do not outlive a step: only optimizer states are promoted.
@@ -571,9 +571,9 @@ def to_promote(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int,
         divided = divided or not whole
         for state, size in moved.items():
             if size <= room:
-                found.append((unit, state))
+                promoted.append((unit, state))
                 room -= size
-    return tuple(found)
+    return tuple(promoted)
 
 
 def with_tier(tiers: TierMap, partitions: Iterable[tuple[int, State]], tier: Tier) -> TierMap:

@@ -114,11 +114,13 @@ def _large_stacks(
     inside = tuple(f"{name}." for name in named)
     outside = [stack for stack in stacks if not f"{stack.module}.".startswith(inside)]
     stacked = {name for stack in outside for name in stack.parameters}
-    others: dict[str | None, int] = {}
+    candidate_sizes: dict[str | None, int] = {}
     for name, candidate in owners.items():
         if candidate is not None and name not in stacked:
-            others[candidate] = others.get(candidate, 0) + sizes[name]
-    least = max([*others.values(), *(_row_numel(stack, sizes) for stack in outside)], default=0) / _SMALLEST_SHARE
+            candidate_sizes[candidate] = candidate_sizes.get(candidate, 0) + sizes[name]
+    least = (
+        max([*candidate_sizes.values(), *(_row_numel(stack, sizes) for stack in outside)], default=0) / _SMALLEST_SHARE
+    )
     return [stack for stack in outside if _row_numel(stack, sizes) >= least]
 
 
@@ -138,10 +140,10 @@ def _candidates(modules: dict[str, nn.Module], named: Sequence[str]) -> list[str
     unknown = [n for n in named if n not in modules and n not in {type(m).__name__ for m in modules.values()}]
     if unknown:
         raise ConfigError(f'"units" names {", ".join(unknown)}: the model has no module of that name or class')
-    found = list(_children_of(modules, nn.ModuleList)) or list(_children_of(modules, nn.Sequential))
+    children = list(_children_of(modules, nn.ModuleList)) or list(_children_of(modules, nn.Sequential))
     # A module that the user has named is one unit, so modules inside of it are units only if they are named too.
     inside = tuple(f"{name}." for name in chosen)
-    return [name for name in modules if name in chosen or (name in found and not name.startswith(inside))]
+    return [name for name in modules if name in chosen or (name in children and not name.startswith(inside))]
 
 
 def _children_of(modules: dict[str, nn.Module], kind: type[nn.Module]) -> Iterator[str]:
@@ -197,7 +199,7 @@ def _sites(
     """
     whole = [(index, unit) for index, unit in enumerate(units) if unit.row is None]
     unit_of = {id(model.get_parameter(name)): index for index, unit in whole for name in unit.parameters}
-    every = dict(model.named_modules(remove_duplicate=False))  # a module may be in two places
+    all_modules = dict(model.named_modules(remove_duplicate=False))  # a module may be in two places
     first_name = {id(module): name for name, module in reversed(modules.items())}
     # A unit is a site under its own name too: its parameters may all belong to modules inside of it.
     needs: dict[str, set[int]] = {}
@@ -207,7 +209,7 @@ def _sites(
         if name in stack_of:
             needs.setdefault(stack_of[name].module, set())
             continue
-        owner = first_name[id(every[_direct_owner(name, every)])]
+        owner = first_name[id(all_modules[_direct_owner(name, all_modules)])]
         needs.setdefault(owner, set()).add(unit_of[id(parameter)])
     sites = {name: tuple(sorted(needs[name])) for name in modules if name in needs}
     return {name: needed for name, needed in sites.items() if not _is_compiled_into(name, needed, modules, sites)}
@@ -225,31 +227,33 @@ def parameters_in_fp32(model: nn.Module, wanted: Literal["auto"] | Sequence[str]
     Raises:
         ConfigError: a name is that of nothing with floating-point parameters.
     """
-    names = {name: each for name, each in model.named_parameters() if each.is_floating_point()}
+    names = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
     if wanted == "auto":
         # transformers loads a model in 16 bits so. Where all weights are fp32, nobody has decided for some of them.
-        if all(each.dtype is torch.float32 for each in names.values()):
+        if all(parameter.dtype is torch.float32 for parameter in names.values()):
             return frozenset()
         listed = listed_in_fp32(model)
-        return frozenset(name for name, each in names.items() if name in listed and each.dtype is torch.float32)
-    found: set[str] = set()
+        return frozenset(
+            name for name, parameter in names.items() if name in listed and parameter.dtype is torch.float32
+        )
+    chosen: set[str] = set()
     modules = dict(model.named_modules(remove_duplicate=False))
-    first = {id(each): name for name, each in names.items()}
-    # A tied parameter has several names, of which the first is the unit's.
-    every = [(name, first.get(id(each))) for name, each in model.named_parameters(remove_duplicate=False)]
+    first = {id(parameter): name for name, parameter in names.items()}
+    # A tied parameter has several names; the unit uses the first.
+    aliases = [(name, first.get(id(parameter))) for name, parameter in model.named_parameters(remove_duplicate=False)]
     unknown = []
-    for each in wanted:
-        pattern = _pattern_of((each,), any_text=True)
-        of_class = tuple(f"{name}." for name, module in modules.items() if type(module).__name__ == each)
-        matched = {own for name, own in every if own and (pattern.search(name) or name.startswith(of_class))}
-        found |= matched
-        unknown += [] if matched else [each]
+    for entry in wanted:
+        pattern = _pattern_of((entry,), any_text=True)
+        of_class = tuple(f"{name}." for name, module in modules.items() if type(module).__name__ == entry)
+        matched = {own for name, own in aliases if own and (pattern.search(name) or name.startswith(of_class))}
+        chosen |= matched
+        unknown += [] if matched else [entry]
     if unknown:
         raise ConfigError(
             f'"keep_in_fp32" names {", ".join(unknown)}: the model has no parameter and no module with parameters of '
             "that name or class"
         )
-    return frozenset(found)
+    return frozenset(chosen)
 
 
 def listed_in_fp32(model: nn.Module, strict: bool = False, buffers: bool = False) -> frozenset[str]:
@@ -257,10 +261,10 @@ def listed_in_fp32(model: nn.Module, strict: bool = False, buffers: bool = False
 
     Args:
         model: the model.
-        strict: True for those alone that transformers keeps in fp32 beside bf16 too, and not beside fp16 alone.
+        strict: True for those alone that transformers keeps in fp32 in a bf16 model too, and not in fp16 models alone.
         buffers: True for the names of buffers too.
     """
-    found: set[str] = set()
+    matching: set[str] = set()
     for path, module in model.named_modules():
         parts: set[str] = set()
         for attribute in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")[: 1 if strict else 2]:
@@ -269,8 +273,8 @@ def listed_in_fp32(model: nn.Module, strict: bool = False, buffers: bool = False
         if parts:
             pattern = _pattern_of(sorted(parts))
             named = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
-            found |= {f"{path}.{name}" if path else name for name, _ in named if pattern.search(name)}
-    return frozenset(found)
+            matching |= {f"{path}.{name}" if path else name for name, _ in named if pattern.search(name)}
+    return frozenset(matching)
 
 
 def _pattern_of(names: Sequence[str], any_text: bool = False) -> re.Pattern[str]:
@@ -290,13 +294,13 @@ def layers_inside(model: nn.Module, sites: Mapping[str, tuple[int, ...]]) -> dic
     `nn.ModuleDict`, serves nothing inside of it.
     """
     modules = dict(model.named_modules())
-    found: dict[str, list[str]] = {}
+    layers: dict[str, list[str]] = {}
     for name, needed in sites.items():
         if is_class_of(type(modules[name]), "torch.nn.modules") and "forward" not in vars(modules[name]):
             for outer in _outside_of(name):
                 if outer in sites and set(needed) <= set(sites[outer]):
-                    found.setdefault(outer, []).append(name)
-    return found
+                    layers.setdefault(outer, []).append(name)
+    return layers
 
 
 def _is_compiled_into(

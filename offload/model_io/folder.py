@@ -1,6 +1,6 @@
 """Weight files of a model's folder, whose tensors are read one by one: safetensors, or else those of torch.save.
 
-Files of `torch.save` (`pytorch_model.bin`) contain a pickle, of which nothing is executed: see
+Files of `torch.save` (`pytorch_model.bin`) contain a pickle, and nothing in it is executed: see
 `offload.fileio.torch_file`.
 """
 
@@ -152,25 +152,24 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     if not (folder / index).is_file():
         raise StoreError(_what_is_there(folder))
     places = _read_index(folder / index)
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for name in sorted(set(places.values())):
         if not (folder / name).is_file():
             raise StoreError(f"{folder / index} names {name}, which is missing; fetch all files of the model")
         # Tensors of this file that the index assigns to another file are left out; tensors that the index does not
         # list are included.
-        held = _of_file(folder / name)
-        found |= {tensor: held[tensor] for tensor in held if places.get(tensor, name) == name}
-    lost = next((tensor for tensor in places if tensor not in found), None)
+        in_file = _of_file(folder / name)
+        tensors |= {tensor: in_file[tensor] for tensor in in_file if places.get(tensor, name) == name}
+    lost = next((tensor for tensor in places if tensor not in tensors), None)
     if lost is not None:
         raise StoreError(
             f"{folder / index} assigns {lost} to {places[lost]}, which does not contain this tensor; fetch all files "
             "of the model"
         )
-    return found
+    return tensors
 
 
 def _of_file(path: Path) -> dict[str, Stored]:
-    """Returns the tensors of one file."""
     try:
         # Taken before the header is read, so that the first read of a tensor notices a change since.
         stamp = Stamp.of(path.stat())
@@ -183,15 +182,15 @@ def _of_file(path: Path) -> dict[str, Stored]:
 def _of_pickle(path: Path) -> dict[str, TensorLocation]:
     """Returns the location of each tensor in a file of `torch.save`; raises `StoreError` if it is no dict of them."""
     content = read_torch_file(path)
-    found: dict[str, TensorLocation] = {}
+    locations: dict[str, TensorLocation] = {}
     for name, tensor in content.items() if isinstance(content, dict) else [("the object", content)]:
         if not isinstance(tensor, StoredTensor) or not tensor.contiguous:
             raise StoreError(
                 f"{path}: {name} is not a tensor whose values are stored one after the other; save the weights by "
                 "save_pretrained"
             )
-        found[str(name)] = TensorLocation(Tensor(tensor.dtype, tensor.shape), tensor.offset)
-    return found
+        locations[str(name)] = TensorLocation(Tensor(tensor.dtype, tensor.shape), tensor.offset)
+    return locations
 
 
 def _has(folder: Path, *names: str) -> bool:
@@ -242,7 +241,7 @@ def _what_is_there(folder: Path) -> str:
 #
 # In such a folder a weight of 4 bits is several tensors: its codes under the weight's name, and below that name scales,
 # the code book, the same of scales that are quantized themselves, and a JSON text in bytes. One of 8 bits is its codes,
-# and the scales of its rows beside them. Codes and scales are paged tensors, whose bytes stay in the files until then:
+# and the scales of its rows. Codes and scales are paged tensors, whose bytes stay in the files until then:
 # code that asks for them before, as DoRA's does, reads them. What is small is read now.
 
 
@@ -305,17 +304,17 @@ def build_layers(model: Any, folder: Path, stored: Mapping[str, Stored], built: 
 
 def _method(settings: Any) -> str:
     """Returns the method of quantization that a config names."""
-    found = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
-    return str(getattr(found, "value", found))
+    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    return str(getattr(method, "value", method))
 
 
 def _replace(model: Any, settings: Any, folder: Path) -> None:
     """Lets transformers replace linear layers by those of bitsandbytes, as its own `from_pretrained` does."""
     from transformers import quantizers
 
-    theirs: Any = quantizers
+    library: Any = quantizers
     try:
-        quantizer = theirs.AutoHfQuantizer.from_config(settings, pre_quantized=True)
+        quantizer = library.AutoHfQuantizer.from_config(settings, pre_quantized=True)
         quantizer.validate_environment(device_map={"": "cpu"})
         quantizer.preprocess_model(model, device_map={"": "cpu"})
         quantizer.postprocess_model(model)

@@ -122,22 +122,22 @@ def whole_model(parts: Sequence[PartLayout], buffers: Sequence[Sequence[str]]) -
     first = [number for number, part in enumerate(parts) if part.coordinate == 0]
     names = _names([(parts[number], buffers[number]) for number in first])
     layouts, parameters = [], []
-    for number in sorted(first, key=lambda each: parts[each].position):
+    for number in sorted(first, key=lambda index: parts[index].position):
         part = parts[number]
-        row = [each for each, other in enumerate(parts) if other.position == part.position]
-        row.sort(key=lambda each: parts[each].coordinate)
+        row = [index for index, candidate in enumerate(parts) if candidate.position == part.position]
+        row.sort(key=lambda index: parts[index].coordinate)
         for layout in part.layouts:
-            found = [
+            placed = [
                 _parameter(names[part.position, segment.name], segment, row, parts)
                 for segment in layout.segments
                 if (part.position, segment.name) in names
             ]
-            if not found:
+            if not placed:
                 continue
-            whole = arrange(layout.name, [each.segment for each in found], 1)
-            by_name = {each.segment.name: each for each in found}
+            whole = arrange(layout.name, [parameter.segment for parameter in placed], 1)
+            by_name = {parameter.segment.name: parameter for parameter in placed}
             layouts.append(whole)
-            parameters.append(tuple(by_name[each.name]._replace(segment=each) for each in whole.segments))
+            parameters.append(tuple(by_name[segment.name]._replace(segment=segment) for segment in whole.segments))
     return WholeModel(tuple(layouts), tuple(parameters), _about([parts[number] for number in first], names), names)
 
 
@@ -146,16 +146,16 @@ def _names(parts: Sequence[tuple[PartLayout, Sequence[str]]]) -> dict[tuple[int,
     own = [
         (part.position, name, name in part.about["elsewhere"])
         for part, buffers in parts
-        for name in [*(each.name for layout in part.layouts for each in layout.segments), *buffers]
+        for name in [*(segment.name for layout in part.layouts for segment in layout.segments), *buffers]
     ]
     if not any(part.in_pipeline for part, _ in parts):
         return {(position, name): name for position, name, _ in own}
     short = [(position, name, tied, name.partition(".")[2]) for position, name, tied in own]
-    others = {each for *_, tied, each in short if not tied}
-    counted = [each for *_, tied, each in short if not (tied and each in others)]
-    # A copy of a tied layer has the name of the first; all other names must tell layers apart.
+    untied = {short_name for *_, tied, short_name in short if not tied}
+    counted = [short_name for *_, tied, short_name in short if not (tied and short_name in untied)]
+    # A copy of a tied layer has the name of the first; all other names must distinguish layers.
     if len(set(counted)) == len(counted):
-        return {(p, name): each for p, name, tied, each in short if not (tied and each in others)}
+        return {(p, name): short_name for p, name, tied, short_name in short if not (tied and short_name in untied)}
     return {(position, name): name for position, name, _ in own}
 
 
@@ -235,7 +235,7 @@ class Strip(NamedTuple):
     start: int
     stop: int
     at: int
-    """Element of the range of the whole at which the first of them is."""
+    """Position of the first of them in the range of the whole."""
     rows: int
 
 
@@ -303,7 +303,7 @@ class WholeSource:
         self.description: Mapping[str, Any] = describe(whole.layouts, self._mode, 1)
         self.about, self.step = whole.about, step
         self.client_state: Mapping[str, Any] = {}
-        """Each part has its own, of which none is that of the whole."""
+        """Each part has its own, and none describes the whole."""
         self.frozen = all(part.frozen for part in parts)
         self.buffers: Mapping[str, torch.Tensor] = {
             whole.names[part.layout.position, name]: value
@@ -329,15 +329,7 @@ class WholeSource:
     def _begin(
         self, parameter: WholeParameter, state: State, elements: range, out: memoryview, joined: _Joined
     ) -> None:
-        """Begins to read elements of a parameter from its pieces.
-
-        Args:
-            parameter: The parameter.
-            state: The state.
-            elements: Its elements.
-            out: Receives their bytes.
-            joined: Receives the reads.
-        """
+        """Begins to read elements of a parameter from its pieces."""
         size, widths = self._mode.states[state].itemsize, parameter.widths
         for strip in strips(widths, elements.start, elements.stop):
             piece = parameter.pieces[strip.piece]
@@ -359,7 +351,7 @@ class WholeSource:
 
 
 class _Copy(NamedTuple):
-    """Rows that were read one behind the other, and where they go, `step` bytes apart."""
+    """Rows that were read one after the other, and where they go, `step` bytes apart."""
 
     memory: memoryview
     out: memoryview
@@ -404,7 +396,7 @@ class _Joined:
 def whole_of_checkpoint(checkpoint: Path, queue: Queue) -> WholeSource:
     """Opens all parts of a checkpoint, after their weights have been compared with the checksums.
 
-    They are read twice: pieces of a parameter are not read in the order in which the checksums are.
+    They are read twice: pieces of a parameter are not read in the order of the checksums.
 
     Args:
         checkpoint: Folder of the checkpoint.
@@ -417,34 +409,39 @@ def whole_of_checkpoint(checkpoint: Path, queue: Queue) -> WholeSource:
     manifest = read_manifest(checkpoint)
     check_parts(checkpoint, manifest)
     # Rank 0 of no engine: the progress of rank 0 has the buffers, which all ranks of a part have.
-    found = [look(checkpoint / part, 0, 0, {}) for part in manifest.parts]
-    for each in found:
-        _compare(each, queue)
+    checkpoints = [look(checkpoint / part, 0, 0, {}) for part in manifest.parts]
+    for checkpoint_part in checkpoints:
+        _compare(checkpoint_part, queue)
     # Files that are open already are closed if a later part cannot be opened, or the parts do not fit.
     with contextlib.ExitStack() as opened:
         parts = []
-        for each in found:
-            states = opened.enter_context(contextlib.closing(each.open(queue)))
-            layout = PartLayout.of(each.manifest.layout, each.manifest.about, each.layouts, each.mode)
-            parts.append(Part(layout, states, each.progress.buffers, each.manifest.frozen))
+        for checkpoint_part in checkpoints:
+            states = opened.enter_context(contextlib.closing(checkpoint_part.open(queue)))
+            layout = PartLayout.of(
+                checkpoint_part.manifest.layout,
+                checkpoint_part.manifest.about,
+                checkpoint_part.layouts,
+                checkpoint_part.mode,
+            )
+            parts.append(Part(layout, states, checkpoint_part.progress.buffers, checkpoint_part.manifest.frozen))
         return WholeSource(parts, manifest.step, opened.pop_all().close)
 
 
-def _compare(found: FoundCheckpoint, queue: Queue) -> None:
+def _compare(part: FoundCheckpoint, queue: Queue) -> None:
     """Raises `IoError` if weights of a part are damaged."""
     # Moments are not read, so damage of them does not keep anyone from the weights.
     work = [
         (rank, name)
-        for rank, tensors in enumerate(found.places)
+        for rank, tensors in enumerate(part.places)
         for name in tensors
         if State(name.partition(".")[2]) in KEPT
     ]
 
     def damaged(path: Path, name: str) -> None:
-        tensor = next(each[name] for rank, each in enumerate(found.places) if states_file(rank) == path.name)
+        tensor = next(tensors[name] for rank, tensors in enumerate(part.places) if states_file(rank) == path.name)
         raise IoError(str(path), tensor.offset, tensor.tensor.nbytes, errno.EBADMSG, f"use {name},")
 
-    compare_bytes(found, work, queue, damaged)
+    compare_bytes(part, work, queue, damaged)
 
 
 # -- of engine -----------------------------------------------------------------------------------------
@@ -453,7 +450,7 @@ def _compare(found: FoundCheckpoint, queue: Queue) -> None:
 
 
 class _Partitions:
-    """The partitions of one part, each of which its own process reads and sends; implements `PartitionReader`."""
+    """The partitions of one part: the process of each reads and sends it; implements `PartitionReader`."""
 
     def __init__(self, own: Source, processes: Sequence[int]) -> None:
         self._own, self._processes = own, processes
@@ -514,12 +511,12 @@ def _buffers(
 ) -> dict[str, torch.Tensor]:
     """Returns the buffers of process `source`, on each process. Collective."""
     own = persistent_buffers(module) if everyone.rank == source else {}
-    found = {
+    values = {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
         for name, (dtype, shape) in described.items()
     }
-    for name, value in found.items():
+    for name, value in values.items():
         if name in own:
             value.copy_(own[name].detach())
         everyone.broadcast(value, source)
-    return found
+    return values

@@ -80,18 +80,18 @@ def streaming(load: Callable[..., Any]) -> Iterator[None]:
     thread = threading.get_ident()
 
     def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-        theirs: Any = original.__get__(None, cls)
+        original_method: Any = original.__get__(None, cls)
         # The patch is visible to all threads, and a model that is built below may call `from_pretrained` in its
         # constructor.
-        if threading.get_ident() != thread or _is_inside() or args or any(kwargs.get(each) for each in _THEIRS):
-            return theirs(name, *args, **kwargs)
+        if threading.get_ident() != thread or _is_inside() or args or any(kwargs.get(key_name) for key_name in _THEIRS):
+            return original_method(name, *args, **kwargs)
         if name is None or not (Path(name).is_dir() and any(Path(name).glob("*.safetensors"))):
-            return theirs(name, **kwargs)
+            return original_method(name, **kwargs)
         # An adapter is loaded by the original, which adds it to the model that it has loaded.
         if (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path") or Path(
             name, "adapter_config.json"
         ).exists():
-            return theirs(name, **kwargs)
+            return original_method(name, **kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
         fit = {
             key: value
@@ -153,7 +153,7 @@ class Source(NamedTuple):
 
 
 class Conversion:
-    """Tensors of a folder from which an operation of transformers makes one or several parameters of a model.
+    """Tensors of a folder that an operation of transformers makes one or several parameters of a model from.
 
     One run of the operation makes all results. Those that will be requested stay in memory until then, because
     `initialize` reads one parameter after the other.
@@ -161,7 +161,7 @@ class Conversion:
     Args:
         model: The model.
         converter: Converter of transformers; copied before each use, because it collects tensors.
-        first: The model's name for which the converter was found.
+        first: The model's name that the converter was found for.
         parts: Tensors of the folder, each with the pattern that it matched.
     """
 
@@ -195,7 +195,7 @@ class Conversion:
         if name not in self._made:
             made = self._convert(Stored.whole)
             # Results that nobody will request must not stay in memory.
-            self._made = {each: made[each] for each in made if each in self.wanted}
+            self._made = {result: made[result] for result in made if result in self.wanted}
         return self._made[name] if keep else self._made.pop(name)
 
     @functools.cached_property
@@ -204,18 +204,18 @@ class Conversion:
 
         Rows are counted through all tensors. Found by a conversion of the numbers in place of the rows.
         """
-        found: dict[str, torch.Tensor] = {}
+        row_numbers: dict[str, torch.Tensor] = {}
         try:
             # Twice, with other numbers: arithmetic on values, unlike a choice of them, would show.
             made, again = (self._convert(self._numbered(factor)) for factor in (1, 3))
         except Exception:  # code of transformers that does not run on numbers does more than to choose rows
-            return found
+            return row_numbers
         for name, shape in self.shapes().items():
             once, twice = made[name], again[name]
             moved = once.dtype == torch.int64 and once.shape == (*shape[:-1], 1) and torch.equal(3 * once, twice)
             if moved and all(part.shape[-1:] == shape[-1:] for part, _ in self.parts):
-                found[name] = once.reshape(-1)
-        return found
+                row_numbers[name] = once.reshape(-1)
+        return row_numbers
 
     def _numbered(self, factor: int) -> Callable[[Stored], torch.Tensor]:
         """Returns a function of a tensor that returns the numbers of its rows, times `factor`, in place of each row."""
@@ -256,7 +256,7 @@ class Converted(NamedTuple):
         numbers, width = self.conversion.rows.get(self.name), self.shape[-1]
         if numbers is None or not part or part.start % width or part.stop % width:
             return []
-        found: list[Run] = []
+        joined: list[Run] = []
         rows = numbers[part.start // width : part.stop // width]
         # A run ends where the next row is not the next one of the files, or begins another tensor.
         firsts = [0, *itertools.accumulate(math.prod(stored.shape[:-1]) for stored, _ in self.conversion.parts)]
@@ -265,8 +265,8 @@ class Converted(NamedTuple):
         for start, stop in itertools.pairwise([0, *breaks.tolist(), len(rows)]):
             which = int(tensor[start])
             first = int(rows[start]) - 1 - firsts[which]
-            found.append(Run(self.conversion.parts[which][0], first * width, (stop - start) * width))
-        return found
+            joined.append(Run(self.conversion.parts[which][0], first * width, (stop - start) * width))
+        return joined
 
 
 class Named(NamedTuple):
@@ -295,10 +295,10 @@ def name_tensors(model: nn.Module, expected: Mapping[str, Any], stored: Mapping[
             {name: _as_it_is(stored[name]) for name in expected if name in stored},
             [name for name in stored if name not in expected],
         )
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     unexpected: list[str] = []
     groups: dict[str, Conversion] = {}
-    # The order of transformers: experts are stacked in the order in which they are added, 2 before 10.
+    # The order of transformers: experts are stacked in the order that they are added, 2 before 10.
     for key in sorted(stored, key=rules.order):
         name, converter, pattern = rules.rename(key, expected)
         if name not in expected:
@@ -308,16 +308,16 @@ def name_tensors(model: nn.Module, expected: Mapping[str, Any], stored: Mapping[
             group = groups.setdefault(name, Conversion(model, converter, name, []))
             group.parts = [*group.parts, (stored[key], pattern)]
         else:
-            _add(found, name, _as_it_is(stored[key]))
+            _add(sources, name, _as_it_is(stored[key]))
     for group in groups.values():
         dtypes = tuple(part.dtype for part, _ in group.parts)
         for name, shape in group.shapes().items():
             if name in expected:
                 group.wanted.add(name)
-                _add(found, name, Source(Converted(group, name, shape), dtypes))
+                _add(sources, name, Source(Converted(group, name, shape), dtypes))
             else:
                 unexpected.append(name)
-    return Named(found, unexpected)
+    return Named(sources, unexpected)
 
 
 def _as_it_is(stored: Stored) -> Source:
@@ -325,13 +325,13 @@ def _as_it_is(stored: Stored) -> Source:
     return Source(stored, (stored.dtype,))
 
 
-def _add(found: dict[str, Source], name: str, source: Source) -> None:
-    """Adds a source to `found`; raises `ConfigError` if the name already has one."""
-    if name in found:
+def _add(sources: dict[str, Source], name: str, source: Source) -> None:
+    """Adds a source to `sources`; raises `ConfigError` if the name already has one."""
+    if name in sources:
         raise ConfigError(
             f"the folder contains {name} twice, under two names that transformers recognizes; keep one of them"
         )
-    found[name] = source
+    sources[name] = source
 
 
 class _Rules:
@@ -341,9 +341,9 @@ class _Rules:
         self.order: Callable[[str], Any] = transformers_loading.dot_natural_key
         self._rename = transformers_loading.rename_source_key
         self._prefix: str = getattr(model, "base_model_prefix", "")
-        self._renamings = [each for each in mapping if isinstance(each, transformers_loading.WeightRenaming)]
-        self._converters = [each for each in mapping if isinstance(each, transformers_loading.WeightConverter)]
-        self._by_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
+        self._renamings = [rule for rule in mapping if isinstance(rule, transformers_loading.WeightRenaming)]
+        self._converters = [rule for rule in mapping if isinstance(rule, transformers_loading.WeightConverter)]
+        self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
 
     def rename(self, key: str, expected: Mapping[str, Any]) -> tuple[str, Any, str]:
         """Returns a tensor's name in the model, its converter or None, and the pattern that it matched."""
@@ -370,18 +370,18 @@ def _rules_of_transformers(model: Any) -> _Rules | None:
         ) from error
 
 
-def same_values(one: Origin, other: Origin) -> bool:
+def same_values(first: Origin, second: Origin) -> bool:
     """Returns True if the values of two sources of one shape are equal numbers, whatever their dtypes are."""
     # Compared chunk by chunk, to save memory. The chunks of two dtypes have different numbers of elements.
-    sides = [(values for _, values in origin.pieces() if len(values)) for origin in (one, other)]
-    mine, theirs = (next(side, None) for side in sides)
-    while mine is not None and theirs is not None:
-        numel, dtype = min(len(mine), len(theirs)), torch.promote_types(mine.dtype, theirs.dtype)
-        if not torch.equal(mine[:numel].to(dtype), theirs[:numel].to(dtype)):
+    sides = [(values for _, values in origin.pieces() if len(values)) for origin in (first, second)]
+    left, right = (next(side, None) for side in sides)
+    while left is not None and right is not None:
+        numel, dtype = min(len(left), len(right)), torch.promote_types(left.dtype, right.dtype)
+        if not torch.equal(left[:numel].to(dtype), right[:numel].to(dtype)):
             return False
-        mine = mine[numel:] if numel < len(mine) else next(sides[0], None)
-        theirs = theirs[numel:] if numel < len(theirs) else next(sides[1], None)
-    return mine is theirs
+        left = left[numel:] if numel < len(left) else next(sides[0], None)
+        right = right[numel:] if numel < len(right) else next(sides[1], None)
+    return left is right
 
 
 # -- load pretrained -----------------------------------------------------------------------------------
@@ -449,8 +449,8 @@ def init(
     if not enabled:
         yield
         return
-    given = config if config is not None else config_dict_or_path
-    with streaming(lambda cls, folder, **more: load_pretrained(cls, folder, given, **more)), deferring_weights():
+    chosen = config if config is not None else config_dict_or_path
+    with streaming(lambda cls, folder, **more: load_pretrained(cls, folder, chosen, **more)), deferring_weights():
         yield
 
 
@@ -474,7 +474,7 @@ def load_pretrained(
         model_or_class: A class of transformers (`AutoModelForCausalLM`, `LlamaForCausalLM`) or a module. A model of the
             class is built from the folder's config, on the meta device and, as by `from_pretrained`, in evaluation
             mode. A module drops those of its weights that the folder contains.
-        folder: Local folder of the weights, or one safetensors file; a class needs a config beside the file.
+        folder: Local folder of the weights, or one safetensors file; a class needs a config next to the file.
         config: Config that `initialize` will receive; its dtype becomes that of the buffers of a model built here.
         model_config: Config of transformers, in place of the folder's.
         ignore_mismatched_sizes: True to initialize parameters whose shape differs in the folder.
@@ -505,8 +505,8 @@ def load_pretrained(
     # From here to `_take` the model is only read.
     names = {name: tensor for name, tensor in _names(model).items() if name not in taken}
     named = name_tensors(model, names, {name: stored[name] for name in stored if name not in taken})
-    found, info = _compare(model, names, named, ignore_mismatched_sizes, path)
-    _take(model, found)
+    sources, info = _compare(model, names, named, ignore_mismatched_sizes, path)
+    _take(model, sources)
     _tell(info, path)
     return (model, info) if output_loading_info else model
 
@@ -514,14 +514,14 @@ def load_pretrained(
 # -- building -----------------------------------------------------------------------------------------
 
 
-def _build(model_class: Any, folder: Path, config: Any, theirs: Any, kwargs: dict[str, Any]) -> nn.Module:
+def _build(model_class: Any, folder: Path, config: Any, model_config: Any, kwargs: dict[str, Any]) -> nn.Module:
     """Builds a model of transformers on the meta device.
 
     Args:
         model_class: A class of transformers.
         folder: Contains the config.
         config: Config for `initialize`; None if it is not known yet.
-        theirs: Config of transformers in place of the folder's, or None.
+        model_config: Config of transformers in place of the folder's, or None.
         kwargs: Passed to the config of the model.
     """
     if not (isinstance(model_class, type) and hasattr(model_class, "from_pretrained")):
@@ -543,17 +543,19 @@ def _build(model_class: Any, folder: Path, config: Any, theirs: Any, kwargs: dic
         dtype = DTYPES[load_config(config).dtype]  # for the model's buffers, as with from_pretrained
     try:
         unused = kwargs
-        if not isinstance(theirs, PretrainedConfig):  # a folder or a name, as from_pretrained takes it
-            if (named := Path(theirs or folder)).is_dir():
+        if not isinstance(model_config, PretrainedConfig):  # a folder or a name, as from_pretrained takes it
+            if (named := Path(model_config or folder)).is_dir():
                 read_config(named)  # refuses what it should not say
-            theirs, unused = AutoConfig.from_pretrained(theirs or folder, return_unused_kwargs=True, **kwargs)
-        _check_type(model_class, theirs, folder)
+            model_config, unused = AutoConfig.from_pretrained(
+                model_config or folder, return_unused_kwargs=True, **kwargs
+            )
+        _check_type(model_class, model_config, folder)
         # As from_pretrained sets it.
-        theirs.name_or_path = str(folder)
+        model_config.name_or_path = str(folder)
         # Classes such as AutoModelForCausalLM have the public method, model classes the private one.
         make: Any = getattr(model_class, "from_config", None) or getattr(model_class, "_from_config")  # noqa: B009
         with init(config):
-            model: Any = make(theirs, **unused, **({} if dtype is None else {"dtype": dtype}))
+            model: Any = make(model_config, **unused, **({} if dtype is None else {"dtype": dtype}))
         if (folder / GENERATION).is_file() and hasattr(model, "generation_config"):
             model.generation_config = GenerationConfig.from_pretrained(folder)
     # Errors of this library carry their own advice and are not wrapped below.
@@ -579,15 +581,15 @@ def _keep_in_fp32(model: nn.Module, names: Collection[str]) -> None:
                 model.get_submodule(path)._buffers[own] = tensor.float()
 
 
-def _dtype(given: Any) -> torch.dtype | None:
+def _dtype(dtype: Any) -> torch.dtype | None:
     """Returns the dtype that a user gives as for `from_pretrained`; None for None and "auto". Raises `UsageError`."""
-    if given is None or given == "auto" or isinstance(given, torch.dtype):
+    if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
         # With None `_build` takes the dtype of the engine's config, if that was given.
-        return None if given == "auto" else given
-    found = getattr(torch, given, None) if isinstance(given, str) else None
-    if not isinstance(found, torch.dtype):
-        raise UsageError(f'dtype expects a torch.dtype, its name or "auto", got {given!r}')
-    return found
+        return None if dtype == "auto" else dtype
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+    if not isinstance(named, torch.dtype):
+        raise UsageError(f'dtype expects a torch.dtype, its name or "auto", got {dtype!r}')
+    return named
 
 
 def _check_type(model_class: Any, config: Any, folder: Path) -> None:
@@ -638,11 +640,11 @@ def _compare(
         if source.origin.shape != tuple(names[name].shape)
     ]
     if mismatched and not ignore_sizes:
-        name, theirs, mine = mismatched[0]
+        name, stored_shape, shape = mismatched[0]
         raise ConfigError(
             f"in {folder} {count_of(len(mismatched), 'tensor has another shape', 'tensors have other shapes')} than "
-            f"in the model, the first is {name}: {list(theirs)}, not {list(mine)}; give the config that the folder "
-            "was written with, or pass ignore_mismatched_sizes=True to initialize them anew"
+            f"in the model, the first is {name}: {list(stored_shape)}, not {list(shape)}; give the config that the "
+            "folder was written with, or pass ignore_mismatched_sizes=True to initialize them anew"
         )
     # With `ignore_sizes` such parameters get no source, so that they are initialized like missing ones.
     wrong = {name for name, *_ in mismatched}
@@ -674,11 +676,11 @@ def _check_dtype(name: str, tensor: torch.Tensor, source: Source) -> None:
         )
 
 
-def _check_tied(one: tuple[str, Source], other: tuple[str, Source]) -> None:
+def _check_tied(first: tuple[str, Source], second: tuple[str, Source]) -> None:
     """Raises `ConfigError` if the folder contains different values for two names of one parameter."""
-    if not same_values(one[1].origin, other[1].origin):
+    if not same_values(first[1].origin, second[1].origin):
         raise ConfigError(
-            f"{one[0]} and {other[0]} are one parameter of the model, but the folder contains different values "
+            f"{first[0]} and {second[0]} are one parameter of the model, but the folder contains different values "
             "for them; build the model untied: tie_word_embeddings=False"
         )
 
@@ -703,16 +705,16 @@ def _without(names: Sequence[str], patterns: Any) -> list[str]:
 # -- taking over --------------------------------------------------------------------------------------
 
 
-def _take(model: nn.Module, found: Mapping[str, Source]) -> None:
+def _take(model: nn.Module, sources: Mapping[str, Source]) -> None:
     """Gives each parameter its origin and each buffer its values."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = persistent_buffers(model)
     # All buffers are read before one changes: an unreadable file leaves the model as it was.
-    values = {name: _whole(found[name], buffer) for name, buffer in buffers.items() if name in found}
+    values = {name: _whole(sources[name], buffer) for name, buffer in buffers.items() if name in sources}
     with torch.no_grad():
         for name, value in values.items():
             buffers[name].copy_(value)
-    for name, source in found.items():
+    for name, source in sources.items():
         if name in parameters:
             # The parameter stays the same object, and thus tied; the origin only replaces its values.
             make_deferred(parameters[name], source.origin)
@@ -745,11 +747,12 @@ def _tell(info: LoadingInfo, folder: Path) -> None:
             "%s contains %s than in the model; these weights will be initialized anew: %s",
             folder,
             count_of(len(info.mismatched_keys), "tensor of another shape", "tensors of other shapes"),
-            _brief([f"{name} {list(theirs)} for {list(mine)}" for name, theirs, mine in info.mismatched_keys]),
+            _brief(
+                [f"{name} {list(stored_shape)} for {list(shape)}" for name, stored_shape, shape in info.mismatched_keys]
+            ),
         )
 
 
 def _brief(names: Sequence[str]) -> str:
-    """Returns the first few names for a message."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

@@ -61,7 +61,7 @@ from offload.states import State
 #     <folder>/.offload.partial    files being written, if foreign files in the folder must stay; the new files are
 #                                  moved in one by one
 #     .<folder>.lock               locked during a save; names the saving process. It is `.offload.lock` in the folder
-#                                  if nothing can be made beside the folder
+#                                  if nothing can be made next to the folder
 #
 # Files are moved in one by one in the second case, and if the system cannot exchange folders. Config and index are then
 # deleted first and moved in last, so that a kill between two moves leaves a folder that nobody takes for a model, never
@@ -72,7 +72,7 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\
 _UNIVERSAL = re.compile(r"(fp32|exp_avg|exp_avg_sq|step|optimizer_state|\w+_model_states)\.pt|latest_universal")
 """Files of a universal checkpoint of DeepSpeed."""
 _HEADS = (CONFIG, INDEX, SINGLE, "adapter_config.json")
-"""Files by which loaders find the weights; without them the folder is no model."""
+"""Files that lead loaders to the weights; without them the folder is no model."""
 TOKENIZER = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt "
     "tokenizer.model spiece.model sentencepiece.bpe.model chat_template.jinja chat_template.json"
@@ -100,7 +100,7 @@ def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> It
     """
     make_folder(out.parent)
     with only_save(out, out.name, _lock_of(out)):
-        # The staging folder is beside `out` if `out` can be replaced as a whole, which is atomic; else inside of `out`.
+        # The staging folder is next to `out` if `out` can be replaced as a whole, atomically; else inside of `out`.
         beside = not _is_in_use(out) and (_is_free(out) or (whole and _is_ours(out)))
         partial = out.with_name(f"{out.name}.partial") if beside else out / ".offload.partial"
         with naming_errors(partial, "make"):
@@ -181,8 +181,10 @@ def _clear(partial: Path, notice: Callable[[str], None]) -> None:
     """Removes leftovers of a killed save; raises `StoreError` if `partial` contains a foreign file."""
     left = [path for path in partial.rglob("*") if path.is_file()]
     known = (CONFIG, GENERATION, *TOKENIZER, *_ADAPTER)
-    ours = (_WEIGHTS, _UNIVERSAL)
-    foreign = [p.name for p in left if not (p.name in known or any(each.fullmatch(p.name) for each in ours))]
+    own_patterns = (_WEIGHTS, _UNIVERSAL)
+    foreign = [
+        p.name for p in left if not (p.name in known or any(pattern.fullmatch(p.name) for pattern in own_patterns))
+    ]
     if foreign:
         raise StoreError(
             f"{partial} contains {foreign[0]}, which was not left by a save; move that file away, or choose another "
@@ -252,10 +254,10 @@ def copy_tokenizer(folder: Path, out: Path) -> None:
 
 def tokenizer_files(folder: Path) -> list[str]:
     """Returns the names of a tokenizer's files; raises `StoreError` if the folder contains none."""
-    found = [name for name in TOKENIZER if (folder / name).is_file()]
-    if not found:
+    present = [name for name in TOKENIZER if (folder / name).is_file()]
+    if not present:
         raise StoreError(f"{folder} contains no file of a tokenizer, such as {TOKENIZER[0]}")
-    return found
+    return present
 
 
 # -- weight plan ---------------------------------------------------------------------------------------
@@ -368,8 +370,8 @@ def make_plan(
     """
     layouts = described_layouts(source.description)
     mode = described_mode(source.description)
-    given = check_dtype(dtype)
-    wanted = given or mode.weight_dtype
+    checked = check_dtype(dtype)
+    wanted = checked or mode.weight_dtype
     frozen = frozen and source.frozen
     tied: Mapping[str, str] = source.about.get("tied", {})
     tied_buffers: Mapping[str, str] = source.about.get("tied_buffers", {})
@@ -380,7 +382,7 @@ def make_plan(
     tensors: dict[str, Tensor] = {}
     rows = Counter(segment.stack for layout in layouts for segment in layout.segments)
     for layout in layouts:
-        own_dtype = given or layout.mode_in(mode).weight_dtype
+        own_dtype = checked or layout.mode_in(mode).weight_dtype
         for segment in layout.segments:
             if not (segment.trainable or frozen):
                 continue
@@ -394,33 +396,34 @@ def make_plan(
             shape = (rows[segment.stack], *segment.shape) if segment.stack else segment.shape
             if parts is None:
                 names = [segment.parameter, *(alias for alias, name in tied.items() if name == segment.name)]
-                own = [each for each in names if each not in left_out] or [max(names)]
-                written = {each: Part(segment.parameter, 0, shape) for each in own}
+                own = [alias for alias in names if alias not in left_out] or [max(names)]
+                written = {own_name: Part(segment.parameter, 0, shape) for own_name in own}
             else:
                 written = parts.get(segment.parameter, {})
             if not written:
                 continue
             cuts[segment.name] = tuple(
-                Cut(part.start, part.start + math.prod(part.shape), each) for each, part in written.items()
+                Cut(part.start, part.start + math.prod(part.shape), tensor_name)
+                for tensor_name, part in written.items()
             )
             if segment.form and any(cut.stop - cut.start != math.prod(shape) for cut in cuts[segment.name]):
                 raise ConfigError(
                     f"{segment.parameter} is stored in {segment.form}, and the model's class saves parts of it, which "
                     'is not supported: train with "frozen" left out of the config'
                 )
-            tensors |= {each: Tensor(own_dtype, part.shape) for each, part in written.items()}
+            tensors |= {tensor_name: Tensor(own_dtype, part.shape) for tensor_name, part in written.items()}
     buffers: dict[str, tuple[str, ...]] = {}
     for first, value in source.buffers.items():
         if parts is not None:
             buffers[first] = tuple(parts.get(first, {}))
             tensors |= dict.fromkeys(buffers[first], Tensor(value.dtype, tuple(value.shape)))
             continue
-        others = (alias for alias, name in tied_buffers.items() if name == first and alias not in left_out)
-        buffers[first] = (first, *others)
+        aliases = (alias for alias, name in tied_buffers.items() if name == first and alias not in left_out)
+        buffers[first] = (first, *aliases)
         tensors |= dict.fromkeys(buffers[first], Tensor(value.dtype, tuple(value.shape)))
     values = {} if saved is None else saved.values
-    tensors |= {each: Tensor(value.dtype, tuple(value.shape)) for each, value in values.items()}
-    in_fp32 = given is None and any(layout.in_fp32 for layout in layouts)
+    tensors |= {tensor_name: Tensor(value.dtype, tuple(value.shape)) for tensor_name, value in values.items()}
+    in_fp32 = checked is None and any(layout.in_fp32 for layout in layouts)
     if in_fp32:  # as safetensors writes them, so that each begins at a multiple of its elements
         tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     metadata = {"format": "pt"} | ({**tied, **tied_buffers} if config is None and left_out else {})
@@ -430,7 +433,7 @@ def make_plan(
         files, config = {name: tensors}, None
     else:
         cut = shard(tensors, shard_nbytes) or [{}]
-        files = {_file_name(index, len(cut)): each for index, each in enumerate(cut)}
+        files = {_file_name(index, len(cut)): file_tensors for index, file_tensors in enumerate(cut)}
     return Plan(
         layouts=layouts,
         mode=mode,
@@ -438,7 +441,7 @@ def make_plan(
         frozen=frozen,
         dtype=wanted,
         cuts=cuts,
-        buffers={**buffers, **{each: (each,) for each in values}},
+        buffers={**buffers, **{tensor_name: (tensor_name,) for tensor_name in values}},
         shards=files,
         config=None if config is None else _config(config, source.about["class"], wanted),
         generation=None if config is None else source.about.get("generation_config"),
@@ -453,10 +456,10 @@ def _by_source(saved: SavedNames | None) -> dict[str, dict[str, Part]] | None:
     """Returns the parts of each parameter and buffer, by their names in the files; None if no class decides on them."""
     if saved is None:
         return None
-    found: dict[str, dict[str, Part]] = {}
+    by_source: dict[str, dict[str, Part]] = {}
     for name, part in saved.parts.items():
-        found.setdefault(part.source, {})[name] = part
-    return found
+        by_source.setdefault(part.source, {})[name] = part
+    return by_source
 
 
 def _left_to_the_loader(about: Mapping[str, Any], name: str | None) -> set[str]:
@@ -481,10 +484,10 @@ def check_dtype(wanted: str | torch.dtype | None) -> torch.dtype | None:
     """Returns the dtype that a user asks for, None for None; raises `ConfigError` if weights cannot be saved in it."""
     if wanted is None:
         return None
-    found = DTYPES.get(wanted) if isinstance(wanted, str) else wanted
-    if found is None or found not in DTYPES.values():
+    torch_dtype = DTYPES.get(wanted) if isinstance(wanted, str) else wanted
+    if torch_dtype is None or torch_dtype not in DTYPES.values():
         raise ConfigError(f"expected a dtype of saved weights from {', '.join(DTYPES)}, got {wanted!r}")
-    return found
+    return torch_dtype
 
 
 def _file_name(index: int, count: int) -> str:
@@ -522,7 +525,7 @@ class BlockChunk(NamedTuple):
     stop: int
     """End of the values."""
     shards: tuple[SegmentShard, ...]
-    """Elements of the partitions that contain the blocks, and the padding behind the last block of the parameter."""
+    """Elements of the partitions that contain the blocks, and the padding after the last block of the parameter."""
 
     @property
     def numel(self) -> int:
@@ -535,7 +538,7 @@ def block_chunks(plan: Plan) -> Iterator[BlockChunk]:
     itemsize = plan.mode.weight_dtype.itemsize
     for unit, layout in enumerate(plan.layouts) if plan.frozen else ():
         blocks = [segment for segment in layout.segments if segment.form]
-        for segment, stop in zip(blocks, [*(each.start for each in blocks[1:]), layout.numel], strict=False):
+        for segment, stop in zip(blocks, [*(block.start for block in blocks[1:]), layout.numel], strict=False):
             form = BLOCK_FORMATS[segment.form]
             if segment.name not in plan.cuts:  # the model's class leaves it out
                 continue
@@ -618,7 +621,7 @@ def block_nbytes(plan: Plan) -> int:
 
 
 _CHUNK_NUMEL = 1 << 20
-"""Elements read at a time: 2 MiB in 16 bits, 4 MiB in fp32, of which the master of a bf16 weight takes as much."""
+"""Elements read at a time: 2 MiB in 16 bits, 4 MiB in fp32, as the master of a bf16 weight takes."""
 _READS, _WRITES = 12, 12
 """Chunks that are read ahead, and that are written behind: at most 4 MiB each."""
 _GAPS = 64 * KIB
@@ -723,9 +726,9 @@ def stream(source: Source, plan: Plan, sink: Sink, progress: Callable[[int], Non
             nonlocal beyond
             progress(chunk.numel * plan.mode.weight_dtype.itemsize)
             room, writes = behind.take()
-            theirs, data = values.convert(chunk, buffer, room)
+            targets, data = values.convert(chunk, buffer, room)
             beyond += values.infinite(chunk)
-            for place in theirs:
+            for place in targets:
                 writes += sink.put(*place, data)
             return ()
 
@@ -771,7 +774,7 @@ def arranged(plan: Plan, places: Mapping[str, Place], chunk: Chunk) -> tuple[lis
     """Returns where the parameters of a chunk go in a buffer, and which bytes of the buffer go where in the files.
 
     Parameters that are neighbours in a file become one run. A run begins at a byte of the buffer that differs from its
-    offset in the file by whole pages, as far as `_GAPS` goes; behind that it is written through the page cache. A
+    offset in the file by whole pages, as far as `_GAPS` goes; beyond that it is written through the page cache. A
     parameter that is written under several names has several runs of the same bytes.
 
     Args:
@@ -793,7 +796,7 @@ def arranged(plan: Plan, places: Mapping[str, Place], chunk: Chunk) -> tuple[lis
             if begin < end:
                 file, offset = places[cut.name]
                 ranges.setdefault((begin, end), []).append(Place(file, offset + (begin - cut.start) * itemsize))
-        for (begin, end), (place, *others) in sorted(ranges.items()):
+        for (begin, end), (place, *copies) in sorted(ranges.items()):
             nbytes = (end - begin) * itemsize
             at = runs[-1].at + runs[-1].nbytes if runs else 0
             if runs and place == runs[-1].place._replace(offset=runs[-1].place.offset + runs[-1].nbytes):
@@ -805,7 +808,7 @@ def arranged(plan: Plan, places: Mapping[str, Place], chunk: Chunk) -> tuple[lis
                 runs.append(Run(place, at, nbytes))
             position = start - chunk.start + begin - first
             pieces.append(Piece(position, position + end - begin, at))
-            again += [Run(other, at, nbytes) for other in others]
+            again += [Run(target, at, nbytes) for target in copies]
     return pieces, runs + again
 
 
@@ -814,25 +817,18 @@ def arranged(plan: Plan, places: Mapping[str, Place], chunk: Chunk) -> tuple[lis
 
 def _regions(plan: Plan, chunk: Chunk, buffer: memoryview) -> dict[State, memoryview]:
     """Returns the part of a buffer that receives each state of a chunk."""
-    found: dict[State, memoryview] = {}
+    regions: dict[State, memoryview] = {}
     end = 0
     for state in chunk.states:
         start, end = end, end + chunk.numel * plan.weights(chunk.unit)[state].itemsize
-        found[state] = buffer[start:end]
-    return found
+        regions[state] = buffer[start:end]
+    return regions
 
 
 def _convert(
     plan: Plan, unit: int, regions: Mapping[State, memoryview], pieces: Sequence[Piece], room: memoryview
 ) -> int:
     """Writes the weights of a chunk into `room`, in the dtype of the plan.
-
-    Args:
-        plan: The plan.
-        unit: The chunk's unit.
-        regions: Bytes of each state of the chunk.
-        pieces: The parameters of the chunk.
-        room: Receives the weights.
 
     Returns:
         The number of finite values that became infinite.
@@ -891,9 +887,9 @@ class Files:
                 writer = self._open.enter_context(Writer(folder / name, tensors, plan.metadata))
                 self._files[name] = self._open.enter_context(DirectFile(folder / name))
                 for buffer, value in buffers.items():
-                    for each in plan.buffers[buffer]:
-                        if each in tensors:
-                            writer.write_tensor(each, value)
+                    for tensor_name in plan.buffers[buffer]:
+                        if tensor_name in tensors:
+                            writer.write_tensor(tensor_name, value)
         except BaseException as error:
             self._open.__exit__(type(error), error, error.__traceback__)
             raise
@@ -934,37 +930,37 @@ def notices(source: Source, plan: Plan, beyond: int) -> tuple[str, ...]:
         plan: The plan that was written.
         beyond: Result of `stream`.
     """
-    found: list[str] = []
+    lines: list[str] = []
     if beyond:
-        found.append(
+        lines.append(
             f"{count_of(beyond, 'value is', 'values are')} out of the range of {dtype_name(plan.dtype)} and saved as "
             "infinite"
         )
     if source.about.get("config") is None:
-        found.append("the model has no transformers config, so only weights are saved")
+        lines.append("the model has no transformers config, so only weights are saved")
     elif str(source.about["class"]).startswith("Peft"):
-        found.append(
+        lines.append(
             "the names are those of peft's model, which from_pretrained of transformers does not know: it would leave "
             "the weights random. For the adapter, resume the run: in Python call engine.save_pretrained(folder), or "
             "give the same command of `offload train --lora` with --resume must and --output FOLDER"
         )
     absent = sum(not segment.trainable for layout in plan.layouts for segment in layout.segments)
     if absent and not plan.frozen:
-        found.append(
+        lines.append(
             f"{count_of(absent, 'frozen weight is', 'frozen weights are')} not in the files, because they were left out"
         )
     if plan.unconverted:
-        found.append(
+        lines.append(
             "some weights have the names and the form that transformers 5 has in memory and loads, since their form on "
             "the hub is computed from several weights: engine.module.save_pretrained(folder) writes that, with all "
             "weights in RAM"
         )
     if plan.left_out:
-        found.append(
+        lines.append(
             f"{', '.join(plan.left_out)} of the model's state_dict() is not in the files: save_checkpoint and "
             "torch.save keep what is no tensor, and engine.save_pretrained of a resumed run writes tensors"
         )
-    return tuple(found)
+    return tuple(lines)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -1061,7 +1057,7 @@ class EngineSource:
             futures: Pending reads of the owner; [] on the other ranks.
         """
 
-        def mine() -> None:
+        def wait_for_own() -> None:
             for future in futures:
                 future.wait()
             self._check()
@@ -1072,7 +1068,7 @@ class EngineSource:
             wait_for_all(futures)
             return
         try:
-            self._ranks.settle(mine)
+            self._ranks.settle(wait_for_own)
         except BaseException:
             self._over = True
             raise
@@ -1084,7 +1080,7 @@ class EngineSource:
 
 
 class _NotifyingFuture(NamedTuple):
-    """A read in flight on one rank, for which all ranks wait."""
+    """A read in flight on one rank; all ranks wait for it."""
 
     source: EngineSource
     rank: int
@@ -1276,8 +1272,8 @@ class PretrainedWriter:
                 names = {
                     name: first.setdefault((value.data_ptr(), value.shape), name) for name, value in tensors.items()
                 }
-                own = {name: tensors[name].contiguous() for name, other in names.items() if name == other}
-                ties = {name: other for name, other in names.items() if name != other}
+                own = {name: tensors[name].contiguous() for name, first_name in names.items() if name == first_name}
+                ties = {name: first_name for name, first_name in names.items() if name != first_name}
                 safetensors.torch.save_file(own, folder / SINGLE, {"format": "pt", **ties})
             if wanted.tokenizer is not None:
                 _save_tokenizer(wanted.tokenizer, folder)
@@ -1306,7 +1302,6 @@ def _check_own_dtype(wanted: Any, dtype: torch.dtype, why: str) -> None:
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Writes a tokenizer's files."""
     with naming_errors(folder, "write"):
         tokenizer.save_pretrained(str(folder))
 

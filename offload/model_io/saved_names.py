@@ -109,17 +109,17 @@ def saved_names(model: nn.Module, conversions: bool = True) -> SavedNames | None
     ignored: set[str] = set(getattr(model, "_keys_to_ignore_on_save", None) or ()) if library else set()
     ties = _loader_ties(model) if library else set()
 
-    def kept(entries: dict[str, Any]) -> dict[str, Any]:
+    def not_ignored(entries: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in entries.items() if name not in ignored}
 
-    own = state = saved_state(model, kept)
+    own = state = saved_state(model, not_ignored)
     by_class = _own_way_to_save(model)
     plain = by_class is None and _is_plain(model, own.parts) and not own.others and own.computed is None
     unconverted = False
     if library and own.computed is None:
-        state = untied = saved_state(model, lambda entries: _untied(kept(entries), ties))
+        state = untied = saved_state(model, lambda entries: _untied(not_ignored(entries), ties))
         if conversions and own.computed is None:
-            state = saved_state(model, lambda entries: _converted(model, _untied(kept(entries), ties)))
+            state = saved_state(model, lambda entries: _converted(model, _untied(not_ignored(entries), ties)))
         if state.computed is not None:
             state, unconverted = untied, True
     if plain and not unconverted and own.parts.items() >= state.parts.items():

@@ -100,28 +100,28 @@ class StoreSource:
         self._open = contextlib.ExitStack()
         try:
             # All folders are locked before one is inspected: a commit in progress would change them.
-            found = ranks_of(run, lock_and_look(run, self._open) if looked is None else looked)
-            self.commits = commits_of_all(found, at)
+            all_ranks = ranks_of(run, lock_and_look(run, self._open) if looked is None else looked)
+            self.commits = commits_of_all(all_ranks, at)
             """Each rank's part of the commit."""
-            self.run_id = known_run_id(found)
+            self.run_id = known_run_id(all_ranks)
             """Id of the run; None if unknown."""
-            self.folders = [each.folders for each in found]
+            self.folders = [looked_rank.folders for looked_rank in all_ranks]
             """Each rank's folder on each drive."""
-            self._files = [self._open.enter_context(each.open_states()) for each in found]
-            self._places = [_manifest(each).spec.places() for each in found]
+            self._files = [self._open.enter_context(looked_rank.open_states()) for looked_rank in all_ranks]
+            self._places = [_manifest(looked_rank).spec.places() for looked_rank in all_ranks]
             self._tables = [commit.table for commit in self.commits]
-            for each, table, places in zip(found, self._tables, self._places, strict=True):
+            for looked_rank, table, places in zip(all_ranks, self._tables, self._places, strict=True):
                 check_whole(table, places)
-                layouts = _checked_layouts(_manifest(each))
+                layouts = _checked_layouts(_manifest(looked_rank))
             self._copied = [
-                self._open.enter_context(Undo(each.folder).slots(file, commit.record, places, table))
-                for each, file, commit, places, table in zip(
-                    found, self._files, self.commits, self._places, self._tables, strict=True
+                self._open.enter_context(Undo(looked_rank.folder).slots(file, commit.record, places, table))
+                for looked_rank, file, commit, places, table in zip(
+                    all_ranks, self._files, self.commits, self._places, self._tables, strict=True
                 )
             ]
             # Pending comparisons of each rank's file.
-            self._passages = [Passages() for _ in found]
-            first = _manifest(found[0])
+            self._passages = [Passages() for _ in all_ranks]
+            first = _manifest(all_ranks[0])
             self.description, self.about = first.spec.fingerprint, first.spec.about
             self.step, self.frozen = self.commits[0].record.step, True
             self.progress = Snapshot.unpack(self.commits[0].contents)
@@ -145,15 +145,6 @@ class StoreSource:
         """Compares bytes that were read with their checksums, and raises `IoError` if they differ.
 
         Bytes that end within a checksummed range are compared later, together with the rest of the range.
-
-        Args:
-            rank: Rank of the partition.
-            unit: Index of the unit.
-            state: The state.
-            start: First byte within the partition.
-            place: Position of the partition in the file.
-            nbytes: Number of bytes.
-            crc: Their CRC-32C.
         """
         key = (unit, state)
         right, _ = self._passages[rank].compare(key, self._tables[rank][key], start, nbytes, crc)
@@ -200,86 +191,86 @@ def lock_and_look(run: Path, stack: contextlib.ExitStack, use: Use = "read") -> 
     return [look(folder) for folder in folders]
 
 
-def ranks_of(run: Path, found: Sequence[Found], *, replicas: bool = False) -> list[Found]:
-    """Returns the ranks of a run, in the order of `found`, without those left by an earlier run with more ranks.
+def ranks_of(run: Path, folders: Sequence[Found], *, replicas: bool = False) -> list[Found]:
+    """Returns the ranks of a run, in the order of `folders`, without those left by an earlier run with more ranks.
 
     Args:
         run: the folder of the run.
-        found: the ranks in it.
+        folders: the ranks in it.
         replicas: True for the ranks of all replicas, whose states are equal; False for those of the first.
 
     Raises:
         StoreError: If a rank is missing, or the folders are of different runs.
     """
-    manifest = next((each.manifest for each in found if each.manifest is not None), None)
-    size = len(found)
+    manifest = next((rank.manifest for rank in folders if rank.manifest is not None), None)
+    size = len(folders)
     if manifest is not None:
         size = manifest.spec.ranks if replicas else int(manifest.spec.fingerprint.get("world_size", 1))
-    ranks = [each for each in found if each.rank < size]
-    for each in ranks:
-        check_can_be_read(each)
+    ranks = [rank for rank in folders if rank.rank < size]
+    for rank in ranks:
+        check_can_be_read(rank)
         # Read as another rank's, its bytes would be taken for other parameters.
-        if each.manifest is not None:
-            check_rank(each.manifest, each.rank, each.folder)
-    check_one_run([(each.folder, each.run_id) for each in ranks])
+        if rank.manifest is not None:
+            check_rank(rank.manifest, rank.rank, rank.folder)
+    check_one_run([(rank.folder, rank.run_id) for rank in ranks])
     # All of them are needed: the weights of a unit are divided among them.
-    missing = sorted(set(range(size)) - {each.rank for each in ranks})
+    missing = sorted(set(range(size)) - {rank.rank for rank in ranks})
     if missing:
         raise StoreError(
             f"{run} contains no folder of rank {', '.join(map(str, missing))} of {size}: copy the folders of all "
             "ranks into one"
         )
-    if len({json.dumps(each.manifest.spec.fingerprint) for each in ranks if each.manifest is not None}) > 1:
+    if len({json.dumps(rank.manifest.spec.fingerprint) for rank in ranks if rank.manifest is not None}) > 1:
         raise StoreError(
             f"the ranks' folders in {run} belong to different models or settings; give the folders of one run"
         )
     return ranks
 
 
-def known_run_id(found: Sequence[Found]) -> str | None:
+def known_run_id(ranks: Sequence[Found]) -> str | None:
     """Returns the id of the run of these ranks, which are of one; None if unknown."""
-    return next((each.run_id for each in found if each.run_id is not None), None)
+    return next((rank.run_id for rank in ranks if rank.run_id is not None), None)
 
 
-def commits_of_all(found: Sequence[Found], at: int | None = None) -> list[Commit]:
+def commits_of_all(ranks: Sequence[Found], at: int | None = None) -> list[Commit]:
     """Returns each rank's part of the last commit that is complete on every rank.
 
     Args:
-        found: The ranks.
+        ranks: The ranks.
         at: Number of another commit that is complete on every rank; None for the last one.
 
     Raises:
         StoreError: If there is no such commit.
     """
-    for each in found:
-        if not each.whole:
-            words = "; ".join(map(str, each.wrong)) or "nothing was committed yet"
-            raise StoreError(f"{each.folder} contains no intact commit: {words}")
+    for rank in ranks:
+        if not rank.whole:
+            words = "; ".join(map(str, rank.wrong)) or "nothing was committed yet"
+            raise StoreError(f"{rank.folder} contains no intact commit: {words}")
     # A kill may leave one rank a commit ahead of the others; that rank still has the last commit of the others.
-    serial = last_of_all(each.whole[0].record.serial for each in found) if at is None else at
+    serial = last_of_all(rank.whole[0].record.serial for rank in ranks) if at is None else at
     # At least one rank exists, so there is a last commit.
     assert serial is not None
     chosen: list[Commit] = []
-    for each in found:
-        commit = each.commit(serial)
+    for rank in ranks:
+        commit = rank.commit(serial)
         if commit is None:
-            have = ", ".join(str(c.record.serial) for c in each.commits)
+            have = ", ".join(str(c.record.serial) for c in rank.commits)
             raise StoreError(
-                f"{each.folder} contains commits {have}, but the last one that all ranks contain is {serial}"
+                f"{rank.folder} contains commits {have}, but the last one that all ranks contain is {serial}"
             )
         chosen.append(commit)
     return chosen
 
 
-def check_can_be_read(found: Found) -> None:
+def check_can_be_read(rank: Found) -> None:
     """Raises `StoreError` if a rank's folder cannot contain commits, or has a format that this version cannot read."""
-    if found.other_format is not None:
-        raise StoreError(f"{found.folder} has {found.other_format}")
-    if found.drive:
-        first = "" if found.manifest is None else f" ({found.manifest.drives[0]})"
-        raise StoreError(f"{found.folder} is on drive {found.drive} of its run; give its folder on the first{first}")
-    if found.manifest is not None and found.manifest.spec.slots == 1:
-        raise StoreError(f'{found.folder} was made with "durability": "none": nothing in it was ever committed')
+    if rank.other_format is not None:
+        raise StoreError(f"{rank.folder} has {rank.other_format}")
+    if rank.drive:
+        first = "" if rank.manifest is None else f" ({rank.manifest.drives[0]})"
+        raise StoreError(f"{rank.folder} is on drive {rank.drive} of its run; give its folder on the first{first}")
+    if rank.manifest is not None and rank.manifest.spec.slots == 1:
+        raise StoreError(f'{rank.folder} was made with "durability": "none": nothing in it was ever committed')
 
 
 def _checked_layouts(manifest: Manifest) -> Sequence[UnitLayout]:
@@ -296,7 +287,7 @@ def _checked_layouts(manifest: Manifest) -> Sequence[UnitLayout]:
     return layouts
 
 
-def _manifest(found: Found) -> Manifest:
+def _manifest(rank: Found) -> Manifest:
     """Returns the manifest of a folder that contains a complete commit."""
-    assert found.manifest is not None, "a commit that is whole holds one"
-    return found.manifest
+    assert rank.manifest is not None, "a commit that is whole holds one"
+    return rank.manifest

@@ -50,7 +50,7 @@ MUTANTS = (
     Mutant(
         "take a function for a library's by the names that functools.wraps copies",
         "offload.provenance",
-        "    packages = [_package_of(each, (package, *around)) for each in _unwrapped(function)]",
+        "    packages = [_package_of(layer, (package, *around)) for layer in _unwrapped(function)]",
         "    packages = [_package_of(_unwrapped(function)[-1], (package, *around))]",
         "tests/activations/test_chunked_model_loss.py",
     ),

@@ -78,7 +78,7 @@ MUTANTS = (
     Mutant(
         "leave a buffer as it was that a checkpoint has as a frozen weight",
         "offload.checkpoint.load",
-        "among = {name: found.saved[name] for name in names if name in found.saved}",
+        "among = {name: checkpoint.saved[name] for name in names if name in checkpoint.saved}",
         "among: dict[str, tuple[int, Segment]] = {}",
         "tests/model_files/test_distributed_checkpoints.py",
     ),
@@ -92,15 +92,15 @@ MUTANTS = (
     Mutant(
         "read moments of a checkpoint as if they had the engine's dtype",
         "offload.checkpoint.restore",
-        "return self._makes_masters(unit, targets) or others",
-        "return self._makes_masters(unit, targets) and others",
+        "return self._makes_masters(unit, targets) or other_form",
+        "return self._makes_masters(unit, targets) and other_form",
         "tests/optim/test_bf16_moments.py::test_a_checkpoint_converts_moments",
     ),
     Mutant(
         "do not commit a load",
         "offload.checkpoint.manager",
-        "if components.store is not None and self._state.commits:\n            held",
-        "if False:\n            held",
+        "if components.store is not None and self._state.commits:\n            snapshot",
+        "if False:\n            snapshot",
         "tests/checkpoints/test_checkpoint.py",
     ),
     Mutant(
@@ -120,8 +120,8 @@ MUTANTS = (
     Mutant(
         "load what an optimizer of torch keeps to where it was, not to where it is",
         "offload.checkpoint.restore",
-        "found = self._packed_runs if chunk.targets == (State.PACKED,) else self._runs",
-        "found = self._runs",
+        "unit_runs = self._packed_runs if chunk.targets == (State.PACKED,) else self._runs",
+        "unit_runs = self._runs",
         "tests/optim/test_torch_optimizers.py",
     ),
     Mutant(
@@ -276,7 +276,7 @@ MUTANTS = (
     Mutant(
         "read folders of two runs together",
         "offload.model_io.source",
-        "    check_one_run([(each.folder, each.run_id) for each in ranks])\n",
+        "    check_one_run([(rank.folder, rank.run_id) for rank in ranks])\n",
         "",
         "tests/checkpoints/test_mixed_runs.py",
     ),

@@ -204,8 +204,8 @@ MUTANTS = (
     Mutant(
         "take the rows of a conversion in the order of the files",
         "offload.model_io.load",
-        "                found[name] = once.reshape(-1)",
-        "                found[name] = once.reshape(-1).sort().values",
+        "                row_numbers[name] = once.reshape(-1)",
+        "                row_numbers[name] = once.reshape(-1).sort().values",
         "tests/inference/test_inference.py",
     ),
     Mutant(

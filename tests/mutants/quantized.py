@@ -22,8 +22,8 @@ MUTANTS = (
     Mutant(
         "round the scales beside codes of integers",
         "offload.layout.frozen",
-        "found |= {id(each) for each in own} if codes else theirs",
-        "found |= {id(e) for e in own if id(e) in theirs or e.dtype not in _VALUES}",
+        "ids |= {id(weight) for weight in own} if codes else opaque_ids",
+        "ids |= {id(e) for e in own if id(e) in opaque_ids or e.dtype not in _VALUES}",
         "tests/frozen/test_quantized_subclasses.py",
     ),
     Mutant(
