@@ -501,17 +501,17 @@ class MatrixUpdates:
     def _in_fp32(self, shape: tuple[int, int], step: MuonStep) -> torch.Tensor:
         """Does the same with products in fp32."""
         numel = shape[0] * shape[1]
-        matrix, other = self._master[:numel], self._gradient[:numel]
-        workspace = Workspace(matrix, other, self._square)
+        matrix, gradient = self._master[:numel], self._gradient[:numel]
+        workspace = Workspace(matrix, gradient, self._square)
         direction = orthogonalize(shape, workspace, step.ns_steps, step.ns_coefficients)
-        if direction.data_ptr() == other.data_ptr() and direction.is_contiguous():
+        if direction.data_ptr() == gradient.data_ptr() and direction.is_contiguous():
             return direction
         # The number of iterations decides in which of the two the direction is, and the master needs its own memory.
         # A direction that lies in its memory column by column becomes one of rows.
-        if direction.data_ptr() == other.data_ptr():
+        if direction.data_ptr() == gradient.data_ptr():
             matrix.view(shape).copy_(direction)
             direction = matrix.view(shape)
-        return other.view(shape).copy_(direction)
+        return gradient.view(shape).copy_(direction)
 
     def _on_device(self, matrix: torch.Tensor, direction: torch.Tensor, step: MuonStep) -> torch.Tensor:
         """Copies `matrix` to the device, and the direction back into host memory; returns the latter."""
@@ -566,9 +566,9 @@ class _UnitSteps:
 
     def run(self, tile: TileContent, last: bool) -> None:
         """Steps what a tile contains: elements by AdamW, or matrices."""
-        if others := kernel_segments(self._update, tile):
+        if elements := kernel_segments(self._update, tile):
             assert tile.gradient is not None
-            kernels.update(partition_of(self._updates.mode, tile.states, tile.gradient), others)
+            kernels.update(partition_of(self._updates.mode, tile.states, tile.gradient), elements)
         matrices = {
             segment.parameter: segment
             for segment in self._update.segments

@@ -275,9 +275,9 @@ def _content(tile: TileContent, segment: ParameterStep) -> tuple[dict[State, tor
     return states, tile.gradient[own]
 
 
-def _words(tile: TileContent, parameter: Segment, other: torch.Tensor) -> torch.Tensor:
-    """Returns the packed states of a parameter in a tile; any tensor serves for one that has none, `other` here."""
-    return tile.states.get(State.PACKED, other)[parameter.packed.start : parameter.packed.stop]
+def _words(tile: TileContent, parameter: Segment, absent: torch.Tensor) -> torch.Tensor:
+    """Returns the packed states of a parameter in a tile; any tensor serves for one that has none, `absent` here."""
+    return tile.states.get(State.PACKED, absent)[parameter.packed.start : parameter.packed.stop]
 
 
 def _store(master: torch.Tensor, states: Mapping[State, torch.Tensor]) -> None:
@@ -420,8 +420,8 @@ def _check_apart(
             raise ValueError("the new value of a parameter depends on other parameters, or on random numbers")
         if value.numel() and torch.equal(alone, value):
             raise ValueError("a parameter with a gradient does not change; does this optimizer wrap another one?")
-        others = _steps(optimizer, options, [value], attributes, _other_groups(optimizer))[0][0]
-        if not torch.equal(others, alone):
+        with_others = _steps(optimizer, options, [value], attributes, _other_groups(optimizer))[0][0]
+        if not torch.equal(with_others, alone):
             raise ValueError("the new value of a parameter depends on the number of its group, or on other groups")
     # The memory of the states is laid out once, so no state may appear after the second step.
     early, late = (
@@ -479,8 +479,8 @@ def _steps(
             now = _kept_beside(alone, parameters)
             if changed := next((key for key in now | then if now.get(key) != then.get(key)), None):
                 raise ValueError(f"a step changes {changed}, which all parameters share")
-    if others := [str(key) for key in alone.state if not any(key is parameter for parameter in parameters)]:
-        raise ValueError(f"a step changes {others[0]}, which all parameters share")
+    if foreign := [str(key) for key in alone.state if not any(key is parameter for parameter in parameters)]:
+        raise ValueError(f"a step changes {foreign[0]}, which all parameters share")
     return [(parameter.detach(), alone.state[parameter]) for parameter in parameters]
 
 

@@ -47,9 +47,11 @@ class TiedGradients:
         for parameter, group in self._tied:
             handle = self._access.handle(parameter)
             assert handle is not None, "a parameter of the engine's model"
-            mine = self._access.read(handle, State.GRAD)
+            gradient = self._access.read(handle, State.GRAD)
             # A stage whose uses gave no gradient in this step takes part with zeros, since the others wait for it.
-            values = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu") if mine is None else mine.cpu()
+            values = (
+                torch.zeros(parameter.shape, dtype=torch.float32, device="cpu") if gradient is None else gradient.cpu()
+            )
             # Of two stages the sum has the same bits in either order; gloo adds up those of more on one, and sends it.
             dist.all_reduce(values, group=group)
             self._access.write(handle, State.GRAD, values)

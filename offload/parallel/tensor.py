@@ -120,8 +120,8 @@ def _check_stages(pipelines: Sequence[tuple[int, ...]], places: Sequence[Pipelin
     for processes in filter(None, sorted(set(pipelines))):
         count = places[processes[0]].num_stages
         stages = {process: list(places[process].indices) for process in processes}
-        every = sorted(index for indices in stages.values() for index in indices)
-        if every != list(range(count)) or any(places[process].num_stages != count for process in processes):
+        indices_of_all = sorted(index for indices in stages.values() for index in indices)
+        if indices_of_all != list(range(count)) or any(places[process].num_stages != count for process in processes):
             raise ConfigError(
                 f"the processes of a pipeline have the stages {stages}; expected each of 0 to {count - 1} once, "
                 "and one num_stages on all: give PipelineStages of each process the stages that its place in the "

@@ -69,10 +69,10 @@ _SOFT = 1
 def _find() -> Callable[[int], object] | None:
     # torch loads its OpenMP library for all of the process. None is there where torch is built without OpenMP.
     try:
-        found: Callable[[int], object] = ctypes.CDLL(None).omp_pause_resource_all
+        function: Callable[[int], object] = ctypes.CDLL(None).omp_pause_resource_all
     except (OSError, AttributeError):
         return None
-    return found
+    return function
 
 
 _pause = _find()
@@ -291,32 +291,32 @@ class ModuleState:
 
     def _contents(self) -> dict[str, Any]:
         """Returns what tells the contents of all attributes from others. Values, perhaps activations, are not kept."""
-        found = {}
+        contents = {}
         for name, module in self._modules.items():
             for key, value in vars(module).items():
                 if key not in _INTERNAL and (content := _content(value)) is not None:
-                    found[f"{name}.{key}" if name else key] = content
+                    contents[f"{name}.{key}" if name else key] = content
             if not isinstance(module, nn.modules.batchnorm._NormBase):
                 for key, buffer in module._buffers.items():
-                    found[f"{name}.{key}" if name else key] = (id(buffer), getattr(buffer, "_version", 0))
+                    contents[f"{name}.{key}" if name else key] = (id(buffer), getattr(buffer, "_version", 0))
         for kind in {kind for module in self._modules.values() for kind in type(module).__mro__}:
             if kind.__module__.partition(".")[0] not in ("builtins", *_LIBRARIES):
                 for key, value in vars(kind).items():
                     if not key.startswith("__"):
-                        found[f"{kind.__qualname__}.{key}"] = (id(value), _content(value))
-        return found
+                        contents[f"{kind.__qualname__}.{key}"] = (id(value), _content(value))
+        return contents
 
 
 def _content(value: Any) -> Any:
     """Returns the identities of what a container or a plain object holds; None for any other value."""
     if isinstance(value, dict):
-        return {key: id(each) for key, each in value.items() if isinstance(key, str | int)}
+        return {key: id(item) for key, item in value.items() if isinstance(key, str | int)}
     if isinstance(value, list | tuple | set):
-        return [id(each) for each in value]
+        return [id(item) for item in value]
     if isinstance(value, torch.Tensor | nn.Module | type) or callable(value):
         return None
-    held = getattr(value, "__dict__", None)
-    return None if held is None else {key: id(each) for key, each in held.items()}
+    attributes = getattr(value, "__dict__", None)
+    return None if attributes is None else {key: id(item) for key, item in attributes.items()}
 
 
 def foreign_hook(modules: Mapping[str, nn.Module]) -> str | None:
@@ -383,7 +383,7 @@ class LayerMajor:
         self._kept: str | None = None
         """Name of such a value."""
         self._removers: list[Callable[[], None]] = []
-        lists = [list(each) for _, each in itertools.groupby(enumerate(blocks), lambda each: _list_of(each[1]))]
+        lists = [list(run) for _, run in itertools.groupby(enumerate(blocks), lambda run: _list_of(run[1]))]
         for members in lists:
             for number, name in members:
                 self._add_border(modules[name], number, _Ends(members[0][0], members[-1][0]))
@@ -437,10 +437,10 @@ class LayerMajor:
                 if not self._watched:
                     self._run_one_by_one(generators)
                     self._mind_hooks()
-                while running := [each for each in enumerate(waiting) if not each[1].ended]:
-                    number, micro_batch = min(running, key=lambda each: (each[1].border, each[0]))
+                while running := [entry for entry in enumerate(waiting) if not entry[1].ended]:
+                    number, micro_batch = min(running, key=lambda entry: (entry[1].border, entry[0]))
                     self._resume(number, micro_batch, generators)
-                return [each.result for each in waiting]
+                return [finished.result for finished in waiting]
             finally:
                 self.abandon()
 
