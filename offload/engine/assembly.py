@@ -147,7 +147,7 @@ def assemble(
     on_files = plan.slots or plan.placement.spilled or inputs_on_disk or open_source
     queue = _queue(plan.config) if on_files else None
     memory = memory_of(model)
-    files, others = NewStore(plan, lr_scheduler), contextlib.ExitStack()
+    files, sources = NewStore(plan, lr_scheduler), contextlib.ExitStack()
     try:
         recorders = _recorders(plan, model, timeline, queue, written, listener)
         progress: Snapshot | None = None
@@ -159,9 +159,9 @@ def assemble(
         def components(callbacks: EngineCallbacks) -> EngineComponents:
             source: WeightSource | None = files.store
             if queue is not None and open_source is not None:
-                source = open_source(queue, recorders.spans, others)
+                source = open_source(queue, recorders.spans, sources)
             opened = RunFiles(
-                queue=queue, store=files.store, source=source, others=others, make=files.make, written=written
+                queue=queue, store=files.store, source=source, others=sources, make=files.make, written=written
             )
             return _components(plan, model, optimizer, opened, files.resumed, recorders, callbacks)
 
@@ -178,7 +178,7 @@ def assemble(
         )
     except BaseException:
         with contextlib.suppress(Exception):  # the first error is the one that is raised
-            close_all(*(() if queue is None else (queue.close,)), others.close, files.undo)
+            close_all(*(() if queue is None else (queue.close,)), sources.close, files.undo)
         raise
     try:
         return make(core, (*_notices(plan, core), *line_on_users(memory), *_begin(plan, core, progress)))
@@ -399,10 +399,10 @@ def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
     # The ranks decide together: a single rank that resumed would wait for the others for ever.
     folder = store.folders[0]
     run_id = None if newest is None else look(folder).run_id
-    every = plan.world.everyone.share([newest, str(folder), run_id])
-    everyone: list[int | None] = [row[0] for row in every]
+    newest_of_all = plan.world.everyone.share([newest, str(folder), run_id])
+    everyone: list[int | None] = [row[0] for row in newest_of_all]
     if None not in everyone:
-        check_one_run([(path, run) for _, path, run in every])
+        check_one_run([(path, run) for _, path, run in newest_of_all])
         return last_of_all(everyone)
     # If a run was killed while it was created, some ranks have no commit, but then no rank has more than its first.
     if any(commit is not None and commit > 1 for commit in everyone):
@@ -539,22 +539,22 @@ def _components(
         arena = DeviceArena(plan.placement.device_nbytes, plan.device, plan.config.offload.debug.poison)
         compute, agreement = compute_spans(timeline, shown_names(plan)), _agreement(plan, arena, callbacks, timeline)
         pager = undo.enter_context(contextlib.closing(_pager(plan, host, arena, files, agreement, timeline)))
-        held = _held(plan, host, arena, pager, files.store)
+        shards = _held(plan, host, arena, pager, files.store)
         sources = _sources(plan)
-        _fill(plan, model, held, files, resume, sources)
+        _fill(plan, model, shards, files, resume, sources)
         gradients = gradient_accumulator(
             plan, host, arena, files, pager, agreement, callbacks, recorders.spans, compute
         )
         undo.callback(gradients.close)
         handles = _handles(plan, model)
         unit_views = UnitViews(plan.layouts, handles, pager, [mode.weight_dtype for mode in plan.modes])
-        kept = undo.enter_context(contextlib.closing(activations(plan, model, files, callbacks, timeline)))
-        users = (unit_views, gradients, pager, callbacks, kept)
+        model_activations = undo.enter_context(contextlib.closing(activations(plan, model, files, callbacks, timeline)))
+        users = (unit_views, gradients, pager, callbacks, model_activations)
         hooks, borders = module_hooks(plan, model, handles, *users, timeline, compute)
         undo.callback(hooks.remove)
         weights = _weights(plan, model, handles, pager, hooks, unit_views, callbacks, sources)
         undo.callback(weights.remove)
-        updater = _updater(plan, optimizer, host, held, gradients, timeline)
+        updater = _updater(plan, optimizer, host, shards, gradients, timeline)
         # Complete: from now on the engine closes the components. Nothing that follows fails.
         undo.pop_all()
     timeline.start()  # the filling of the tiers is not shown
@@ -572,7 +572,7 @@ def _components(
         update_worker=updater,
         pager=pager,
         gradients=gradients,
-        activations=kept,
+        activations=model_activations,
         layer_major=borders,
         world=plan.world,
         agreement=agreement,
@@ -582,7 +582,7 @@ def _components(
         arena=host,
         layouts=plan.layouts,
         trainable=plan.trainable,
-        shards=held,
+        shards=shards,
         written=files.written,
         timeline=timeline,
         meter=recorders.meter,
@@ -676,21 +676,21 @@ def _sources(plan: Plan) -> dict[str, ParameterBytes]:
 def _fill(
     plan: Plan,
     model: nn.Module,
-    held: LocalShards,
+    shards: LocalShards,
     files: RunFiles,
     resume: bool,
     sources: Mapping[str, ParameterBytes],
 ) -> None:
     """Writes every weight to its tier, into new files or none, and moves buffers; parameters are left empty."""
     files.make()
-    filler = InitialFill(held, plan.world)
+    filler = InitialFill(shards, plan.world)
     # A new run begins with the user's values, those from files, or the modules' initialization from the seed.
     if not resume:
         # The stages of a pipeline number their units alike, and are to draw other values.
         seed = plan.config.offload.seed + plan.world.position
         filler.fill(model, plan.layouts, seed, sources, plan.in_place)
     else:
-        held.read_back()
+        shards.read_back()
         # The model's own values are dropped, unread.
         for segment in (segment for layout in plan.layouts for segment in layout.segments):
             if segment.inner:
@@ -726,10 +726,10 @@ def _handles(plan: Plan, model: nn.Module) -> list[list[ParamHandle]]:
     device = plan.device.torch
 
     def parameter(segment: Segment) -> nn.Parameter:
-        found = model.get_parameter(segment.parameter)
+        of_model = model.get_parameter(segment.parameter)
         if segment.stack:
-            return nn.Parameter(torch.empty(0, dtype=plan.mode.weight_dtype, device=device), found.requires_grad)
-        return found
+            return nn.Parameter(torch.empty(0, dtype=plan.mode.weight_dtype, device=device), of_model.requires_grad)
+        return of_model
 
     return [
         [
@@ -747,11 +747,14 @@ def _stack_handles(plan: Plan, model: nn.Module, handles: Sequence[Sequence[Para
     dtype, device = plan.mode.weight_dtype, plan.device.torch
     rows: dict[str, list[ParamHandle]] = {}
     # Experts of a stack are units one after the other, so that its rows come in their order.
-    for layout, mine in zip(plan.layouts, handles, strict=True):
-        for segment, handle in zip(layout.segments, mine, strict=True):
+    for layout, unit_handles in zip(plan.layouts, handles, strict=True):
+        for segment, handle in zip(layout.segments, unit_handles, strict=True):
             if segment.stack:
                 rows.setdefault(segment.stack, []).append(handle)
-    return [StackHandle(model.get_parameter(name), name, mine, dtype, device, RULES) for name, mine in rows.items()]
+    return [
+        StackHandle(model.get_parameter(name), name, row_handles, dtype, device, RULES)
+        for name, row_handles in rows.items()
+    ]
 
 
 def _weights(
@@ -879,7 +882,7 @@ def _run_facts(plan: Plan) -> RunFacts:
 def _downloads(plan: Plan, host: HostArena, pager: Pager, timeline: Timeline) -> DeviceToHost:
     """Returns the copies of gradients from the device to staging buffers in host memory."""
     staging = [host.staging.take(host.classes.staging // STAGING_BUFFERS) for _ in range(STAGING_BUFFERS)]
-    buffers = [each for each in staging if each is not None]
+    buffers = [buffer for buffer in staging if buffer is not None]
     # Two buffers or more: one is filled by the device while the CPU reads another.
     assert len(buffers) == STAGING_BUFFERS, "the class was sized for them"
     most = plan.parts.largest_gradient
@@ -916,7 +919,7 @@ def _spill(
     # A receiving thread adds gradients beside the backward, so that its waits are none of the model's.
     timeline = pager.table.timeline if plan.device.host_addressable else OFF
     return DiskSpill(
-        unit_windows, parts.gradient_dtype, [each for each in buffers if each], scratch, pager.fail, timeline
+        unit_windows, parts.gradient_dtype, [buffer for buffer in buffers if buffer], scratch, pager.fail, timeline
     )
 
 
@@ -937,7 +940,7 @@ def module_hooks(
     gradients: GradientAccumulator,
     pager: Pager,
     callbacks: EngineCallbacks,
-    kept: Activations,
+    model_activations: Activations,
     timeline: Timeline,
     compute: ComputeSpans,
 ) -> tuple[ModuleHooks, LayerMajor | None]:
@@ -953,11 +956,11 @@ def module_hooks(
         gradients: Receives every gradient.
         pager: Fetches units.
         callbacks: The engine.
-        kept: Activations of the model.
+        model_activations: Activations of the model.
         timeline: Records phases.
         compute: Records forwards and backwards of units.
     """
-    saved = SavedTensors(handles, unit_views, pager, compute, kept.inputs, wrapped=bool(plan.sites))
+    saved = SavedTensors(handles, unit_views, pager, compute, model_activations.inputs, wrapped=bool(plan.sites))
     hooks = ModuleHooks(
         model,
         {**stage_sites(model), **plan.units.sites},
@@ -967,7 +970,7 @@ def module_hooks(
         gradients,
         pager,
         callbacks,
-        kept.checkpoints,
+        model_activations.checkpoints,
         experts=plan.units.experts,
         timeline=timeline,
         compute=compute,
@@ -1060,7 +1063,7 @@ def _updater(
     plan: Plan,
     optimizer: Optimizer,
     host: HostArena,
-    held: LocalShards,
+    shards: LocalShards,
     gradients: GradientAccumulator,
     timeline: Timeline,
 ) -> UpdateWorker | None:
@@ -1068,10 +1071,10 @@ def _updater(
     if not any(plan.parts.trainable_numel):
         return None
     return UpdateWorker(
-        shards=held,
+        shards=shards,
         arena=host,
         gradients=gradients,
-        strategy=_strategy(plan, optimizer.rule, host, held, gradients),
+        strategy=_strategy(plan, optimizer.rule, host, shards, gradients),
         tile_numel=plan.placement.tile_numel,
         tile_nbytes=(host.classes.tiles - plan.placement.scratch_nbytes) // plan.placement.tile_buffers,
         tile_buffers=plan.placement.tile_buffers,
@@ -1081,7 +1084,7 @@ def _updater(
 
 
 def _strategy(
-    plan: Plan, rule: Rule, host: HostArena, held: LocalShards, gradients: GradientAccumulator
+    plan: Plan, rule: Rule, host: HostArena, shards: LocalShards, gradients: GradientAccumulator
 ) -> UpdateStrategy:
     """Returns the strategy by which the optimizer's rule updates units."""
     nbytes = plan.placement.scratch_nbytes
@@ -1093,7 +1096,7 @@ def _strategy(
             parts=plan.trainable,
             whole=plan.parts.whole,
             scratch=torch.empty(0, device="cpu") if room is None else room.tensor(torch.float32),
-            device=held.device,
+            device=shards.device,
             gradients=gradients,
             # A rank that has whole units steps them as one rank does, and exchanges nothing, however many replicas
             # there are.

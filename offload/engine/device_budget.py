@@ -134,7 +134,7 @@ class DeviceBudget:
         nbytes = next_growth(before, self._need, room, self._history)
         added = self._need.added(before + nbytes) if nbytes else ()
         try:
-            memory = self._pager.grow_device(nbytes, [each for _, each in added]) if nbytes else []
+            memory = self._pager.grow_device(nbytes, [values for _, values in added]) if nbytes else []
         # Another process may have allocated the memory since `room()` was read. The engine works without the growth.
         except BudgetError as error:
             logger.info("the device budget stays %s: %s", format_size(before), error)
@@ -265,11 +265,11 @@ def _versions(modules: Sequence[Buffers], inputs: Any) -> list[tuple[torch.Tenso
     changes.
     """
     leaves = [leaf for leaf in tree_leaves(inputs) if not isinstance(leaf, _PLAIN)]
-    buffers = [each for part in modules if part for each in part.values() if each is not None]
+    buffers = [buffer for part in modules if part for buffer in part.values() if buffer is not None]
     tensors = [*buffers, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
-    if not all(isinstance(leaf, torch.Tensor) for leaf in leaves) or any(each.is_inference() for each in tensors):
+    if not all(isinstance(leaf, torch.Tensor) for leaf in leaves) or any(tensor.is_inference() for tensor in tensors):
         return None
-    return [(each, each._version) for each in tensors]
+    return [(tensor, tensor._version) for tensor in tensors]
 
 
 def advice(nbytes: int, least: int, returned: int = 0) -> str:
@@ -315,22 +315,22 @@ class MemoryReport(dict[str, Any]):
             "everything else"
         ]
         lines += [
-            f"  {name}: {format_size(each['used'])} of {format_size(each['budget'])} in use, "
-            f"{format_size(each['peak'])} at most"
-            for name, each in self["classes"].items()
-            if each["budget"]
+            f"  {name}: {format_size(row['used'])} of {format_size(row['budget'])} in use, "
+            f"{format_size(row['peak'])} at most"
+            for name, row in self["classes"].items()
+            if row["budget"]
         ]
         lines.append(
             f"device {format_size(device['allocated'])} = {format_size(device['arena'])} of the device budget "
             f"({format_size(device['in_use'])} in use) + {format_size(device['other'])} of everything else"
         )
         activations = self["activations"]
-        if any(each["peak"] for each in activations.values()):
+        if any(row["peak"] for row in activations.values()):
             lines.append(
                 "inputs of checkpointed units, now and at most: "
                 + ", ".join(
-                    f"{format_size(each['used'])} and {format_size(each['peak'])} on {tier}"
-                    for tier, each in activations.items()
+                    f"{format_size(row['used'])} and {format_size(row['peak'])} on {tier}"
+                    for tier, row in activations.items()
                 )
             )
         allocator = self["allocator"]
@@ -375,7 +375,7 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
         base: the result of `base_bytes` when the engine was built.
     """
     arena, device_arena = resident_of_arenas(components)
-    others = _others(components)
+    other_engines = _others(components)
     rss = int(psutil.Process().memory_info().rss)
     budget = components.pager.arena
     device = components.shards.device.torch
@@ -389,10 +389,10 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
             "base": base,
             "arena": arena,
             "device_arena": device_arena,
-            "other_engines": others,
-            "other": rss - base - arena - device_arena - others,
+            "other_engines": other_engines,
+            "other": rss - base - arena - device_arena - other_engines,
         },
-        host_memory=sum(each.nbytes for each in _own_arenas(components)),
+        host_memory=sum(own_arena.nbytes for own_arena in _own_arenas(components)),
         classes={
             name: {"budget": region.space.nbytes, "used": region.space.used_bytes, "peak": region.space.peak_bytes}
             for name, region in components.arena.regions.items()
@@ -413,16 +413,16 @@ def _allocator(device: torch.device) -> dict[str, int]:
 
     A retry means that torch had to give its cache back to the driver before an allocation succeeded: memory is short.
     """
-    found = memory_stats(device)
-    if not found:
+    stats = memory_stats(device)
+    if not stats:
         return {}
     return {
-        "allocated": found.get("allocated_bytes.all.current", 0),
-        "allocated_peak": found.get("allocated_bytes.all.peak", 0),
-        "reserved": found.get("reserved_bytes.all.current", 0),
-        "reserved_peak": found.get("reserved_bytes.all.peak", 0),
-        "retries": found.get("num_alloc_retries", 0),
-        "out_of_memory": found.get("num_ooms", 0),
+        "allocated": stats.get("allocated_bytes.all.current", 0),
+        "allocated_peak": stats.get("allocated_bytes.all.peak", 0),
+        "reserved": stats.get("reserved_bytes.all.current", 0),
+        "reserved_peak": stats.get("reserved_bytes.all.peak", 0),
+        "retries": stats.get("num_alloc_retries", 0),
+        "out_of_memory": stats.get("num_ooms", 0),
     }
 
 
@@ -520,7 +520,7 @@ class Sleep:
 
     def _inputs_held(self) -> bool:
         """Returns whether inputs of blocks are held for a backward."""
-        return any(each["used"] for each in self._components.activations.bytes_by_tier().values())
+        return any(row["used"] for row in self._components.activations.bytes_by_tier().values())
 
     @staticmethod
     def _check_room(nbytes: int, of: str) -> None:
@@ -591,7 +591,7 @@ class Sleep:
         components.unit_views.vacate()
         # From here on no thread prefetches weights: a late read would start an upload into memory that is gone.
         components.pager.begin_load()
-        device, kept = components.shards.device, []
+        device, ranges = components.shards.device, []
         for (unit, state), nbytes in self._without_files(Tier.DEVICE):
             resident = components.shards.resident_of(unit, state)
             assert resident is not None, "a partition whose tier is the device"
@@ -599,25 +599,25 @@ class Sleep:
             # Where kernels work in host memory a copy would free nothing, so the pages stay.
             if device.host_addressable:
                 start = values.data_ptr() - arena.blocks[0][1].data_ptr()
-                kept.append((start, start + nbytes))
+                ranges.append((start, start + nbytes))
             else:
                 self._aside[unit, state] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
                 device.copy(self._aside[unit, state], values)
-        arena.give_back(kept)
+        arena.give_back(ranges)
         return before - _resident(arena)
 
     def _give_back_host(self) -> int:
         """Gives the host arena back and returns the resident bytes that went."""
-        arena, kept = self._components.arena, []
+        arena, ranges = self._components.arena, []
         before = self._resident_host()
         for (unit, state), nbytes in self._without_files(Tier.HOST):
             resident = self._components.shards.resident_of(unit, state)
             assert resident is not None, "a partition whose tier is the host"
             start = resident.tensor.data_ptr() - arena.address
-            kept.append((start, start + nbytes))
-        for each in self._host_arenas():
-            if not each.given_back:
-                each.give_back(kept if each is arena else ())
+            ranges.append((start, start + nbytes))
+        for host_arena in self._host_arenas():
+            if not host_arena.given_back:
+                host_arena.give_back(ranges if host_arena is arena else ())
         return before - self._resident_host()
 
     def _host_arenas(self) -> list[HostArena]:

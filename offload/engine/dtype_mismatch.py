@@ -37,7 +37,7 @@ def fp32_needed(error: RuntimeError, model: nn.Module, dtype: torch.dtype) -> Us
         return None
     names = {id(module): name for name, module in model.named_modules()}
     # The innermost module whose forward was running.
-    inner = [names[id(each)] for each in _of_frames(error.__traceback__) if id(each) in names]
+    inner = [names[id(module)] for module in _of_frames(error.__traceback__) if id(module) in names]
     name = inner[-1] if inner else ""
     own = list(model.get_submodule(name).parameters(recurse=False))
     if own and all(parameter.dtype is torch.float32 for parameter in own):

@@ -419,8 +419,8 @@ class EngineCore(EngineCallbacks):
         # The waits below would raise this engine's failure in the thread of another, sound engine.
         if components.pager.failed:
             return
-        given = format_size(components.arena.classes.cache)
-        logger.info("%s of host memory go from this engine to another engine of this process", given)
+        size = format_size(components.arena.classes.cache)
+        logger.info("%s of host memory go from this engine to another engine of this process", size)
         worker = components.update_worker
         if worker is not None:
             worker.come_to_rest(commit=False)
@@ -957,7 +957,7 @@ class PersistenceApi(DeepSpeedApi):
             UsageError: if an argument has another value; otherwise as in `sleep`.
             BudgetError: as in `sleep`.
         """
-        names = [str(getattr(each, "value", each)) for each in (() if include is None else include)]
+        names = [str(getattr(item, "value", item)) for item in (() if include is None else include)]
         if unknown := [name for name in names if name not in _STATES]:
             raise UsageError(f"offload_states expects include of {', '.join(_STATES)}, got {unknown[0]!r}")
         where = str(getattr(device, "value", device))
@@ -1077,9 +1077,9 @@ class PersistenceApi(DeepSpeedApi):
             self._core.optimizer_step.forget_norm()
         self.notices += loaded.notices
         if self.global_rank == 0:
-            told = f"training goes on after step {self.global_steps}{self._core.state.where_data_goes_on()}"
-            told = "weights alone, as asked" if options.module_only else told
-            announce(Headline(f"loaded {loaded.folder}: {told}"))
+            outcome = f"training goes on after step {self.global_steps}{self._core.state.where_data_goes_on()}"
+            outcome = "weights alone, as asked" if options.module_only else outcome
+            announce(Headline(f"loaded {loaded.folder}: {outcome}"))
         return loaded.folder, loaded.client_state
 
     # -- files that others load ---------------------------------------------------------------------
@@ -1314,9 +1314,9 @@ class MicroBatchesApi(PersistenceApi):
                 f"set_train_batch_size must be called between steps, but {ran} of this step ran: call it after step()"
             )
         # A dtype that the engine chose because a step had one micro-batch may be too narrow to add several up.
-        kept = None if self._settings.config.data_types.grad_accum_dtype else self._core.components.gradients.dtype
+        dtype = None if self._settings.config.data_types.grad_accum_dtype else self._core.components.gradients.dtype
         ranks = self._core.components.world.data_ranks
-        self._core.state.change_settings(resized(self._settings, train_batch_size, ranks, kept))
+        self._core.state.change_settings(resized(self._settings, train_batch_size, ranks, dtype))
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Sets whether the next `step()` updates the weights, regardless of the count of micro-batches.
@@ -1499,7 +1499,9 @@ class Engine(MicroBatchesApi):
         if not taken:
             return []
         self._core.accumulation.check_room(len(taken), self._settings.accumulation)
-        return self._accumulate(taken, len(taken), loss or (lambda each: step.run(self, each)), scale_wrt_gas)
+        return self._accumulate(
+            taken, len(taken), loss or (lambda micro_batch: step.run(self, micro_batch)), scale_wrt_gas
+        )
 
     def _accumulate(
         self, micro_batches: Iterable[Any], most: int, loss_of: Callable[[Any], torch.Tensor], scale_wrt_gas: bool
@@ -1518,7 +1520,7 @@ class Engine(MicroBatchesApi):
 
         first = not self.micro_batches
         with self._core.accumulation.several(most):
-            works = (work(number, each) for number, each in enumerate(micro_batches))
+            works = (work(number, micro_batch) for number, micro_batch in enumerate(micro_batches))
             self._add_losses(self._core.run_micro_batches(works, most), first)
         return [losses[number] for number in range(len(losses))]
 
@@ -1549,11 +1551,13 @@ class Engine(MicroBatchesApi):
         while self.global_steps == steps:
             wanted = self._core.accumulation.remaining(self._settings.accumulation) or 1
             some = itertools.islice(data_iter, wanted)
-            found = self._accumulate(some, wanted, lambda each: step.run(self, each), scale_wrt_gas=True)
-            losses += found
-            if found:
+            losses_now = self._accumulate(
+                some, wanted, lambda micro_batch: step.run(self, micro_batch), scale_wrt_gas=True
+            )
+            losses += losses_now
+            if losses_now:
                 self.step()
-            if len(found) < wanted:
+            if len(losses_now) < wanted:
                 raise StopIteration
         return torch.stack([loss.float() for loss in losses]).mean()
 
@@ -1664,12 +1668,12 @@ class Engine(MicroBatchesApi):
         """
         # An update that still runs belongs to the last step, not to the evaluation.
         self.synchronize()
-        found, meter = Evaluation(), self._core.components.meter
+        result, meter = Evaluation(), self._core.components.meter
         began = time.perf_counter()
         with contextlib.nullcontext() if meter is None else meter.pause():
-            yield found
-        if meter is not None and found.loss is not None:
-            meter.evaluated(self.global_steps, self.global_samples, float(found.loss), time.perf_counter() - began)
+            yield result
+        if meter is not None and result.loss is not None:
+            meter.evaluated(self.global_steps, self.global_samples, float(result.loss), time.perf_counter() - began)
 
     def empty_partition_cache(self) -> int:
         """Gives device memory back before an evaluation or a generation that needs much of it, between steps.

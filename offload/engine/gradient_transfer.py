@@ -160,9 +160,9 @@ def group(pieces: Sequence[Piece]) -> list[Group]:
         return [Group(*runs[0])]
     # Short runs between parameters without a gradient would each be a copy again: they join the others.
     groups = [Group(*run) for run in runs if sum(piece.source.nbytes for piece in run[0]) >= THROUGH_STAGING]
-    leaving = {piece.place for each in groups for piece in each.pieces}
-    others = [piece for piece in pieces if piece.place not in leaving]
-    return [*groups, Group(others, None)] if others else groups
+    leaving = {piece.place for run in groups for piece in run.pieces}
+    singles = [piece for piece in pieces if piece.place not in leaving]
+    return [*groups, Group(singles, None)] if singles else groups
 
 
 def copy_of(group: Group) -> Copy:
@@ -306,7 +306,7 @@ class DeviceToHost:
         self.device, self.sums = device, sums
         self._timeline = timeline
         self._most, self._fail, self._check = most, fail, check
-        self._small = SmallGradients(min((each.nbytes for each in staging), default=0))
+        self._small = SmallGradients(min((buffer.nbytes for buffer in staging), default=0))
         self._changed = InterruptibleLock()
         self._sent: deque[_Sent] = deque()
         """All tensors sent and not yet received, oldest first; only the receiving thread removes any."""
@@ -359,14 +359,14 @@ class DeviceToHost:
 
     def flush(self) -> None:
         """Sends the small gradients that were collected, neighbours in host memory as one copy, all others as one."""
-        for each in group(self._small.pieces):
-            for piece in each.pieces:  # computed on their backward's streams; this stream may be another
+        for batch in group(self._small.pieces):
+            for piece in batch.pieces:  # computed on their backward's streams; this stream may be another
                 self.device.wait_event(piece.computed)
             try:
-                copies = [copy_of(each)]
+                copies = [copy_of(batch)]
             # A copy of each gradient by itself needs no memory on the device, and brings the same bytes.
             except torch.OutOfMemoryError:
-                copies = [copy_of(Group([piece], [])) for piece in each.pieces]
+                copies = [copy_of(Group([piece], [])) for piece in batch.pieces]
             for copy in copies:
                 joined = tuple(piece.source for piece in copy.pieces) if len(copy.pieces) > 1 else ()
                 computed = self.device.record_event()
@@ -425,15 +425,15 @@ class DeviceToHost:
 
     def fetch(self, values: torch.Tensor) -> torch.Tensor:
         """Returns a host copy of `values`, (n,), made after everything sent before. Blocks until the copy is done."""
-        found = torch.empty(len(values), dtype=values.dtype, device="cpu")
+        copy = torch.empty(len(values), dtype=values.dtype, device="cpu")
 
         def receive(position: int, some: torch.Tensor) -> None:
-            found[position : position + len(some)] = some
+            copy[position : position + len(some)] = some
 
         self.flush()
         self.send("sums of squares", values, None, receive)
         self.drain()
-        return found
+        return copy
 
     def close(self) -> None:
         """Receives everything sent, and joins the thread. Small gradients that were not flushed are dropped."""
@@ -548,17 +548,17 @@ def windows(borders: Sequence[int], starts: Sequence[int], numel: int) -> tuple[
         numel: most elements of a window.
     """
     # Behind its last parameter a partition has padding, in which no chunk begins.
-    borders = [*(cut for each in itertools.pairwise(borders) for cut in range(*each, numel)), borders[-1]]
-    found: list[range] = []
+    borders = [*(cut for between in itertools.pairwise(borders) for cut in range(*between, numel)), borders[-1]]
+    ranges: list[range] = []
     start = borders[0]
     for before, border in zip(borders, [*borders[1:], None], strict=True):
         shared = bisect_right(starts, before) > bisect_right(starts, start)
         if border is None or border - start > (numel // _TOGETHER if shared else numel):
             if start < before:
-                found.append(range(start, before))
+                ranges.append(range(start, before))
             start = before
-    assert all(len(window) <= numel for window in found), "two borders are further apart than a window is long"
-    return tuple(found)
+    assert all(len(window) <= numel for window in ranges), "two borders are further apart than a window is long"
+    return tuple(ranges)
 
 
 class DiskSpill:
@@ -671,8 +671,8 @@ class DiskSpill:
                 with self._waits("read"):
                     self.scratch.read(key[0], self._offset(key), host_buffer.buffer[: self._nbytes(key)]).wait()
         # Start to write all other windows now: the backward does not return to them, so writes overlap the compute.
-        for other in list(self._here):
-            self._write(other)
+        for window in list(self._here):
+            self._write(window)
         self._here[key] = host_buffer
         return host_buffer
 

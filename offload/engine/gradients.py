@@ -200,7 +200,7 @@ class DeviceTotals:
     def forget(self, unit: int, segment: int | None = None) -> None:
         """Drops the totals of a unit, or of one segment of it."""
         here = self._here.get(unit, {})
-        for segment_range in [each for each in here if segment in (None, each[0])]:
+        for segment_range in [key for key in here if segment in (None, key[0])]:
             del here[segment_range]
 
     def left(self, unit: int, segment_range: SegmentRange) -> None:
@@ -219,9 +219,9 @@ def buffers_for(
     """Returns host memory, (numel,), for the gradients of each unit; None for those whose gradients are `elsewhere`."""
     memory: list[torch.Tensor | None] = []
     for unit, part in enumerate(parts):
-        kept = part and unit not in elsewhere
-        host_buffer = arena.take_copied(len(part) * dtype.itemsize) if kept else None
-        assert host_buffer is not None or not kept, "the arena class of the host tier was sized for its gradients"
+        in_host = part and unit not in elsewhere
+        host_buffer = arena.take_copied(len(part) * dtype.itemsize) if in_host else None
+        assert host_buffer is not None or not in_host, "the arena class of the host tier was sized for its gradients"
         memory.append(None if host_buffer is None else host_buffer.tensor(dtype))
     return memory
 
@@ -293,12 +293,12 @@ class HostGradients:
 
     def sum(self, unit: int, start: int, numel: int) -> Sum:
         """Returns the sum of gradients in elements [start, start + numel), valid until the next call."""
-        found = self._sums.get((unit, start, numel))
-        if found is None:
-            found = Sum(self.values(unit, start, start + numel))
+        total = self._sums.get((unit, start, numel))
+        if total is None:
+            total = Sum(self.values(unit, start, start + numel))
             if not self.spills(unit):  # a window moves, a host buffer does not
-                self._sums[unit, start, numel] = found
-        return found
+                self._sums[unit, start, numel] = total
+        return total
 
 
 # -- places --------------------------------------------------------------------------------------------
@@ -372,11 +372,11 @@ def flat(gradient: torch.Tensor) -> torch.Tensor:
 
 def borders(layout: UnitLayout, part: range) -> list[int]:
     """Returns the positions in `part` at which chunks of a gradient begin, sorted, with 0 and the end of `part`."""
-    found = {0, len(part)}
+    positions = {0, len(part)}
     for segment in layout.segments:
         first, last = max(segment.start, part.start), min(segment.stop, part.stop)
-        found.update(start - part.start for start in range(first, last, CHUNK))
-    return sorted(found)
+        positions.update(start - part.start for start in range(first, last, CHUNK))
+    return sorted(positions)
 
 
 def parameter_starts(layout: UnitLayout, part: range) -> list[int]:
@@ -441,7 +441,7 @@ class GradientAccumulator:
 
     def add_up_in(self, memory: Mapping[int, torch.Tensor]) -> None:
         """Takes device memory, (nbytes,) uint8 by unit, for the totals of more units. Called between steps."""
-        self.totals.have({unit: each.view(self.dtype) for unit, each in memory.items()})
+        self.totals.have({unit: block.view(self.dtype) for unit, block in memory.items()})
 
     @uninterrupted
     def stop_adding_up_in(self, units: Collection[int]) -> dict[int, torch.Tensor]:
@@ -618,10 +618,10 @@ class GradientAccumulator:
 
     def _send_totals(self, unit: int | None = None, segment: int | None = None) -> None:
         """Starts the copies of all totals that are still on the device, or of those of a unit's segment."""
-        for each, (position, first) in self.totals.ranges():
-            if unit in (None, each) and segment in (None, position):
+        for owner, (position, first) in self.totals.ranges():
+            if unit in (None, owner) and segment in (None, position):
                 assert self.downloads is not None
-                self._send_total(self.downloads, each, position, first)
+                self._send_total(self.downloads, owner, position, first)
 
     def receive_totals(self) -> None:
         """Waits until all gradients are copied from the device; sums of squares there become numbers."""
@@ -629,15 +629,15 @@ class GradientAccumulator:
         if self.downloads is None:
             return
         self.downloads.drain()
-        found = [
+        pending = [
             (squares, key, value)
             for squares in self._squares
             for key, value in squares.items()
             if isinstance(value, torch.Tensor)
         ]
-        if found:
-            values = self.downloads.fetch(torch.stack([value for _, _, value in found]))
-            for (squares, key, _), value in zip(found, values.tolist(), strict=True):
+        if pending:
+            values = self.downloads.fetch(torch.stack([value for _, _, value in pending]))
+            for (squares, key, _), value in zip(pending, values.tolist(), strict=True):
                 squares[key] = value
 
     def _receive_all(self) -> None:
@@ -682,7 +682,7 @@ class GradientAccumulator:
         if self.completion is not None:
             self.completion.changed(unit)
         with self._lock:
-            self._squares[unit] = {key: each for key, each in self._squares[unit].items() if key[0] != segment}
+            self._squares[unit] = {key: square for key, square in self._squares[unit].items() if key[0] != segment}
             self.totals.forget(unit, segment)
         if unit in self._on_device:
             self._keep(unit, segment, first, values, add=False)

@@ -123,9 +123,9 @@ class _Pack:
             return handle
         if type(tensor) is torch.Tensor or type(tensor) is nn.Parameter:
             if self._inputs is not None and tensor.requires_grad and saves_checkpoint_input():
-                kept = self._inputs.keep(tensor)
-                if kept is not None:
-                    return kept
+                kept_input = self._inputs.keep(tensor)
+                if kept_input is not None:
+                    return kept_input
         elif self.saved.wraps_weights(tensor):
             return self._wrapped(tensor)
         # Weights never reach the outer hooks: `save_on_cpu` would copy them to the host.
@@ -136,11 +136,15 @@ class _Pack:
 
     def _wrapped(self, tensor: torch.Tensor) -> _Wrapped:
         """Packs each inner tensor of a wrapper by itself, as if autograd had saved it."""
-        found = inner_tensors(tensor)
-        assert found is not None, "only a wrapper wraps weights"
-        inner = {name: self(each) for name, each in found[0].items() if isinstance(each, torch.Tensor)}
-        others = {name: each for name, each in found[0].items() if name not in inner}
-        return _Wrapped(type(tensor), inner, others, found[1], tensor.size(), tensor.stride())
+        contents = inner_tensors(tensor)
+        assert contents is not None, "only a wrapper wraps weights"
+        inner = {
+            name: self(tensor_or_value)
+            for name, tensor_or_value in contents[0].items()
+            if isinstance(tensor_or_value, torch.Tensor)
+        }
+        attributes = {name: value for name, value in contents[0].items() if name not in inner}
+        return _Wrapped(type(tensor), inner, attributes, contents[1], tensor.size(), tensor.stride())
 
 
 class SavedTensors:
@@ -272,10 +276,10 @@ class SavedTensors:
 
     def wraps_weights(self, tensor: torch.Tensor) -> bool:
         """Returns True for a wrapper that contains a view of weights, directly or in an inner wrapper."""
-        found = inner_tensors(tensor)
-        return found is not None and any(
-            isinstance(each, torch.Tensor) and (self.handle(each) is not None or self.wraps_weights(each))
-            for each in found[0].values()
+        contents = inner_tensors(tensor)
+        return contents is not None and any(
+            isinstance(value, torch.Tensor) and (self.handle(value) is not None or self.wraps_weights(value))
+            for value in contents[0].values()
         )
 
     @uninterrupted
@@ -294,7 +298,7 @@ class SavedTensors:
         if isinstance(packed, _Packed):
             return packed.unpack(packed.value)
         if isinstance(packed, _Wrapped):
-            inner = {name: self.unpack(each) for name, each in packed.inner.items()} | packed.others
+            inner = {name: self.unpack(packed_inner) for name, packed_inner in packed.inner.items()} | packed.others
             wrapper: torch.Tensor = packed.kind.__tensor_unflatten__(inner, packed.context, packed.size, packed.stride)
             return wrapper
         tensor = packed.tensor
@@ -582,7 +586,9 @@ class ModuleHooks:
             self._hook_module(modules[name], units, [modules[layer] for layer in inside.get(name, ())])
         unit_of = {id(handle.parameter): handle.unit for unit in handles for handle in unit}
         for module in modules.values():
-            for unit in [unit_of[id(each)] for each in external_parameters(module) if id(each) in unit_of]:
+            for unit in [
+                unit_of[id(parameter)] for parameter in external_parameters(module) if id(parameter) in unit_of
+            ]:
                 self.use_in(module, unit)
         self._trainable = [handle for unit in handles for handle in unit if handle.trainable]
         for handle in self._trainable:
@@ -666,14 +672,14 @@ class ModuleHooks:
         """
         if not self.runs_now() or not self._local.frames or self._pager.stays(unit):
             return self.fetch(unit)
-        held = self._local.frames[-1].units
-        if unit in held:
+        units = self._local.frames[-1].units
+        if unit in units:
             self._pager.wait_upload(unit)
             return True
         # Released first: two experts need not fit on the device together.
-        for other in [each for each in held if each in self._experts.units]:
-            held.remove(other)
-            self._unit_views.release_unit(other)
+        for expert in [candidate for candidate in units if candidate in self._experts.units]:
+            units.remove(expert)
+            self._unit_views.release_unit(expert)
         return self.fetch(unit, stays=True)
 
     def runs_now(self) -> bool:
@@ -764,12 +770,12 @@ class ModuleHooks:
         Units that stay are hidden when the outermost site ends, those of the enclosing site when that one ends.
         """
         frames, frame = self._local.frames, None
-        held = frames[-1].units
+        units_here = frames[-1].units
         for unit in units:
             if self._pager.stays(unit):
                 if unit not in self._unit_views.shown:
                     self._unit_views.use(unit)
-            elif unit in held:
+            elif unit in units_here:
                 self._pager.wait_upload(unit)  # the module may run on another stream than the enclosing site
             else:
                 if frame is None:
@@ -798,8 +804,8 @@ class ModuleHooks:
             self.reset_aborted()
         if not local.frames:
             self.passes.begin_forward(bool(self._trainable) and torch.is_grad_enabled())
-        kept = torch.is_autocast_cache_enabled()
-        frame = _Frame(module, [], self._saved.push(), inside_backward(), module_call(), kept)
+        cached = torch.is_autocast_cache_enabled()
+        frame = _Frame(module, [], self._saved.push(), inside_backward(), module_call(), cached)
         # Stored before any unit is used: after an exception below, the frame lists what to undo.
         local.frames.append(frame)
         # See [Note: casts]. `_let_go` restores the cache.

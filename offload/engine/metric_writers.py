@@ -197,14 +197,14 @@ def cut(path: Path, samples: int) -> None:
     if name[0] != "step" or not path.stem.endswith(name[2]):
         return  # not a file of ours
     # The last element is the rest after the last newline, never a complete line.
-    kept = [text for text in lines[:-1] if _samples_of(text) < samples]
-    if lines[len(kept) :] == [""]:
+    earlier = [text for text in lines[:-1] if _samples_of(text) < samples]
+    if lines[len(earlier) :] == [""]:
         return
-    if not kept and len(lines) > 1:
+    if not earlier and len(lines) > 1:
         # A new run under the same name must not delete the numbers of an earlier one.
         os.replace(path, path.with_name(f"{path.name}.old"))
         return
-    atomic_write(path, "".join(f"{text}\n" for text in (header, *kept)))
+    atomic_write(path, "".join(f"{text}\n" for text in (header, *earlier)))
 
 
 def _open_csv(path: str, flags: int) -> int:
@@ -314,17 +314,17 @@ _PHASES = ("forward", "backward", "step")
 
 
 class Line:
-    """Writer of a line every `every` steps: to the log if a handler takes lines of level INFO, otherwise to stderr."""
+    """Writer of a line every `steps` steps: to the log if a handler takes lines of level INFO, otherwise to stderr."""
 
-    def __init__(self, every: int, samples: int, memory: bool) -> None:
+    def __init__(self, steps: int, samples: int, memory: bool) -> None:
         """Creates the writer, with no record in the means yet.
 
         Args:
-            every: steps for each line.
+            steps: steps for each line.
             samples: samples of the first step.
             memory: True to include peaks of memory.
         """
-        self._every, self._samples, self._memory = every, samples, memory
+        self._every, self._samples, self._memory = steps, samples, memory
         self._since: defaultdict[str, float] = defaultdict(float)
         self._steps = 0
         self._last: Record | None = None
@@ -440,8 +440,8 @@ def make_reporter(config: Config, samples: int, facts: Mapping[str, Any]) -> Rep
     log = config.offload.log
     if log is not None:
         writers["log"] = lambda: JsonLines(Path(log).absolute(), facts)
-    every = config.steps_per_line
-    shown = Line(every, samples, config.memory_breakdown) if every else None
+    steps = config.steps_per_line
+    shown = Line(steps, samples, config.memory_breakdown) if steps else None
     return Reporter(shown, writers) if shown is not None or writers or config.wall_clock_breakdown else None
 
 

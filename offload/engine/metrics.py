@@ -182,7 +182,7 @@ class StepMeter:
             # `update_waits` is reported as a total: the two specific causes are added to all others.
             for what in ("reads", "writes"):
                 values["update_waits_seconds"] += values[f"update_waits_for_{what}_seconds"]
-        drives = {each.path: each.life_bytes for each in self._drives()}
+        drives = {drive.path: drive.life_bytes for drive in self._drives()}
         self.last = Record(stepped.step, stepped.samples, values, drives)
         self._reporter.report(self.last)
 

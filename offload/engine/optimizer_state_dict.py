@@ -53,10 +53,12 @@ class OptimizerStates:
         if not count:
             return {}
         if State.PACKED in self._mode.moments:
-            kept = () if isinstance(handle, StackHandle) else self._layouts[handle.unit].segments[handle.position].kept
-            found = {each.name: self._param_access.read_state(handle, each.name) for each in kept}
+            fields = (
+                () if isinstance(handle, StackHandle) else self._layouts[handle.unit].segments[handle.position].kept
+            )
+            states = {field.name: self._param_access.read_state(handle, field.name) for field in fields}
             # torch's own code keeps the count among its states, if it counts.
-            return {name: value.cpu() for name, value in found.items() if value is not None}
+            return {name: value.cpu() for name, value in states.items() if value is not None}
         # torch's optimizers keep the count as a floating-point tensor.
         values = {_STEP: torch.tensor(float(count), dtype=torch.float32, device="cpu")}
         for name, state in self._moments(handle).items():
@@ -125,12 +127,12 @@ class OptimizerStates:
             self._param_access.write(handle, moment, value)
         count = _count(state) if state else 0
         assert count is not None, "check has accepted the state"
-        for each in _in_units(handle):
-            self._training_state.parameter_steps[each.unit][each.position] = count
+        for part in _in_units(handle):
+            self._training_state.parameter_steps[part.unit][part.position] = count
 
     def _steps(self, handle: ParamHandle) -> int:
         """Returns the number of updates of a parameter; 0 if it is frozen. Of a stack, that of the row with most."""
-        return max(self._training_state.parameter_steps[each.unit][each.position] for each in _in_units(handle))
+        return max(self._training_state.parameter_steps[part.unit][part.position] for part in _in_units(handle))
 
     def _moments(self, handle: ParamHandle) -> dict[str, State]:
         """Returns the moments of a parameter by the names that torch gives them."""

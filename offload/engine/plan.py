@@ -216,11 +216,11 @@ _OF_LAYERS = (
 def _compare(everyone: Sequence[dict[str, Any]], world: World) -> None:
     """Raises `ConfigError` if the facts of any rank differ from those of rank 0, or of the first of its stage."""
     for name in everyone[0]:
-        for rank, others in enumerate(everyone):
+        for rank, facts in enumerate(everyone):
             first = world.first_of_stage(rank) if name in _OF_LAYERS else 0
-            mine = everyone[first][name]
-            if others[name] != mine:
-                theirs, own = _first_difference(others[name], mine)
+            expected = everyone[first][name]
+            if facts[name] != expected:
+                theirs, own = _first_difference(facts[name], expected)
                 raise ConfigError(
                     f"the {name} of rank {rank} and of rank {first} differ: {theirs}, not {own}; "
                     "give every rank the same model and config"
@@ -231,7 +231,7 @@ def _first_difference(theirs: Any, own: Any) -> tuple[str, str]:
     """Returns two values that differ as short texts: of lists, which may have thousands of items, the first such."""
     if isinstance(theirs, list) and isinstance(own, list) and max(len(theirs), len(own)) > _SHORT:
         pairs = itertools.zip_longest(theirs, own, fillvalue="none more")
-        theirs, own = next((one, other) for one, other in pairs if one != other)
+        theirs, own = next((one, own_entry) for one, own_entry in pairs if one != own_entry)
     return _brief(theirs), _brief(own)
 
 
@@ -289,7 +289,7 @@ def check_tensor_parallel(
     whole = not mode.rule.elementwise
     refused = (
         (whole, "an optimizer that needs whole parameters", "take AdamW, Adam, Lion, Adagrad or SGD with a kernel"),
-        (any(each.form or each.inner for each in segments), "quantized frozen weights", 'leave "frozen" out'),
+        (any(segment.form or segment.inner for segment in segments), "quantized frozen weights", 'leave "frozen" out'),
         (experts, "experts that are units of their own", 'name the class of their module in "units"'),
         (tiled, "tiled MLPs", 'leave "tile_mlp" out'),
         # A block may span a parameter that is divided and one that is whole, whose copies in a row would differ.
@@ -533,9 +533,9 @@ def check_division(drives: Sequence[str], run: str, own: str, resume: str) -> No
 
 def _size(end: str) -> str:
     """Returns the sizes of the pipeline and of tensor parallelism that the end of a run's name tells, in words."""
-    found = _COLUMN.fullmatch(end)
-    assert found is not None, "the names of other runs were left out"
-    pipeline, tensor = found.groups()
+    match = _COLUMN.fullmatch(end)
+    assert match is not None, "the names of other runs were left out"
+    pipeline, tensor = match.groups()
     tensors = f"tensor parallelism of {tensor}" if tensor else "no tensor parallelism"
     return f"a pipeline of {pipeline} and {tensors}" if pipeline else tensors
 
@@ -634,8 +634,10 @@ def check_replaced(folder: Path, spec: StoreSpec, job: Mapping[str, Any]) -> Non
     note = read_closed(folder)
     if note is None or note.get("saved"):
         return
-    found = next((each.manifest for each in map(look, rank_folders(folder)) if each.manifest is not None), None)
-    layout = "its manifest cannot be read" if found is None else layout_difference(spec, found.spec)
+    manifest = next(
+        (run_folder.manifest for run_folder in map(look, rank_folders(folder)) if run_folder.manifest is not None), None
+    )
+    layout = "its manifest cannot be read" if manifest is None else layout_difference(spec, manifest.spec)
     differences = [str(Differences(note.get("job", {}), job)), layout or ""]
     if "job" not in note:
         differences = [f"its note {CLOSED} does not say what it was"]
@@ -658,27 +660,27 @@ def about_folders(config: Config) -> tuple[str, ...]:
 
 def _leftovers(config: Config) -> tuple[str, ...]:
     """Returns a notice if other runs that no process uses take room on the drives. They are never deleted here."""
-    found = other_runs(config.drives, config.offload.run)
-    if not found:
+    runs = other_runs(config.drives, config.offload.run)
+    if not runs:
         return ()
-    shown = ", ".join(f"{each.path} ({format_size(each.nbytes)})" for each in found[:_SHOWN])
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    are = "other run that no process uses takes" if len(found) == 1 else "other runs that no process uses take"
+    shown = ", ".join(f"{run.path} ({format_size(run.nbytes)})" for run in runs[:_SHOWN])
+    more = f" and {len(runs) - _SHOWN} more" if len(runs) > _SHOWN else ""
+    are = "other run that no process uses takes" if len(runs) == 1 else "other runs that no process uses take"
     return (
         Remark(
-            f"{len(found)} {are} {format_size(sum(each.nbytes for each in found))}: {shown}{more}; "
-            f"`{shell_command('inspect', found[0].path.parent)}` describes them, `offload rm` deletes one"
+            f"{len(runs)} {are} {format_size(sum(run.nbytes for run in runs))}: {shown}{more}; "
+            f"`{shell_command('inspect', runs[0].path.parent)}` describes them, `offload rm` deletes one"
         ),
     )
 
 
 def check_fits(progress: Snapshot, model: nn.Module, optimizer: Optimizer) -> None:
     """Raises `StoreError` if buffers, further entries of the state dict or parameter groups differ from the run's."""
-    mine = {name: list(buffer.shape) for name, buffer in persistent_buffers(model).items()}
+    shapes = {name: list(buffer.shape) for name, buffer in persistent_buffers(model).items()}
     theirs = {name: list(buffer.shape) for name, buffer in progress.buffers.items()}
-    if mine != theirs:
-        name = next(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
-        raise StoreError(f"buffer {name} has shape {theirs.get(name)} in the run and {mine.get(name)} in this model")
+    if shapes != theirs:
+        name = next(name for name in {**shapes, **theirs} if shapes.get(name) != theirs.get(name))
+        raise StoreError(f"buffer {name} has shape {theirs.get(name)} in the run and {shapes.get(name)} in this model")
     ModuleEntries(model, commits=False).check_fits(progress.entries, "the run")
     if len(progress.facts["groups"]) != len(optimizer.param_groups):
         raise StoreError(
@@ -754,7 +756,7 @@ def decide(
     device: Device,
     world: World,
     rule: Rule,
-    kept: Mapping[str, tuple[StateField, ...]],
+    kept_states: Mapping[str, tuple[StateField, ...]],
     matrices: Collection[str] | None,
     find_images: Callable[[Sequence[UnitLayout], Mode], tuple[UnitImage | None, ...]] | None = None,
 ) -> Plan:
@@ -767,7 +769,7 @@ def decide(
         device: The compute device.
         world: All processes that train together, and this one's place among them.
         rule: The optimizer's rule.
-        kept: States that an optimizer of torch keeps of each parameter.
+        kept_states: States that an optimizer of torch keeps of each parameter.
         matrices: Names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
         find_images: Returns `Plan.images`; None if the weights have the tier of the config.
 
@@ -786,7 +788,7 @@ def decide(
         division = dataclasses.replace(division, keep_in_fp32=())
     units, stacks, experts = divide(model, division)
     stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, rows_of(stacks), units.in_fp32)
-    layouts = laid_out_for(layouts_of(model, units, mesh.shards, kept, stored, matrices), mode, mesh.shards)
+    layouts = laid_out_for(layouts_of(model, units, mesh.shards, kept_states, stored, matrices), mode, mesh.shards)
     tiles = tile_notices(model, tiled_mlps, config.offload.tile_mlp)
     more = (*frozen_notices(config.offload.frozen, layouts, mode.weight_dtype.itemsize), *experts, *tiles)
     check_batch_norm(model, mode, device.torch, buffers, units.in_fp32)
@@ -794,7 +796,7 @@ def decide(
     device_kernels, why_not = _device_kernels(device)
     images = () if find_images is None else find_images(layouts, mode)
     request = _request(config, layouts, rule.name, batch, device, world, device_kernels, images)
-    memory, found = _with_disks(place_states(request), everyone)
+    memory, former_run = _with_disks(place_states(request), everyone)
     schedule, schedule_notices = _schedule(config, batch, model, memory, request.machine, everyone)
     return Plan(
         config=config,
@@ -809,12 +811,12 @@ def decide(
         slots=memory.slots,
         buffer_dtype=buffers,
         commit_every=memory.commit_every,
-        resume=found.resume,
-        replace=config.offload.resume == "restart" or bool(found.replaced),
+        resume=former_run.resume,
+        replace=config.offload.resume == "restart" or bool(former_run.replaced),
         device_kernels=device_kernels,
         tiled_mlps=tiled_mlps,
         schedule=schedule,
-        notices=(*_notices(config, found, memory, why_not, everyone, mesh), *more, *schedule_notices),
+        notices=(*_notices(config, former_run, memory, why_not, everyone, mesh), *more, *schedule_notices),
         images=images,
     )
 
@@ -884,17 +886,17 @@ def _schedule(
         return choice, ()
     if choice.schedule == MICRO_BATCH_MAJOR:
         return choice, (Remark(f"micro-batches pass through the model one after the other: {choice.reason}"),)
-    kept = "their blocks' inputs" if checkpointed else "their activations"
-    told = (
+    content = "their blocks' inputs" if checkpointed else "their activations"
+    line = (
         f"train_batch and accumulate take all {batch.accumulation} micro-batches of a step through a block before the "
-        f"next, so each weight is fetched twice a step; {kept} are kept at once"
+        f"next, so each weight is fetched twice a step; {content} are kept at once"
     )
-    return choice, (Remark(told),)
+    return choice, (Remark(line),)
 
 
 def _notices(
     config: Config,
-    found: FoundRun,
+    former_run: FoundRun,
     memory: MemoryPlan,
     why_not: tuple[str, ...],
     everyone: Ranks,
@@ -904,7 +906,14 @@ def _notices(
     if everyone.rank:
         # Every rank finds the same run, and one notice is enough.
         return (*config.notices, *memory.notices, *why_not)
-    return (*config.notices, *_mesh_notices(mesh), *found.replaced, *memory.notices, *why_not, *about_folders(config))
+    return (
+        *config.notices,
+        *_mesh_notices(mesh),
+        *former_run.replaced,
+        *memory.notices,
+        *why_not,
+        *about_folders(config),
+    )
 
 
 def _mesh_notices(mesh: Mesh) -> tuple[str, ...]:
@@ -912,20 +921,20 @@ def _mesh_notices(mesh: Mesh) -> tuple[str, ...]:
     if mesh.replicas == 1:
         return ()
     part = "all" if mesh.shards == 1 else f"1/{mesh.shards}"
-    told = "weights are gathered within a replica, and the sums of gradients are added up over the replicas"
+    line = "weights are gathered within a replica, and the sums of gradients are added up over the replicas"
     if mesh.shards == 1:
-        told = "gradients are added up over all ranks; ZeRO stages 1 to 3 without mics_shard_size divide all of them"
-    return (Remark(f"{mesh}: each rank has {part} of the weights, gradients and states; {told}"),)
+        line = "gradients are added up over all ranks; ZeRO stages 1 to 3 without mics_shard_size divide all of them"
+    return (Remark(f"{mesh}: each rank has {part} of the weights, gradients and states; {line}"),)
 
 
 def _with_disks(placed: PlacedStates, ranks: Ranks) -> tuple[MemoryPlan, FoundRun]:
     """Returns the memory plan that fits the room and the runs on all ranks' drives, and the run that was found."""
     config = placed.request.config
-    found = find_run(config, placed.placement.on_disk and not placed.request.images, ranks)
+    former_run = find_run(config, placed.placement.on_disk and not placed.request.images, ranks)
     # Room is measured only if it can change the result.
-    wanted = wanted_slots(placed, on_disk=found.on_disk, resume=found.resume)
+    wanted = wanted_slots(placed, on_disk=former_run.on_disk, resume=former_run.resume)
     full = no_room(config, placed, ranks) if wanted.depends_on_room else None
-    return plan_memory(placed, wanted, full), found
+    return plan_memory(placed, wanted, full), former_run
 
 
 def _machine(config: Config, device: Device, ranks: Ranks, device_kernels: bool, drives: bool) -> Machine:
@@ -983,8 +992,8 @@ def summary(plan: Plan) -> str:
         clipped = f"; gradients clipped to a norm of {clip:g}" if clip else "; gradients not clipped"
         tiers = placement.tiers_of(*(state for state in plan.mode.states if state is not State.WEIGHT))
         # SGD without momentum keeps no state.
-        kept = f"states on {tiers}" if tiers else "no states"
-        states = f", {kept}{', gradients on disk' if placement.spilled else ''}"
+        moments = f"states on {tiers}" if tiers else "no states"
+        states = f", {moments}{', gradients on disk' if placement.spilled else ''}"
     return Headline(
         f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}{states}; "
         f"host {format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
@@ -1080,14 +1089,14 @@ def _of_run(config: Config) -> str | None:
         or not run_status(config.drives, config.offload.run).exists
     ):
         return None
-    found = (look(folder).manifest for folder in rank_folders(Path(config.drives[0]) / config.offload.run))
-    return next((_precision(each.spec.fingerprint) for each in found if each is not None), None)
+    manifests = (look(folder).manifest for folder in rank_folders(Path(config.drives[0]) / config.offload.run))
+    return next((_precision(manifest.spec.fingerprint) for manifest in manifests if manifest is not None), None)
 
 
 def _of_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """Returns the dtype of a checkpoint, or of the latest in a folder of checkpoints; None if there is none."""
-    found = find(folder, None)
-    return None if found is None else _precision(read_manifest(Path(found)).layout)
+    checkpoint = find(folder, None)
+    return None if checkpoint is None else _precision(read_manifest(Path(checkpoint)).layout)
 
 
 def _precision(layout: Mapping[str, Any]) -> str:
@@ -1118,10 +1127,10 @@ def warn_if_slow(config: Config, device: torch.device, goes_on: bool) -> None:
         if dtype == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
             logger.warning("offload: %s", _emulated(torch.cuda.get_device_name(device), config, goes_on))
         return
-    found = precision.rates(dtype)
-    if found.slower >= _WARNED_FROM:
+    rates = precision.rates(dtype)
+    if rates.slower >= _WARNED_FROM:
         block = "torch_autocast" if config.torch_autocast.enabled else dtype
-        logger.warning("offload: %s", _slow(dtype, found.slower, block, goes_on and config.dtype != "fp32"))
+        logger.warning("offload: %s", _slow(dtype, rates.slower, block, goes_on and config.dtype != "fp32"))
 
 
 def _emulated(gpu: str, config: Config, goes_on: bool) -> str:
@@ -1138,14 +1147,14 @@ def _emulated(gpu: str, config: Config, goes_on: bool) -> str:
     return f"{gpu} has no arithmetic in bf16, which torch emulates slowly: {cure}"
 
 
-def _slow(dtype: str, slower: float, block: str, kept: bool) -> str:
+def _slow(dtype: str, slower: float, block: str, resumed: bool) -> str:
     """Returns the warning with its advice.
 
     Args:
         dtype: The slow dtype.
         slower: Time as a multiple of that of fp32.
         block: Block of the config that chooses the dtype.
-        kept: True if a resumed run must keep the dtype.
+        resumed: True if a resumed run must keep the dtype.
     """
     cure = f'leave the block "{block}" out of the config'
     if block == dtype:
@@ -1153,6 +1162,6 @@ def _slow(dtype: str, slower: float, block: str, kept: bool) -> str:
             f'leave out what chose it: the block "{dtype}" of the config, {dtype}=True of TrainingArguments, '
             f'mixed_precision="{dtype}" of Accelerator, dtype="{dtype}" of initialize; offload train: --dtype fp32'
         )
-    if kept:
+    if resumed:
         cure = "a resumed run keeps its dtype; start another run in fp32, or resume this run on another machine"
     return f"{dtype} products are {slower:.1f} times slower than fp32 on this processor: {cure}"

@@ -150,11 +150,11 @@ class Shutdown:
 
     def _end_by_hand(self, remove: bool | None, facts: Mapping[str, Any] | None) -> None:
         """Ends the engine for a call of the user, who can still correct values that cannot be committed."""
-        mine = self._alive and os.getpid() == self._pid
-        stopped = mine and self._components.pager.failed
-        if mine:
+        active = self._alive and os.getpid() == self._pid
+        stopped = active and self._components.pager.failed
+        if active:
             self._explain(_line(sys.exc_info()[1]))  # a call in `except` or `finally`
-        if mine and not stopped and not remove:
+        if active and not stopped and not remove:
             if self._state.after_step_is_due:
                 # Raises while the user can still fix the value, and the last step can be committed afterwards.
                 self._state.of_the_user()
@@ -165,7 +165,7 @@ class Shutdown:
             self._end(bool(remove), meet=not alone, keep=remove is False, facts=facts)
         except KeyboardInterrupt:
             # This engine has ended, so `at_exit` will not tell where its run is.
-            if mine and not self._reported and not self._noted and self._components.world.ranks.rank == 0:
+            if active and not self._reported and not self._noted and self._components.world.ranks.rank == 0:
                 self._report_run(keep=True)
             raise
         if stopped and remove and self._components.world.ranks.rank == 0 and self.resumable:

@@ -37,8 +37,8 @@ _RNG = "rng."
 
 def _check_value(value: Any, name: str) -> None:
     """Accepts what an optimizer's group counts with: a number, a truth value, None, or a list of them."""
-    for each in value if isinstance(value, list) else [value]:
-        if not (each is None or isinstance(each, float) or (isinstance(each, int) and abs(each) <= MOST)):
+    for item in value if isinstance(value, list) else [value]:
+        if not (item is None or isinstance(item, float) or (isinstance(item, int) and abs(item) <= MOST)):
             raise expected("a number, or a list of numbers", name, value)
 
 
@@ -166,13 +166,13 @@ class GeneratorStates:
 
 def read_generators(device: torch.device) -> dict[str, torch.Tensor]:
     """Returns the states of the generators of torch, Python, numpy (if imported) and `device`, as bytes."""
-    found = GeneratorStates.of(device)
-    states = {"torch": found.of_torch, "python": as_bytes(json.dumps(found.of_python).encode())}
-    if found.of_numpy is not None:
-        name, keys, *rest = found.of_numpy
+    generators = GeneratorStates.of(device)
+    states = {"torch": generators.of_torch, "python": as_bytes(json.dumps(generators.of_python).encode())}
+    if generators.of_numpy is not None:
+        name, keys, *rest = generators.of_numpy
         states["numpy"] = as_bytes(json.dumps([name, keys.tolist(), *rest]).encode())
-    if found.of_device is not None:
-        states[device.type] = found.of_device
+    if generators.of_device is not None:
+        states[device.type] = generators.of_device
     return states
 
 
@@ -227,13 +227,13 @@ def keep_generators(device: torch.device) -> Iterator[None]:
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the buffers that belong in a checkpoint, by name; a shared tensor has its first name only."""
-    found: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, buffer in all_persistent_buffers(model).items():
         if id(buffer) not in seen:
             seen.add(id(buffer))
-            found[name] = buffer
-    return found
+            buffers[name] = buffer
+    return buffers
 
 
 def all_persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
