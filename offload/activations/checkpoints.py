@@ -418,7 +418,7 @@ def check_tier(tier: str | None, drives: bool) -> None:
 
 
 def notices(config: Config, blocks: int, host_addressable: bool) -> tuple[str, ...]:
-    """Returns the lines that tell a user which blocks are computed again, and which keys have no effect.
+    """Returns the lines for the user on the blocks that are computed again, and on keys without an effect.
 
     Args:
         config: the whole config, which asks for blocks to be computed again.

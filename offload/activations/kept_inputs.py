@@ -95,7 +95,7 @@ class DiskSlots:
         """Number of slots of each size."""
 
     def take(self, nbytes: int) -> Slot:
-        """Returns a slot of at least `nbytes`, of which at most half stays empty.
+        """Returns a slot of at least `nbytes`; at most half of it stays empty.
 
         Raises:
             StoreError: if a drive has no room for one more.
@@ -103,7 +103,7 @@ class DiskSlots:
         size = align_up(nbytes)
         fitting = [fit for fit, free in self._free.items() if free and size <= fit <= 2 * size]
         if not fitting:
-            # Otherwise sequences of ever new lengths would each leave a file behind.
+            # Otherwise each new length of a sequence would leave a file that no later input uses.
             self._close_idle()
             self._grow(size)
         return self._free[min(fitting, default=size)].pop()
@@ -132,7 +132,7 @@ class DiskSlots:
         self._free.setdefault(size, []).extend(Slot(file, key, size) for key in reversed(range(count)))
 
     def _close_idle(self) -> None:
-        """Closes the files of which no slot is in use, and so frees their room."""
+        """Closes the files without a slot in use, and so frees their room."""
         unused = Counter(slot.file for free in self._free.values() for slot in free)
         for file in [idle for idle, (_, count) in self._files.items() if unused[idle] == count]:
             size, count = self._files.pop(file)
@@ -275,11 +275,11 @@ class HostBlocks:
             for slab in [idle for idle in slabs if slab_size != size and len(idle.free) == idle.count]:
                 slabs.remove(slab)
                 _close(slab)
-        # Lengths may be ever new ones, and each would leave its size behind.
+        # Otherwise each new length of a sequence would leave an empty entry.
         self._slabs = {slab_size: slabs for slab_size, slabs in self._slabs.items() if slabs}
 
     def close(self) -> None:
-        """Waits for copies in flight and frees all blocks, of which none may be used afterwards. Idempotent."""
+        """Waits for copies in flight and frees all blocks; none may be used afterwards. Idempotent."""
         while self._slabs:
             _, slabs = self._slabs.popitem()
             for slab in slabs:
@@ -365,7 +365,7 @@ class KeptInput:
         Args:
             tensor: a dense tensor on the device.
             position: index of the input in the order of the forward.
-            wanted: what sorts inputs in the order in which the backward is expected to ask for them.
+            wanted: sorts inputs in the expected order of the backward's requests.
             released: receives the memory in the end.
         """
         self.memory = Memory(tensor=tensor.detach())
@@ -690,13 +690,13 @@ def _cost_of_block(memory: Memory, nbytes: int) -> tuple[bool, bool]:
 logger = logging.getLogger("offload")
 
 _READ_AHEAD = 2
-"""Inputs that are read from disk before the backward asks for them, beside the one that is uploaded."""
+"""Inputs that are read from disk before the backward asks for them, in addition to the one that is uploaded."""
 _MOST_SHARED = 64
 """Entries of dropped inputs, in the list and in the table of shared ones, that do no harm."""
 
 
 class _Order:
-    """The order in which a backward is expected to ask for inputs: newest first.
+    """The expected order of a backward's requests for inputs: newest first.
 
     Where micro-batches take turns at each unit, their backwards do so too, in the order of the micro-batches.
     """
@@ -732,7 +732,7 @@ class KeptInputs:
         Args:
             device: copies between device and host memory.
             staging: host memory and disk.
-            device_limit: bytes that inputs may take on the device beside the newest, given the bytes that they take.
+            device_limit: bytes that inputs but the newest may take on the device, given the bytes that they take.
             turn: returns the number of the micro-batch that runs where several take turns at each unit, else None.
             timeline: records copies and waits.
         """

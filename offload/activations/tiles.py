@@ -125,7 +125,7 @@ class _Work:
     chunks: list[Chunk]
     casts: Casts
     names: tuple[str, ...]
-    """Names of the parameters that train, in the order in which the function receives them."""
+    """Names of the parameters that train, in the order of the function's arguments."""
     versions: dict[str, int]
     """For each parameter how often it had changed; see `_versions`."""
     source: Any
@@ -230,7 +230,7 @@ class _Chunks(torch.autograd.Function):
                     shape[work.dim] = hidden.shape[work.dim]
                     output = part.new_empty(shape)
                 output.narrow(work.dim, *chunk).copy_(part)
-                del part  # otherwise it would be in memory beside the next chunk
+                del part  # otherwise it would be in memory together with the next chunk
         assert output is not None, "there are several chunks"
         # Most MLPs draw no number: their backward then leaves the generators alone.
         ctx.generators = None if equal(before, generators(hidden)) else before
@@ -381,7 +381,7 @@ class _Tiled:
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles the module by its own class, since this one has no name by which it could be found."""
+        """Pickles the module by its own class, since pickle cannot find this one by name."""
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, *state = reduced
         return (_made_again, (make, type(self).__mro__[2], *arguments[1:]), *state)
@@ -456,7 +456,7 @@ def has_own_forward(module: nn.Module) -> bool:
 
 @functools.cache
 def _tiled_class(kind: Any) -> type[Any]:
-    """Returns the subclass of a module's class that runs in chunks. Has its name, by which units may be chosen."""
+    """Returns the subclass of a module's class that runs in chunks. It keeps the name: units may be chosen by it."""
     attributes = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
@@ -560,7 +560,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _has_others(module: nn.Module, linears: set[str]) -> bool:
-    """Returns True if a module owns parameters beside those of its linear layers and of norms."""
+    """Returns True if a module owns parameters other than those of its linear layers and of norms."""
     return any(
         True
         for name, child in module.named_children()

@@ -359,7 +359,7 @@ class ParamAccess:
 
     @contextlib.contextmanager
     def _together(self, what: str, handle: ParamHandle, state: State) -> Iterator[AllOrNothing]:
-        """Yields a collective in which every rank reads or sets the same state of the same parameter."""
+        """Yields a collective for all ranks to read or set the same state of the same parameter."""
         with all_or_nothing(self._components.agreement, Collective.LOOK, what) as everyone:
             everyone.same({"parameter": handle.name, "what": state.value})
             yield everyone
@@ -448,7 +448,7 @@ def gathered(
 
     The memory is a copy on the compute device, outside of all budgets. `step()` must not be called. A model all of
     whose parameters are gathered runs on that memory, without paging and without gradients, for instance to generate;
-    one of which some are gathered does not run. Parameters of an ordinary model are left alone.
+    one with some gathered parameters does not run. Parameters of an ordinary model are left alone.
 
     On several ranks all of them enter with the same parameters if `modify` is set. For each unit, the changes of the
     lowest rank that made any apply on all ranks, so `if rank == 0:` may be used inside.
@@ -549,7 +549,7 @@ def _take(handles: Collection[ParamHandle], taken: list[ParamHandle]) -> None:
 def _let_go(taken: Iterable[ParamHandle]) -> tuple[list[UsageError], list[tuple[ParamHandle, torch.Tensor]]]:
     """Takes the memory away again. Returns an error for each misfit, and without one the values that have changed.
 
-    The caller raises errors after its `finally`, in which they would replace an exception of the user. With a misfit no
+    The caller raises errors after its `finally`: there they would replace an exception of the user. With a misfit no
     change is kept, but on several ranks this rank still takes part in the end of the edits.
     """
     released = [(handle, handle.let_go()) for handle in taken]
@@ -727,7 +727,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Returns a copy in fp32 of the gradient that the next step will use, as accumulated so far.
 
     The gradient is the mean over the ranks, divided by the number of micro-batches of a step, before the clip. Its
-    values have the precision in which the engine keeps gradients (`data_types.grad_accum_dtype`).
+    values have the precision of the engine's gradients (`data_types.grad_accum_dtype`).
 
     Args:
         param: a parameter of a model under an engine.

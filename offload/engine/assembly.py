@@ -476,7 +476,7 @@ class NewStore:
         run_id = plan.world.everyone.share(uuid.uuid4().hex, "check its start")[0]
         self._made = True
         store.create(over=plan.resume or plan.replace, run_id=run_id)
-        # A rank commits only after this exchange: no commit exists beside files of an earlier run.
+        # A rank commits only after this exchange: no commit exists together with files of an earlier run.
         plan.world.everyone.share(None, "create its store")
 
     def undo(self) -> None:
@@ -852,7 +852,7 @@ def gradient_accumulator(
 def _gradient_places(
     plan: Plan, arena: DeviceArena, spill: DiskSpill | None, downloads: DeviceToHost | None
 ) -> GradientPlaces:
-    """Returns the memory in which gradients wait, other than that of the host."""
+    """Returns the memory of waiting gradients, other than that of the host."""
     dtype = plan.parts.gradient_dtype
     # Totals on the device keep their place for the whole run, so that no step allocates device memory.
     on_device = {
@@ -916,7 +916,7 @@ def _spill(
         spans,
         title=lambda unit: f"the gradient of {plan.layouts[unit].name or 'the root'}",
     )
-    # A receiving thread adds gradients beside the backward, so that its waits are none of the model's.
+    # receiving thread: adds gradients during the backward, so its waits do not count as the model's.
     timeline = pager.table.timeline if plan.device.host_addressable else OFF
     return DiskSpill(
         unit_windows, parts.gradient_dtype, [buffer for buffer in buffers if buffer], scratch, pager.fail, timeline
@@ -1086,7 +1086,7 @@ def _updater(
 def _strategy(
     plan: Plan, rule: Rule, host: HostArena, shards: LocalShards, gradients: GradientAccumulator
 ) -> UpdateStrategy:
-    """Returns the strategy by which the optimizer's rule updates units."""
+    """Returns the strategy that the optimizer's rule updates units by."""
     nbytes = plan.placement.scratch_nbytes
     room = host.tiles.take(nbytes) if nbytes else None
     return rule.strategy(

@@ -64,7 +64,7 @@ class InputCast:
     def explain(self, error: RuntimeError, inputs: Any) -> UsageError | None:
         """Returns an error to raise in place of torch's if the dtype of an input is the cause, else None."""
         dtype = other_dtype(inputs, self._dtype) if self._dtype is not torch.float32 else None
-        # torch has no class of its own for errors about dtypes, so the message must tell.
+        # torch has no class of its own for errors about dtypes; only the message identifies them.
         if dtype is None or "dtype" not in str(error):
             return None
         name = dtype_name(self._dtype)
@@ -151,7 +151,7 @@ def _copied(batch: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
     slots = [name for names in declared for name in ([names] if isinstance(names, str) else names)]
     for name in (*getattr(copied, "__dict__", ()), *slots):
         value = getattr(copied, name, None)
-        # A class without a `__copy__` of its own shares with its copies the container in which its items are.
+        # A class without a `__copy__` of its own shares the container of its items with its copies.
         if isinstance(value, list | MutableMapping) and value is getattr(batch, name, None):
             object.__setattr__(copied, name, copy.copy(value))
     return copied

@@ -33,7 +33,7 @@ from offload.torch_internals import SHALLOW_COPY_QUERY, swap_parameters
 
 # -- contexts ------------------------------------------------------------------------------------------
 #
-# The contexts in which code may compute with parameters that have no values yet.
+# The contexts that let code compute with parameters that have no values yet.
 
 
 class _State(threading.local):
@@ -105,7 +105,7 @@ OVERWRITES = frozenset(
 _INITIALIZERS = frozenset(
     "reset_parameters _reset_parameters _init_weights init_weights initialize_weights _initialize_weights".split()
 )
-"""Methods by which a module makes values, its own and those of modules below it."""
+"""Methods that make the values of a module and of the modules below it."""
 
 
 class Initializer(NamedTuple):
@@ -705,7 +705,7 @@ def _can_initialize(module: nn.Module) -> bool:
 
 
 def _resetter(module: nn.Module) -> str | None:
-    """Returns the name of the method by which a module initializes its parameters, or None."""
+    """Returns the name of the method that initializes a module's parameters, or None."""
     return next((name for name in ("reset_parameters", "_reset_parameters") if getattr(module, name, None)), None)
 
 
@@ -817,7 +817,7 @@ def _meta_init_calls(
 
     Those of the modules that own parameters, and of the modules between them, run children first: a parent's may
     overwrite a child's values. If others have written values too, as `_init_weights` of a Whisper encoder writes the
-    positions of its embedding, all run in the order in which they ran while the model was built.
+    positions of its embedding, all run again in the order of their first calls.
 
     Args:
         model: the model.

@@ -48,7 +48,7 @@ from offload.torch_internals import inside_backward, tree_leaves
 logger = logging.getLogger("offload")
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-"""Types of inputs, beside tensors, that a forward cannot change."""
+"""Types of inputs, other than tensors, that a forward cannot change."""
 
 
 Buffers = Mapping[str, torch.Tensor | None]
@@ -122,7 +122,7 @@ class DeviceBudget:
             self._give_back(_FAILED)
 
     def release(self) -> int:
-        """Gives back the bytes by which the arena has grown, and all that torch caches; returns the former."""
+        """Gives back the bytes that the arena has grown by, and all that torch caches; returns the former."""
         nbytes = self._give_back(_ASKED)
         empty_cache(self._device.torch)
         return nbytes
@@ -230,7 +230,7 @@ class DeviceBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class _State:
-    """The state that a forward could change beside its own outputs, as it was before the forward."""
+    """The state that a forward could change in addition to its outputs, as it was before the forward."""
 
     generators: GeneratorStates
     tensors: list[tuple[torch.Tensor, int]]
@@ -273,7 +273,7 @@ def _versions(modules: Sequence[Buffers], inputs: Any) -> list[tuple[torch.Tenso
 
 
 def advice(nbytes: int, least: int, returned: int = 0) -> str:
-    """Returns advice for a device on which activations do not fit beside the arena.
+    """Returns advice for a device without room for both the arena and the activations.
 
     Args:
         nbytes: size of the arena, in bytes.
@@ -367,7 +367,7 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
 
     `host`: rss = base + arena + device_arena + other_engines + other. "other" came after the engine was built:
     activations, gradients in flight, libraries. `device`: allocated = arena + other. `allocator`: figures of torch's
-    allocator of the device, in which the arena counts as allocated; empty on a CPU. Each of `classes` lists its budget
+    allocator of the device, which counts the arena as allocated; empty on a CPU. Each of `classes` lists its budget
     in the host arena, the bytes in use now, and the peak. `activations` lists the inputs of checkpointed units by tier.
 
     Args:
@@ -440,7 +440,7 @@ def _others(components: EngineComponents) -> int:
 #     sleep   cached weights are dropped ─► partitions that are in no file are set aside ─► the arenas give memory back
 #     wake    the arenas take memory again ─► partitions are read from the swap files, or from where they were set aside
 #
-# Arenas keep their layout: only the memory behind them goes. A partition on the device or in host memory that the swap
+# Arenas keep their layout: only their memory goes. A partition on the device or in host memory that the swap
 # files contain too is read from them. Of any other partition the bytes stay in host memory: one of the device is copied
 # there, one of the host arena remains where it is, unpinned.
 
@@ -466,7 +466,7 @@ class Sleep:
 
         Args:
             components: all components.
-            device_budget: gives memory back by which the device arena has grown.
+            device_budget: gives back the memory that the device arena has grown by.
         """
         self._components, self._device_budget = components, device_budget
         self._aside: dict[_Partition, torch.Tensor] = {}

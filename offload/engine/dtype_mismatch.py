@@ -82,7 +82,7 @@ def precision_notices(model: nn.Module, dtype: torch.dtype, in_fp32: Collection[
                 f"{count_of(len(in_fp32), 'weight stays', 'weights stay')} in fp32{why}, the first is {min(in_fp32)}"
             )
         )
-    # What is on the other list transformers keeps in fp32 beside fp16 alone.
+    # transformers keeps what is on the other list in fp32 only if the rest is fp16.
     listed = listed_in_fp32(model, strict=dtype is torch.bfloat16) - frozenset(in_fp32)
     if listed and not wanted:
         names = [name for name, _ in model.named_parameters() if name in listed]

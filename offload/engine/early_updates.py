@@ -79,7 +79,7 @@ class EarlyUpdates:
             self._gradients.when_received(unit, lambda: offers.offer(update))
 
     def changed(self, unit: int) -> None:
-        """Withdraws the update of a unit of which a gradient has changed."""
+        """Withdraws the update of a unit after one of its gradients has changed."""
         self._changed = True
         self._worker.offers.withdraw(unit)
 

@@ -157,7 +157,7 @@ class WeightEdits:
                 self._unit_views.release_unit(fetched.pop())
 
     def on_gathered(self, parameters: Set[int]) -> AbstractContextManager[None]:
-        """Returns a context in which the model runs on gathered memory, if `parameters` (ids) are all that it has.
+        """Returns a context that lets the model run on gathered memory, if `parameters` (ids) are all that it has.
 
         Experts that are units, and tensors that are stored as bytes, have no memory of that kind.
         """
@@ -348,7 +348,7 @@ class WeightEdits:
     def _replace_bytes(self, state: dict[str, Any], prefix: str, name: str) -> None:
         """Replaces what a module's state dict has of a parameter that is stored as bytes, or leaves it out.
 
-        Beside the parameter these are entries that its module makes of it, such as scales, under names of their own.
+        That is the parameter and the entries that its module makes of it under other names, such as scales.
         """
         # A module's entries are the last ones when its hooks run.
         for key in list(itertools.takewhile(lambda key: key.startswith(prefix), reversed(state))):

@@ -68,7 +68,7 @@ from offload.torch_internals import inside_backward
 
 # -- core ----------------------------------------------------------------------------------------------
 #
-# The core of an engine: its components, its training state, and the order in which a call enters them.
+# The core of an engine: its components, its training state, and the order that a call enters them in.
 #
 #     Engine (what users call) ─► EngineCore ─► components ─► EngineCallbacks, implemented by the core
 #
@@ -135,7 +135,7 @@ class EngineCore(EngineCallbacks):
             self.shutdown = Shutdown(module, components, self.state, self._enter_end)
         except BaseException:
             module.__dict__.pop("zero_grad", None)
-            # The first error is reported; no thread, lock or memory is left behind.
+            # The first error is reported; no thread, lock or memory remains.
             with contextlib.suppress(Exception):
                 close_all(*components.closing())
             raise
@@ -177,7 +177,7 @@ class EngineCore(EngineCallbacks):
 
     @property
     def _in_turn(self) -> bool:
-        """True on the thread of a micro-batch that takes turns with others, all of which are one call of the engine."""
+        """True on the thread of a micro-batch that takes turns with others; together they are one call."""
         layer_major = self.components.layer_major
         return layer_major is not None and layer_major.on_this_thread
 
@@ -631,7 +631,7 @@ class DeepSpeedApi(RunningApi):
         """
         super().__init__(core)
         self.optimizer = core.optimizer
-        """The optimizer that `initialize` returns beside the engine."""
+        """The optimizer that `initialize` returns with the engine."""
 
     # -- progress -----------------------------------------------------------------------------------
 
@@ -647,7 +647,7 @@ class DeepSpeedApi(RunningApi):
 
     @property
     def loss_scale(self) -> float:
-        """Factor by which the loss of the next backward is multiplied; 1 except in fp16."""
+        """Factor that multiplies the loss of the next backward; 1 except in fp16."""
         return self._core.state.loss_scale
 
     @property
@@ -1102,7 +1102,7 @@ class PersistenceApi(DeepSpeedApi):
             max_shard_size: upper bound of one safetensors file, in bytes or as text such as "50GB".
             dtype: "bf16", "fp16", "fp32" or a torch dtype; by default that of the weights. fp32 gives the exact
                 masters.
-            tokenizer: a tokenizer of transformers to save beside the model, or None.
+            tokenizer: a tokenizer of transformers to save with the model, or None.
 
         Raises:
             StoreError: if the disk has no room, before anything is written.
@@ -1183,7 +1183,7 @@ class PersistenceApi(DeepSpeedApi):
         A later start of the same name with `"resume"` set to `"auto"` or `"must"` is then refused.
 
         Args:
-            facts: contents of `finished.json` beside its steps and date; plain JSON values.
+            facts: contents of `finished.json` in addition to its steps and date; plain JSON values.
         """
         self._core.shutdown.finish(facts)
 
@@ -1278,7 +1278,7 @@ class MicroBatchesApi(PersistenceApi):
 
     @property
     def schedule(self) -> Schedule:
-        """Order in which `accumulate` and `train_batch` run micro-batches: "layer_major" or "micro_batch_major".
+        """Order of the micro-batches in `accumulate` and `train_batch`: "layer_major" or "micro_batch_major".
 
         It changes after the first step if the model turns out to keep values on its modules between blocks.
         """
@@ -1448,7 +1448,7 @@ class Engine(MicroBatchesApi):
         self._step_and_schedule()
 
     def _step_and_schedule(self) -> None:
-        # The count tells below whether the optimizer step itself went through: only then are weights ahead of the
+        # The count shows below whether the optimizer step itself went through: only then are weights ahead of the
         # schedule.
         before = self.global_steps
         try:
@@ -1478,7 +1478,7 @@ class Engine(MicroBatchesApi):
         gradients of the step are dropped; with the schedule micro_batch_major, those of complete micro-batches stay.
 
         Args:
-            micro_batches: the micro-batches, all of which are taken first. As many as complete the step, or fewer.
+            micro_batches: the micro-batches; all are taken first. As many as complete the step, or fewer.
             loss: returns the loss of a micro-batch, a tensor of one element, by a call of the engine or the model; it
                 may run on another thread. By default the micro-batch is the model's input, as in `train_batch`.
             scale_wrt_gas: False if the losses are divided by gradient_accumulation_steps already, as in `backward`.
@@ -1683,7 +1683,7 @@ class Engine(MicroBatchesApi):
         again.
 
         Returns:
-            The bytes by which the device budget is smaller; 0 if it is what the config says or as small as it can be.
+            The bytes that the device budget lost; 0 if it is what the config says or as small as it can be.
 
         Raises:
             UsageError: if a forward or a backward is running.

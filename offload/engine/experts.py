@@ -232,7 +232,7 @@ def _hook(module: nn.Module, handle: ParamHandle) -> Callable[[], None]:
 
 
 class ExpertTurns:
-    """The hooks on the modules of stacked experts, which tell the pager the router's choice, and their loops."""
+    """The hooks that report the router's choice to the pager, on the modules of stacked experts, and their loops."""
 
     def __init__(self, modules: Mapping[str, nn.Module], experts: Mapping[str, range], pager: Pager) -> None:
         """Stores what `install` needs.
@@ -248,7 +248,7 @@ class ExpertTurns:
         """All experts."""
 
     def install(self) -> list[Callable[[], None]]:
-        """Hooks the modules, behind the hooks that make them sites, and makes their forwards loops over experts.
+        """Hooks the modules, after the hooks that make them sites, and makes their forwards loops over experts.
 
         Returns:
             Functions that remove the hooks, and give the modules their own way back.

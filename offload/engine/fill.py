@@ -37,7 +37,7 @@ class FirstValues:
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Sequence[str]], seed: int) -> None:
-        """Finds out which parameters are copies of which.
+        """Finds the parameters that are copies, and their sources.
 
         Args:
             model: the model.
@@ -223,7 +223,7 @@ def _leave_in_place(
     Args:
         model: the model.
         layout: the unit.
-        ending: parameters of which this unit has the last values.
+        ending: parameters whose last values are in this unit.
         sources: the bytes of each parameter that is stored as bytes.
     """
     for segment in layout.segments:

@@ -1,4 +1,4 @@
-"""Gradients in flight from a device that computes beside the host, received by one thread.
+"""Gradients in flight from a device that computes in parallel with the host. One thread receives them.
 
     backward's thread   collect ─► small gradients of a unit are joined ─► send
                         send ─► queue            waits only while more than `most` bytes would be in flight
@@ -254,7 +254,7 @@ class _Sent(NamedTuple):
     """(n,) of the same dtype in HOST; None for a copy through staging buffers."""
     receive: Receive | None
     joined: tuple[torch.Tensor, ...] = ()
-    """Tensors of which `source` was made.
+    """Tensors that `source` was made of.
 
     Referenced until the copy is done: if they were allocated on another stream than the one that joins them, torch
     could reuse their memory before the join has read it.
@@ -547,7 +547,7 @@ def windows(borders: Sequence[int], starts: Sequence[int], numel: int) -> tuple[
         starts: positions at which parameters begin, sorted.
         numel: most elements of a window.
     """
-    # Behind its last parameter a partition has padding, in which no chunk begins.
+    # A partition ends with padding, where no chunk begins.
     borders = [*(cut for between in itertools.pairwise(borders) for cut in range(*between, numel)), borders[-1]]
     ranges: list[range] = []
     start = borders[0]

@@ -142,7 +142,7 @@ class DeviceTotals:
 
         Args:
             memory: for each unit (numel,) on the device.
-            dtype: the dtype in which gradients wait for their update.
+            dtype: the dtype of gradients that wait for their update.
         """
         self._memory, self._dtype = dict(memory), dtype
         self._here: dict[int, dict[SegmentRange, torch.Tensor]] = {}
@@ -303,12 +303,12 @@ class HostGradients:
 
 # -- places --------------------------------------------------------------------------------------------
 #
-# Memory in which gradients wait for their updates.
+# Memory of gradients that wait for their updates.
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPlaces:
-    """Memory in which gradients wait for their updates, other than host buffers of the HOST tier."""
+    """Memory of gradients that wait for their updates, other than host buffers of the HOST tier."""
 
     spill: DiskSpill | None
     """Gradients of units that wait on DISK."""
@@ -343,7 +343,7 @@ def squares_of(values: torch.Tensor) -> torch.Tensor:
 def total_of(
     squares: Sequence[Mapping[tuple[int, int], float | torch.Tensor]], elsewhere: Container[tuple[int, int]] = ()
 ) -> float:
-    """Returns the sum of the squares of all gradients, all of which must be numbers by now.
+    """Returns the sum of the squares of all gradients; all must be numbers by now.
 
     Added in layout order in float64, so that the norm has the same bits whatever order gradients arrived in.
 
@@ -481,7 +481,7 @@ class GradientAccumulator:
             self.put(unit, segment, 0, flat(gradient))
 
     def end_backward(self) -> None:
-        """Completes an outermost backward, or an aborted one, of which the gradients that have arrived are kept."""
+        """Completes an outermost backward, or an aborted one; the gradients that have arrived are kept."""
         self._compute.end_span()
         self._flush()
         if self.completion is not None:
@@ -727,7 +727,7 @@ class GradientAccumulator:
             self._reading.discard(unit)
 
     def drop(self, unit: int) -> None:
-        """Drops the gradients of one unit, none of which may be on its way from the device."""
+        """Drops the gradients of one unit; none may be on its way from the device."""
         if self.spill is not None and unit in self.spill:
             self.spill.forget(unit)
         with self._lock:

@@ -84,7 +84,7 @@ class _Packed(NamedTuple):
 
 
 class _Wrapped(NamedTuple):
-    """A wrapper of other tensors, at least one of which is a view of weights."""
+    """A wrapper of other tensors; at least one is a view of weights."""
 
     kind: Any
     inner: dict[str, Any]
@@ -115,7 +115,7 @@ class _Pack:
         bindings, placeholders = self._bindings, self._placeholders
         return Pack(torch.Tensor, nn.Parameter, bindings, placeholders, arena, innermost, self).pack
 
-    # torch refuses a pack hook in which its tensor changes, as weights do when a handler destroys the engine.
+    # torch refuses a pack hook that changes its tensor, and weights change when a handler destroys the engine.
     @uninterrupted
     def __call__(self, tensor: torch.Tensor) -> Any:
         handle = self.saved.handle(tensor)
@@ -362,7 +362,7 @@ def storage_address(tensor: torch.Tensor) -> int:
 #              one forward, which ends with the first backward, and one backward
 #
 # Threads. A forward belongs to its caller's thread, a backward to autograd's. Micro-batches that take turns have a
-# thread each, of which one runs at a time.
+# thread each; one of these runs at a time.
 
 
 class Views(Protocol):
@@ -497,7 +497,7 @@ class Passes:
 
     @uninterrupted
     def _end_turns(self, micro_batches: int) -> None:
-        """Ends the one backward, in which each micro-batch has produced gradients."""
+        """Ends the one backward, after each micro-batch has produced gradients in it."""
         self._pager.end_forward()
         self._views.end_kept()
         self._gradients.end_backward()
@@ -610,7 +610,7 @@ class ModuleHooks:
 
     @uninterrupted
     def reset_aborted(self) -> None:
-        """Releases everything that an aborted forward or backward left behind. Does nothing inside of a backward.
+        """Releases everything that an aborted forward or backward left. Does nothing inside of a backward.
 
         Raises:
             UsageError: if the model runs on another thread that is alive.
@@ -760,7 +760,7 @@ class ModuleHooks:
         frames = self._local.frames
         if not frames or not self._saved.settled or torch.is_autocast_cache_enabled():
             return False
-        # A module within its own call enters again, so that `_leave` tells the two calls apart. So does the root.
+        # A module within its own call enters again, so that `_leave` distinguishes the two calls. So does the root.
         return module is not self._root and module not in [frame.module for frame in frames]
 
     @uninterrupted

@@ -208,7 +208,7 @@ class InferenceEngine(RunningApi):
 
         Args:
             function: receives a batch, and calls the engine or the model; it may run on another thread.
-            batches: the batches, all of which are taken first.
+            batches: the batches; all are taken before the first call.
 
         Raises:
             IoError: if a file of the model cannot be read, or has changed.
@@ -251,7 +251,7 @@ class InferenceEngine(RunningApi):
 
 
 _MOST_RUNS = 64
-"""Runs of a parameter in the files, each of which is a copy to the device, up to which it is read in place."""
+"""Most runs of a parameter in the files that is still read in place. Each run costs a copy to the device."""
 
 
 class TensorPlaces:
@@ -312,7 +312,7 @@ class TensorPlaces:
 
         Args:
             segment: the parameter in its unit.
-            dtype: dtype in which the model computes.
+            dtype: dtype of the model's compute.
         """
         if segment.form:
             return "is quantized"
@@ -368,8 +368,8 @@ def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwar
     process is an engine of its own: under `torchrun` give each its own rows.
 
     Args:
-        model: A folder with a config and safetensors, one safetensors file beside a config, or a `torch.nn.Module`. The
-            parameters of a module that come from `offload.load_pretrained` are read in place; values that are in memory
+        model: A folder with a config and safetensors, one safetensors file next to a config, or a `torch.nn.Module`.
+            The parameters of a module that come from `offload.load_pretrained` are read in place; values that are in memory
             already are kept in host memory.
         config: DeepSpeed JSON, as a path or as a dict; None for the defaults. Without "bf16" and "fp16" the dtype is
             that of the files.
@@ -529,7 +529,7 @@ def _dtype_of(parameter: torch.Tensor) -> torch.dtype:
 
 
 def _most_bytes(tensors: Any) -> str:
-    """Returns the name of the dtype in which most bytes of weights are; "fp32" if there are none.
+    """Returns the name of the dtype with most bytes of weights; "fp32" if there are none.
 
     Args:
         tensors: pairs of dtype and bytes.

@@ -66,7 +66,7 @@ def refuse(**keywords: Any) -> None:
 
 
 class PlainKeywords(TypedDict, total=False):
-    """Keywords that stand for a config, or beside one that says the same."""
+    """Keywords that replace a config, or come with one that says the same."""
 
     weights: str
     """Tier of the weights: "none" (the device), "cpu" or "nvme"."""

@@ -80,7 +80,7 @@ class Writer(Protocol):
         """Writes one more record. An exception ends this writer, and nothing else."""
 
     def write_evaluation(self, evaluation: Evaluated) -> None:
-        """Writes an evaluation, behind the record of its step. Exceptions are as those of `write`."""
+        """Writes an evaluation after the record of its step. Exceptions are those of `write`."""
 
     def close(self) -> None:
         """Flushes and closes; no record follows."""
@@ -151,7 +151,7 @@ class TensorBoard:
 
 
 class CsvFiles:
-    """Writer of a CSV file for each event in `folder`, with lines `step,value`, in which step counts samples."""
+    """Writer of a CSV file for each event in `folder`, with lines `step,value`; step counts samples."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -208,7 +208,7 @@ def cut(path: Path, samples: int) -> None:
 
 
 def _open_csv(path: str, flags: int) -> int:
-    """Opens a file in the folder of a job, neither of which may be a link: their names are anybody's to guess."""
+    """Opens a file in the folder of a job. Neither may be a link, since anybody can guess their names."""
     return open_inner(Path(path), 2, flags, 0o666)
 
 

@@ -8,7 +8,7 @@ engine's timeline and passes spans and marks to the meter on the threads that ma
     seconds = forward + backward + step + all else: the loader, evaluations, the user's own code
               └ waits are within these three ┘      waits of an evaluation are not counted
 
-Updates run beside all of that on a thread of their own, whose seconds are sums of their own.
+Updates run at the same time on their own thread; its seconds are summed separately.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ def compute_spans(timeline: Timeline, names: Sequence[str]) -> ComputeSpans:
 
     A listener of the timeline does not receive these spans: for the meter, the row contains the ends of steps only.
     """
-    # A `Relay` records nothing itself; the timeline behind it may.
+    # A `Relay` records nothing itself; the timeline that it forwards to may.
     recorded = timeline.recorded
     return NO_SPANS if recorded is OFF else ComputeSpans(recorded, names)
 

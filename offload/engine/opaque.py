@@ -44,7 +44,7 @@ class Source(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Device on which the tensors are, as far as they tell."""
+        """Device of the tensors, if they report one."""
 
     def read(self, geometry: torch.Tensor) -> torch.Tensor:
         """Returns elements as an ordinary tensor, with the shape, strides, dtype and offset of `geometry`, on meta."""

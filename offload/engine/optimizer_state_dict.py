@@ -163,5 +163,5 @@ def _count(state: Mapping[str, Any]) -> int | None:
         number = float(count)
     else:
         return None
-    # The bound is first: it is False for NaN and inf, of which there is no integer.
+    # The bound is first: it is False for NaN and inf, which no integer represents.
     return int(number) if 0 <= number < _MOST_STEPS and number == int(number) else None

@@ -210,7 +210,7 @@ _OF_LAYERS = (
     *("blocks computed again", "units", "parameters", "quantized weights", "buffers"),
     *("weights given", "weights to be read"),
 )
-"""Facts in which the stages of a pipeline differ."""
+"""Facts that differ between the stages of a pipeline."""
 
 
 def _compare(everyone: Sequence[dict[str, Any]], world: World) -> None:
@@ -513,7 +513,7 @@ def check_division(drives: Sequence[str], run: str, own: str, resume: str) -> No
 
     Args:
         drives: Folders of the drives; empty without any.
-        run: Name of the run, without the end by which the columns of tensor parallelism differ.
+        run: Name of the run, without the end that names the column of tensor parallelism.
         own: That end, such as "-tp0of2" or "-pp0of2"; empty without.
         resume: The configured "resume".
     """
@@ -532,7 +532,7 @@ def check_division(drives: Sequence[str], run: str, own: str, resume: str) -> No
 
 
 def _size(end: str) -> str:
-    """Returns the sizes of the pipeline and of tensor parallelism that the end of a run's name tells, in words."""
+    """Returns the sizes of the pipeline and of tensor parallelism that the end of a run's name states, in words."""
     match = _COLUMN.fullmatch(end)
     assert match is not None, "the names of other runs were left out"
     pipeline, tensor = match.groups()
@@ -629,7 +629,7 @@ def check_replaced(folder: Path, spec: StoreSpec, job: Mapping[str, Any]) -> Non
         job: made by `job_of`.
 
     Raises:
-        StoreError: if the run was another job, or if that cannot be told. Nothing was changed.
+        StoreError: if the run was another job, or if that is unknown. Nothing was changed.
     """
     note = read_closed(folder)
     if note is None or note.get("saved"):
@@ -720,7 +720,7 @@ class Plan:
     tiled_mlps: tuple[str, ...]
     """Modules that the config tiles, by name."""
     schedule: Choice
-    """Order in which the micro-batches of a step pass through the model, for steps that the engine runs as one call."""
+    """Order of the micro-batches of a step through the model, for steps that the engine runs as one call."""
     notices: tuple[str, ...]
     sites: tuple[Site, ...] = ()
     """The modules that compute with DTensors."""
@@ -837,7 +837,7 @@ def _request(
         layouts=layouts,
         optimizer=optimizer,
         accumulation=batch.accumulation,
-        # Units that are not read from the model's files are kept in host memory: there is no store beside the files.
+        # Units that are not read from the model's files stay in host memory: without swap files there is no store.
         machine=_machine(config, device, world.everyone, device_kernels, bool(config.drives) and not images),
         rank=world.ranks.shard,
         world_size=world.ranks.mesh.shards,
@@ -902,7 +902,7 @@ def _notices(
     everyone: Ranks,
     mesh: Mesh,
 ) -> tuple[str, ...]:
-    """Returns the lines that the plan has for the user, in the order in which they are reported."""
+    """Returns the plan's lines for the user, in the order of the report."""
     if everyone.rank:
         # Every rank finds the same run, and one notice is enough.
         return (*config.notices, *memory.notices, *why_not)

@@ -271,7 +271,7 @@ def _taken_back(model: nn.Module, names: set[str]) -> set[str]:
     """Returns which of the entries the model's `load_state_dict` takes; others are made of weights, or constant.
 
     Raises:
-        ConfigError: If that cannot be told.
+        ConfigError: If that cannot be determined.
     """
     if not names:
         return set()

@@ -3,7 +3,7 @@
 An engine stores each parameter apart, and its updates write there. Another parameter, a buffer or an attribute in the
 same memory follows the parameter in plain PyTorch; under an engine it would keep its first values. One parameter
 object under several names is one parameter, and frozen parameters never change: both stay as they are. Of tensors that
-no part of the model reaches, such as a state dict of the script's, a line tells afterwards.
+no part of the model reaches, such as a state dict of the script's, a line reports afterwards.
 
     every tensor ─► interval of addresses ─► sorted ─► two that overlap, one of them a parameter that trains: an error
 """

@@ -7,7 +7,7 @@
     abandon      finishes nothing; the last commit remains
 
 In a forked child none of them does anything. With several ranks, an exception that is being handled when one of them
-ends is told to the others, whose errors name it.
+ends is reported to the others, whose errors name it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from offload.swapper.store import Store
 
 # -- exit status ---------------------------------------------------------------------------------------
 #
-# The failure that a script tells by `sys.exit`, of which Python says nothing to the handlers of the exit.
+# Remembers a non-zero `sys.exit`, which handlers of the exit cannot see.
 #
 # A script that catches its error, logs it and calls `sys.exit(1)` has failed as much as one that the error ends.
 
@@ -164,7 +164,7 @@ class Shutdown:
         try:
             self._end(bool(remove), meet=not alone, keep=remove is False, facts=facts)
         except KeyboardInterrupt:
-            # This engine has ended, so `at_exit` will not tell where its run is.
+            # This engine has ended, so `at_exit` will not report where its run is.
             if active and not self._reported and not self._noted and self._components.world.ranks.rank == 0:
                 self._report_run(keep=True)
             raise
@@ -236,7 +236,7 @@ class Shutdown:
             self._close(remove and finished, notes=facts is None)
 
     def _end_together(self, remove: bool, meet: bool, facts: Mapping[str, Any] | None) -> None:
-        """Ends beside the other processes, as far as they can be reached, and leaves the note of a removed run.
+        """Ends together with the processes that can be reached, and leaves the note of a removed run.
 
         The arguments are those of `_end`.
         """
@@ -246,7 +246,7 @@ class Shutdown:
         if remove or not (ranks.lost or agreement.interrupted):
             agreement.end(remove)
             self._meet_all(remove)
-            if remove:  # the note, by which stores count as leftovers, exists before any is deleted
+            if remove:  # the note marks stores as leftovers, so it exists before any is deleted
                 self._note_end(facts or {})
                 ranks.share(None, "delete its store")
         else:

@@ -23,7 +23,7 @@ from offload.layout.flat_layout import UnitLayout
 from offload.records import MOST, anything, expected, fields, maybe, parse, rows, table, text, whole
 
 DECOUPLED = "decoupled weight decay"
-"""Name of the setting of each group that tells AdamW from Adam."""
+"""Name of the setting of each group that distinguishes AdamW from Adam."""
 SIZES_OF_BATCH = ("micro-batch size", "accumulation")
 """Names of the settings whose product is the samples of a step of one rank."""
 SAMPLES_OF_STEP = "samples of a step"
@@ -64,7 +64,7 @@ _FACTS_OF_STEP = fields(
     },
     {"members": rows(rows(text())), "options": rows(table(rows(anything, 1, 2)))},
 )
-"""What the facts must be, whoever has written them; a checksum does not tell."""
+"""What the facts must be, whoever has written them; a checksum does not show it."""
 _ADVICE = (
     "each commit holds the schedule's state, which may be None, booleans, numbers, strings, and lists, tuples and "
     "dicts of them. Let its state_dict() return such values, or do not pass it to initialize: step the schedule after "

@@ -197,7 +197,7 @@ def _names(states: Sequence[Mapping[str, Any]]) -> str:
 
 
 _FACTOR = 2.0
-"""Factor by which the scale changes."""
+"""Factor of a change of the scale."""
 
 
 class LossScaler:
@@ -383,7 +383,7 @@ def named_settings(
 
 
 def job_of(model: nn.Module, settings: StepSettings, optimizer: Optimizer, lr_scheduler: Any) -> dict[str, Any]:
-    """Returns what tells the job of a run from others that have the same layout: plain JSON.
+    """Returns what distinguishes the job of a run from others with the same layout: plain JSON.
 
     Args:
         model: the model.
@@ -399,7 +399,7 @@ def job_of(model: nn.Module, settings: StepSettings, optimizer: Optimizer, lr_sc
 
 
 class Differences:
-    """Settings in which a resumed run differs from the run that was committed, by name, each with both values."""
+    """Settings that differ between a resumed run and the committed one, by name, each with both values."""
 
     def __init__(
         self,

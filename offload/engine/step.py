@@ -33,7 +33,7 @@ from offload.sizes import count_of
 #
 # Count of the micro-batches since the last optimizer step, and the decision on the next `step()`.
 #
-# by the count      one optimizer step every `accumulation` micro-batches, each of which ends with `step()`
+# by the count      one optimizer step every `accumulation` micro-batches; each of these ends with `step()`
 # by the user       `set_gradient_accumulation_boundary` decides: `step()` need not be called for each micro-batch, and
 #                   backwards are counted instead
 # `no_sync`         no optimizer step within; each backward is a micro-batch, with or without a `step()` by a schedule
@@ -45,7 +45,7 @@ class GradientAccumulation:
 
     def __init__(self) -> None:
         self._backwards = 0
-        """Outermost backwards so far in which a gradient arrived."""
+        """Outermost backwards so far that produced a gradient."""
         self._before = 0
         """Backwards before the last optimizer step."""
         self._at_step = 0
@@ -383,7 +383,7 @@ class OptimizerStep:
         own = functools.partial(gradients.known, elsewhere)
         known = components.agreement.step(self._accumulation.count, state.global_steps, settings, own)
         if self._zeros is not None:
-            # Only now all ranks know of which stacks any rank has visited an expert. Zeros change no norm.
+            # Only now all ranks know the stacks with an expert that any rank has visited. Zeros change no norm.
             self._zeros.add(known.present)
             gradients.receive_totals()
         return components.world.step(known, self._accumulation.count, state.global_steps, settings)

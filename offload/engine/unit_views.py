@@ -202,7 +202,7 @@ class UnitViews:
                 )
 
     def _held(self, stays: bool) -> set[str]:
-        """Returns the names of units of which a view lives; see `settle`."""
+        """Returns the names of units with a live view; see `settle`."""
         self._sweep()
         names = {self._units[view.unit].name for view in self._live}
         bound = [(unit, unit.binding) for unit in self._units if unit.stays and stays]
@@ -237,7 +237,7 @@ class UnitViews:
 
     @uninterrupted
     def reset(self) -> None:
-        """Releases all parameters and pins that an aborted forward or backward left behind."""
+        """Releases all parameters and pins that an aborted forward or backward left."""
         with self.lock:
             self._hide()
             for unit in self._units:

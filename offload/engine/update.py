@@ -251,7 +251,7 @@ class TileReader:
         try:
             return self._begin(job, cut, buffer, reads)
         except BaseException:
-            wait_for_all(reads)  # no tile exists by which the worker could find them
+            wait_for_all(reads)  # without a tile the worker cannot find them
             raise
 
     def _begin(self, job: Job, cut: Cut, buffer: HostBuffer | None, reads: list[Future]) -> Tile:
@@ -357,7 +357,7 @@ class TileReader:
         return None
 
     def _read_frozen(self, job: Job, reads: list[Future]) -> None:
-        """Reads the frozen elements behind the trainable ones into the unit's host buffer: no tile contains them."""
+        """Reads the frozen elements, after the trainable ones, into the unit's host buffer: no tile contains them."""
         shards, unit = self._shards, job.unit
         first = job.update.numel * shards.mode_of(unit).weight_dtype.itemsize
         if (
@@ -680,7 +680,7 @@ class Offers:
         self._promised: dict[int, UnitUpdate] = {}
         """Updates whose gradients are on their way to the host, by unit."""
         self._offered: dict[int, UnitUpdate] = {}
-        """Updates that may begin, by unit, in the order in which the gradients were complete."""
+        """Updates that may begin, by unit, in the order that their gradients became complete."""
         self._begun: dict[int, Job] = {}
         self._verdicts: list[tuple[Job, Fate]] = []
         self._draining: list[Job] = []
@@ -793,7 +793,7 @@ HELD_IN_A_ROW = 8
 
 By Laplace's rule of succession the next step fails with a chance of 1 in n + 2 after n that held: 1 in 10. A miss reads
 and writes the states of a unit once more, so the expected extra traffic stays below a tenth of an update's. A smaller
-number would guess within the bursts of large gradients in which clipped steps come, and a larger one would give up more
+number would guess within the bursts of large gradients that bring clipped steps, and a larger one would give up more
 steps that hold than it saves.
 """
 
@@ -884,10 +884,10 @@ class AutoSpeculation:
 
 
 _IN_MEMORY = 1 << 26
-"""Elements of a tile all of whose memory is elsewhere, and of which nothing is written.
+"""Elements of a tile that reads no memory of its own and writes nothing.
 
-A small one saves nothing, and between two of them Python takes a tenth of a millisecond and more, in which sixteen
-cores compute half a million elements. Its time is the one after which an error of another thread is seen.
+A small tile saves nothing: between two tiles Python takes a tenth of a millisecond and more, and sixteen cores compute
+half a million elements in that time. The worker sees an error of another thread after one such tile.
 """
 
 
@@ -914,7 +914,7 @@ class UpdateWorker:
 
         Args:
             shards: this rank's partitions, which the worker alone changes while an update is in flight.
-            arena: host arena, whose class of tiles has room for all tiles beside the strategy's scratch memory.
+            arena: host arena; its class of tiles has room for all tiles and the strategy's scratch memory.
             gradients: the gradients of the units.
             strategy: the arithmetic of an update.
             tile_numel: largest number of elements of a tile.
@@ -1070,7 +1070,7 @@ class UpdateWorker:
         # sleep through the change.
         seen = self._pager.version
         self._pager.check()  # after an error anywhere no work may begin, and no commit
-        # Tiles first: a dropped update ends with its last tile, and nobody tells this thread of it later.
+        # Tiles first: a dropped update ends with its last tile, and nothing reports it to this thread later.
         self._retire(wait=False)
         self._carry_out_verdicts()
         # All free buffers are put to use before anything is computed, so that the drives stay busy during the kernel.

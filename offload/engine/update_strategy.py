@@ -132,7 +132,7 @@ class UpdateBuilder:
     def updates(
         self, present: Sequence[set[int]], order: Sequence[int], scale: float, counts: list[list[int]]
     ) -> list[UnitUpdate]:
-        """Returns an update of each unit with a gradient, in the `order` in which the next forward needs the units.
+        """Returns an update of each unit with a gradient. `order` is the order of the next forward.
 
         Args:
             present: for each unit the segments that have a gradient.

@@ -47,7 +47,7 @@ class RatedStep(NamedTuple):
 
 
 class LambRule(Rule):
-    """LAMB, of which the norms of a parameter may be on several ranks."""
+    """LAMB. The elements of a parameter's norms may be on several ranks."""
 
     def step(self, parameter: nn.Parameter, group: Mapping[str, Any], count: int, grad_scale: float) -> RatedStep:
         """Returns the arguments of the kernels."""

@@ -156,7 +156,7 @@ class TorchUpdates:
         """Exchange of divided parameters."""
 
     def part(self, unit: int, state: State, start: int, stop: int) -> range:
-        """Returns the same elements of every state but PACKED, of which a tile contains all words."""
+        """Returns the same elements of every state but PACKED; a tile contains all words of PACKED."""
         return range(self.layouts[unit].packed_numel(self._rank)) if state is State.PACKED else range(start, stop)
 
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
@@ -176,7 +176,7 @@ class TorchUpdates:
             step: options of the parameter's group, and the factor of the gradient.
 
         Returns:
-            The new master, (numel,): in the memory of `master`, or of a tensor by which the optimizer has replaced it.
+            The new master, (numel,): in the memory of `master`, or of the tensor that the optimizer put in its place.
 
         Raises:
             UsageError: the optimizer's own code has raised.
@@ -211,7 +211,7 @@ class _TorchSteps:
         self._segments = updates.layouts[update.unit].segments
 
     def run(self, tile: TileContent, last: bool) -> None:
-        """Steps all parameters of the unit, of which the tile contains all that this rank has."""
+        """Steps all parameters of the unit. The tile contains all elements that this rank has."""
         steps = {segment.parameter: segment for segment in self._update.segments}
         for index, segment in steps.items():
             if index not in self._update.shared:
@@ -220,7 +220,7 @@ class _TorchSteps:
             self._trade(tile, steps)
 
     def _step(self, parameter: Segment, tile: TileContent, segment: ParameterStep) -> None:
-        """Steps a parameter of which this rank has all elements."""
+        """Steps a parameter that lies on this rank alone."""
         states, gradient = _content(tile, segment)
         # A copy of the gradient, because an optimizer may write into it. In fp32 the master is the weight itself.
         own = self._updates.gradient[: len(gradient)].copy_(gradient)
@@ -484,7 +484,7 @@ def _steps(
     return [(parameter.detach(), alone.state[parameter]) for parameter in parameters]
 
 
-# -- what an optimizer keeps beside states -----------------------------------------------------------------
+# -- what an optimizer keeps in addition to states -----------------------------------------------------------------
 
 
 _LARGE = 10_000
@@ -494,7 +494,7 @@ _DEPTH = 16
 
 
 def _kept_beside(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """Returns the image of all that a step could change beside parameters and their states, by name.
+    """Returns the image of all that a step could change other than parameters and their states, by name.
 
     These are entries of the last group, attributes of the optimizer, of its classes and of the parameters, and what
     its methods reach: variables of an enclosing function, and plain variables of their module.

@@ -366,7 +366,7 @@ class EngineStage(PipelineStage):
 
 @contextlib.contextmanager
 def _own_errors() -> Iterator[None]:
-    """Raises an error of this package that torch has put behind one of its own, a `RuntimeError`."""
+    """Raises an error of this package that torch has wrapped in its own `RuntimeError`."""
     try:
         yield
     except RuntimeError as error:

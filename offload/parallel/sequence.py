@@ -39,7 +39,7 @@ from offload.sizes import count_of
 
 # -- group ---------------------------------------------------------------------------------------------
 #
-# Sequence parallelism beside ZeRO: groups of ranks that share each sequence, among all ranks that share the states.
+# Sequence parallelism with ZeRO: groups of ranks that share each sequence, among all ranks that share the states.
 #
 #     four ranks, "sequence_parallel_size": 2     part 0     part 1
 #
@@ -53,7 +53,7 @@ from offload.sizes import count_of
 #
 # **No deadlock.** The thread that runs the model makes all collectives, those of groups and those of ZeRO, and every
 # rank of a group runs the same program. An exchange is no round of agreement: a rank that waits in one serves nobody.
-# So experts that are units, of which ranks use different ones, are refused (`checks.check_units`).
+# So experts that are units are refused, since ranks use different ones (`check_units`).
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,7 @@ def form_groups(world: World, size: int) -> Ranks:
 
 # -- attention -----------------------------------------------------------------------------------------
 #
-# Attention over whole sequences of which each rank has a part, by an attention function of transformers.
+# Attention over whole sequences that are divided over ranks, by an attention function of transformers.
 #
 #     query, key, value   (rows, heads, part of the sequence, width)
 #        all-to-all ─►    (rows, part of the heads, sequence, width)
@@ -250,7 +250,7 @@ class SequenceAttention:
             (rows, part of the sequence, heads, width of values), and no attention weights.
 
         Raises:
-            UsageError: if the function takes a tensor of which each rank would need another part.
+            UsageError: if the function takes a tensor that would have to be divided over ranks.
         """
         self.times_called += 1
         # Such as sinks or a bias of positions: of each, a rank needs the part of its heads.
@@ -309,7 +309,7 @@ def _to_heads(parallel: SequenceParallel, tensors: Sequence[torch.Tensor]) -> li
     if len({tensor.shape[-1] for tensor in tensors}) > 1:
         return [_to_heads(parallel, [tensor])[0] for tensor in tensors]
     size, (rows, _, part, width) = parallel.size, tensors[0].shape
-    # (ranks, rows, heads of a rank, part, width), all tensors behind each other in one message
+    # (ranks, rows, heads of a rank, part, width), all tensors one after the other in one message
     counts = [tensor.shape[1] // size for tensor in tensors]
     sent = torch.cat([tensor.unflatten(1, (size, -1)).movedim(1, 0) for tensor in tensors], 2)
     # Row r is the part of the sequence that rank r has.
@@ -388,7 +388,7 @@ def _own_function(own: str, module: Any) -> Callable[..., tuple[torch.Tensor, An
 _LAYERS = frozenset(("full_attention", "sliding_attention", "chunked_attention"))
 """Kinds of layers, by the names in a model's config, that mix tokens by attention alone."""
 _MIXERS = (nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.MultiheadAttention)
-"""Modules that mix tokens in another way, by which a rank would need those of the others."""
+"""Modules that mix tokens in another way, so that a rank would need the tokens of other ranks."""
 
 
 def inside_adapters(model: nn.Module) -> Any:
@@ -449,7 +449,7 @@ def _why_not_transformers(model: nn.Module, inner: Any) -> str | None:
         return "does not look its attention up in transformers' table of attention functions"
     from transformers.masking_utils import sdpa_mask
 
-    # Older ones give masks the positions of one part, from which the whole cannot be told.
+    # Older ones give masks the positions of one part, which do not determine those of the whole.
     if "q_length" not in inspect.signature(sdpa_mask).parameters:
         return "is one of a transformers that is too old: 5.23 was tried"
     for part in (inner, model):
@@ -676,7 +676,7 @@ def _is_on(keep: Any) -> bool:
 
 
 def _facts(call: Mapping[str, Any]) -> list[int]:
-    """Returns numbers by which ranks find out that they were called with different batches."""
+    """Returns numbers that ranks compare, in order to notice that their batches differ."""
     shapes: list[int] = []
     sums: list[torch.Tensor] = []
     for name in ("input_ids", "inputs_embeds", "labels", "attention_mask"):

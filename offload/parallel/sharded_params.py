@@ -24,7 +24,7 @@ from offload.errors import ConfigError, UsageError
 
 
 _MARKS = ("tensor_model_parallel", "model_parallel")
-"""Attributes by which Megatron, and DeepSpeed with it, know a parameter of which each rank has another part."""
+"""Attributes that mark, for Megatron and DeepSpeed, a parameter that is divided over ranks."""
 _OTHER_GROUPS = ("pipeline_model_parallel", "context_parallel", "expert_model_parallel")
 """Further dimensions of Megatron's, which an engine does not know."""
 _SUMMED_BY_HOOKS = "replicated_with_grad_allreduce"
@@ -70,7 +70,7 @@ class FoundShards:
     dtensors: Mapping[str, DTensorForm] = field(default_factory=dict)
     """The parameters that are DTensors, sharded or replicated, by name."""
     sharded: frozenset[str] = frozenset()
-    """Names of the parameters of which each process of the row has another part."""
+    """Names of the parameters that are divided over the processes of the row."""
     dims: Mapping[str, int] = field(default_factory=dict)
     """The dimension along which each DTensor among them is divided. Megatron's marks do not say it."""
     data_ranks: tuple[int, ...] | None = None

@@ -1,4 +1,4 @@
-"""Count of the micro-batches of a step, of which each stage of a process runs a backward.
+"""Count of the micro-batches of a step; each stage of a process runs a backward of each.
 
     stage 0    forward 0  forward 1  ...  backward 0  backward 1          a micro-batch counts when all stages of the
     stage 2               forward 0  ...  backward 0        backward 1    process have run its backward
@@ -103,7 +103,7 @@ class StageRun:
             micro_batch: Number of the micro-batch in the schedule.
             divides: True if the schedule is expected to call `divided` at its end.
         """
-        # Torch asks for the division behind the last backward, where a schedule was not made without it.
+        # torch asks for the division after the last backward, unless the schedule was made without it.
         if divides:
             self._undivided.add(stage)
         # Stages finish in any order of micro-batches: a schedule may run two of one before the first of another.
@@ -114,7 +114,7 @@ class StageRun:
             self._accumulation.count_micro_batch()
 
     def divided(self, stage: int) -> None:
-        """Notes that the schedule wants the mean over micro-batches, by which each loss was divided."""
+        """Notes that the schedule wants the mean over micro-batches: it has divided each loss by their number."""
         self._undivided.discard(stage)
 
     def begin_step(self, accumulation: int) -> None:

@@ -1,4 +1,4 @@
-"""Tensor parallelism and pipelines beside ZeRO: how the groups of each process make a grid (`distributed.world`)."""
+"""Tensor parallelism and pipelines with ZeRO: how the groups of each process make a grid (`distributed.world`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def form_grid(
     Args:
         everyone: all processes.
         row: the processes among which tensor parallelism divides this one's parameters, by their rank; empty without.
-        sharded: names of the parameters of which this process has a part.
+        sharded: names of the parameters that this process has a part of.
         pipeline: the stages of this process.
         dims: the dimension along which each of `sharded` is divided, where that is known.
 

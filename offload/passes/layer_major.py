@@ -58,7 +58,7 @@ from offload.torch_internals import (
 #
 # torch computes on a CPU with OpenMP, which gives each thread that computes a team of its own. GNU's libgomp counts the
 # threads of all teams. Once they are more than the cores, no team waits actively for its next piece of work any longer:
-# it sleeps, and each operation of the model wakes it. Eight micro-batches that take turns have eight teams, of which
+# it sleeps, and each operation of the model wakes it. Eight micro-batches that take turns have eight teams, and only
 # one works: a step of gpt2-small on two cores took 4 to 15 % longer than with one team, in single runs.
 
 
@@ -136,7 +136,7 @@ class ThreadSettings:
 
 
 class Border(NamedTuple):
-    """A place in a micro-batch's forward or backward; borders are in the order in which they are reached."""
+    """A place in a micro-batch's forward or backward; borders are in the order of their visits."""
 
     backward: bool
     passed: float
@@ -167,7 +167,7 @@ class MicroBatch(Generic[_T]):
         self.ended = False
         self._result: list[_T] = []
         self._error: BaseException | None = None
-        # Variables of a context, such as those in which transformers collects outputs, are each micro-batch's own.
+        # Each micro-batch has its own context variables, such as those that transformers collects outputs in.
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._run,), name=name, daemon=True)
         self._started = False
@@ -290,7 +290,7 @@ class ModuleState:
         return next((key for key, value in now.items() if self._before.get(key) != value), None)
 
     def _contents(self) -> dict[str, Any]:
-        """Returns what tells the contents of all attributes from others. Values, perhaps activations, are not kept."""
+        """Returns what identifies the contents of all attributes. Values, perhaps activations, are not kept."""
         contents = {}
         for name, module in self._modules.items():
             for key, value in vars(module).items():
@@ -331,7 +331,7 @@ def foreign_hook(modules: Mapping[str, nn.Module]) -> str | None:
 
 
 _END = 0.5
-"""The border behind a block, in blocks after the border before it."""
+"""The border after a block, in blocks after the border before it."""
 
 
 class _Ends(NamedTuple):
@@ -367,7 +367,7 @@ class LayerMajor:
         Args:
             modules: the modules of the model, by name.
             blocks: names of the repeated blocks, in the order of the model.
-            passes: is told that micro-batches take turns.
+            passes: receives the news that micro-batches take turns.
             device: the compute device.
             wanted: True if the user asks for turns by name.
         """
@@ -563,5 +563,5 @@ class LayerMajor:
 
 
 def _list_of(name: str) -> str:
-    """Returns the name of the list of which a block is a member."""
+    """Returns the name of the list that contains a block."""
     return name.rpartition(".")[0]

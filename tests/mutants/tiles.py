@@ -36,7 +36,7 @@ MUTANTS = (
     Mutant(
         "keep a chunk's output beside the next chunk",
         _FORWARD,
-        "                del part  # otherwise it would be in memory beside the next chunk\n",
+        "                del part  # otherwise it would be in memory together with the next chunk\n",
         "",
         _TILES,
     ),
