@@ -97,12 +97,7 @@ class ParamAccess:
     """Reads and sets the values of the parameters of one engine. Belongs to the thread that runs the model."""
 
     def __init__(self, components: EngineComponents, callbacks: EngineCallbacks) -> None:
-        """Registers the accessor for `engines`.
-
-        Args:
-            components: components of the engine.
-            callbacks: the engine.
-        """
+        """Registers the accessor for `engines`."""
         self._components, self._held, self._callbacks = components, components.shards, callbacks
         _engines.add(self)
 
@@ -502,12 +497,7 @@ def gathered(
 
 
 def _write_back(handles: Sequence[ParamHandle], changed: Sequence[tuple[ParamHandle, torch.Tensor]]) -> None:
-    """Writes changed values to the swap tiers, unit by unit, and ends the edits of each unit.
-
-    Args:
-        handles: all parameters that were gathered.
-        changed: those that were changed, with their values.
-    """
+    """Writes changed values to the swap tiers, unit by unit, and ends the edits of each unit."""
     # Also for units without a change, or without room here: every rank must come to the same `end_edits`, in the same
     # order.
     for engine, unit in dict.fromkeys((handle.engine, handle.unit) for handle in handles):
@@ -672,13 +662,7 @@ class StackAccess(ParamAccess):
 
 
 def _joined(read: Callable[..., torch.Tensor | None], handle: ParamHandle, what: Any) -> torch.Tensor | None:
-    """Returns what `read` gives for a parameter; for a stack, the results for its rows joined.
-
-    Args:
-        read: reads one parameter.
-        handle: the parameter.
-        what: the second argument of `read`.
-    """
+    """Returns what `read` gives for a parameter; for a stack, the results for its rows joined."""
     if not isinstance(handle, StackHandle):
         return read(handle, what)
     rows = [read(row, what) for row in handle.rows]

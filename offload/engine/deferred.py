@@ -191,12 +191,6 @@ class Draw:
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        """Stores where a parameter was created.
-
-        Args:
-            module: the module that initializes the parameter.
-            name: the parameter's name in the module.
-        """
         self._module, self._class, self._name = weakref.ref(module), type(module), name
         self.copied = False
         self.writers: dict[Initializer, int] = {}
@@ -364,11 +358,6 @@ def _begins_init(func: Any, target: DeferredParameter, kwargs: Mapping[str, Any]
     """Returns True if a call by a function of torch.nn.init shows that the function is about to set every element.
 
     Questions about the shape do not: `_calculate_fan_in_and_fan_out` asks them too, and writes nothing.
-
-    Args:
-        func: the function of torch that is called.
-        target: the tensor of the call.
-        kwargs: keywords of the call.
     """
     if "out" in kwargs or writes(func):
         return True
@@ -818,11 +807,6 @@ def _meta_init_calls(
     Those of the modules that own parameters, and of the modules between them, run children first: a parent's may
     overwrite a child's values. If others have written values too, as `_init_weights` of a Whisper encoder writes the
     positions of its embedding, all run again in the order of their first calls.
-
-    Args:
-        model: the model.
-        absent: the parameters.
-        draws: what is known of their values.
     """
     own = list(_initializers(model, absent))
     written: dict[Initializer, int] = {}

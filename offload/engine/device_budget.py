@@ -81,15 +81,6 @@ class DeviceBudget:
     def __init__(
         self, module: nn.Module, pager: Pager, gradients: GradientAccumulator, device: Device, need: DeviceNeed
     ) -> None:
-        """Stores the components.
-
-        Args:
-            module: the model.
-            pager: owner of the device arena.
-            gradients: receives grown memory for totals.
-            device: the compute device.
-            need: bounds of the arena, in bytes.
-        """
         self._module, self._pager, self._gradients, self._device, self._need = module, pager, gradients, device, need
         self._history = ArenaHistory()
         self._added: tuple[int, ...] = ()
@@ -462,12 +453,6 @@ class Sleep:
     """The sleep of one engine. Belongs to the thread that runs the model."""
 
     def __init__(self, components: EngineComponents, device_budget: DeviceBudget) -> None:
-        """Stores the components of an engine that is awake.
-
-        Args:
-            components: all components.
-            device_budget: gives back the memory that the device arena has grown by.
-        """
         self._components, self._device_budget = components, device_budget
         self._aside: dict[_Partition, torch.Tensor] = {}
         """Bytes of partitions on the device that no file contains, in host memory."""

@@ -35,15 +35,6 @@ class EarlyUpdates:
         optimizer: Optimizer,
         speculate: Literal["auto"] | bool,
     ) -> None:
-        """Stores the components.
-
-        Args:
-            worker: makes the updates.
-            gradients: the gradients of the units.
-            builder: makes an update of gradients and numbers.
-            optimizer: the numbers.
-            speculate: the config's setting.
-        """
         self._worker, self._gradients, self._builder, self._optimizer = worker, gradients, builder, optimizer
         self._auto = AutoSpeculation(speculate)
         self._settings: Mapping[int, Mapping[str, Any]] | None = None

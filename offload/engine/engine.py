@@ -459,11 +459,6 @@ class RunningApi:
     """Methods that run the model, and getters that read the core."""
 
     def __init__(self, core: EngineCore) -> None:
-        """Creates the API over a complete core.
-
-        Args:
-            core: components and training state.
-        """
         self._core = core
         self.module = core.module
         """The model that `initialize` received."""
@@ -624,11 +619,6 @@ class DeepSpeedApi(RunningApi):
     """Getters and setters of DeepSpeed's engine that read the core and run nothing."""
 
     def __init__(self, core: EngineCore) -> None:
-        """Creates the API over a complete core.
-
-        Args:
-            core: components and training state.
-        """
         super().__init__(core)
         self.optimizer = core.optimizer
         """The optimizer that `initialize` returns with the engine."""
@@ -885,12 +875,6 @@ class PersistenceApi(DeepSpeedApi):
     """Methods that read weights out, save and load, and end an engine."""
 
     def __init__(self, core: EngineCore, notices: Sequence[str]) -> None:
-        """Creates the API over a complete core.
-
-        Args:
-            core: components and training state.
-            notices: lines that were reported at the start.
-        """
         super().__init__(core)
         self.notices = tuple(notices)
         """Lines reported at the start: placements, budgets, keys without an effect, the result of a resume."""

@@ -220,11 +220,7 @@ def _leave_in_place(
 ) -> None:
     """Empties the parameters of a unit whose values stay in the model's own files.
 
-    Args:
-        model: the model.
-        layout: the unit.
-        ending: parameters whose last values are in this unit.
-        sources: the bytes of each parameter that is stored as bytes.
+    `ending` contains the parameters whose last values are in this unit.
     """
     for segment in layout.segments:
         if segment.inner:
@@ -284,12 +280,6 @@ class InitialFill:
     """
 
     def __init__(self, shards: LocalShards, world: World) -> None:
-        """Keeps what the units are written to.
-
-        Args:
-            shards: the partitions of this rank.
-            world: all processes, and this one's place among them.
-        """
         self._held, self._world, self._store = shards, world, shards.store
         self._buffers: dict[State, memoryview] = {}
 

@@ -387,15 +387,6 @@ class Passes:
         callbacks: EngineCallbacks,
         timeline: Timeline,
     ) -> None:
-        """Begins nothing.
-
-        Args:
-            pager: is notified of the beginning and the end of each forward.
-            gradients: is notified of the end of each backward.
-            views: releases units at the end of a pass.
-            callbacks: the engine, as its components see it.
-            timeline: records the phases.
-        """
         self._pager, self._gradients, self._views, self._callbacks = pager, gradients, views, callbacks
         self._timeline = timeline
         self.thread: threading.Thread | None = None

@@ -369,8 +369,8 @@ def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwar
 
     Args:
         model: A folder with a config and safetensors, one safetensors file next to a config, or a `torch.nn.Module`.
-            The parameters of a module that come from `offload.load_pretrained` are read in place; values that are in memory
-            already are kept in host memory.
+            The parameters of a module that come from `offload.load_pretrained` are read in place; values that are in
+            memory already are kept in host memory.
         config: DeepSpeed JSON, as a path or as a dict; None for the defaults. Without "bf16" and "fp16" the dtype is
             that of the files.
         model_class: Class of transformers to build for a folder; None for the architecture that its config names.

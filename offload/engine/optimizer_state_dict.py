@@ -35,14 +35,6 @@ class OptimizerStates:
     def __init__(
         self, param_access: ParamAccess, layouts: Sequence[UnitLayout], mode: Mode, training_state: TrainingState
     ) -> None:
-        """Stores the components.
-
-        Args:
-            param_access: access to the states of one parameter.
-            layouts: the segments of each unit.
-            mode: the states that the optimizer keeps.
-            training_state: the state that counts the updates of each parameter.
-        """
         self._param_access, self._layouts, self._mode = param_access, layouts, mode
         self._training_state = training_state
 

@@ -938,15 +938,7 @@ def _with_disks(placed: PlacedStates, ranks: Ranks) -> tuple[MemoryPlan, FoundRu
 
 
 def _machine(config: Config, device: Device, ranks: Ranks, device_kernels: bool, drives: bool) -> Machine:
-    """Returns the resources of this machine that one of its ranks may use.
-
-    Args:
-        config: The whole config.
-        device: The compute device.
-        ranks: All ranks.
-        device_kernels: True if the device has kernels of ours.
-        drives: True if there are drives for swap files.
-    """
+    """Returns the resources of this machine that one of its ranks may use."""
     return Machine(
         # The ranks of one machine divide its free memory evenly.
         free_host=free_host_memory() // ranks.here,

@@ -93,14 +93,7 @@ class Shutdown:
     def __init__(
         self, module: nn.Module, components: EngineComponents, state: TrainingState, enter: Callable[[], None]
     ) -> None:
-        """Registers the shutdown with the interpreter's exit.
-
-        Args:
-            module: the model.
-            components: components of the engine.
-            state: training state.
-            enter: starts a call of the engine; see `EngineCore.enter`.
-        """
+        """Registers the shutdown with the interpreter's exit."""
         self._module, self._components, self._state, self._enter = module, components, state, enter
         self._pid = os.getpid()
         self._alive = True

@@ -250,15 +250,6 @@ class OptimizerStep:
         module: nn.Module,
         optimizer: Optimizer,
     ) -> None:
-        """Stores the components.
-
-        Args:
-            components: components of the engine.
-            state: training state.
-            accumulation: count of micro-batches.
-            module: the model.
-            optimizer: groups of the model's parameters.
-        """
         self._components, self._state, self._accumulation, self._optimizer = components, state, accumulation, optimizer
         self._update_builder = UpdateBuilder(
             layouts=components.layouts,

@@ -209,13 +209,6 @@ class TileReader:
     """Factory of tiles: finds the memory of each state, and starts the reads of states on disk."""
 
     def __init__(self, *, shards: LocalShards, gradients: GradientAccumulator, strategy: UpdateStrategy) -> None:
-        """Stores the owners of states and gradients.
-
-        Args:
-            shards: this rank's partitions.
-            gradients: the gradients of the units.
-            strategy: decides which elements of a state a tile contains.
-        """
         self._shards, self._gradients, self._strategy = shards, gradients, strategy
 
     def needs_buffer(self, job: Job) -> bool:
@@ -409,13 +402,6 @@ class UpdateResults:
     """Publishes the results of updates."""
 
     def __init__(self, *, shards: LocalShards, gradients: GradientAccumulator, timeline: Timeline) -> None:
-        """Stores the owners of states and gradients.
-
-        Args:
-            shards: this rank's partitions.
-            gradients: the gradients of the units.
-            timeline: records the ends of updates.
-        """
         self._shards, self._gradients, self._timeline = shards, gradients, timeline
         self._updates, self._store = shards.pager.weight_updates, shards.store
 

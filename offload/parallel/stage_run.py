@@ -32,13 +32,6 @@ class TiedGradients:
     """The parameters of one process that other stages have too. Belongs to the thread that runs the model."""
 
     def __init__(self, model: nn.Module, ties: Sequence[Tie], access: ParamAccess) -> None:
-        """Stores them.
-
-        Args:
-            model: Stages of this process.
-            ties: The parameters, in one order on all stages.
-            access: Reads and sets gradients.
-        """
         self._access = access
         self._tied = [(model.get_parameter(tie.name), tie.group) for tie in ties]
 
@@ -64,13 +57,6 @@ class StageRun:
     """The micro-batches that a schedule runs through the stages of one process. Belongs to the model's thread."""
 
     def __init__(self, stages: int, accumulation: GradientAccumulation, ties: TiedGradients) -> None:
-        """Begins with none.
-
-        Args:
-            stages: Number of stages of this process.
-            accumulation: Counts complete micro-batches.
-            ties: The parameters that other stages have too.
-        """
         self._stages, self._accumulation, self._ties = stages, accumulation, ties
         self._done: dict[int, set[int]] = {}
         """For each micro-batch that is not complete the stages that have run its backward."""

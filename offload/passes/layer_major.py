@@ -518,13 +518,7 @@ class LayerMajor:
         return run
 
     def _add_border(self, module: nn.Module, number: int, ends: _Ends) -> None:
-        """Installs the hooks of a block.
-
-        Args:
-            module: the block.
-            number: its number.
-            ends: of its list.
-        """
+        """Installs the hooks of a block."""
 
         def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if called is module:
