@@ -506,7 +506,7 @@ class Staging:
         ]
         for count, kept_input in enumerate(in_host):
             room = self._blocks.room(kept_input.nbytes)
-            # The tensor of one that is leaving still has a download in flight, for which no thread shall wait.
+            # An input that is leaving still has a download in flight, and no thread shall wait for it here.
             if kept_input.memory.tensor is not None or not checkpoints.writes(
                 len(in_host) - count, room, kept_input.nbytes
             ):
@@ -612,7 +612,6 @@ class Staging:
         return memory.block
 
     def _read(self, kept_input: KeptInput, block: Block) -> None:
-        """Starts the read of an input into `block`."""
         memory = kept_input.memory
         assert memory.slot is not None, "an input is in a block or on DISK"
         try:
@@ -816,7 +815,6 @@ class KeptInputs:
         return kept_input
 
     def _share(self, tensor: torch.Tensor, kept_input: KeptInput) -> None:
-        """Notes that `kept_input` is the input with the memory of `tensor`."""
         if len(self._shared) >= _MOST_SHARED:
             self._shared = {place: entry for place, entry in self._shared.items() if not entry[0].expired()}
         self._shared[_place(tensor)] = StorageWeakRef(tensor.untyped_storage()), weakref.ref(kept_input)
@@ -930,7 +928,7 @@ class KeptInputs:
         """Starts the copy of an input to the device, after its read."""
         memory, block = kept_input.memory, self._staging.to_block(kept_input, self._alive())
         tensor = kept_input.form.empty(self._device.torch)
-        # The tensor's memory may belong to compute that was queued before: the upload waits for it.
+        # upload stream: waits for the compute queued so far, which may still use the tensor's memory.
         ready = (memory.downloaded, self._device.record_event())
         with self._timeline.span(Row.UPLOADS, "input of a unit", kept_input.nbytes):
             memory.uploaded = self._device.upload(bytes_of(tensor), block.bytes(kept_input.nbytes), ready)
@@ -944,7 +942,6 @@ class KeptInputs:
         return [kept_input for ref in self._kept if (kept_input := ref()) is not None]
 
     def _count(self) -> None:
-        """Updates the peaks."""
         now = dict.fromkeys(Tier, 0)
         for kept_input in self._alive():
             now[kept_input.memory.tier] += kept_input.nbytes

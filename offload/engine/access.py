@@ -563,7 +563,6 @@ def _let_go(taken: Iterable[ParamHandle]) -> tuple[list[UsageError], list[tuple[
 
 
 def _nbytes(handles: Iterable[ParamHandle]) -> int:
-    """Returns the bytes of gathered parameters."""
     return sum(math.prod(handle.shape) * handle.parameter.element_size() for handle in handles)
 
 
@@ -673,7 +672,6 @@ def _joined(read: Callable[..., torch.Tensor | None], handle: ParamHandle, what:
 
 
 def _flat(values: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns values as one dimension."""
     return None if values is None else values.view(-1)
 
 

@@ -240,7 +240,6 @@ def _progress(plan: Plan, store: Store, model: nn.Module, optimizer: Optimizer) 
 
 
 def _notices(plan: Plan, core: EngineCore) -> tuple[str, ...]:
-    """Returns the lines of the plan and of the components."""
     components = core.components
     return (
         *plan.notices,
@@ -304,7 +303,6 @@ def _io_notices(queue: SharedQueue | None, asked: Aio) -> tuple[str, ...]:
 
 
 def _settings(plan: Plan) -> StepSettings:
-    """Returns the settings of a step."""
     return StepSettings(
         micro_batch_size=plan.batch.micro,
         accumulation=plan.batch.accumulation,
@@ -622,7 +620,6 @@ def shown_names(plan: Plan) -> list[str]:
 def _pager(
     plan: Plan, host: HostArena, arena: DeviceArena, files: RunFiles, agreement: Agreement, timeline: Timeline
 ) -> Pager:
-    """Returns the pager."""
     # The pager receives sizes and limits only; it knows neither modules nor parameters.
     sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode, plan.images)
     # Where each rank has whole weights, a use needs no other rank: they meet when they reduce gradients, and at step().

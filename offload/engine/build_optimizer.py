@@ -329,7 +329,6 @@ def _check_given(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _of_torch(block: SchedulerBlock, optimizer: torch.optim.Optimizer) -> Any:
-    """Returns the schedule of torch that the block names."""
     params = {name: value for name, value in block.params.items() if not (value is None or value == "auto")}
     arguments = {name: _argument(value) for name, value in params.items()}
     try:

@@ -344,7 +344,6 @@ def resident_of_arenas(components: EngineComponents) -> tuple[int, int]:
 
 
 def _own_arenas(components: EngineComponents) -> list[HostArena]:
-    """Returns the host memory of one engine."""
     return [components.arena, *components.activations.arenas]
 
 
@@ -610,7 +609,6 @@ class Sleep:
         return [self._components.arena, *self._components.activations.arenas]
 
     def _resident_host(self) -> int:
-        """Returns the resident bytes of the host arenas."""
         return sum(resident_bytes(arena.address, arena.nbytes) for arena in self._host_arenas())
 
     def _without_files(self, tier: Tier) -> list[tuple[_Partition, int]]:

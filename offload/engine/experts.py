@@ -217,8 +217,6 @@ def forgive_parametrizations(
 
 
 def _hook(module: nn.Module, handle: ParamHandle) -> Callable[[], None]:
-    """Hooks one module and returns the function that removes the hook."""
-
     def before(called: nn.Module, args: tuple[Any, ...]) -> None:
         if called is module:
             handle.forgive_changes()
@@ -256,8 +254,6 @@ class ExpertTurns:
         return [undo for module, units in self._sites for undo in (self._hook(module, units), take_one_by_one(module))]
 
     def _hook(self, module: nn.Module, units: range) -> Callable[[], None]:
-        """Hooks one module and returns the function that removes the hook."""
-
         def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if called is module:
                 self._expect(units, (*args, *kwargs.values()))

@@ -228,7 +228,7 @@ def join(pieces: Sequence[Piece]) -> tuple[torch.Tensor, Receive]:
             part = values[start : start + nbytes].view(dtype)
             start += nbytes
             if target is not None:
-                # Not `copy_`, which would start a team of threads for this thread, beside those of the kernels.
+                # receiving thread: `copy_` would start a team of threads for it, in addition to the kernels' team.
                 ctypes.memmove(target.data_ptr(), part.data_ptr(), nbytes)
             if passed_on is not None:
                 passed_on(0, part)
@@ -330,7 +330,7 @@ class DeviceToHost:
             target: (n,) of the same dtype on the host, or None.
             receive: called for each chunk on arrival, or None.
         """
-        # The event is recorded on the caller's compute stream, before the receiving thread can start the copy.
+        # compute stream: the caller records the event here, before the receiving thread can start the copy.
         self._send(_Sent(title, source, self.device.record_event(), target, receive))
 
     def collect(
@@ -470,7 +470,7 @@ class DeviceToHost:
 
     def _begin(self) -> bool:
         """Starts the next copy. Returns False if there is none, or no staging buffer is free."""
-        # Read without the lock: only this thread removes entries, and one appended meanwhile is found next time.
+        # receiving thread: reads without the lock, since it alone removes entries, and finds a later one next time.
         if self._begun == len(self._sent):
             return False
         sent = self._sent[self._begun]
@@ -510,7 +510,8 @@ class DeviceToHost:
         if arriving.values.nbytes:  # not the mark of `when_received`
             self._timeline.add(Row.DOWNLOADS, sent.title, arriving.began, now(), arriving.values.nbytes)
         if arriving.last:
-            # Removed last: until here `drain` must wait, and `source` must stay referenced, or its memory is reused.
+            # receiving thread: removes the entry last. Until here `drain` must wait, and `source` must stay referenced,
+            # or its memory is reused.
             self._begun -= 1
             # No reference may outlive the notice: whoever waits may return the memory to torch at once.
             del arriving, sent
@@ -687,7 +688,6 @@ class DiskSpill:
         return self._free.pop()
 
     def _write(self, key: tuple[int, int]) -> None:
-        """Starts to write a window."""
         host_buffer = self._here.pop(key)
         future = self.scratch.write(key[0], self._offset(key), host_buffer.buffer[: self._nbytes(key)])
         self._writing[key] = (host_buffer, future)

@@ -570,7 +570,8 @@ class GradientAccumulator:
         # Never joined if the unit spills: small gradients that arrive late would read back windows already written.
         place = None if self._host.spills(unit) else (unit, segment, first)
         downloads.collect(self._titles[unit], place, values, target, receive)
-        # Recorded after the send, whose wait may raise. Sums that the receiving thread has recorded by then stay.
+        # backward's thread: records after the send, whose wait may raise. Sums that the receiving thread has recorded
+        # by then stay.
         for chunk, value in zip(chunks, squares, strict=True):
             if summed:
                 self._squares[unit][segment, first + chunk] = value
@@ -599,7 +600,7 @@ class GradientAccumulator:
         start = self._start(unit, segment, first)
         numel = values.numel()  # `len` of a tensor is slow Python
         with self._lock:
-            # The update worker frees units under the same lock, on its own thread.
+            # update thread: frees units under the same lock.
             assert unit not in self._reading
             for chunk in range(0, numel, CHUNK):
                 more = values if numel <= CHUNK else values[chunk : chunk + CHUNK]

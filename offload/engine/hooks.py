@@ -311,7 +311,6 @@ class SavedTensors:
 
     @uninterrupted
     def _view(self, packed: Handle) -> torch.Tensor:
-        """Returns a view of weights."""
         if self._compute is NO_SPANS:
             return self._unit_views.view(packed)
         self._compute.leave_for(packed.unit)  # before the wait for weights, which is no compute

@@ -278,7 +278,6 @@ class TensorPlaces:
         return tuple(self._image(layout, layout.mode_in(mode).weight_dtype) for layout in layouts)
 
     def _image(self, layout: UnitLayout, dtype: torch.dtype) -> UnitImage | None:
-        """Returns the image of a unit, or None."""
         small = layout.device_numel <= self._small_numel
         if small or any(self.why_not(segment, dtype) is not None for segment in layout.segments):
             return None

@@ -152,7 +152,7 @@ class StepMeter:
         elif row is Row.COMPUTE:  # the only such span here is the engine's own end of a step
             self._sums["step"] += nanoseconds
         else:
-            # The worker updates during an evaluation too; waits of the evaluation itself are no cost of a step.
+            # update thread: works during an evaluation too. Waits of the evaluation itself are no cost of a step.
             cause = cause_of(row, name)
             if cause is not None and (row is Row.WORKER or Phase.EVALUATION not in self._began):
                 self._sums[cause] += nanoseconds
@@ -162,7 +162,7 @@ class StepMeter:
     def end_step(self, stepped: Stepped) -> None:
         """Makes the record of this step and passes it to the reporter."""
         taken, loss = self._taken(), self._loss
-        # Other threads add to sums meanwhile: since sums only grow, an addition missed here counts for the next step.
+        # other threads: add to the sums meanwhile. Sums only grow, so an addition missed here counts for the next step.
         gone = {name: taken[name] - self._last[name] for name in taken}
         self._last, self._loss = taken, None
         values = {"lr": stepped.lr, "grad_norm": stepped.grad_norm, "skipped_steps": float(stepped.skipped_steps)}

@@ -838,7 +838,7 @@ def _request(
         optimizer=optimizer,
         accumulation=batch.accumulation,
         # Units that are not read from the model's files stay in host memory: without swap files there is no store.
-        machine=_machine(config, device, world.everyone, device_kernels, bool(config.drives) and not images),
+        machine=_machine(device, world.everyone, device_kernels, bool(config.drives) and not images),
         rank=world.ranks.shard,
         world_size=world.ranks.mesh.shards,
         replicas=world.ranks.mesh.replicas,
@@ -937,7 +937,7 @@ def _with_disks(placed: PlacedStates, ranks: Ranks) -> tuple[MemoryPlan, FoundRu
     return plan_memory(placed, wanted, full), former_run
 
 
-def _machine(config: Config, device: Device, ranks: Ranks, device_kernels: bool, drives: bool) -> Machine:
+def _machine(device: Device, ranks: Ranks, device_kernels: bool, drives: bool) -> Machine:
     """Returns the resources of this machine that one of its ranks may use."""
     return Machine(
         # The ranks of one machine divide its free memory evenly.
@@ -956,7 +956,7 @@ def _device_kernels(device: Device) -> tuple[bool, tuple[str, ...]]:
     if device.host_addressable:
         return False, ()
     why_not = cuda.why_not(device.torch) if device.torch.type == "cuda" else None
-    # A device of type cpu that the host cannot address is one of the tests; its kernels are those of the CPU.
+    # Test devices report type cpu but are not host-addressable; they use the CPU kernels.
     if device.torch.type not in ("cpu", "cuda"):
         why_not = f"there are kernels for CUDA alone, and this device is {device.torch.type}"
     if why_not is None:

@@ -251,7 +251,6 @@ class UnitViews:
 
     @outside_of_modes
     def _view(self, saved: Handle) -> torch.Tensor:
-        """Returns the view of `view`."""
         index = saved.unit
         unit = self._units[index]
         with self.lock:

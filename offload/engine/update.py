@@ -331,7 +331,7 @@ class TileReader:
                 there = shards.pager.weight_updates.speculative.copy(unit, first, room.tensor(torch.uint8))
         if not there:
             assert shards.store is not None
-            # Under the backward nobody waits for the update, but autograd waits for weights.
+            # I/O queue: during a backward nobody waits for this update, but autograd waits for weights.
             priority = Priority.NORMAL if job.fate is Fate.CERTAIN else Priority.BACKGROUND
             reads.append(shards.store.read(unit, state, shards.store.newest[unit], first, memory, priority))
         return StateTile(state=state, first=first, work=work, away=None, buffer=memory)
@@ -395,7 +395,7 @@ class _Room:
 #     OPEN        ─►  nothing                                       ─► fresh weights in memory may be evicted
 #     DROPPED     ─►  nothing                                       ─► nothing
 #
-# An update that becomes CERTAIN makes up for the steps that it has passed. Threads. The update worker calls everything.
+# When an update becomes CERTAIN, the actions that it skipped run. Threads. The update worker calls everything.
 
 
 class UpdateResults:
@@ -588,7 +588,7 @@ class TilePipeline:
             if not wait and not all(write.done() for _, write in tile.writes.values()):
                 return ended
             waits = self._timeline.span(Row.WORKER, f"waits for writes of {self._title(tile.job)}")
-            # `write.wait` raises the error of a failed write; `write.done` does not.
+            # update thread: `write.wait` raises the error of a failed write; `write.done` does not.
             with waits if wait else contextlib.nullcontext():
                 for _, write in tile.writes.values():
                     write.wait()
@@ -601,7 +601,7 @@ class TilePipeline:
 
     def drain(self) -> None:
         """Waits for every request after an error, so that no buffer is freed while a request uses it."""
-        # The buffers are freed once this thread has ended, but the I/O queue would still write into them.
+        # update thread: its end frees the buffers, but requests in the I/O queue still use them.
         for tile in [*self._reading, *self._writing]:
             wait_for_all([*tile.reads, *(write for _, write in tile.writes.values())])
 
@@ -786,7 +786,7 @@ steps that hold than it saves.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """Properties of a run on which it depends whether any update may be made under the backward."""
+    """Properties of a run that decide whether any update may be made during the backward."""
 
     wanted: bool
     """True if the config allows them."""
@@ -796,19 +796,19 @@ class RunFacts:
     commits: bool
     """True if the store has two slots of each state, and commits them."""
     on_disk: bool
-    """True if there is a unit all of whose states are on DISK."""
+    """True if all states of some unit are on DISK."""
 
 
 def run_may_speculate(facts: RunFacts) -> bool:
     """Returns True if updates of the run may be made under the backward."""
     # Ranks would have to agree on every guess. A rule of two passes needs norms first, and a tile of torch's optimizers
-    # is an entire unit, without room for its old states beside.
+    # is an entire unit, without room for a copy of its old states.
     return facts.wanted and facts.ranks == 1 and facts.one_pass and facts.commits and facts.on_disk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitFacts:
-    """A unit whose gradients are complete, at the moment at which its update could begin."""
+    """A unit with complete gradients, at the moment when its update could begin."""
 
     on_disk: bool
     """True if every state is on DISK. Above it, an update changes the state in place."""
@@ -981,7 +981,8 @@ class UpdateWorker:
             EngineFailed: the worker or another background thread has failed.
         """
         with self._pager.lock:
-            # From here on the worker does not wait for a host buffer: perhaps only this thread could free one.
+            # caller's thread: from here on the worker does not wait for a host buffer, since perhaps only this thread
+            # could free one.
             self._flushing += 1
             self._pager.notify()
             try:
@@ -1052,8 +1053,8 @@ class UpdateWorker:
 
         Order: take back written tiles, start reads, compute, wait for a write, commit, sleep.
         """
-        # The version is read before all checks: a change after any of them makes it differ, so this thread does not
-        # sleep through the change.
+        # update thread: reads the version before all checks. A change after any of them makes it differ, so the thread
+        # does not sleep through the change.
         seen = self._pager.version
         self._pager.check()  # after an error anywhere no work may begin, and no commit
         # Tiles first: a dropped update ends with its last tile, and nothing reports it to this thread later.
@@ -1082,7 +1083,7 @@ class UpdateWorker:
             if self._closing and idle:
                 return False
             if self._pager.version == seen:
-                # Without work, no change of the pager matters: each use of a unit would wake this thread in vain.
+                # update thread: without work no change of the pager matters. Each use of a unit would wake it in vain.
                 (self._given if idle else self._pager.changed).wait()
         return True
 
@@ -1103,8 +1104,8 @@ class UpdateWorker:
         Returns None if no update is queued, or if no host buffer is free yet.
         """
         with self._pager.lock:
-            # The next update of the same unit writes the bytes of one that was dropped. Looked up under the lock under
-            # which `schedule` drops the one and queues the other.
+            # The next update of the same unit writes the bytes of one that was dropped. `schedule`
+            # drops the one and queues the other under this same lock.
             if self.offers.draining:
                 return None
             if not self._queue:
@@ -1179,7 +1180,7 @@ class UpdateWorker:
     def _must_not_wait(self) -> bool:
         """Returns True if a thread waits for this worker, which must then not wait for a host buffer itself."""
         with self._pager.lock:
-            # Otherwise both could wait: the thread for an update, and the worker for a buffer that the thread uses.
+            # Otherwise both could wait: that thread for an update, and the update thread for a buffer that it uses.
             return bool(
                 self._flushing
                 or self._closing
@@ -1205,13 +1206,14 @@ class UpdateWorker:
     def _commit(self) -> bool:
         """Commits the scheduled step if its updates are written and its blob is there; returns True after a commit."""
         with self._pager.lock:
-            # All three are read under one lock: since the worker last saw an empty queue, `schedule` may have filled
-            # it, and the blob may belong to that step, whose updates have not begun.
+            # update thread: reads all three under one lock. Since it last saw an empty queue, `schedule` may have
+            # filled the queue, and the blob may belong to that step, whose updates have not begun.
             if self._queue or self.offers.unsettled or self._commit_step is None or self._blob is None:
                 return False
             step, blob = self._commit_step, self._blob
         assert self._store is not None
-        # Outside the lock: a commit waits for the drives, and threads that only read weights must not wait with it.
+        # update thread: commits outside the lock. A commit waits for the drives, and threads that only read weights
+        # must not wait with it.
         self._store.commit(step, blob)
         with self._pager.lock:
             self._commit_step = self._blob = None

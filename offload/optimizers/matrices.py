@@ -516,8 +516,8 @@ class MatrixUpdates:
     def _on_device(self, matrix: torch.Tensor, direction: torch.Tensor, step: MuonStep) -> torch.Tensor:
         """Copies `matrix` to the device, and the direction back into host memory; returns the latter."""
         shape = (direction.shape[0], direction.shape[1])
-        # The update stream beside that of compute, so the next forward runs on. All memory is of this stream, and the
-        # copies wait for the work before them.
+        # update stream: runs in parallel with the compute stream, so the next forward runs on. All memory is of this
+        # stream, and the copies wait for the work before them.
         with self._device.updating():
             sizes = (matrix.numel(), matrix.numel(), min(shape) ** 2)
             workspace = Workspace(*(matrix.new_empty(size, device=self._device.torch) for size in sizes))

@@ -572,6 +572,5 @@ def _image(value: Any, seen: set[int], depth: int = 0) -> Any:
 
 
 def _slots(value: Any) -> list[Any]:
-    """Returns the values in an object's slots."""
     names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if isinstance(name, str)]
     return [getattr(value, name, None) for name in names if name not in ("__dict__", "__weakref__")]

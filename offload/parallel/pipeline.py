@@ -153,7 +153,6 @@ def split(
 
 
 def _needs(value: Any) -> bool:
-    """Returns True for a tensor that needs a gradient."""
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 

@@ -121,7 +121,6 @@ def find_shards(model: nn.Module, mpu: Any = None) -> FoundShards:
 
 
 def _of_dtensors(model: nn.Module, dtensors: Mapping[str, Any]) -> FoundShards:
-    """Returns what the DTensors of a model say."""
     tensor = _tensor_module()
     rows: dict[tuple[int, ...], str] = {}
     for name, parameter in dtensors.items():
@@ -362,8 +361,6 @@ class ShardedViews(Extension):
             self._hook(site.module, site.forms)
 
     def _hook(self, module: nn.Module, forms: Mapping[str, DTensorForm]) -> None:
-        """Hooks one module; see the module."""
-
         def before(called: nn.Module, _: Any) -> None:
             self._show(called, forms)
 

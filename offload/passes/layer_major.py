@@ -557,5 +557,4 @@ class LayerMajor:
 
 
 def _list_of(name: str) -> str:
-    """Returns the name of the list that contains a block."""
     return name.rpartition(".")[0]
