@@ -246,7 +246,7 @@ class UnitCheckpoints:
 
     @contextlib.contextmanager
     def _recomputation(self, module: nn.Module, call: _Call) -> Iterator[None]:
-        """Marks a recomputation of `module`, after which its buffers are as before; see [Note: buffers]."""
+        """Marks a recomputation of `module` and restores its buffers afterwards; see [Note: buffers]."""
         changed = [
             (saved_buffer.tensor, saved_buffer.tensor.clone())
             for saved_buffer in call.buffers

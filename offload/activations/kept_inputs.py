@@ -514,7 +514,7 @@ class Staging:
             self._write(kept_input)
 
     def take_block(self, nbytes: int, inputs: Sequence[KeptInput]) -> Block | None:
-        """Returns a block, for which the oldest of `inputs` goes to DISK if necessary; None if there is no room.
+        """Returns a block; the oldest of `inputs` goes to DISK if necessary. Returns None if there is no room.
 
         Raises:
             IoError: if an input could not be written.

@@ -72,7 +72,7 @@ def autocast(casts: Casts) -> Iterator[None]:
 
 
 def generators(hidden: torch.Tensor) -> Generators:
-    """Returns the states of the generators from which a module that computes with a tensor may draw."""
+    """Returns the states of the generators that a module may draw from when it computes with a tensor."""
     devices, states = get_device_states(hidden)
     return torch.get_rng_state(), list(devices), list(states)
 

@@ -81,7 +81,7 @@ def check_room(name: str, numel: int) -> None:
 # -- param access --------------------------------------------------------------------------------------
 
 
-# Weak, so that an engine that the user has dropped is not kept alive.
+# Weak, since an engine that the user has dropped shall not be kept alive.
 _engines: weakref.WeakSet[ParamAccess] = weakref.WeakSet()
 
 
@@ -567,7 +567,7 @@ def _nbytes(handles: Iterable[ParamHandle]) -> int:
 
 
 def _no_room(handles: Collection[ParamHandle], free: str) -> BudgetError:
-    """Returns the error for parameters for which there is no memory."""
+    """Returns the error for parameters without memory."""
     return BudgetError(
         f"{count_of(len(handles), 'gathered parameter')} would take {format_size(_nbytes(handles))} of the device's "
         f"memory, {free} free: gather fewer at a time, or lower device_memory. trl gathers all to generate: set "

@@ -133,7 +133,7 @@ def assemble(
         make: Makes the engine of its core and of the lines for the user.
         lr_scheduler: A schedule, or None.
         loader: Batches of training data, or None.
-        open_source: Opens the files from which weights are read, if these are not the swap files.
+        open_source: Opens the files that weights are read from, if these are not the swap files.
         listener: Receives the spans of the engine; None for none but those that the config asks for.
     """
     if not plan.device.host_addressable:
@@ -435,7 +435,7 @@ class RunFiles:
     store: Store | None
     """The swap files; None without states on DISK."""
     source: WeightSource | None
-    """The files from which the pager reads weights: the swap files, or others that are only read; None without any."""
+    """The files that the pager reads weights from: the swap files, or others that are only read; None without any."""
     others: contextlib.ExitStack
     """Closes the files that are only read."""
     make: Callable[[], None]
@@ -764,7 +764,7 @@ def _weights(
     callbacks: EngineCallbacks,
     sources: Mapping[str, ParameterBytes],
 ) -> WeightEdits:
-    """Returns the component through which users read and edit weights."""
+    """Returns the component that reads and edits weights for users."""
     return WeightEdits(
         model,
         plan.layouts,

@@ -82,12 +82,12 @@ class EngineCallbacks(Protocol):
         """Takes part in the gather of a unit that another rank needs."""
 
     def serve_reduce(self, unit: int, holders: Sequence[int]) -> None:
-        """Takes part in the reduction of a unit's gradients, to which the ranks `holders` contribute."""
+        """Takes part in the reduction of a unit's gradients. The ranks `holders` contribute to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientStats:
-    """Statistics of a step's gradients, from which the step's clip is decided and whether the step updates anything."""
+    """Statistics of a step's gradients. They decide the step's clip, and whether the step updates anything."""
 
     sum_squares: float
     """Sum of squares of all gradients, added in float64 in layout order; inf or NaN if any value is."""

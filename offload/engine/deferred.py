@@ -234,7 +234,7 @@ def marked_copy(tensor: torch.Tensor) -> Copied | None:
 
 
 class Origin(Protocol):
-    """Source from which the values of a parameter are read."""
+    """Source of the values of a parameter."""
 
     @property
     def shape(self) -> tuple[int, ...]:

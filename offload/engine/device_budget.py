@@ -62,7 +62,7 @@ _BACKWARD = (
 
 
 class _Reason(NamedTuple):
-    """Cause for which grown memory is given back."""
+    """Why grown memory is given back."""
 
     words: str
     short: bool
@@ -90,7 +90,7 @@ class DeviceBudget:
         self._seen = shortages(device.torch)
         """Counts of shortages when the arena grew last: only later shortages concern its present size."""
         self._owed: _Reason | None = None
-        """Cause for which memory is to be given back as soon as no weights in it are in use."""
+        """Why memory is to be given back as soon as no weights in it are in use."""
 
     def end_step(self) -> None:
         """Grows the arena into memory that steps leave free, or gives memory back if the step was short of some."""

@@ -84,7 +84,7 @@ class EarlyUpdates:
 
         Args:
             step: number of the step.
-            reason: the reason for which the step did not apply its gradients as they are; None if it did.
+            reason: why the step did not apply its gradients as they are; None if it did.
         """
         self._worker.offers.drop_all()  # of a step that schedules nothing
         now, before, changed = self._worker.offers.counts, self._before, self._changed

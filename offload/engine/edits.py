@@ -248,7 +248,7 @@ class WeightEdits:
         self._pending_unit = unit
 
     def end_edits(self, unit: int) -> None:
-        """Ends the edits of `unit` on several ranks: the edits of the lowest rank that has any are applied on all."""
+        """Ends the edits of `unit` on several ranks: all ranks apply the edits of the lowest rank with any."""
         if not self._several_ranks or not self._trains:
             return
         # A rank without edits of this unit still takes part in the others' edits.
@@ -346,7 +346,7 @@ class WeightEdits:
         return self.weight(handle.unit, handle.position)
 
     def _replace_bytes(self, state: dict[str, Any], prefix: str, name: str) -> None:
-        """Replaces what a module's state dict has of a parameter that is stored as bytes, or leaves it out.
+        """Replaces a module's entries in the state dict for a parameter that is stored as bytes, or leaves them out.
 
         That is the parameter and the entries that its module makes of it under other names, such as scales.
         """

@@ -102,7 +102,7 @@ class EngineCore(EngineCallbacks):
 
         Args:
             module: the model that is trained.
-            device: the device on which the model computes.
+            device: the device that the model computes on.
             optimizer: the optimizer that `initialize` returns, with the groups of the model's parameters.
             lr_scheduler: a schedule with `step()`, or None.
             loader: batches of `training_data`, or None.
@@ -207,7 +207,7 @@ class EngineCore(EngineCallbacks):
 
     @uninterrupted
     def _begin(self) -> None:
-        """Checks the engine, clears the remains of an aborted call, and delivers the blob for which a commit waits."""
+        """Checks the engine, clears the remains of an aborted call, and delivers the blob that a commit waits for."""
         defer_signals(self.state)
         if self.components.layer_major is not None:
             self.components.layer_major.abandon_on_entry()
@@ -463,7 +463,7 @@ class RunningApi:
         self.module = core.module
         """The model that `initialize` received."""
         self.device = core.device
-        """The device on which the model computes."""
+        """The device that the model computes on."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model on inputs that are moved to the engine's device and cast as `auto_cast` of the config says.

@@ -45,7 +45,7 @@ class StackHandle(ParamHandle):
             name: its name in the model.
             rows: the handle of each expert's row.
             dtype: dtype of the weights that the model computes with.
-            device: device on which the model computes.
+            device: device that the model computes on.
             rules: see `ParamHandle`.
         """
         shape = (len(rows), *rows[0].shape)

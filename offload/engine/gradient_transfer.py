@@ -143,7 +143,7 @@ class SmallGradients:
 
 
 def group(pieces: Sequence[Piece]) -> list[Group]:
-    """Returns the pieces by the copy with which they leave: neighbours in host memory, then all others together."""
+    """Returns the pieces, grouped by their copy: neighbours in host memory, then all others together."""
     # The thread that launches the backward runs this for each unit, so each pair of neighbours is looked at once.
     runs: list[tuple[list[Piece], list[int]]] = []
     # A gradient that is added, or whose squares the host sums, is received chunk by chunk: it has no place to go to
@@ -457,7 +457,7 @@ class DeviceToHost:
             self._changed.notify_all()
 
     def _work(self) -> bool:
-        """Begins every copy for which there is memory, then receives the oldest. Returns False at the thread's end."""
+        """Begins every copy that has memory, then receives the oldest. Returns False at the thread's end."""
         while self._begin():
             pass
         if self._arriving:
@@ -544,8 +544,8 @@ def windows(borders: Sequence[int], starts: Sequence[int], numel: int) -> tuple[
     would be written, read back for the next parameter, and written once more.
 
     Args:
-        borders: positions at which chunks begin, sorted, with the first and the last of all.
-        starts: positions at which parameters begin, sorted.
+        borders: positions where chunks begin, sorted, with the first and the last of all.
+        starts: positions where parameters begin, sorted.
         numel: most elements of a window.
     """
     # A partition ends with padding, where no chunk begins.

@@ -41,7 +41,7 @@ from offload.timeline import OFF, Phase, Row, Timeline
 
 # -- completion ----------------------------------------------------------------------------------------
 #
-# The moment at which the gradients of a unit are complete, which is a guess until `step()`.
+# The moment when the gradients of a unit are complete, which is a guess until `step()`.
 #
 # A unit is taken for complete when the last micro-batch of the step has given as many gradients of each parameter as
 # the backward before. A model that branches, a second loss, or a tied weight of another unit can make this wrong: then
@@ -371,7 +371,7 @@ def flat(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def borders(layout: UnitLayout, part: range) -> list[int]:
-    """Returns the positions in `part` at which chunks of a gradient begin, sorted, with 0 and the end of `part`."""
+    """Returns the positions in `part` where chunks of a gradient begin, sorted, with 0 and the end of `part`."""
     positions = {0, len(part)}
     for segment in layout.segments:
         first, last = max(segment.start, part.start), min(segment.stop, part.stop)
@@ -421,7 +421,7 @@ class GradientAccumulator:
             waiting: memory for gradients without a host buffer.
             callbacks: the engine.
             timeline: records each gradient as it arrives.
-            compute: records the unit to which a gradient belongs.
+            compute: records the unit that a gradient belongs to.
             completion: notices units whose gradients are complete before `step()`; None if nobody asks.
         """
         self._timeline, self._compute = timeline, compute
@@ -609,7 +609,7 @@ class GradientAccumulator:
                     self._squares[unit][segment, first + chunk] = squares
 
     def known(self, elsewhere: Container[tuple[int, int]] = ()) -> GradientStats:
-        """Returns the statistics on which a step is decided. Waits until all gradients are copied from the device.
+        """Returns the statistics that decide a step. Waits until all gradients are copied from the device.
 
         Parameters of `elsewhere`, as (unit, segment), are left out of the sum of squares: see `total_of`.
         """

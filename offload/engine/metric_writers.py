@@ -42,7 +42,7 @@ from offload.sizes import format_size
 
 # -- writers -------------------------------------------------------------------------------------------
 #
-# Files and services to which the numbers of each step are written.
+# Files and services that receive the numbers of each step.
 
 
 class Record(NamedTuple):

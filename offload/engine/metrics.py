@@ -97,7 +97,7 @@ class StepMeter:
         """Prepares the sums.
 
         Args:
-            device: device on which the model computes, for the peak of its memory.
+            device: device that the model computes on, for the peak of its memory.
             io_bytes: returns the bytes read and written so far.
             drives: returns the bytes written to each drive so far.
             sent: returns the collectives so far, and the bytes sent in them; None for a process that trains alone.
@@ -224,7 +224,7 @@ class StepMeter:
 
 
 def cause_of(row: Row, name: str) -> str | None:
-    """Returns the name of the sum to which a span belongs, or None."""
+    """Returns the name of the sum that a span belongs to, or None."""
     causes = _WAITS if row is Row.WAITS else _WORKER if row is Row.WORKER else ()
     return next((cause for words, cause in causes if name.startswith(words)), None)
 

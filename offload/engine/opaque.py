@@ -60,7 +60,7 @@ class ParameterBytes:
             name: name of the parameter in the model.
             unit: index of the unit that contains the parameter.
             start: first byte of the parameter in the unit.
-            device: device on which the model computes.
+            device: device that the model computes on.
         """
         self.name, self.unit, self.start, self.device = name, unit, start, device
         self.owner: ParamOwner | None = None
@@ -373,7 +373,7 @@ def _geometry(tensor: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns the strides with which a tensor is stored: its own, if those leave no gaps."""
+    """Returns the strides of a stored tensor: its own, if those leave no gaps."""
     if isinstance(tensor, PagedTensor):
         return tensor.stride()
     return torch.empty_like(_plain(tensor), device="meta").stride()

@@ -55,7 +55,7 @@ class Rule(ABC):
     known_as: str = ""
     """Name of the optimizer, if it is not the capitalized name of the rule."""
     defaults: tuple[str, ...] = ()
-    """Further keys that every group has from the optimizer's defaults, such as words."""
+    """Further keys of every group that come from the optimizer's defaults, such as words."""
     mark: str = ""
     """Flag that decides which states the parameters of a group have; empty if all have the same."""
 
@@ -66,7 +66,7 @@ class Rule(ABC):
 
     @property
     def required(self) -> tuple[str, ...]:
-        """Keys that every group has."""
+        """Keys of every group."""
         return (*self.defaults, *self.keys)
 
     # -- groups -------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ class ParamHandle:
             position: index of the parameter's segment in the unit.
             dtype: dtype of the weights that the model computes with.
             shape: shape of the parameter.
-            device: device on which the model computes.
+            device: device that the model computes on.
             rules: replacement for a torch function, by function; see `torch_function_rules.RULES`.
         """
         self.parameter, self.name, self.unit, self.position = parameter, name, unit, position

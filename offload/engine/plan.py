@@ -205,7 +205,7 @@ _OF_COLLECTIVES = (
 )
 """Keys of ZeRO that decide what ranks send each other, and when."""
 _SHORT = 4
-"""Items of a list up to which a message has all of them."""
+"""Most items of a list that a message repeats in full."""
 _OF_LAYERS = (
     *("blocks computed again", "units", "parameters", "quantized weights", "buffers"),
     *("weights given", "weights to be read"),
@@ -247,7 +247,7 @@ def check_groups(world: World, shards: FoundShards, device: torch.device) -> Non
     Args:
         world: The place of this process.
         shards: What the model and `mpu` say.
-        device: The device on which the model will compute.
+        device: The device that the model will compute on.
     """
     for name, form in shards.dtensors.items():
         if form.mesh.device_type != device.type:
@@ -831,7 +831,7 @@ def _request(
     device_kernels: bool,
     images: tuple[UnitImage | None, ...],
 ) -> MemoryRequest:
-    """Returns all on which the placement of this rank's states depends."""
+    """Returns all that the placement of this rank's states depends on."""
     return MemoryRequest(
         config=config,
         layouts=layouts,

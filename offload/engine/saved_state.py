@@ -24,7 +24,7 @@ from offload.torch_internals import TorchDispatchMode, inner_tensors, storage_ke
 
 
 EXTRA_STATE = "_extra_state"
-"""Name of the entry of `get_extra_state` in a module, as torch has it."""
+"""torch's name of the entry of `get_extra_state` in a module."""
 
 
 class Part(NamedTuple):
@@ -177,7 +177,7 @@ class Entries(NamedTuple):
     plain: Mapping[str, Any]
     """Entries by name, as JSON."""
     tensors: Mapping[str, torch.Tensor]
-    """The tensors in them, as bytes, by the numbers that `plain` has for them."""
+    """The tensors in them, as bytes, by their numbers in `plain`."""
 
 
 NO_ENTRIES = Entries({}, {})

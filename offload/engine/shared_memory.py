@@ -184,7 +184,7 @@ _ATOMS = (bool, int, float, complex, str, bytes, type(None))
 
 
 def _referents(value: Any) -> Iterable[Any]:
-    """Returns the objects to which an object refers, without those that are the process's: classes, modules, frames."""
+    """Returns the objects that an object refers to, without those that are the process's: classes, modules, frames."""
     kind = type(value)
     if kind is FunctionType:
         cells = (*(value.__closure__ or ()), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())

@@ -72,7 +72,7 @@ class RegisteredObjects:
         """States from the resumed commit or checkpoint whose objects are not registered yet."""
         self._positions: dict[int, Mapping[str, Any]] = {}
         """States of the loaders among the objects, by their number, as of the step's end."""
-        # True if objects may be registered for which the commit contains no state.
+        # True if objects may be registered that have no state in the commit.
         self._may_grow = True
 
     def check_fits(self, states: Sequence[Mapping[str, Any]], what: str) -> None:

@@ -281,7 +281,7 @@ class OptimizerStep:
         self.applied = False
         """True if the last `step()` updated the weights."""
         self._clip_once: float | None = None
-        """Norm to which the next gradient is clipped in place of the config's; None if the user has set none."""
+        """Norm that replaces the config's for the clip of the next gradient; None if the user has set none."""
 
     def clip_next(self, max_norm: float) -> None:
         """Clips the gradient of the next step to `max_norm` in place of the config's norm; 0 for no clip."""

@@ -39,7 +39,7 @@ from offload.torch_internals import outside_of_modes
 
 
 class _Unit:
-    """State of one unit: its parameters, and the reasons for which they are materialized."""
+    """State of one unit: its parameters, and why they are materialized."""
 
     def __init__(self, places: ViewPlaces, name: str, handles: Sequence[ParamHandle], stays: bool) -> None:
         self.places, self.name, self.handles, self.stays = places, name or "the root", list(handles), stays

@@ -62,12 +62,12 @@ class StateTile:
 
     state: State
     first: int
-    """Byte of the partition at which the elements begin."""
+    """First byte of the elements in the partition."""
     work: torch.Tensor
     away: torch.Tensor | None
     """The partition's own memory if the kernel cannot work on it: copied to `work` before, and from `work` afterwards.
 
-    For the device's kernel it is memory on the host instead, to which values for the store are copied.
+    For the device's kernel it is memory on the host instead, which receives the values for the store.
     """
     buffer: memoryview | None
     """The bytes of `work`, or of `away` on the host, in the form of the I/O queue.
@@ -196,7 +196,7 @@ class Tile:
     gradient: torch.Tensor | None
     reads: list[Future]
     writes: dict[State, tuple[int, Future]] = field(default_factory=dict)
-    """For each state the byte of the slot at which its write starts, and the write's future."""
+    """For each state the first byte of its write in the slot, and the write's future."""
 
     @property
     def content(self) -> TileContent:
@@ -219,7 +219,7 @@ class TileReader:
         return any(self._takes_room(job, state) for state in self._shards.states(unit))
 
     def _takes_room(self, job: Job, state: State) -> bool:
-        """Returns True if a tile has a copy of a state, read or copied."""
+        """Returns True if a tile contains a copy of a state, read or copied."""
         resident = self._resident(job, state)
         if resident is None:
             return state is not State.WEIGHT or job.host_buffer is None
@@ -532,7 +532,7 @@ class TilePipeline:
         return self._begun[1]
 
     def begin(self, job: Job) -> None:
-        """Starts the reads of the next tile of `job`, for which there is room."""
+        """Starts the reads of the next tile of `job`. The caller has checked that there is room."""
         buffer = self._free.pop() if self.needs_buffer(job) else None
         self._reading.append(self._reader.begin(job, job.cut(), buffer))
 
@@ -829,7 +829,7 @@ def unit_may_begin(facts: UnitFacts) -> bool:
 
 
 def reason_to_clip(norm: float, clip: float, scale: float, loss_scale: float) -> str | None:
-    """Returns the reason for which a step does not apply its gradients as they are; None if it does.
+    """Returns why a step does not apply its gradients as they are; None if it does.
 
     Args:
         norm: the norm of the gradient.
@@ -964,7 +964,7 @@ class UpdateWorker:
             self._wake()
 
     def deliver_blob(self, blob: Mapping[str, torch.Tensor]) -> None:
-        """Passes the state blob for which the commit of the scheduled step waits."""
+        """Passes the state blob that the commit of the scheduled step waits for."""
         with self._pager.lock:
             self._blob = blob
             self._wake()

@@ -274,7 +274,7 @@ class UpdateStrategy(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateSetting:
-    """The parts of an engine with which a strategy works."""
+    """The parts of an engine that a strategy works with."""
 
     mode: Mode
     layouts: Sequence[UnitLayout]

@@ -295,7 +295,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OURS = ("offload_handle", "origin")
 """Attributes that this library sets on parameters."""
 _MANY = 12
-"""Number of steps after which late states exist too, such as one that the tenth step creates."""
+"""Number of steps that also create late states, such as one of the tenth step."""
 _SMALL = 8
 """Upper bound of each dimension in the comparison of two parameters together with each of them alone."""
 
@@ -488,9 +488,9 @@ def _steps(
 
 
 _LARGE = 10_000
-"""Items of a container up to which a change of one is noticed."""
+"""Most items of a container that are compared."""
 _DEPTH = 16
-"""Objects within each other up to which a change is noticed."""
+"""Most objects within each other that are compared."""
 
 
 def _kept_beside(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def _above(leaves: Sequence[Node], users: Mapping[Node, Sequence[Node]]) -> set[
 
 
 def _borders(leaf: Node, path: set[Node], users: Mapping[Node, Sequence[Node]]) -> list[Node]:
-    """Returns the nodes of the path from which gradients leave it for `leaf`; none if some come from elsewhere."""
+    """Returns the path's nodes that pass gradients on to `leaf`; none if some gradients come from elsewhere."""
     borders: dict[Node, None] = {}
     seen, queue = {leaf}, [leaf]
     for node in queue:
@@ -238,7 +238,7 @@ class EngineStage(PipelineStage):
             module: The module of the stage.
             index: Number of the stage.
             num_stages: Number of stages of the pipeline.
-            device: The device on which the engine computes.
+            device: The device that the engine computes on.
             group: The process group of the pipeline; None for all processes.
             calls: The engine.
             run: Counts micro-batches.

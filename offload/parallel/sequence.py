@@ -198,7 +198,7 @@ def form_groups(world: World, size: int) -> Ranks:
 
 
 _OF_MODULES: weakref.WeakKeyDictionary[nn.Module, SequenceAttention] = weakref.WeakKeyDictionary()
-"""The attention of the engine to which a module belongs."""
+"""The attention of the engine that a module belongs to."""
 _CUT = frozenset(("position_ids", "shift_labels", "labels", "token_type_ids", "num_items_in_batch"))
 """Tensors that reach attention functions among other keywords, and that none of them needs for whole sequences."""
 
@@ -335,7 +335,7 @@ def _to_sequence(parallel: SequenceParallel, output: torch.Tensor) -> torch.Tens
 
 
 def _registered(own: str, size: int) -> str:
-    """Returns the name under which transformers finds the attention of sequences in `size` parts, and their masks."""
+    """Returns transformers' name of the attention of sequences in `size` parts, and of their masks."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -347,7 +347,7 @@ def _registered(own: str, size: int) -> str:
 
 
 def _attention(module: nn.Module, *args: Any, **keywords: Any) -> tuple[torch.Tensor, None]:
-    """Calls the attention of the engine to which `module` belongs."""
+    """Calls the attention of the engine that `module` belongs to."""
     attention = _OF_MODULES.get(module)
     if attention is None:
         raise UsageError(

@@ -346,7 +346,7 @@ class _Local(threading.local):
 
     def __init__(self) -> None:
         self.micro_batch: MicroBatch[Any] | None = None
-        """The micro-batch to which the thread belongs."""
+        """The micro-batch that the thread belongs to."""
         self.border = START
         """The last border of its forward."""
 
