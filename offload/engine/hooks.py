@@ -89,7 +89,7 @@ class _Wrapped(NamedTuple):
     kind: Any
     inner: dict[str, Any]
     """The packed inner tensors, by name."""
-    others: dict[str, Any]
+    attributes: dict[str, Any]
     """Inner values that are no tensors, by name."""
     context: Any
     size: torch.Size
@@ -167,8 +167,8 @@ class SavedTensors:
             pager: knows how often the weights of a unit have changed.
             compute: records the unit whose weights a backward uses.
             inputs: keeps the inputs of checkpointed modules off the device; None if they stay there.
-            wrapped: True if modules compute with wrappers of weights, such as DTensors. Torch would not notice that
-                weights have changed in which a graph holds a wrapper.
+            wrapped: True if modules compute with wrappers of weights, such as DTensors. torch would not notice
+                changed weights whose wrapper a graph holds.
         """
         self.inputs = inputs
         self._unit_views, self._pager, self._compute = unit_views, pager, compute
@@ -298,7 +298,7 @@ class SavedTensors:
         if isinstance(packed, _Packed):
             return packed.unpack(packed.value)
         if isinstance(packed, _Wrapped):
-            inner = {name: self.unpack(packed_inner) for name, packed_inner in packed.inner.items()} | packed.others
+            inner = {name: self.unpack(packed_inner) for name, packed_inner in packed.inner.items()} | packed.attributes
             wrapper: torch.Tensor = packed.kind.__tensor_unflatten__(inner, packed.context, packed.size, packed.stride)
             return wrapper
         tensor = packed.tensor

@@ -670,7 +670,7 @@ class Offers:
         self._begun: dict[int, Job] = {}
         self._verdicts: list[tuple[Job, Fate]] = []
         self._draining: list[Job] = []
-        """Dropped updates of which tiles may still be in flight."""
+        """Dropped updates whose tiles may still be in flight."""
 
     # -- the threads of backward and step -------------------------------------------------------------
 
@@ -750,7 +750,7 @@ class Offers:
 
     @property
     def draining(self) -> tuple[Job, ...]:
-        """Dropped updates of which tiles may still be in flight."""
+        """Dropped updates whose tiles may still be in flight."""
         return tuple(self._draining)
 
     def drained(self, job: Job) -> None:
