@@ -195,7 +195,7 @@ class UnitCheckpoints:
         leaves = [_Weight(leaf) if self._is_weight(leaf) else leaf for leaf in leaves]
 
         def recompute(*inputs: Any) -> None:
-            values = [each.parameter if isinstance(each, _Weight) else each for each in inputs]
+            values = [value.parameter if isinstance(value, _Weight) else value for value in inputs]
             again, named = tree_unflatten(values, tree)
             with self._recomputation(module, call):
                 module(*again, **named)
@@ -246,8 +246,12 @@ class UnitCheckpoints:
 
     @contextlib.contextmanager
     def _recomputation(self, module: nn.Module, call: _Call) -> Iterator[None]:
-        """Marks a recomputation of `module`, after which its buffers are as before; see [Note: buffers]."""
-        changed = [(each.tensor, each.tensor.clone()) for each in call.buffers if each.may_have_changed]
+        """Marks a recomputation of `module` and restores its buffers afterwards; see [Note: buffers]."""
+        changed = [
+            (saved_buffer.tensor, saved_buffer.tensor.clone())
+            for saved_buffer in call.buffers
+            if saved_buffer.may_have_changed
+        ]
         began = time.perf_counter()
         try:
             yield
@@ -283,20 +287,20 @@ def blocks_of(model: nn.Module, named: Sequence[str] = ()) -> tuple[str, ...]:
     modules = dict(model.named_modules())
     for kind in (nn.ModuleList, nn.Sequential):
         lists = [name for name, module in modules.items() if isinstance(module, kind)]
-        found = [
+        block_lists = [
             f"{name}.{child}" if name else child
             for name in lists
             for child, module in modules[name].named_children()
             if any(True for _ in module.parameters())
         ]
-        if found:
+        if block_lists:
             break
     chosen = {name for name, module in modules.items() if name and (name in named or type(module).__name__ in named)}
     outermost: list[str] = []
     for name in modules:  # outer modules come first
         inside = any(name.startswith(f"{outer}.") for outer in outermost)
-        around = any(each.startswith(f"{name}.") for each in chosen)
-        if (name in chosen or (name in found and not around)) and not inside:
+        around = any(name_chosen.startswith(f"{name}.") for name_chosen in chosen)
+        if (name in chosen or (name in block_lists and not around)) and not inside:
             outermost.append(name)
     return tuple(outermost)
 
@@ -317,7 +321,7 @@ def _is_dispensable(cache: Any, module: nn.Module) -> bool:
 
 def _length_of(cache: Any, module: nn.Module) -> int:
     """Returns the tokens that a cache has of a block's own layer: the layers of a frozen prefix have filled theirs."""
-    layer = next((each.layer_idx for each in module.modules() if isinstance(getattr(each, "layer_idx", None), int)), 0)
+    layer = next((part.layer_idx for part in module.modules() if isinstance(getattr(part, "layer_idx", None), int)), 0)
     try:
         return int(cache.get_seq_length(layer))
     except ValueError:  # a layer with linear attention, which counts no tokens
@@ -342,13 +346,13 @@ def _buffers_of(module: nn.Module) -> list[_Buffer]:
 
 def _check_buffers(name: str, call: _Call) -> None:
     """Raises `UsageError` if the forward has changed a buffer that it may also have read; see [Note: buffers]."""
-    for each in call.buffers:
-        if isinstance(each.owner, nn.modules.batchnorm._NormBase):
+    for buffer in call.buffers:
+        if isinstance(buffer.owner, nn.modules.batchnorm._NormBase):
             continue
-        now = each.owner._buffers.get(each.name.rpartition(".")[2])
-        if each.tensor._version != each.version or _differs(now, each.tensor):
+        now = buffer.owner._buffers.get(buffer.name.rpartition(".")[2])
+        if buffer.tensor._version != buffer.version or _differs(now, buffer.tensor):
             raise UsageError(
-                f"{name} changes its buffer {each.name} in forward, so a recomputation in backward would compute "
+                f"{name} changes its buffer {buffer.name} in forward, so a recomputation in backward would compute "
                 'something else. Leave "activations" and "activation_checkpointing" out of the config, and checkpoint '
                 "other modules by torch.utils.checkpoint, if any"
             )
@@ -384,10 +388,10 @@ def leaves_device(sizes: Sequence[int], limit: float) -> int:
         sizes: bytes of each input on the device, oldest first. The newest does not count and does not leave.
         limit: bytes that the others may take together.
     """
-    kept = sum(sizes[:-1])
+    nbytes = sum(sizes[:-1])
     count = 0
-    while kept > limit:
-        kept -= sizes[count]
+    while nbytes > limit:
+        nbytes -= sizes[count]
         count += 1
     return count
 
@@ -414,7 +418,7 @@ def check_tier(tier: str | None, drives: bool) -> None:
 
 
 def notices(config: Config, blocks: int, host_addressable: bool) -> tuple[str, ...]:
-    """Returns the lines that tell a user which blocks are computed again, and which keys have no effect.
+    """Returns the lines for the user on the blocks that are computed again, and on keys without an effect.
 
     Args:
         config: the whole config, which asks for blocks to be computed again.
@@ -450,5 +454,5 @@ def notices(config: Config, blocks: int, host_addressable: bool) -> tuple[str, .
             "contiguous_memory_optimization has no effect, since inputs of blocks stay on the device",
         ),
     )
-    told = Remark(f"{count_of(blocks, 'block is', 'blocks are')} computed again in backward; inputs wait {where}")
-    return (told, *(line for holds, line in lines if holds))
+    remark = Remark(f"{count_of(blocks, 'block is', 'blocks are')} computed again in backward; inputs wait {where}")
+    return (remark, *(line for holds, line in lines if holds))

@@ -95,15 +95,15 @@ class DiskSlots:
         """Number of slots of each size."""
 
     def take(self, nbytes: int) -> Slot:
-        """Returns a slot of at least `nbytes`, of which at most half stays empty.
+        """Returns a slot of at least `nbytes`; at most half of it stays empty.
 
         Raises:
             StoreError: if a drive has no room for one more.
         """
         size = align_up(nbytes)
-        fitting = [each for each, free in self._free.items() if free and size <= each <= 2 * size]
+        fitting = [fit for fit, free in self._free.items() if free and size <= fit <= 2 * size]
         if not fitting:
-            # Otherwise sequences of ever new lengths would each leave a file behind.
+            # Otherwise each new length of a sequence would leave a file that no later input uses.
             self._close_idle()
             self._grow(size)
         return self._free[min(fitting, default=size)].pop()
@@ -132,9 +132,9 @@ class DiskSlots:
         self._free.setdefault(size, []).extend(Slot(file, key, size) for key in reversed(range(count)))
 
     def _close_idle(self) -> None:
-        """Closes the files of which no slot is in use, and so frees their room."""
+        """Closes the files without a slot in use, and so frees their room."""
         unused = Counter(slot.file for free in self._free.values() for slot in free)
-        for file in [each for each, (_, count) in self._files.items() if unused[each] == count]:
+        for file in [idle for idle, (_, count) in self._files.items() if unused[idle] == count]:
             size, count = self._files.pop(file)
             self._free[size] = [slot for slot in self._free[size] if slot.file is not file]
             self._slots[size] -= count
@@ -246,12 +246,12 @@ class HostBlocks:
 
     def _grow(self, size: int) -> Block | None:
         """Adds a slab and returns one of its blocks; None if there is no room for a single block."""
-        mine = self._slabs.setdefault(size, [])
-        have = sum(slab.count for slab in mine)
+        slabs = self._slabs.setdefault(size, [])
+        have = sum(slab.count for slab in slabs)
         wanted = (self._at_once or 1) if not have else have
         for count in _halved(min(wanted, max((self.room(size) - self.nbytes) // size, 0))):
             if (slab := self._slab(size, count)) is not None:
-                mine.append(slab)
+                slabs.append(slab)
                 return slab.free.pop()
         return None
 
@@ -271,15 +271,15 @@ class HostBlocks:
 
     def _close_idle(self, size: int) -> None:
         """Closes slabs of another size none of whose blocks is in use."""
-        for other, slabs in self._slabs.items():
-            for slab in [each for each in slabs if other != size and len(each.free) == each.count]:
+        for slab_size, slabs in self._slabs.items():
+            for slab in [idle for idle in slabs if slab_size != size and len(idle.free) == idle.count]:
                 slabs.remove(slab)
                 _close(slab)
-        # Lengths may be ever new ones, and each would leave its size behind.
-        self._slabs = {other: slabs for other, slabs in self._slabs.items() if slabs}
+        # Otherwise each new length of a sequence would leave an empty entry.
+        self._slabs = {slab_size: slabs for slab_size, slabs in self._slabs.items() if slabs}
 
     def close(self) -> None:
-        """Waits for copies in flight and frees all blocks, of which none may be used afterwards. Idempotent."""
+        """Waits for copies in flight and frees all blocks; none may be used afterwards. Idempotent."""
         while self._slabs:
             _, slabs = self._slabs.popitem()
             for slab in slabs:
@@ -288,11 +288,11 @@ class HostBlocks:
 
 def _halved(count: int) -> Sequence[int]:
     """Returns `count`, its half and so on down to 1; nothing if it is 0."""
-    found = []
+    counts = []
     while count:
-        found.append(count)
+        counts.append(count)
         count //= 2
-    return found
+    return counts
 
 
 def _close(slab: _Slab) -> None:
@@ -340,14 +340,14 @@ class Memory:
     @property
     def transfers_done(self) -> bool:
         """True if no read or write is in flight."""
-        return all(each is None or each.done() for each in (self.writing, self.reading))
+        return all(transfer is None or transfer.done() for transfer in (self.writing, self.reading))
 
     def settle(self) -> None:
         """Waits for a read or write in flight, whose error no longer matters."""
-        for each in (self.writing, self.reading):
-            if each is not None:
+        for transfer in (self.writing, self.reading):
+            if transfer is not None:
                 with contextlib.suppress(IoError):
-                    each.wait()
+                    transfer.wait()
         self.writing = self.reading = None
 
 
@@ -365,7 +365,7 @@ class KeptInput:
         Args:
             tensor: a dense tensor on the device.
             position: index of the input in the order of the forward.
-            wanted: what sorts inputs in the order in which the backward is expected to ask for them.
+            wanted: sorts inputs in the expected order of the backward's requests.
             released: receives the memory in the end.
         """
         self.memory = Memory(tensor=tensor.detach())
@@ -491,45 +491,51 @@ class Staging:
 
     # -- towards the disk ---------------------------------------------------------------------------
 
-    def write_ahead(self, kept: Sequence[KeptInput]) -> None:
+    def write_ahead(self, inputs: Sequence[KeptInput]) -> None:
         """Starts writes of the oldest inputs in host memory, so that the next inputs find free blocks.
 
         Args:
-            kept: all inputs, oldest first.
+            inputs: all inputs, oldest first.
         """
         if self._slots is None:
             return
-        in_host = [each for each in kept if each.memory.block is not None and each.memory.slot is None]
-        for count, each in enumerate(in_host):
-            room = self._blocks.room(each.nbytes)
-            # The tensor of one that is leaving still has a download in flight, for which no thread shall wait.
-            if each.memory.tensor is not None or not checkpoints.writes(len(in_host) - count, room, each.nbytes):
+        in_host = [
+            kept_input
+            for kept_input in inputs
+            if kept_input.memory.block is not None and kept_input.memory.slot is None
+        ]
+        for count, kept_input in enumerate(in_host):
+            room = self._blocks.room(kept_input.nbytes)
+            # An input that is leaving still has a download in flight, and no thread shall wait for it here.
+            if kept_input.memory.tensor is not None or not checkpoints.writes(
+                len(in_host) - count, room, kept_input.nbytes
+            ):
                 return
-            self._write(each)
+            self._write(kept_input)
 
-    def take_block(self, nbytes: int, kept: Sequence[KeptInput]) -> Block | None:
-        """Returns a block, for which the oldest of `kept` goes to DISK if necessary; None if there is no room.
+    def take_block(self, nbytes: int, inputs: Sequence[KeptInput]) -> Block | None:
+        """Returns a block; the oldest of `inputs` goes to DISK if necessary. Returns None if there is no room.
 
         Raises:
             IoError: if an input could not be written.
             StoreError: if a drive has no room for the file.
         """
         while (block := self._blocks.take(nbytes)) is None:
-            if self._slots is None or not self._free_a_block(nbytes, kept):
+            if self._slots is None or not self._free_a_block(nbytes, inputs):
                 return None
         return block
 
-    def _free_a_block(self, nbytes: int, kept: Sequence[KeptInput]) -> bool:
+    def _free_a_block(self, nbytes: int, inputs: Sequence[KeptInput]) -> bool:
         """Frees the block of the oldest input, if possible a large one of an input that is not on its way back."""
         if self._ending:
             self.give_back(self._ending[0])
             self._ending.pop(0)
             return True
-        found = [each for each in kept if _has_block(each.memory)]
-        if not found:
+        candidates = [kept_input for kept_input in inputs if _has_block(kept_input.memory)]
+        if not candidates:
             return False
         # Smaller blocks make room too, when all of a slab are free. `min` returns the first of equals, the oldest.
-        oldest = min(found, key=lambda each: _cost_of_block(each.memory, nbytes))
+        oldest = min(candidates, key=lambda kept_input: _cost_of_block(kept_input.memory, nbytes))
         memory = oldest.memory
         self._end_read(memory)
         if memory.slot is None:
@@ -540,18 +546,18 @@ class Staging:
         self._blocks.give(block)
         return True
 
-    def _write(self, kept: KeptInput) -> None:
+    def _write(self, kept_input: KeptInput) -> None:
         """Starts the write of an input from its block.
 
         Raises:
             StoreError: if a drive has no room for the file.
         """
-        memory = kept.memory
+        memory = kept_input.memory
         assert self._slots is not None and memory.block is not None and memory.slot is None
         memory.downloaded.wait()  # the drive reads what the device has written
-        slot = self._slots.take(kept.nbytes)
+        slot = self._slots.take(kept_input.nbytes)
         try:
-            memory.writing = slot.write(memory.block.buffer.buffer[: kept.nbytes])
+            memory.writing = slot.write(memory.block.buffer.buffer[: kept_input.nbytes])
         except BaseException:
             self._slots.give(slot)
             raise
@@ -574,45 +580,44 @@ class Staging:
 
     # -- from the disk ------------------------------------------------------------------------------
 
-    def read_ahead(self, kept: KeptInput) -> bool:
+    def read_ahead(self, kept_input: KeptInput) -> bool:
         """Starts the read of an input that is on DISK alone, if a block is free; returns False if none is."""
-        if kept.memory.block is not None:
+        if kept_input.memory.block is not None:
             return True
-        block = self._blocks.take(kept.nbytes)
+        block = self._blocks.take(kept_input.nbytes)
         if block is None:
             return False
-        self._read(kept, block)
+        self._read(kept_input, block)
         return True
 
-    def to_block(self, kept: KeptInput, others: Sequence[KeptInput]) -> Block:
-        """Returns the block of an input after the read of its bytes; for `others` see `take_block`.
+    def to_block(self, kept_input: KeptInput, inputs: Sequence[KeptInput]) -> Block:
+        """Returns the block of an input after the read of its bytes; for `inputs` see `take_block`.
 
         Raises:
             IoError: if the input could not be read, or another one not be written.
             StoreError: if a drive has no room for the file.
             BudgetError: if other engines have taken the memory through which the input went to DISK.
         """
-        memory = kept.memory
+        memory = kept_input.memory
         if memory.block is None:
-            block = self.take_block(kept.nbytes, others)
+            block = self.take_block(kept_input.nbytes, inputs)
             if block is None:
                 raise BudgetError(
-                    f"host memory has no room for {format_size(kept.nbytes)} of an input of a checkpointed unit, which "
-                    'is on disk: raise "host_memory", or call destroy() on engines that are no longer used'
+                    f"host memory has no room for {format_size(kept_input.nbytes)} of an input of a checkpointed unit, "
+                    'which is on disk: raise "host_memory", or call destroy() on engines that are no longer used'
                 )
-            self._read(kept, block)
+            self._read(kept_input, block)
         self._end_read(memory)
         assert memory.block is not None
         return memory.block
 
-    def _read(self, kept: KeptInput, block: Block) -> None:
-        """Starts the read of an input into `block`."""
-        memory = kept.memory
+    def _read(self, kept_input: KeptInput, block: Block) -> None:
+        memory = kept_input.memory
         assert memory.slot is not None, "an input is in a block or on DISK"
         try:
             for event in block.after:  # the drive overwrites what the device may still read
                 event.wait()
-            memory.reading = memory.slot.read(block.buffer.buffer[: kept.nbytes])
+            memory.reading = memory.slot.read(block.buffer.buffer[: kept_input.nbytes])
         except BaseException:
             self._blocks.give(block)
             raise
@@ -638,7 +643,7 @@ class Staging:
     def recover(self, dropped: Sequence[Memory]) -> None:
         """Takes back the memory of dropped inputs, as soon as no read or write uses it."""
         self._ending += dropped
-        for memory in [each for each in self._ending if each.transfers_done]:
+        for memory in [done for done in self._ending if done.transfers_done]:
             self.give_back(memory)
             self._ending.remove(memory)  # afterwards: a Ctrl-C may end the call before
 
@@ -684,13 +689,13 @@ def _cost_of_block(memory: Memory, nbytes: int) -> tuple[bool, bool]:
 logger = logging.getLogger("offload")
 
 _READ_AHEAD = 2
-"""Inputs that are read from disk before the backward asks for them, beside the one that is uploaded."""
+"""Inputs that are read from disk before the backward asks for them, in addition to the one that is uploaded."""
 _MOST_SHARED = 64
 """Entries of dropped inputs, in the list and in the table of shared ones, that do no harm."""
 
 
 class _Order:
-    """The order in which a backward is expected to ask for inputs: newest first.
+    """The expected order of a backward's requests for inputs: newest first.
 
     Where micro-batches take turns at each unit, their backwards do so too, in the order of the micro-batches.
     """
@@ -726,7 +731,7 @@ class KeptInputs:
         Args:
             device: copies between device and host memory.
             staging: host memory and disk.
-            device_limit: bytes that inputs may take on the device beside the newest, given the bytes that they take.
+            device_limit: bytes that inputs but the newest may take on the device, given the bytes that they take.
             turn: returns the number of the micro-batch that runs where several take turns at each unit, else None.
             timeline: records copies and waits.
         """
@@ -753,11 +758,11 @@ class KeptInputs:
 
     def bytes_by_tier(self) -> dict[Tier, int]:
         """Returns the bytes of the inputs that are kept now, each counted in the highest tier that contains it."""
-        found = dict.fromkeys(Tier, 0)
+        nbytes = dict.fromkeys(Tier, 0)
         with self._lock:
-            for kept in self._alive():
-                found[kept.memory.tier] += kept.nbytes
-        return found
+            for kept_input in self._alive():
+                nbytes[kept_input.memory.tier] += kept_input.nbytes
+        return nbytes
 
     @uninterrupted
     def recover(self) -> None:
@@ -790,69 +795,70 @@ class KeptInputs:
             self._staging.check_open()
             self._recover()
             self._let_go_of_leaving()
-            kept = self._same(tensor)
-            if kept is None:
-                kept = KeptInput(tensor, len(self._kept), self._order.next(), self._released)
-                self._kept.append(weakref.ref(kept))
-                self._share(tensor, kept)
+            kept_input = self._same(tensor)
+            if kept_input is None:
+                kept_input = KeptInput(tensor, len(self._kept), self._order.next(), self._released)
+                self._kept.append(weakref.ref(kept_input))
+                self._share(tensor, kept_input)
             self._make_room()
             self._count()
-            return InputView(kept, Form.of(tensor))
+            return InputView(kept_input, Form.of(tensor))
 
     def _same(self, tensor: torch.Tensor) -> KeptInput | None:
         """Returns the input that was kept of the same memory, if it is unchanged."""
         entry = self._shared.get(_place(tensor))
         if entry is None or entry[0].expired():
             return None
-        kept = entry[1]()
-        if kept is None or kept.changed or kept.version != tensor._version:
+        kept_input = entry[1]()
+        if kept_input is None or kept_input.changed or kept_input.version != tensor._version:
             return None
-        return kept
+        return kept_input
 
-    def _share(self, tensor: torch.Tensor, kept: KeptInput) -> None:
-        """Notes that `kept` is the input with the memory of `tensor`."""
+    def _share(self, tensor: torch.Tensor, kept_input: KeptInput) -> None:
         if len(self._shared) >= _MOST_SHARED:
             self._shared = {place: entry for place, entry in self._shared.items() if not entry[0].expired()}
-        self._shared[_place(tensor)] = StorageWeakRef(tensor.untyped_storage()), weakref.ref(kept)
+        self._shared[_place(tensor)] = StorageWeakRef(tensor.untyped_storage()), weakref.ref(kept_input)
 
     def _make_room(self) -> None:
         """Moves the oldest inputs off the device as far as the limit requires, and writes ahead."""
-        here = [each for each in self._alive() if each.memory.tensor is not None and not each.stays]
-        sizes = [each.nbytes for each in here]
-        for kept in here[: checkpoints.leaves_device(sizes, self._device_limit(sum(sizes)))]:
-            self._leave_device(kept)
+        here = [
+            kept_input for kept_input in self._alive() if kept_input.memory.tensor is not None and not kept_input.stays
+        ]
+        sizes = [kept_input.nbytes for kept_input in here]
+        for kept_input in here[: checkpoints.leaves_device(sizes, self._device_limit(sum(sizes)))]:
+            self._leave_device(kept_input)
         self._staging.write_ahead(self._alive())
 
-    def _leave_device(self, kept: KeptInput) -> None:
+    def _leave_device(self, kept_input: KeptInput) -> None:
         """Starts the copy of an input to host memory, if there is room."""
-        memory, tensor = kept.memory, kept.memory.tensor
+        memory, tensor = kept_input.memory, kept_input.memory.tensor
         assert tensor is not None and memory.block is None
-        if tensor._version != kept.version:
-            kept.changed = kept.stays = True
+        if tensor._version != kept_input.version:
+            kept_input.changed = kept_input.stays = True
             return
-        block = self._staging.take_block(kept.nbytes, self._alive())
+        block = self._staging.take_block(kept_input.nbytes, self._alive())
         if block is None:
-            kept.stays = True
-            self._report_full(kept.nbytes)
+            kept_input.stays = True
+            self._report_full(kept_input.nbytes)
             return
-        with self._timeline.span(Row.DOWNLOADS, "input of a unit", kept.nbytes):
+        with self._timeline.span(Row.DOWNLOADS, "input of a unit", kept_input.nbytes):
             ready = (*block.after, self._device.record_event())
-            memory.downloaded = self._device.download(block.bytes(kept.nbytes), bytes_of(tensor), ready)
+            memory.downloaded = self._device.download(block.bytes(kept_input.nbytes), bytes_of(tensor), ready)
         block.after = (memory.downloaded,)
         memory.block = block
-        self._leaving.append(kept)
+        self._leaving.append(kept_input)
         if self._device.host_addressable:  # the copy is done
             self._let_go_of_leaving()
 
     def _let_go_of_leaving(self) -> None:
         """Drops tensors after ordering compute after their copies; see [Note: a tensor that is being copied]."""
         while self._leaving:
-            kept = self._leaving.pop()
-            tensor = kept.memory.tensor
+            kept_input = self._leaving.pop()
+            tensor = kept_input.memory.tensor
             assert tensor is not None
-            self._device.wait_event(kept.memory.downloaded)
-            kept.changed = kept.changed or tensor._version != kept.version
-            kept.memory.tensor = None
+            self._device.wait_event(kept_input.memory.downloaded)
+            kept_input.changed = kept_input.changed or tensor._version != kept_input.version
+            kept_input.memory.tensor = None
 
     def _report_full(self, nbytes: int) -> None:
         """Reports once that inputs stay on the device."""
@@ -878,51 +884,54 @@ class KeptInputs:
             BudgetError: if other engines have taken the host memory that the input needs.
             UsageError: if the engine was closed.
         """
-        kept = view.kept
+        kept_input = view.kept
         with self._lock, without_modes():
             self._staging.check_open()
             self._recover()
             self._let_go_of_leaving()
-            memory, tensor = kept.memory, kept.memory.tensor
-            if kept.changed or (tensor is not None and tensor._version != kept.version):
+            memory, tensor = kept_input.memory, kept_input.memory.tensor
+            if kept_input.changed or (tensor is not None and tensor._version != kept_input.version):
                 raise RuntimeError(
-                    f"an input of shape {list(kept.form.size)} of a checkpointed unit was changed in place since the "
-                    "unit received it, so the unit cannot be computed again: use a function that returns a new tensor"
+                    f"an input of shape {list(kept_input.form.size)} of a checkpointed unit was changed in place "
+                    "since the unit received it, so the unit cannot be computed again: use a function that "
+                    "returns a new tensor"
                 )
             if tensor is None:
                 if memory.arriving is None:
-                    self._upload(kept)
+                    self._upload(kept_input)
                 tensor, memory.arriving = memory.arriving, None
                 self._device.wait_event(memory.uploaded)
             assert tensor is not None
-            self._fetch_ahead(kept)
+            self._fetch_ahead(kept_input)
             self._count()
-            return tensor if view.form == kept.form else view.form.view(tensor)
+            return tensor if view.form == kept_input.form else view.form.view(tensor)
 
-    def _fetch_ahead(self, kept: KeptInput) -> None:
-        """Starts the upload of the input that follows `kept` and the reads of the next, as far as blocks are free."""
-        later = (each for each in self._alive() if each.wanted > kept.wanted)
-        for distance, each in enumerate(heapq.nsmallest(1 + _READ_AHEAD, later, key=lambda each: each.wanted)):
-            memory = each.memory
-            if memory.tensor is not None or memory.arriving is not None or each.changed:
+    def _fetch_ahead(self, kept_input: KeptInput) -> None:
+        """Starts the upload of the next input after `kept_input` and the reads of those after it if blocks are free."""
+        later = (later_input for later_input in self._alive() if later_input.wanted > kept_input.wanted)
+        for distance, next_input in enumerate(
+            heapq.nsmallest(1 + _READ_AHEAD, later, key=lambda next_input: next_input.wanted)
+        ):
+            memory = next_input.memory
+            if memory.tensor is not None or memory.arriving is not None or next_input.changed:
                 continue
-            if not self._staging.read_ahead(each):
+            if not self._staging.read_ahead(next_input):
                 return
             # On a CPU the copy would take the time of this thread, and memory, one unit too early.
             ready = memory.reading is None or memory.reading.done()
             if distance == 0 and ready and not self._device.host_addressable:
                 # Without memory now, the upload waits until the backward asks, which has freed some by then.
                 with contextlib.suppress(torch.OutOfMemoryError):
-                    self._upload(each)
+                    self._upload(next_input)
 
-    def _upload(self, kept: KeptInput) -> None:
+    def _upload(self, kept_input: KeptInput) -> None:
         """Starts the copy of an input to the device, after its read."""
-        memory, block = kept.memory, self._staging.to_block(kept, self._alive())
-        tensor = kept.form.empty(self._device.torch)
-        # The tensor's memory may belong to compute that was queued before: the upload waits for it.
+        memory, block = kept_input.memory, self._staging.to_block(kept_input, self._alive())
+        tensor = kept_input.form.empty(self._device.torch)
+        # upload stream: waits for the compute queued so far, which may still use the tensor's memory.
         ready = (memory.downloaded, self._device.record_event())
-        with self._timeline.span(Row.UPLOADS, "input of a unit", kept.nbytes):
-            memory.uploaded = self._device.upload(bytes_of(tensor), block.bytes(kept.nbytes), ready)
+        with self._timeline.span(Row.UPLOADS, "input of a unit", kept_input.nbytes):
+            memory.uploaded = self._device.upload(bytes_of(tensor), block.bytes(kept_input.nbytes), ready)
         block.after = (memory.downloaded, memory.uploaded)
         memory.arriving = tensor
 
@@ -930,13 +939,12 @@ class KeptInputs:
 
     def _alive(self) -> list[KeptInput]:
         """Returns the inputs that a graph holds, oldest first."""
-        return [kept for ref in self._kept if (kept := ref()) is not None]
+        return [kept_input for ref in self._kept if (kept_input := ref()) is not None]
 
     def _count(self) -> None:
-        """Updates the peaks."""
         now = dict.fromkeys(Tier, 0)
-        for kept in self._alive():
-            now[kept.memory.tier] += kept.nbytes
+        for kept_input in self._alive():
+            now[kept_input.memory.tier] += kept_input.nbytes
         self.peak = {tier: max(self.peak[tier], nbytes) for tier, nbytes in now.items()}
 
     def _recover(self) -> None:
@@ -946,9 +954,9 @@ class KeptInputs:
         alive = self._alive()
         # If the next forward always begins before the backward of the last, the end is never a dropped one.
         if len(self._kept) > 2 * len(alive) + _MOST_SHARED:
-            for position, kept in enumerate(alive):
-                kept.position = position
-            self._kept = [weakref.ref(kept) for kept in alive]
+            for position, kept_input in enumerate(alive):
+                kept_input.position = position
+            self._kept = [weakref.ref(kept_input) for kept_input in alive]
         dropped = []
         while self._released:
             memory = self._released.popleft()
@@ -965,7 +973,7 @@ class KeptInputs:
         """Waits for transfers in flight and frees all memory of inputs. Idempotent. Graphs cannot be run afterwards."""
         with self._lock:
             self._let_go_of_leaving()
-            memories = [*(kept.memory for kept in self._alive()), *self._released]
+            memories = [*(kept_input.memory for kept_input in self._alive()), *self._released]
             self._staging.close(memories)
             # A graph that outlives the engine keeps no memory. The device is idle, if it has copied anything.
             for memory in memories:

@@ -1,4 +1,4 @@
-"""A linear layer as a grid of smaller ones, each of which can be a unit of its own.
+"""A linear layer as a grid of smaller ones; each can be a unit of its own.
 
 Block (o, i) maps the i-th part of the input to the o-th part of the output, and the outputs of a row are added. So a
 layer that is larger than the device budget needs one block on the device at a time, in the backward too.

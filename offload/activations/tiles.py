@@ -72,7 +72,7 @@ def autocast(casts: Casts) -> Iterator[None]:
 
 
 def generators(hidden: torch.Tensor) -> Generators:
-    """Returns the states of the generators from which a module that computes with a tensor may draw."""
+    """Returns the states of the generators that a module may draw from when it computes with a tensor."""
     devices, states = get_device_states(hidden)
     return torch.get_rng_state(), list(devices), list(states)
 
@@ -80,7 +80,7 @@ def generators(hidden: torch.Tensor) -> Generators:
 def equal(before: Generators, after: Generators) -> bool:
     """Returns True if no number was drawn between two states of the same generators."""
     pairs = zip((before[0], *before[2]), (after[0], *after[2]), strict=True)
-    return all(torch.equal(one, other) for one, other in pairs)
+    return all(torch.equal(one, later) for one, later in pairs)
 
 
 @contextlib.contextmanager
@@ -89,12 +89,12 @@ def replayed(states: Generators | None, hidden: torch.Tensor) -> Iterator[None]:
     if states is None:
         yield
         return
-    cpu, devices, others = states
+    cpu, devices, device_states = states
     kind = hidden.device.type
     with torch.random.fork_rng(devices, device_type=kind if devices else "cuda"):
         torch.set_rng_state(cpu)
         if devices:
-            set_device_states(devices, others, device_type=kind)
+            set_device_states(devices, device_states, device_type=kind)
         yield
 
 
@@ -125,7 +125,7 @@ class _Work:
     chunks: list[Chunk]
     casts: Casts
     names: tuple[str, ...]
-    """Names of the parameters that train, in the order in which the function receives them."""
+    """Names of the parameters that train, in the order of the function's arguments."""
     versions: dict[str, int]
     """For each parameter how often it had changed; see `_versions`."""
     source: Any
@@ -150,7 +150,7 @@ def in_chunks(
     saves = torch.is_grad_enabled() and hidden.requires_grad
     if saves:
         hidden = _Input.apply(hidden)  # type: ignore[no-untyped-call]
-    trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     if torch.is_grad_enabled():
         _refuse_hooks(module, trained)
     work = _Work(
@@ -169,11 +169,11 @@ def in_chunks(
 
 def _versions(module: nn.Module) -> dict[str, int]:
     """Returns how often each parameter has changed: by edits and updates of its engine, else as torch counts."""
-    found = {}
+    versions = {}
     for name, parameter in module.named_parameters():
-        handle = handle_of(parameter) or next((h for each in engines() if (h := each.handle(parameter))), None)
-        found[name] = parameter._version if handle is None else handle.engine.updates(handle.unit)
-    return found
+        handle = handle_of(parameter) or next((h for engine in engines() if (h := engine.handle(parameter))), None)
+        versions[name] = parameter._version if handle is None else handle.engine.updates(handle.unit)
+    return versions
 
 
 def _refuse_changes(work: _Work) -> None:
@@ -230,7 +230,7 @@ class _Chunks(torch.autograd.Function):
                     shape[work.dim] = hidden.shape[work.dim]
                     output = part.new_empty(shape)
                 output.narrow(work.dim, *chunk).copy_(part)
-                del part  # otherwise it would be in memory beside the next chunk
+                del part  # otherwise it would be in memory together with the next chunk
         assert output is not None, "there are several chunks"
         # Most MLPs draw no number: their backward then leaves the generators alone.
         ctx.generators = None if equal(before, generators(hidden)) else before
@@ -258,13 +258,13 @@ class _Chunks(torch.autograd.Function):
                 if chunk is work.chunks[0]:
                     _refuse_others(work, output, [part, *trained])
                 wanted = [part, *trained] if slope_of_input is not None else trained
-                found: list[torch.Tensor | None] = []
-                found += torch.autograd.grad(output, wanted, slope.narrow(work.dim, *chunk), allow_unused=True)
-                if slope_of_input is not None and (of_input := found.pop(0)) is not None:
+                gradients: list[torch.Tensor | None] = []
+                gradients += torch.autograd.grad(output, wanted, slope.narrow(work.dim, *chunk), allow_unused=True)
+                if slope_of_input is not None and (of_input := gradients.pop(0)) is not None:
                     slope_of_input.narrow(work.dim, *chunk).copy_(of_input)
                     del of_input  # as in the forward
-                _add(sums, found)
-        rounded = [None if each is None else each.to(of.dtype) for each, of in zip(sums, trained, strict=True)]
+                _add(sums, gradients)
+        rounded = [None if total is None else total.to(of.dtype) for total, of in zip(sums, trained, strict=True)]
         return None, slope_of_input, *rounded
 
 
@@ -279,10 +279,10 @@ def _refuse_shape(work: _Work, hidden: torch.Tensor, part: Any, positions: int) 
         )
 
 
-def _add(sums: list[torch.Tensor | None], found: list[torch.Tensor | None]) -> None:
-    """Adds the gradients of a chunk, and empties `found`."""
-    for index in reversed(range(len(found))):
-        gradient, total = found.pop(), sums[index]
+def _add(sums: list[torch.Tensor | None], gradients: list[torch.Tensor | None]) -> None:
+    """Adds the gradients of a chunk, and empties `gradients`."""
+    for index in reversed(range(len(gradients))):
+        gradient, total = gradients.pop(), sums[index]
         if gradient is None:
             continue
         if total is None:
@@ -295,26 +295,26 @@ def _add(sums: list[torch.Tensor | None], found: list[torch.Tensor | None]) -> N
 
 def _refuse_others(work: _Work, output: torch.Tensor, known: Sequence[torch.Tensor]) -> None:
     """Raises `UsageError` if a chunk depends on a tensor that would receive no gradient from here."""
-    mine, seen, nodes = {id(each) for each in known}, set[Any](), [output.grad_fn]
+    known_ids, seen, nodes = {id(tensor) for tensor in known}, set[Any](), [output.grad_fn]
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in mine:
+        if leaf is not None and id(leaf) not in known_ids:
             raise UsageError(
                 f"the tiled {type(work.module).__name__} uses a tensor of shape {list(leaf.shape)} that is neither its "
                 "input nor one of its parameters, and that would receive no gradient; register it as a parameter of "
                 "the module, or do not tile this module"
             )
-        nodes += [each for each, _ in node.next_functions]
+        nodes += [child for child, _ in node.next_functions]
 
 
 @contextlib.contextmanager
 def _weights_held(module: nn.Module) -> Iterator[None]:
     """Brings the paged weights of a module once for all that runs in the context, if they have room together."""
-    handles = [handle for each in module.parameters() if (handle := handle_of(each)) is not None]
+    handles = [handle for parameter in module.parameters() if (handle := handle_of(parameter)) is not None]
     if not handles:
         yield
         return
@@ -381,7 +381,7 @@ class _Tiled:
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles the module by its own class, since this one has no name by which it could be found."""
+        """Pickles the module by its own class, since pickle cannot find this one by name."""
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, *state = reduced
         return (_made_again, (make, type(self).__mro__[2], *arguments[1:]), *state)
@@ -414,7 +414,7 @@ def tiled(
             raise UsageError(f"{name} of offload.tiled is a whole number of at least 1, not {value!r}")
     if chunks != "auto" and chunk_length is not None:
         raise UsageError("offload.tiled takes chunks or chunk_length, not both")
-    mixes = [name for name, each in module.named_modules() if isinstance(each, _BATCH_NORMS)]
+    mixes = [name for name, part in module.named_modules() if isinstance(part, _BATCH_NORMS)]
     if mixes:
         raise UsageError(
             f"{mixes[0] or type(module).__name__} normalizes over all positions, so {type(module).__name__} cannot be "
@@ -456,7 +456,7 @@ def has_own_forward(module: nn.Module) -> bool:
 
 @functools.cache
 def _tiled_class(kind: Any) -> type[Any]:
-    """Returns the subclass of a module's class that runs in chunks. Has its name, by which units may be chosen."""
+    """Returns the subclass of a module's class that runs in chunks. It keeps the name: units may be chosen by it."""
     attributes = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
@@ -476,15 +476,15 @@ def _only_tensor(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], whole: Callable[..., Any]
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
     """Returns the single argument of a call, and the module's own forward as a function of that argument."""
-    given = (*args, *kwargs.values())
-    if len(given) != 1 or not isinstance(given[0], torch.Tensor):
-        kinds = ", ".join(type(each).__name__ for each in given) or "nothing"
+    arguments = (*args, *kwargs.values())
+    if len(arguments) != 1 or not isinstance(arguments[0], torch.Tensor):
+        kinds = ", ".join(type(argument).__name__ for argument in arguments) or "nothing"
         raise UsageError(
             f"a tiled module takes one tensor, and {type(module).__name__} was called with {kinds}; tile a module "
             "whose forward takes the hidden states alone"
         )
     name = next(iter(kwargs), None)
-    return given[0], whole if name is None else lambda hidden: whole(**{name: hidden})
+    return arguments[0], whole if name is None else lambda hidden: whole(**{name: hidden})
 
 
 # -- known mlps ----------------------------------------------------------------------------------------
@@ -560,11 +560,11 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _has_others(module: nn.Module, linears: set[str]) -> bool:
-    """Returns True if a module owns parameters beside those of its linear layers and of norms."""
+    """Returns True if a module owns parameters other than those of its linear layers and of norms."""
     return any(
         True
         for name, child in module.named_children()
-        if name not in linears and any(each.ndim != 1 for each in child.parameters())
+        if name not in linears and any(parameter.ndim != 1 for parameter in child.parameters())
     )
 
 

@@ -81,7 +81,7 @@ def check_room(name: str, numel: int) -> None:
 # -- param access --------------------------------------------------------------------------------------
 
 
-# Weak, so that an engine that the user has dropped is not kept alive.
+# Weak, since an engine that the user has dropped shall not be kept alive.
 _engines: weakref.WeakSet[ParamAccess] = weakref.WeakSet()
 
 
@@ -97,12 +97,7 @@ class ParamAccess:
     """Reads and sets the values of the parameters of one engine. Belongs to the thread that runs the model."""
 
     def __init__(self, components: EngineComponents, callbacks: EngineCallbacks) -> None:
-        """Registers the accessor for `engines`.
-
-        Args:
-            components: components of the engine.
-            callbacks: the engine.
-        """
+        """Registers the accessor for `engines`."""
         self._components, self._held, self._callbacks = components, components.shards, callbacks
         _engines.add(self)
 
@@ -122,7 +117,7 @@ class ParamAccess:
         """
         segment = self._segment(handle)
         states = states_of(self._held.mode, self._components.layouts[handle.unit], segment)
-        states |= {each.name: State.PACKED for each in segment.kept}
+        states |= {field.name: State.PACKED for field in segment.kept}
         if name not in states:
             known = ", ".join(f'"{known}"' for known in states) or "none"
             raise UsageError(
@@ -148,12 +143,12 @@ class ParamAccess:
         # dtypes. Of several ranks one has it.
         words = torch.empty(len(segment.packed), dtype=torch.float32, device="cpu")
 
-        def mine() -> None:
+        def read_words() -> None:
             if segment.packed_rank == self._components.world.ranks.rank:
                 self._read_newest(handle, State.PACKED, segment.packed.start, words)
 
         with self._together("access a parameter", handle, state) as everyone:
-            everyone.settle(mine)
+            everyone.settle(read_words)
             self._components.world.ranks.broadcast(words, segment.packed_rank)
         value = unpack(segment.kept, words.view(torch.uint8)).get(name)
         if value is None:
@@ -204,7 +199,7 @@ class ParamAccess:
             return self._components.weights.read(handle.unit, handle.position).float()
         whole = torch.empty(0, dtype=torch.float32, device="cpu")
 
-        def mine() -> None:
+        def read_shard() -> None:
             nonlocal whole
             check_room(handle.name, self._numel(handle))
             whole = torch.empty(self._numel(handle), dtype=torch.float32, device="cpu")
@@ -214,7 +209,7 @@ class ParamAccess:
         with self._together("access a parameter", handle, state) as everyone:
             if not any(everyone.settle(lambda: self._has(handle, state))):
                 return None
-            everyone.settle(mine)
+            everyone.settle(read_shard)
             self._complete(handle, whole)
         # The memory was allocated inside of the collective, so a rank without room has failed the call on all ranks.
         return whole.view(self._shape(handle)).to(handle.device)
@@ -298,7 +293,7 @@ class ParamAccess:
         self._begin(state)
         whole = torch.empty(0, dtype=torch.float32, device="cpu")
 
-        def mine() -> None:
+        def take_shard() -> None:
             nonlocal whole
             shard = self._own_shard(handle)
             check_values(handle.name, values, (shard.numel,), self._shape(handle))
@@ -309,7 +304,7 @@ class ParamAccess:
         # Ranks hold segments of any length, so each fills its own into a copy of the whole, and `write` takes the whole
         # from there: one path for edits.
         with self._together("set a shard of a parameter", handle, state) as everyone:
-            everyone.settle(mine)
+            everyone.settle(take_shard)
             self._complete(handle, whole)
         self.write(handle, state, whole.view(self._shape(handle)))
 
@@ -359,7 +354,7 @@ class ParamAccess:
 
     @contextlib.contextmanager
     def _together(self, what: str, handle: ParamHandle, state: State) -> Iterator[AllOrNothing]:
-        """Yields a collective in which every rank reads or sets the same state of the same parameter."""
+        """Yields a collective for all ranks to read or set the same state of the same parameter."""
         with all_or_nothing(self._components.agreement, Collective.LOOK, what) as everyone:
             everyone.same({"parameter": handle.name, "what": state.value})
             yield everyone
@@ -389,22 +384,22 @@ class ParamAccess:
         """
         # A bf16 weight and the low bits of its master are two states on disk that together are the fp32 master.
         joined, mode = state is State.WEIGHT and handle.trainable, self._held.mode_of(handle.unit)
-        found: dict[State, torch.Tensor] = {}
+        parts: dict[State, torch.Tensor] = {}
         futures: list[Future] = []
         try:
-            for each in master_sources(mode.weights) if joined else optimizer_states.moment_sources(mode, state):
-                part, dtype = mode.part(each, start, start + len(values)), mode.states[each]
+            for source in master_sources(mode.weights) if joined else optimizer_states.moment_sources(mode, state):
+                part, dtype = mode.part(source, start, start + len(values)), mode.states[source]
                 buffer = aligned_empty(len(part) * dtype.itemsize)
-                found[each] = torch.frombuffer(buffer, dtype=dtype)
-                futures += self._held.read(handle.unit, each, part.start * dtype.itemsize, buffer)
+                parts[source] = torch.frombuffer(buffer, dtype=dtype)
+                futures += self._held.read(handle.unit, source, part.start * dtype.itemsize, buffer)
             for future in futures:
                 future.wait()
         finally:
             wait_for_all(futures)  # no buffer is freed under a read
-        values.copy_(join(found) if state is State.WEIGHT else optimizer_states.read(mode, found, state))
+        values.copy_(join(parts) if state is State.WEIGHT else optimizer_states.read(mode, parts, state))
 
     def _set_gradient(self, handle: ParamHandle, values: torch.Tensor) -> None:
-        def mine() -> None:
+        def replace_shard() -> None:
             shard = self._own_shard(handle)
             values_here = values[shard.position : shard.position + shard.numel]
             self._components.gradients.replace(handle.unit, handle.position, shard.position, values_here)
@@ -413,7 +408,7 @@ class ParamAccess:
         with self._together("set a gradient", handle, State.GRAD) as everyone:
             self._components.world.ranks.broadcast(values, 0)
             if len(values):
-                everyone.settle(mine)
+                everyone.settle(replace_shard)
 
     def _shards_of(self, handle: ParamHandle) -> list[SegmentShard]:
         """Returns the segments of a parameter. Their ranks are those of the first replica, which sends for all."""
@@ -448,7 +443,7 @@ def gathered(
 
     The memory is a copy on the compute device, outside of all budgets. `step()` must not be called. A model all of
     whose parameters are gathered runs on that memory, without paging and without gradients, for instance to generate;
-    one of which some are gathered does not run. Parameters of an ordinary model are left alone.
+    one with some gathered parameters does not run. Parameters of an ordinary model are left alone.
 
     On several ranks all of them enter with the same parameters if `modify` is set. For each unit, the changes of the
     lowest rank that made any apply on all ranks, so `if rank == 0:` may be used inside.
@@ -502,12 +497,7 @@ def gathered(
 
 
 def _write_back(handles: Sequence[ParamHandle], changed: Sequence[tuple[ParamHandle, torch.Tensor]]) -> None:
-    """Writes changed values to the swap tiers, unit by unit, and ends the edits of each unit.
-
-    Args:
-        handles: all parameters that were gathered.
-        changed: those that were changed, with their values.
-    """
+    """Writes changed values to the swap tiers, unit by unit, and ends the edits of each unit."""
     # Also for units without a change, or without room here: every rank must come to the same `end_edits`, in the same
     # order.
     for engine, unit in dict.fromkeys((handle.engine, handle.unit) for handle in handles):
@@ -525,8 +515,8 @@ def _handles_of(params: Any) -> list[ParamHandle]:
         params = [params]
     elif not isinstance(params, Iterable):
         raise UsageError(f"gathered() takes parameters or a module, got {type(params).__name__}")
-    found = (handle_of(parameter) for parameter in params)
-    return list(dict.fromkeys(handle for handle in found if handle is not None))
+    handles = (handle_of(parameter) for parameter in params)
+    return list(dict.fromkeys(handle for handle in handles if handle is not None))
 
 
 def _take(handles: Collection[ParamHandle], taken: list[ParamHandle]) -> None:
@@ -549,15 +539,15 @@ def _take(handles: Collection[ParamHandle], taken: list[ParamHandle]) -> None:
 def _let_go(taken: Iterable[ParamHandle]) -> tuple[list[UsageError], list[tuple[ParamHandle, torch.Tensor]]]:
     """Takes the memory away again. Returns an error for each misfit, and without one the values that have changed.
 
-    The caller raises errors after its `finally`, in which they would replace an exception of the user. With a misfit no
+    The caller raises errors after its `finally`: there they would replace an exception of the user. With a misfit no
     change is kept, but on several ranks this rank still takes part in the end of the edits.
     """
-    given = [(handle, handle.let_go()) for handle in taken]
+    released = [(handle, handle.let_go()) for handle in taken]
     misfits: list[UsageError] = []
     changed: list[tuple[ParamHandle, torch.Tensor]] = []
     # One after the other: a whole model would be in memory twice.
-    while given:
-        handle, values = given.pop(0)
+    while released:
+        handle, values = released.pop(0)
         try:
             old = handle.read()
         except torch.OutOfMemoryError:
@@ -573,12 +563,11 @@ def _let_go(taken: Iterable[ParamHandle]) -> tuple[list[UsageError], list[tuple[
 
 
 def _nbytes(handles: Iterable[ParamHandle]) -> int:
-    """Returns the bytes of gathered parameters."""
     return sum(math.prod(handle.shape) * handle.parameter.element_size() for handle in handles)
 
 
 def _no_room(handles: Collection[ParamHandle], free: str) -> BudgetError:
-    """Returns the error for parameters for which there is no memory."""
+    """Returns the error for parameters without memory."""
     return BudgetError(
         f"{count_of(len(handles), 'gathered parameter')} would take {format_size(_nbytes(handles))} of the device's "
         f"memory, {free} free: gather fewer at a time, or lower device_memory. trl gathers all to generate: set "
@@ -640,8 +629,8 @@ class StackAccess(ParamAccess):
             super().write(handle, state, values)
             return
         check_values(handle.name, values, handle.shape, handle.shape)
-        for row, mine in zip(handle.rows, values, strict=True):
-            super().write(row, state, mine)
+        for row, row_values in zip(handle.rows, values, strict=True):
+            super().write(row, state, row_values)
 
     def write_local(self, handle: ParamHandle, state: State, values: torch.Tensor) -> None:
         """Replaces this rank's partition of a state; that of a stack are this rank's partitions of the rows."""
@@ -652,8 +641,8 @@ class StackAccess(ParamAccess):
         # All ranks refuse what one has passed: a row is a collective.
         with self._together("set a shard of a parameter", handle, state) as everyone:
             everyone.settle(lambda: check_values(handle.name, values, (rows * numel,), handle.shape))
-        for row, mine in zip(handle.rows, values.reshape(rows, numel), strict=True):
-            super().write_local(row, state, mine)
+        for row, row_values in zip(handle.rows, values.reshape(rows, numel), strict=True):
+            super().write_local(row, state, row_values)
 
     def use_in(self, module: nn.Module, handle: ParamHandle) -> None:
         """Binds the parameter's unit also whenever `module` runs."""
@@ -672,13 +661,7 @@ class StackAccess(ParamAccess):
 
 
 def _joined(read: Callable[..., torch.Tensor | None], handle: ParamHandle, what: Any) -> torch.Tensor | None:
-    """Returns what `read` gives for a parameter; for a stack, the results for its rows joined.
-
-    Args:
-        read: reads one parameter.
-        handle: the parameter.
-        what: the second argument of `read`.
-    """
+    """Returns what `read` gives for a parameter; for a stack, the results for its rows joined."""
     if not isinstance(handle, StackHandle):
         return read(handle, what)
     rows = [read(row, what) for row in handle.rows]
@@ -689,7 +672,6 @@ def _joined(read: Callable[..., torch.Tensor | None], handle: ParamHandle, what:
 
 
 def _flat(values: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns values as one dimension."""
     return None if values is None else values.view(-1)
 
 
@@ -727,7 +709,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Returns a copy in fp32 of the gradient that the next step will use, as accumulated so far.
 
     The gradient is the mean over the ranks, divided by the number of micro-batches of a step, before the clip. Its
-    values have the precision in which the engine keeps gradients (`data_types.grad_accum_dtype`).
+    values have the precision of the engine's gradients (`data_types.grad_accum_dtype`).
 
     Args:
         param: a parameter of a model under an engine.
@@ -976,7 +958,9 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     if not _is_in(parameter, external_parameters(module)):
         raise UsageError(f"this parameter was not registered with this {type(module).__name__}")
     # By identity: `list.remove` would compare tensors by value.
-    set_external_parameters(module, [other for other in external_parameters(module) if other is not parameter])
+    set_external_parameters(
+        module, [registered for registered in external_parameters(module) if registered is not parameter]
+    )
     owner = _owner(parameter)
     if owner is not None:
         owner[0].end_use_in(module, owner[1])
@@ -1032,4 +1016,4 @@ def _is_in(parameter: nn.Parameter, parameters: list[nn.Parameter]) -> bool:
 
     Tensors compare element by element, so `in` does not work.
     """
-    return any(other is parameter for other in parameters)
+    return any(member is parameter for member in parameters)

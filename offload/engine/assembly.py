@@ -133,7 +133,7 @@ def assemble(
         make: Makes the engine of its core and of the lines for the user.
         lr_scheduler: A schedule, or None.
         loader: Batches of training data, or None.
-        open_source: Opens the files from which weights are read, if these are not the swap files.
+        open_source: Opens the files that weights are read from, if these are not the swap files.
         listener: Receives the spans of the engine; None for none but those that the config asks for.
     """
     if not plan.device.host_addressable:
@@ -147,7 +147,7 @@ def assemble(
     on_files = plan.slots or plan.placement.spilled or inputs_on_disk or open_source
     queue = _queue(plan.config) if on_files else None
     memory = memory_of(model)
-    files, others = NewStore(plan, lr_scheduler), contextlib.ExitStack()
+    files, sources = NewStore(plan, lr_scheduler), contextlib.ExitStack()
     try:
         recorders = _recorders(plan, model, timeline, queue, written, listener)
         progress: Snapshot | None = None
@@ -159,9 +159,9 @@ def assemble(
         def components(callbacks: EngineCallbacks) -> EngineComponents:
             source: WeightSource | None = files.store
             if queue is not None and open_source is not None:
-                source = open_source(queue, recorders.spans, others)
+                source = open_source(queue, recorders.spans, sources)
             opened = RunFiles(
-                queue=queue, store=files.store, source=source, others=others, make=files.make, written=written
+                queue=queue, store=files.store, source=source, others=sources, make=files.make, written=written
             )
             return _components(plan, model, optimizer, opened, files.resumed, recorders, callbacks)
 
@@ -178,7 +178,7 @@ def assemble(
         )
     except BaseException:
         with contextlib.suppress(Exception):  # the first error is the one that is raised
-            close_all(*(() if queue is None else (queue.close,)), others.close, files.undo)
+            close_all(*(() if queue is None else (queue.close,)), sources.close, files.undo)
         raise
     try:
         return make(core, (*_notices(plan, core), *line_on_users(memory), *_begin(plan, core, progress)))
@@ -240,7 +240,6 @@ def _progress(plan: Plan, store: Store, model: nn.Module, optimizer: Optimizer) 
 
 
 def _notices(plan: Plan, core: EngineCore) -> tuple[str, ...]:
-    """Returns the lines of the plan and of the components."""
     components = core.components
     return (
         *plan.notices,
@@ -304,7 +303,6 @@ def _io_notices(queue: SharedQueue | None, asked: Aio) -> tuple[str, ...]:
 
 
 def _settings(plan: Plan) -> StepSettings:
-    """Returns the settings of a step."""
     return StepSettings(
         micro_batch_size=plan.batch.micro,
         accumulation=plan.batch.accumulation,
@@ -399,10 +397,10 @@ def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
     # The ranks decide together: a single rank that resumed would wait for the others for ever.
     folder = store.folders[0]
     run_id = None if newest is None else look(folder).run_id
-    every = plan.world.everyone.share([newest, str(folder), run_id])
-    everyone: list[int | None] = [row[0] for row in every]
+    newest_of_all = plan.world.everyone.share([newest, str(folder), run_id])
+    everyone: list[int | None] = [row[0] for row in newest_of_all]
     if None not in everyone:
-        check_one_run([(path, run) for _, path, run in every])
+        check_one_run([(path, run) for _, path, run in newest_of_all])
         return last_of_all(everyone)
     # If a run was killed while it was created, some ranks have no commit, but then no rank has more than its first.
     if any(commit is not None and commit > 1 for commit in everyone):
@@ -437,7 +435,7 @@ class RunFiles:
     store: Store | None
     """The swap files; None without states on DISK."""
     source: WeightSource | None
-    """The files from which the pager reads weights: the swap files, or others that are only read; None without any."""
+    """The files that the pager reads weights from: the swap files, or others that are only read; None without any."""
     others: contextlib.ExitStack
     """Closes the files that are only read."""
     make: Callable[[], None]
@@ -476,7 +474,7 @@ class NewStore:
         run_id = plan.world.everyone.share(uuid.uuid4().hex, "check its start")[0]
         self._made = True
         store.create(over=plan.resume or plan.replace, run_id=run_id)
-        # A rank commits only after this exchange: no commit exists beside files of an earlier run.
+        # A rank commits only after this exchange: no commit exists together with files of an earlier run.
         plan.world.everyone.share(None, "create its store")
 
     def undo(self) -> None:
@@ -539,22 +537,22 @@ def _components(
         arena = DeviceArena(plan.placement.device_nbytes, plan.device, plan.config.offload.debug.poison)
         compute, agreement = compute_spans(timeline, shown_names(plan)), _agreement(plan, arena, callbacks, timeline)
         pager = undo.enter_context(contextlib.closing(_pager(plan, host, arena, files, agreement, timeline)))
-        held = _held(plan, host, arena, pager, files.store)
+        shards = _held(plan, host, arena, pager, files.store)
         sources = _sources(plan)
-        _fill(plan, model, held, files, resume, sources)
+        _fill(plan, model, shards, files, resume, sources)
         gradients = gradient_accumulator(
             plan, host, arena, files, pager, agreement, callbacks, recorders.spans, compute
         )
         undo.callback(gradients.close)
         handles = _handles(plan, model)
         unit_views = UnitViews(plan.layouts, handles, pager, [mode.weight_dtype for mode in plan.modes])
-        kept = undo.enter_context(contextlib.closing(activations(plan, model, files, callbacks, timeline)))
-        users = (unit_views, gradients, pager, callbacks, kept)
+        model_activations = undo.enter_context(contextlib.closing(activations(plan, model, files, callbacks, timeline)))
+        users = (unit_views, gradients, pager, callbacks, model_activations)
         hooks, borders = module_hooks(plan, model, handles, *users, timeline, compute)
         undo.callback(hooks.remove)
         weights = _weights(plan, model, handles, pager, hooks, unit_views, callbacks, sources)
         undo.callback(weights.remove)
-        updater = _updater(plan, optimizer, host, held, gradients, timeline)
+        updater = _updater(plan, optimizer, host, shards, gradients, timeline)
         # Complete: from now on the engine closes the components. Nothing that follows fails.
         undo.pop_all()
     timeline.start()  # the filling of the tiers is not shown
@@ -572,7 +570,7 @@ def _components(
         update_worker=updater,
         pager=pager,
         gradients=gradients,
-        activations=kept,
+        activations=model_activations,
         layer_major=borders,
         world=plan.world,
         agreement=agreement,
@@ -582,7 +580,7 @@ def _components(
         arena=host,
         layouts=plan.layouts,
         trainable=plan.trainable,
-        shards=held,
+        shards=shards,
         written=files.written,
         timeline=timeline,
         meter=recorders.meter,
@@ -622,7 +620,6 @@ def shown_names(plan: Plan) -> list[str]:
 def _pager(
     plan: Plan, host: HostArena, arena: DeviceArena, files: RunFiles, agreement: Agreement, timeline: Timeline
 ) -> Pager:
-    """Returns the pager."""
     # The pager receives sizes and limits only; it knows neither modules nor parameters.
     sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode, plan.images)
     # Where each rank has whole weights, a use needs no other rank: they meet when they reduce gradients, and at step().
@@ -676,21 +673,21 @@ def _sources(plan: Plan) -> dict[str, ParameterBytes]:
 def _fill(
     plan: Plan,
     model: nn.Module,
-    held: LocalShards,
+    shards: LocalShards,
     files: RunFiles,
     resume: bool,
     sources: Mapping[str, ParameterBytes],
 ) -> None:
     """Writes every weight to its tier, into new files or none, and moves buffers; parameters are left empty."""
     files.make()
-    filler = InitialFill(held, plan.world)
+    filler = InitialFill(shards, plan.world)
     # A new run begins with the user's values, those from files, or the modules' initialization from the seed.
     if not resume:
         # The stages of a pipeline number their units alike, and are to draw other values.
         seed = plan.config.offload.seed + plan.world.position
         filler.fill(model, plan.layouts, seed, sources, plan.in_place)
     else:
-        held.read_back()
+        shards.read_back()
         # The model's own values are dropped, unread.
         for segment in (segment for layout in plan.layouts for segment in layout.segments):
             if segment.inner:
@@ -726,10 +723,10 @@ def _handles(plan: Plan, model: nn.Module) -> list[list[ParamHandle]]:
     device = plan.device.torch
 
     def parameter(segment: Segment) -> nn.Parameter:
-        found = model.get_parameter(segment.parameter)
+        of_model = model.get_parameter(segment.parameter)
         if segment.stack:
-            return nn.Parameter(torch.empty(0, dtype=plan.mode.weight_dtype, device=device), found.requires_grad)
-        return found
+            return nn.Parameter(torch.empty(0, dtype=plan.mode.weight_dtype, device=device), of_model.requires_grad)
+        return of_model
 
     return [
         [
@@ -747,11 +744,14 @@ def _stack_handles(plan: Plan, model: nn.Module, handles: Sequence[Sequence[Para
     dtype, device = plan.mode.weight_dtype, plan.device.torch
     rows: dict[str, list[ParamHandle]] = {}
     # Experts of a stack are units one after the other, so that its rows come in their order.
-    for layout, mine in zip(plan.layouts, handles, strict=True):
-        for segment, handle in zip(layout.segments, mine, strict=True):
+    for layout, unit_handles in zip(plan.layouts, handles, strict=True):
+        for segment, handle in zip(layout.segments, unit_handles, strict=True):
             if segment.stack:
                 rows.setdefault(segment.stack, []).append(handle)
-    return [StackHandle(model.get_parameter(name), name, mine, dtype, device, RULES) for name, mine in rows.items()]
+    return [
+        StackHandle(model.get_parameter(name), name, row_handles, dtype, device, RULES)
+        for name, row_handles in rows.items()
+    ]
 
 
 def _weights(
@@ -764,7 +764,7 @@ def _weights(
     callbacks: EngineCallbacks,
     sources: Mapping[str, ParameterBytes],
 ) -> WeightEdits:
-    """Returns the component through which users read and edit weights."""
+    """Returns the component that reads and edits weights for users."""
     return WeightEdits(
         model,
         plan.layouts,
@@ -849,7 +849,7 @@ def gradient_accumulator(
 def _gradient_places(
     plan: Plan, arena: DeviceArena, spill: DiskSpill | None, downloads: DeviceToHost | None
 ) -> GradientPlaces:
-    """Returns the memory in which gradients wait, other than that of the host."""
+    """Returns the memory of waiting gradients, other than that of the host."""
     dtype = plan.parts.gradient_dtype
     # Totals on the device keep their place for the whole run, so that no step allocates device memory.
     on_device = {
@@ -879,7 +879,7 @@ def _run_facts(plan: Plan) -> RunFacts:
 def _downloads(plan: Plan, host: HostArena, pager: Pager, timeline: Timeline) -> DeviceToHost:
     """Returns the copies of gradients from the device to staging buffers in host memory."""
     staging = [host.staging.take(host.classes.staging // STAGING_BUFFERS) for _ in range(STAGING_BUFFERS)]
-    buffers = [each for each in staging if each is not None]
+    buffers = [buffer for buffer in staging if buffer is not None]
     # Two buffers or more: one is filled by the device while the CPU reads another.
     assert len(buffers) == STAGING_BUFFERS, "the class was sized for them"
     most = plan.parts.largest_gradient
@@ -913,10 +913,10 @@ def _spill(
         spans,
         title=lambda unit: f"the gradient of {plan.layouts[unit].name or 'the root'}",
     )
-    # A receiving thread adds gradients beside the backward, so that its waits are none of the model's.
+    # receiving thread: adds gradients during the backward, so its waits do not count as the model's.
     timeline = pager.table.timeline if plan.device.host_addressable else OFF
     return DiskSpill(
-        unit_windows, parts.gradient_dtype, [each for each in buffers if each], scratch, pager.fail, timeline
+        unit_windows, parts.gradient_dtype, [buffer for buffer in buffers if buffer], scratch, pager.fail, timeline
     )
 
 
@@ -937,7 +937,7 @@ def module_hooks(
     gradients: GradientAccumulator,
     pager: Pager,
     callbacks: EngineCallbacks,
-    kept: Activations,
+    model_activations: Activations,
     timeline: Timeline,
     compute: ComputeSpans,
 ) -> tuple[ModuleHooks, LayerMajor | None]:
@@ -953,11 +953,11 @@ def module_hooks(
         gradients: Receives every gradient.
         pager: Fetches units.
         callbacks: The engine.
-        kept: Activations of the model.
+        model_activations: Activations of the model.
         timeline: Records phases.
         compute: Records forwards and backwards of units.
     """
-    saved = SavedTensors(handles, unit_views, pager, compute, kept.inputs, wrapped=bool(plan.sites))
+    saved = SavedTensors(handles, unit_views, pager, compute, model_activations.inputs, wrapped=bool(plan.sites))
     hooks = ModuleHooks(
         model,
         {**stage_sites(model), **plan.units.sites},
@@ -967,7 +967,7 @@ def module_hooks(
         gradients,
         pager,
         callbacks,
-        kept.checkpoints,
+        model_activations.checkpoints,
         experts=plan.units.experts,
         timeline=timeline,
         compute=compute,
@@ -1060,7 +1060,7 @@ def _updater(
     plan: Plan,
     optimizer: Optimizer,
     host: HostArena,
-    held: LocalShards,
+    shards: LocalShards,
     gradients: GradientAccumulator,
     timeline: Timeline,
 ) -> UpdateWorker | None:
@@ -1068,10 +1068,10 @@ def _updater(
     if not any(plan.parts.trainable_numel):
         return None
     return UpdateWorker(
-        shards=held,
+        shards=shards,
         arena=host,
         gradients=gradients,
-        strategy=_strategy(plan, optimizer.rule, host, held, gradients),
+        strategy=_strategy(plan, optimizer.rule, host, shards, gradients),
         tile_numel=plan.placement.tile_numel,
         tile_nbytes=(host.classes.tiles - plan.placement.scratch_nbytes) // plan.placement.tile_buffers,
         tile_buffers=plan.placement.tile_buffers,
@@ -1081,9 +1081,9 @@ def _updater(
 
 
 def _strategy(
-    plan: Plan, rule: Rule, host: HostArena, held: LocalShards, gradients: GradientAccumulator
+    plan: Plan, rule: Rule, host: HostArena, shards: LocalShards, gradients: GradientAccumulator
 ) -> UpdateStrategy:
-    """Returns the strategy by which the optimizer's rule updates units."""
+    """Returns the strategy that the optimizer's rule updates units by."""
     nbytes = plan.placement.scratch_nbytes
     room = host.tiles.take(nbytes) if nbytes else None
     return rule.strategy(
@@ -1093,7 +1093,7 @@ def _strategy(
             parts=plan.trainable,
             whole=plan.parts.whole,
             scratch=torch.empty(0, device="cpu") if room is None else room.tensor(torch.float32),
-            device=held.device,
+            device=shards.device,
             gradients=gradients,
             # A rank that has whole units steps them as one rank does, and exchanges nothing, however many replicas
             # there are.

@@ -24,13 +24,13 @@ from offload.sizes import count_of
 # -- build optimizer -----------------------------------------------------------------------------------
 
 
-def choose(block: OptimizerBlock | None, model: nn.Module, given: Any, model_parameters: Any) -> Optimizer:
+def choose(block: OptimizerBlock | None, model: nn.Module, optimizer: Any, model_parameters: Any) -> Optimizer:
     """Returns the engine's optimizer.
 
     Args:
         block: the config's optimizer block, used if nothing is given; None if the config has none.
         model: the model; the optimizer must contain all its trainable parameters, and none of another model.
-        given: a torch optimizer, a function that makes a torch optimizer from a list of parameters, or None.
+        optimizer: a torch optimizer, a function that makes a torch optimizer from a list of parameters, or None.
         model_parameters: parameters or groups for the config's optimizer or for the function; None stands for all that
             are trainable.
 
@@ -41,12 +41,12 @@ def choose(block: OptimizerBlock | None, model: nn.Module, given: Any, model_par
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # DeepSpeed accepts a function of the parameters in place of an optimizer. A torch optimizer may be callable too.
-    if callable(given) and not isinstance(given, torch.optim.Optimizer):
-        given = given(list(model_parameters) if model_parameters is not None else trainable)
-        if given is None:
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(list(model_parameters) if model_parameters is not None else trainable)
+        if optimizer is None:
             raise ConfigError("the function that was passed as optimizer= returned None; it should return an optimizer")
-    if given is not None:
-        chosen = from_torch(given)
+    if optimizer is not None:
+        chosen = from_torch(optimizer)
     elif not trainable:
         return _no_optimizer()
     elif block is None:
@@ -60,15 +60,15 @@ def choose(block: OptimizerBlock | None, model: nn.Module, given: Any, model_par
     return chosen
 
 
-def _trainable_only(given: Iterable[Any] | None, trainable: Sequence[nn.Parameter]) -> list[Any]:
-    """Returns the parameters or groups `given` without frozen parameters, or all of `trainable` if `given` is None.
+def _trainable_only(parameters: Iterable[Any] | None, trainable: Sequence[nn.Parameter]) -> list[Any]:
+    """Returns the given parameters or groups without frozen parameters, or all of `trainable` if `parameters` is None.
 
     Raises:
-        ConfigError: `given` contains objects that are no parameters.
+        ConfigError: `parameters` contains objects that are no parameters.
     """
-    if given is None:
+    if parameters is None:
         return list(trainable)
-    items = _listed(given)
+    items = _listed(parameters)
     if items and all(isinstance(group, Mapping) and "params" in group for group in items):
         groups = [{**group, "params": _listed(group["params"])} for group in items]
         inner = [p for group in groups for p in group["params"]]
@@ -87,9 +87,9 @@ def _trainable_only(given: Iterable[Any] | None, trainable: Sequence[nn.Paramete
     return [p for p in items if p.requires_grad]
 
 
-def _listed(given: Any) -> list[Any]:
-    """Returns `given` as a list; a single tensor or object becomes a list of one."""
-    return [given] if isinstance(given, torch.Tensor) or not isinstance(given, Iterable) else list(given)
+def _listed(value: Any) -> list[Any]:
+    """Returns `value` as a list; a single tensor or object becomes a list of one."""
+    return [value] if isinstance(value, torch.Tensor) or not isinstance(value, Iterable) else list(value)
 
 
 def _kind(item: Any) -> str:
@@ -228,7 +228,7 @@ def matrices_by(optimizer: Optimizer, model: nn.Module) -> frozenset[str] | None
         return None
     names, groups = _names(model), optimizer.param_groups
     marked = (id(parameter) for group in groups if group[mark] for parameter in group["params"])
-    return frozenset(names[each] for each in marked if each in names)
+    return frozenset(names[key] for key in marked if key in names)
 
 
 def _names(model: nn.Module) -> dict[int, str]:
@@ -271,24 +271,24 @@ class Chosen(NamedTuple):
     notices: tuple[str, ...]
 
 
-def choose_scheduler(block: SchedulerBlock | None, given: Any, optimizer: torch.optim.Optimizer) -> Chosen:
+def choose_scheduler(block: SchedulerBlock | None, scheduler: Any, optimizer: torch.optim.Optimizer) -> Chosen:
     """Returns the engine's schedule.
 
     Args:
         block: the config's scheduler block; None if the config has none.
-        given: a schedule, a function that makes one from the optimizer, or None.
+        scheduler: a schedule, a function that makes one from the optimizer, or None.
         optimizer: the engine's optimizer.
 
     Raises:
         ConfigError: the schedule cannot be made, or does not fit the optimizer.
     """
-    if given is not None:
+    if scheduler is not None:
         lines = (
             ()
             if block is None
             else (f"the schedule {block.type} of the config is not used, because lr_scheduler= was passed",)
         )
-        schedule = given(optimizer) if _is_factory(given) else given
+        schedule = scheduler(optimizer) if _is_factory(scheduler) else scheduler
         _check_given(schedule, optimizer)
         return Chosen(schedule, lines)
     if block is None:
@@ -300,9 +300,9 @@ def choose_scheduler(block: SchedulerBlock | None, given: Any, optimizer: torch.
     return Chosen(made, _unused_rates(made))
 
 
-def _is_factory(given: Any) -> bool:
-    """Returns True if `given` makes a schedule: a class, or a function that cannot be stepped itself."""
-    return isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
+def _is_factory(scheduler: Any) -> bool:
+    """Returns True if `scheduler` makes a schedule: a class, or a function that cannot be stepped itself."""
+    return isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step"))
 
 
 def _check_given(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -329,7 +329,6 @@ def _check_given(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _of_torch(block: SchedulerBlock, optimizer: torch.optim.Optimizer) -> Any:
-    """Returns the schedule of torch that the block names."""
     params = {name: value for name, value in block.params.items() if not (value is None or value == "auto")}
     arguments = {name: _argument(value) for name, value in params.items()}
     try:
@@ -341,7 +340,7 @@ def _of_torch(block: SchedulerBlock, optimizer: torch.optim.Optimizer) -> Any:
 def _argument(value: Any) -> Any:
     """Returns a value of the file as torch's schedules expect it; they check no types until they are stepped."""
     if isinstance(value, list):
-        return [_argument(each) for each in value]
+        return [_argument(item) for item in value]
     number = spelled_number(value)
     # JSON may spell a number of steps as 1e3, which is a float.
     return int(number) if isinstance(number, float) and number.is_integer() else number
@@ -352,10 +351,10 @@ def _unused_rates(schedule: Schedule) -> tuple[str, ...]:
     if not schedule.peaks:
         return ()
     both = (schedule.peaks, schedule.base_lrs)
-    mine, theirs = (", ".join(f"{rate:g}" for rate in dict.fromkeys(rates)) for rates in both)
+    peaks, theirs = (", ".join(f"{rate:g}" for rate in dict.fromkeys(rates)) for rates in both)
     return (
         (
-            f"the learning rate follows the schedule, whose {schedule.PEAK} is {mine}; the optimizer's {theirs} is not "
-            "used"
+            f"the learning rate follows the schedule, whose {schedule.PEAK} is {peaks}; the optimizer's {theirs} is "
+            "not used"
         ),
     )

@@ -66,7 +66,7 @@ class EngineCallbacks(Protocol):
 
         Args:
             unit: the unit.
-            edits: values of this rank, in the order in which they were made. With several ranks all of them call this.
+            edits: values of this rank, in the order of the edits. With several ranks all of them call this.
         """
 
     def report_missed_gradient(self, name: str) -> None:
@@ -82,12 +82,12 @@ class EngineCallbacks(Protocol):
         """Takes part in the gather of a unit that another rank needs."""
 
     def serve_reduce(self, unit: int, holders: Sequence[int]) -> None:
-        """Takes part in the reduction of a unit's gradients, to which the ranks `holders` contribute."""
+        """Takes part in the reduction of a unit's gradients. The ranks `holders` contribute to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientStats:
-    """Statistics of a step's gradients, from which the step's clip is decided and whether the step updates anything."""
+    """Statistics of a step's gradients. They decide the step's clip, and whether the step updates anything."""
 
     sum_squares: float
     """Sum of squares of all gradients, added in float64 in layout order; inf or NaN if any value is."""
@@ -157,10 +157,10 @@ class ParamOwner(Protocol):
         """Ends this rank's edits of `unit`, if any. Every rank calls this, also a rank without edits."""
 
     def hold(self, units: Sequence[int]) -> AbstractContextManager[None]:
-        """Returns a context in which `units` stay materialized, if a forward or a backward runs and they have room."""
+        """Returns a context that keeps `units` materialized, if a forward or a backward runs and they have room."""
 
     def on_gathered(self, parameters: Set[int]) -> AbstractContextManager[None]:
-        """Returns a context in which the model runs on gathered memory, if `parameters` (ids) are all that it has."""
+        """Returns a context that lets the model run on gathered memory, if `parameters` (ids) are all that it has."""
 
     def miss_gradient(self, name: str) -> None:
         """Records that user code has read `.grad` of the parameter `name`, which is None."""

@@ -29,7 +29,7 @@ from offload.timeline import OFF, Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class EngineComponents:
-    """Components of an engine. `closing` gives the order in which they are closed."""
+    """Components of an engine. `closing` gives the order of closing."""
 
     hooks: ModuleHooks
     weights: WeightEdits
@@ -62,7 +62,7 @@ class EngineComponents:
     shows_dtensors: bool = False
     """True if modules see DTensors in the place of their parameters."""
     extensions: tuple[Extension, ...] = ()
-    """Features on the model, in the order in which they were put there."""
+    """Features on the model, in the order of their installation."""
 
     @property
     def divides_parameters(self) -> bool:

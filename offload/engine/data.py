@@ -52,24 +52,24 @@ class InputCast:
 
     def __call__(self, inputs: Any) -> Any:
         """Returns the same structure on the device, cast if configured."""
-        if self._casts is None and not self._reported and (other := other_dtype(inputs, self._dtype)) is not None:
+        if self._casts is None and not self._reported and (dtype := other_dtype(inputs, self._dtype)) is not None:
             self._reported = True
             name = dtype_name(self._dtype)
             announce(
-                f'inputs of {dtype_name(other)} are cast to {name}, the dtype of the weights; "auto_cast": true in '
+                f'inputs of {dtype_name(dtype)} are cast to {name}, the dtype of the weights; "auto_cast": true in '
                 f'the block "{name}" silences this message, false turns the cast off'
             )
         return to_device(inputs, self._device, None if self._casts is False else self._dtype)
 
     def explain(self, error: RuntimeError, inputs: Any) -> UsageError | None:
         """Returns an error to raise in place of torch's if the dtype of an input is the cause, else None."""
-        other = other_dtype(inputs, self._dtype) if self._dtype is not torch.float32 else None
-        # torch has no class of its own for errors about dtypes, so the message must tell.
-        if other is None or "dtype" not in str(error):
+        dtype = other_dtype(inputs, self._dtype) if self._dtype is not torch.float32 else None
+        # torch has no class of its own for errors about dtypes; only the message identifies them.
+        if dtype is None or "dtype" not in str(error):
             return None
         name = dtype_name(self._dtype)
         return UsageError(
-            f"the model cannot compute with inputs of {dtype_name(other)} ({error}): its weights are {name}; set "
+            f"the model cannot compute with inputs of {dtype_name(dtype)} ({error}): its weights are {name}; set "
             f'"auto_cast": true in the block "{name}", or leave that key out, or cast the inputs'
         )
 
@@ -103,15 +103,15 @@ def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None
 
 def other_dtype(batch: Any, dtype: torch.dtype) -> torch.dtype | None:
     """Returns the dtype of the first floating-point tensor whose dtype is not `dtype`, or None."""
-    found: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
 
     def look(value: torch.Tensor) -> torch.Tensor:
         if value.is_floating_point() and value.dtype != dtype:
-            found.append(value.dtype)
+            dtypes.append(value.dtype)
         return value
 
     map_tensors(look, batch)
-    return found[0] if found else None
+    return dtypes[0] if dtypes else None
 
 
 def map_tensors(do: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
@@ -122,7 +122,7 @@ def map_tensors(do: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
             return do(value)
         if isinstance(value, PackedSequence):
             data = do(value.data)  # batch sizes stay on the CPU, as cuDNN requires
-            places = (each if each is None else each.to(data.device) for each in value[2:])
+            places = (tensor if tensor is None else tensor.to(data.device) for tensor in value[2:])
             return PackedSequence(data, value.batch_sizes, *places)
         if isinstance(value, MutableMapping):
             moved = _copied(value)
@@ -147,13 +147,13 @@ def map_tensors(do: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
 def _copied(batch: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
     """Returns a copy whose items can be set without a change of `batch`; it keeps the class (a `BatchEncoding`)."""
     copied = copy.copy(batch)
-    given = [vars(kind).get("__slots__", ()) for kind in type(batch).__mro__]
-    slots = [name for names in given for name in ([names] if isinstance(names, str) else names)]
+    declared = [vars(kind).get("__slots__", ()) for kind in type(batch).__mro__]
+    slots = [name for names in declared for name in ([names] if isinstance(names, str) else names)]
     for name in (*getattr(copied, "__dict__", ()), *slots):
-        held = getattr(copied, name, None)
-        # A class without a `__copy__` of its own shares with its copies the container in which its items are.
-        if isinstance(held, list | MutableMapping) and held is getattr(batch, name, None):
-            object.__setattr__(copied, name, copy.copy(held))
+        value = getattr(copied, name, None)
+        # A class without a `__copy__` of its own shares the container of its items with its copies.
+        if isinstance(value, list | MutableMapping) and value is getattr(batch, name, None):
+            object.__setattr__(copied, name, copy.copy(value))
     return copied
 
 
@@ -379,32 +379,32 @@ class Loader(DataLoader[Any]):
             generators: states of the random generators before the next batch was loaded; None before the first step, as
                 in a new run.
         """
-        epoch, batch, mine = where["epoch"], where["batch"], self.where()
+        epoch, batch, now = where["epoch"], where["batch"], self.where()
         dropped = bool(where.get("drop_last", True))  # older versions always left out the last batch and wrote no key
         its_length = batches_of(where["samples"], where["samples_of_a_batch"], dropped)
         notice = None
         # Another order would repeat some samples of the pass and skip others, so the pass is given up.
-        if batch and any(where[key] != mine[key] for key in ("samples", "seed")):
+        if batch and any(where[key] != now[key] for key in ("samples", "seed")):
             notice = (
                 f"the order of training_data differs from the run's ({where['samples']} samples with seed "
-                f"{where['seed']}, now {mine['samples']} with {mine['seed']}): pass {epoch} was at sample "
+                f"{where['seed']}, now {now['samples']} with {now['seed']}): pass {epoch} was at sample "
                 f"{batch * where['samples_of_a_batch']} and is not resumed, pass {epoch + 1} begins"
             )
             epoch, batch = epoch + 1, 0
         elif batch and batch >= its_length:
             epoch, batch = epoch + 1, 0
-        elif batch and where["samples_of_a_batch"] != mine["samples_of_a_batch"]:
-            seen, size = batch * where["samples_of_a_batch"], mine["samples_of_a_batch"]
+        elif batch and where["samples_of_a_batch"] != now["samples_of_a_batch"]:
+            seen, size = batch * where["samples_of_a_batch"], now["samples_of_a_batch"]
             batch = seen // size  # rounded down: better some samples twice than some never
             notice = (
                 f"training_data: a batch is {size} samples of all ranks, {where['samples_of_a_batch']} in the resumed "
                 f"run; pass {epoch} had seen {seen} and resumes at {batch * size}"
             )
-        same = all(where[key] == mine[key] for key in ("samples", "samples_of_a_batch"))
+        same = all(where[key] == now[key] for key in ("samples", "samples_of_a_batch"))
         if same and its_length != len(self) and notice is None:
             notice = (
                 f"training_data: a pass contains {len(self)} batches, {its_length} in the resumed run: the last "
-                f"incomplete one is {'left out' if mine['drop_last'] else 'trained too'} (dataloader_drop_last)"
+                f"incomplete one is {'left out' if now['drop_last'] else 'trained too'} (dataloader_drop_last)"
             )
         # The end of a pass is the start of the next one.
         if batch >= len(self):
@@ -452,8 +452,8 @@ class RankBatches(Sampler[list[int]]):
         for batch in range(at.batch, len(self)):
             rows = order[batch * self.samples : (batch + 1) * self.samples]
             rows += list(itertools.islice(itertools.cycle(order), -len(rows) % self._world_size))
-            mine = len(rows) // self._world_size
-            yield rows[mine * self._rank : mine * (self._rank + 1)]
+            share = len(rows) // self._world_size
+            yield rows[share * self._rank : share * (self._rank + 1)]
 
     def __len__(self) -> int:
         """Returns the number of batches of a pass."""

@@ -33,7 +33,7 @@ from offload.torch_internals import SHALLOW_COPY_QUERY, swap_parameters
 
 # -- contexts ------------------------------------------------------------------------------------------
 #
-# The contexts in which code may compute with parameters that have no values yet.
+# The contexts that let code compute with parameters that have no values yet.
 
 
 class _State(threading.local):
@@ -105,7 +105,7 @@ OVERWRITES = frozenset(
 _INITIALIZERS = frozenset(
     "reset_parameters _reset_parameters _init_weights init_weights initialize_weights _initialize_weights".split()
 )
-"""Methods by which a module makes values, its own and those of modules below it."""
+"""Methods that make the values of a module and of the modules below it."""
 
 
 class Initializer(NamedTuple):
@@ -118,7 +118,7 @@ class Initializer(NamedTuple):
     @property
     def target(self) -> nn.Module:
         """The module that contains the written parameters: the last one of the arguments, or the owner."""
-        return next((each for each in reversed(self.arguments) if isinstance(each, nn.Module)), self.owner)
+        return next((argument for argument in reversed(self.arguments) if isinstance(argument, nn.Module)), self.owner)
 
     def __call__(self) -> None:
         """Makes the values."""
@@ -161,7 +161,9 @@ def _call_of(frame: types.FrameType) -> Initializer | None:
     owner, arguments = values[0] if values else None, values[1:]
     if not isinstance(owner, nn.Module) or not _is_method(type(owner), code):
         return None
-    if not all(each is None or isinstance(each, nn.Module | bool | int | float | str) for each in arguments):
+    if not all(
+        argument is None or isinstance(argument, nn.Module | bool | int | float | str) for argument in arguments
+    ):
         return None
     return Initializer(owner, code.co_name, tuple(arguments))
 
@@ -169,7 +171,7 @@ def _call_of(frame: types.FrameType) -> Initializer | None:
 def _is_method(kind: type, code: types.CodeType) -> bool:
     """Returns True if the method of a class that has the name of `code`, or one that it overrides, is this code."""
     methods = (vars(base).get(code.co_name) for base in kind.__mro__)
-    return any(getattr(inspect.unwrap(each), "__code__", None) is code for each in methods if callable(each))
+    return any(getattr(inspect.unwrap(method), "__code__", None) is code for method in methods if callable(method))
 
 
 # -- draws ---------------------------------------------------------------------------------------------
@@ -189,22 +191,16 @@ class Draw:
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        """Stores where a parameter was created.
-
-        Args:
-            module: the module that initializes the parameter.
-            name: the parameter's name in the module.
-        """
         self._module, self._class, self._name = weakref.ref(module), type(module), name
         self.copied = False
         self.writers: dict[Initializer, int] = {}
 
     def anew(self, by: Initializer | None) -> Draw:
         """Returns the draw of the same parameter after an initializer has run once more, None for an unknown one."""
-        other: Draw = object.__new__(Draw)
-        other._module, other._class, other._name, other.copied = self._module, self._class, self._name, False
-        other.writers = self.writers if by is None else {**self.writers, by: next(_calls)}
-        return other
+        draw: Draw = object.__new__(Draw)
+        draw._module, draw._class, draw._name, draw.copied = self._module, self._class, self._name, False
+        draw.writers = self.writers if by is None else {**self.writers, by: next(_calls)}
+        return draw
 
     def is_made_in(self, module: nn.Module, name: str) -> int:
         """Returns 2 if `module` is the one that makes the values, 1 if it makes such values in the same way, else 0."""
@@ -238,7 +234,7 @@ def marked_copy(tensor: torch.Tensor) -> Copied | None:
 
 
 class Origin(Protocol):
-    """Source from which the values of a parameter are read."""
+    """Source of the values of a parameter."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -362,11 +358,6 @@ def _begins_init(func: Any, target: DeferredParameter, kwargs: Mapping[str, Any]
     """Returns True if a call by a function of torch.nn.init shows that the function is about to set every element.
 
     Questions about the shape do not: `_calculate_fan_in_and_fan_out` asks them too, and writes nothing.
-
-    Args:
-        func: the function of torch that is called.
-        target: the tensor of the call.
-        kwargs: keywords of the call.
     """
     if "out" in kwargs or writes(func):
         return True
@@ -616,8 +607,8 @@ def deferring_weights() -> Iterator[None]:
         if parameter not in seen:
             keep = parameter.is_meta or not _can_initialize(module) or _is_given(module, name, parameter)
             seen[parameter] = None if keep else _deferred(module, name, parameter)
-        found: nn.Parameter | None = seen[parameter]
-        return parameter if found is None else found
+        deferred: nn.Parameter | None = seen[parameter]
+        return parameter if deferred is None else deferred
 
     removal = register_module_parameter_registration_hook(register)
     try:
@@ -675,7 +666,7 @@ def _is_given(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         # The first argument of a constructor is its module, whatever the argument's name.
         if code.co_name == "__init__" and names and known.get(names[0]) is module:
-            return any(_same_memory(known.get(each), parameter) for each in names[1:])
+            return any(_same_memory(known.get(argument_name), parameter) for argument_name in names[1:])
         frame = frame.f_back
     return True
 
@@ -689,12 +680,12 @@ def _same_memory(value: Any, parameter: nn.Parameter) -> bool:
 
 def _handle_of(error: BaseException) -> str:
     """Returns the model class and the line that an error comes from: the innermost module frame outside of torch."""
-    found = "the model"
+    line_of_user = "the model"
     for frame, line in traceback.walk_tb(error.__traceback__):
         file, module = frame.f_code.co_filename, frame.f_locals.get("module", frame.f_locals.get("self"))
         if f"{os.sep}torch{os.sep}" not in file and isinstance(module, nn.Module):
-            found = f"{type(module).__name__} ({file}:{line})"
-    return found
+            line_of_user = f"{type(module).__name__} ({file}:{line})"
+    return line_of_user
 
 
 def _can_initialize(module: nn.Module) -> bool:
@@ -703,7 +694,7 @@ def _can_initialize(module: nn.Module) -> bool:
 
 
 def _resetter(module: nn.Module) -> str | None:
-    """Returns the name of the method by which a module initializes its parameters, or None."""
+    """Returns the name of the method that initializes a module's parameters, or None."""
     return next((name for name in ("reset_parameters", "_reset_parameters") if getattr(module, name, None)), None)
 
 
@@ -724,11 +715,15 @@ def materialize(
         ConfigError: if the owning module does not initialize a parameter.
     """
     parameters = {name: model.get_parameter(name) for name in names}
-    absent = {name: each for name, each in parameters.items() if each.is_meta and origin_of(each) is None}
+    absent = {name: weight for name, weight in parameters.items() if weight.is_meta and origin_of(weight) is None}
     if not absent:
         return
     made = {id(parameter) for parameter in absent.values()}
-    draws = {name: each.draw for name, each in absent.items() if isinstance(each, DeferredParameter) and each.draw}
+    draws = {
+        name: absent_one.draw
+        for name, absent_one in absent.items()
+        if isinstance(absent_one, DeferredParameter) and absent_one.draw
+    }
     # NaN marks a value as not yet set, for the check at the end.
     for parameter in absent.values():
         real = nn.Parameter(torch.full_like(parameter, torch.nan, device="cpu"), parameter.requires_grad)
@@ -775,19 +770,21 @@ def _apart(module: nn.Module, made: Collection[int], shapes: Mapping[int, torch.
         made: ids of the parameters that are made.
         shapes: shape of each parameter of the model that may have been emptied, by its id.
     """
-    others: list[tuple[dict[str, Any], str, Any]] = []
+    elsewhere: list[tuple[dict[str, Any], str, Any]] = []
     copied: list[tuple[nn.Parameter, torch.Tensor]] = []
-    for each in module.modules():
-        for name, parameter in each._parameters.items():
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
             if parameter is None or id(parameter) in made:
                 continue
             shape = shapes.get(id(parameter), parameter.shape)
-            if each is module and not parameter.is_meta and parameter.shape == shape:
+            if submodule is module and not parameter.is_meta and parameter.shape == shape:
                 copied.append((parameter, parameter.detach().clone()))  # may be computed with
             elif not parameter.is_meta:
-                others.append((each._parameters, name, parameter))
-        others += [(each._buffers, name, buffer) for name, buffer in each._buffers.items() if buffer is not None]
-    for place, name, tensor in others:
+                elsewhere.append((submodule._parameters, name, parameter))
+        elsewhere += [
+            (submodule._buffers, name, buffer) for name, buffer in submodule._buffers.items() if buffer is not None
+        ]
+    for place, name, tensor in elsewhere:
         if isinstance(tensor, nn.Parameter):
             empty = torch.empty(shapes.get(id(tensor), tensor.shape), dtype=tensor.dtype, device="meta")
             place[name] = DeferredParameter(empty, tensor.requires_grad)
@@ -796,7 +793,7 @@ def _apart(module: nn.Module, made: Collection[int], shapes: Mapping[int, torch.
     try:
         yield
     finally:
-        for place, name, tensor in others:
+        for place, name, tensor in elsewhere:
             place[name] = tensor
         for parameter, values in copied:
             parameter.copy_(values)
@@ -809,12 +806,7 @@ def _meta_init_calls(
 
     Those of the modules that own parameters, and of the modules between them, run children first: a parent's may
     overwrite a child's values. If others have written values too, as `_init_weights` of a Whisper encoder writes the
-    positions of its embedding, all run in the order in which they ran while the model was built.
-
-    Args:
-        model: the model.
-        absent: the parameters.
-        draws: what is known of their values.
+    positions of its embedding, all run again in the order of their first calls.
     """
     own = list(_initializers(model, absent))
     written: dict[Initializer, int] = {}
@@ -840,16 +832,16 @@ def _within(model: nn.Module, name: str, call: Initializer) -> Initializer:
     def same(value: Any) -> Any:
         if not isinstance(value, nn.Module) or value in above:
             return value
-        return next((each for each in reversed(above) if type(each) is type(value)), value)
+        return next((outer for outer in reversed(above) if type(outer) is type(value)), value)
 
-    found = Initializer(same(call.owner), call.name, tuple(map(same, call.arguments)))
+    initializer = Initializer(same(call.owner), call.name, tuple(map(same, call.arguments)))
     parameter = model.get_parameter(name)
-    if found.target not in above and not any(each is parameter for each in found.target.parameters()):
+    if initializer.target not in above and not any(trained is parameter for trained in initializer.target.parameters()):
         raise ConfigError(
             f"parameter {name} is a copy of one that {call.name} of {type(call.target).__name__} has written, and this "
             "model contains no such module; build this model outside of offload.init"
         )
-    return found
+    return initializer
 
 
 def _initializers(model: nn.Module, names: Mapping[str, nn.Parameter]) -> Iterator[Initializer]:

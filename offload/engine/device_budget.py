@@ -48,7 +48,7 @@ from offload.torch_internals import inside_backward, tree_leaves
 logger = logging.getLogger("offload")
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-"""Types of inputs, beside tensors, that a forward cannot change."""
+"""Types of inputs, other than tensors, that a forward cannot change."""
 
 
 Buffers = Mapping[str, torch.Tensor | None]
@@ -62,7 +62,7 @@ _BACKWARD = (
 
 
 class _Reason(NamedTuple):
-    """Cause for which grown memory is given back."""
+    """Why grown memory is given back."""
 
     words: str
     short: bool
@@ -81,15 +81,6 @@ class DeviceBudget:
     def __init__(
         self, module: nn.Module, pager: Pager, gradients: GradientAccumulator, device: Device, need: DeviceNeed
     ) -> None:
-        """Stores the components.
-
-        Args:
-            module: the model.
-            pager: owner of the device arena.
-            gradients: receives grown memory for totals.
-            device: the compute device.
-            need: bounds of the arena, in bytes.
-        """
         self._module, self._pager, self._gradients, self._device, self._need = module, pager, gradients, device, need
         self._history = ArenaHistory()
         self._added: tuple[int, ...] = ()
@@ -99,7 +90,7 @@ class DeviceBudget:
         self._seen = shortages(device.torch)
         """Counts of shortages when the arena grew last: only later shortages concern its present size."""
         self._owed: _Reason | None = None
-        """Cause for which memory is to be given back as soon as no weights in it are in use."""
+        """Why memory is to be given back as soon as no weights in it are in use."""
 
     def end_step(self) -> None:
         """Grows the arena into memory that steps leave free, or gives memory back if the step was short of some."""
@@ -122,7 +113,7 @@ class DeviceBudget:
             self._give_back(_FAILED)
 
     def release(self) -> int:
-        """Gives back the bytes by which the arena has grown, and all that torch caches; returns the former."""
+        """Gives back the bytes that the arena has grown by, and all that torch caches; returns the former."""
         nbytes = self._give_back(_ASKED)
         empty_cache(self._device.torch)
         return nbytes
@@ -134,7 +125,7 @@ class DeviceBudget:
         nbytes = next_growth(before, self._need, room, self._history)
         added = self._need.added(before + nbytes) if nbytes else ()
         try:
-            memory = self._pager.grow_device(nbytes, [each for _, each in added]) if nbytes else []
+            memory = self._pager.grow_device(nbytes, [values for _, values in added]) if nbytes else []
         # Another process may have allocated the memory since `room()` was read. The engine works without the growth.
         except BudgetError as error:
             logger.info("the device budget stays %s: %s", format_size(before), error)
@@ -230,7 +221,7 @@ class DeviceBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class _State:
-    """The state that a forward could change beside its own outputs, as it was before the forward."""
+    """The state that a forward could change in addition to its outputs, as it was before the forward."""
 
     generators: GeneratorStates
     tensors: list[tuple[torch.Tensor, int]]
@@ -265,15 +256,15 @@ def _versions(modules: Sequence[Buffers], inputs: Any) -> list[tuple[torch.Tenso
     changes.
     """
     leaves = [leaf for leaf in tree_leaves(inputs) if not isinstance(leaf, _PLAIN)]
-    buffers = [each for part in modules if part for each in part.values() if each is not None]
+    buffers = [buffer for part in modules if part for buffer in part.values() if buffer is not None]
     tensors = [*buffers, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
-    if not all(isinstance(leaf, torch.Tensor) for leaf in leaves) or any(each.is_inference() for each in tensors):
+    if not all(isinstance(leaf, torch.Tensor) for leaf in leaves) or any(tensor.is_inference() for tensor in tensors):
         return None
-    return [(each, each._version) for each in tensors]
+    return [(tensor, tensor._version) for tensor in tensors]
 
 
 def advice(nbytes: int, least: int, returned: int = 0) -> str:
-    """Returns advice for a device on which activations do not fit beside the arena.
+    """Returns advice for a device without room for both the arena and the activations.
 
     Args:
         nbytes: size of the arena, in bytes.
@@ -315,22 +306,22 @@ class MemoryReport(dict[str, Any]):
             "everything else"
         ]
         lines += [
-            f"  {name}: {format_size(each['used'])} of {format_size(each['budget'])} in use, "
-            f"{format_size(each['peak'])} at most"
-            for name, each in self["classes"].items()
-            if each["budget"]
+            f"  {name}: {format_size(row['used'])} of {format_size(row['budget'])} in use, "
+            f"{format_size(row['peak'])} at most"
+            for name, row in self["classes"].items()
+            if row["budget"]
         ]
         lines.append(
             f"device {format_size(device['allocated'])} = {format_size(device['arena'])} of the device budget "
             f"({format_size(device['in_use'])} in use) + {format_size(device['other'])} of everything else"
         )
         activations = self["activations"]
-        if any(each["peak"] for each in activations.values()):
+        if any(row["peak"] for row in activations.values()):
             lines.append(
                 "inputs of checkpointed units, now and at most: "
                 + ", ".join(
-                    f"{format_size(each['used'])} and {format_size(each['peak'])} on {tier}"
-                    for tier, each in activations.items()
+                    f"{format_size(row['used'])} and {format_size(row['peak'])} on {tier}"
+                    for tier, row in activations.items()
                 )
             )
         allocator = self["allocator"]
@@ -353,7 +344,6 @@ def resident_of_arenas(components: EngineComponents) -> tuple[int, int]:
 
 
 def _own_arenas(components: EngineComponents) -> list[HostArena]:
-    """Returns the host memory of one engine."""
     return [components.arena, *components.activations.arenas]
 
 
@@ -367,7 +357,7 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
 
     `host`: rss = base + arena + device_arena + other_engines + other. "other" came after the engine was built:
     activations, gradients in flight, libraries. `device`: allocated = arena + other. `allocator`: figures of torch's
-    allocator of the device, in which the arena counts as allocated; empty on a CPU. Each of `classes` lists its budget
+    allocator of the device, which counts the arena as allocated; empty on a CPU. Each of `classes` lists its budget
     in the host arena, the bytes in use now, and the peak. `activations` lists the inputs of checkpointed units by tier.
 
     Args:
@@ -375,7 +365,7 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
         base: the result of `base_bytes` when the engine was built.
     """
     arena, device_arena = resident_of_arenas(components)
-    others = _others(components)
+    other_engines = _others(components)
     rss = int(psutil.Process().memory_info().rss)
     budget = components.pager.arena
     device = components.shards.device.torch
@@ -389,10 +379,10 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
             "base": base,
             "arena": arena,
             "device_arena": device_arena,
-            "other_engines": others,
-            "other": rss - base - arena - device_arena - others,
+            "other_engines": other_engines,
+            "other": rss - base - arena - device_arena - other_engines,
         },
-        host_memory=sum(each.nbytes for each in _own_arenas(components)),
+        host_memory=sum(own_arena.nbytes for own_arena in _own_arenas(components)),
         classes={
             name: {"budget": region.space.nbytes, "used": region.space.used_bytes, "peak": region.space.peak_bytes}
             for name, region in components.arena.regions.items()
@@ -413,16 +403,16 @@ def _allocator(device: torch.device) -> dict[str, int]:
 
     A retry means that torch had to give its cache back to the driver before an allocation succeeded: memory is short.
     """
-    found = memory_stats(device)
-    if not found:
+    stats = memory_stats(device)
+    if not stats:
         return {}
     return {
-        "allocated": found.get("allocated_bytes.all.current", 0),
-        "allocated_peak": found.get("allocated_bytes.all.peak", 0),
-        "reserved": found.get("reserved_bytes.all.current", 0),
-        "reserved_peak": found.get("reserved_bytes.all.peak", 0),
-        "retries": found.get("num_alloc_retries", 0),
-        "out_of_memory": found.get("num_ooms", 0),
+        "allocated": stats.get("allocated_bytes.all.current", 0),
+        "allocated_peak": stats.get("allocated_bytes.all.peak", 0),
+        "reserved": stats.get("reserved_bytes.all.current", 0),
+        "reserved_peak": stats.get("reserved_bytes.all.peak", 0),
+        "retries": stats.get("num_alloc_retries", 0),
+        "out_of_memory": stats.get("num_ooms", 0),
     }
 
 
@@ -440,7 +430,7 @@ def _others(components: EngineComponents) -> int:
 #     sleep   cached weights are dropped ─► partitions that are in no file are set aside ─► the arenas give memory back
 #     wake    the arenas take memory again ─► partitions are read from the swap files, or from where they were set aside
 #
-# Arenas keep their layout: only the memory behind them goes. A partition on the device or in host memory that the swap
+# Arenas keep their layout: only their memory goes. A partition on the device or in host memory that the swap
 # files contain too is read from them. Of any other partition the bytes stay in host memory: one of the device is copied
 # there, one of the host arena remains where it is, unpinned.
 
@@ -462,12 +452,6 @@ class Sleep:
     """The sleep of one engine. Belongs to the thread that runs the model."""
 
     def __init__(self, components: EngineComponents, device_budget: DeviceBudget) -> None:
-        """Stores the components of an engine that is awake.
-
-        Args:
-            components: all components.
-            device_budget: gives memory back by which the device arena has grown.
-        """
         self._components, self._device_budget = components, device_budget
         self._aside: dict[_Partition, torch.Tensor] = {}
         """Bytes of partitions on the device that no file contains, in host memory."""
@@ -520,7 +504,7 @@ class Sleep:
 
     def _inputs_held(self) -> bool:
         """Returns whether inputs of blocks are held for a backward."""
-        return any(each["used"] for each in self._components.activations.bytes_by_tier().values())
+        return any(row["used"] for row in self._components.activations.bytes_by_tier().values())
 
     @staticmethod
     def _check_room(nbytes: int, of: str) -> None:
@@ -591,7 +575,7 @@ class Sleep:
         components.unit_views.vacate()
         # From here on no thread prefetches weights: a late read would start an upload into memory that is gone.
         components.pager.begin_load()
-        device, kept = components.shards.device, []
+        device, ranges = components.shards.device, []
         for (unit, state), nbytes in self._without_files(Tier.DEVICE):
             resident = components.shards.resident_of(unit, state)
             assert resident is not None, "a partition whose tier is the device"
@@ -599,25 +583,25 @@ class Sleep:
             # Where kernels work in host memory a copy would free nothing, so the pages stay.
             if device.host_addressable:
                 start = values.data_ptr() - arena.blocks[0][1].data_ptr()
-                kept.append((start, start + nbytes))
+                ranges.append((start, start + nbytes))
             else:
                 self._aside[unit, state] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
                 device.copy(self._aside[unit, state], values)
-        arena.give_back(kept)
+        arena.give_back(ranges)
         return before - _resident(arena)
 
     def _give_back_host(self) -> int:
         """Gives the host arena back and returns the resident bytes that went."""
-        arena, kept = self._components.arena, []
+        arena, ranges = self._components.arena, []
         before = self._resident_host()
         for (unit, state), nbytes in self._without_files(Tier.HOST):
             resident = self._components.shards.resident_of(unit, state)
             assert resident is not None, "a partition whose tier is the host"
             start = resident.tensor.data_ptr() - arena.address
-            kept.append((start, start + nbytes))
-        for each in self._host_arenas():
-            if not each.given_back:
-                each.give_back(kept if each is arena else ())
+            ranges.append((start, start + nbytes))
+        for host_arena in self._host_arenas():
+            if not host_arena.given_back:
+                host_arena.give_back(ranges if host_arena is arena else ())
         return before - self._resident_host()
 
     def _host_arenas(self) -> list[HostArena]:
@@ -625,7 +609,6 @@ class Sleep:
         return [self._components.arena, *self._components.activations.arenas]
 
     def _resident_host(self) -> int:
-        """Returns the resident bytes of the host arenas."""
         return sum(resident_bytes(arena.address, arena.nbytes) for arena in self._host_arenas())
 
     def _without_files(self, tier: Tier) -> list[tuple[_Partition, int]]:

@@ -37,7 +37,7 @@ def fp32_needed(error: RuntimeError, model: nn.Module, dtype: torch.dtype) -> Us
         return None
     names = {id(module): name for name, module in model.named_modules()}
     # The innermost module whose forward was running.
-    inner = [names[id(each)] for each in _of_frames(error.__traceback__) if id(each) in names]
+    inner = [names[id(module)] for module in _of_frames(error.__traceback__) if id(module) in names]
     name = inner[-1] if inner else ""
     own = list(model.get_submodule(name).parameters(recurse=False))
     if own and all(parameter.dtype is torch.float32 for parameter in own):
@@ -82,7 +82,7 @@ def precision_notices(model: nn.Module, dtype: torch.dtype, in_fp32: Collection[
                 f"{count_of(len(in_fp32), 'weight stays', 'weights stay')} in fp32{why}, the first is {min(in_fp32)}"
             )
         )
-    # What is on the other list transformers keeps in fp32 beside fp16 alone.
+    # transformers keeps what is on the other list in fp32 only if the rest is fp16.
     listed = listed_in_fp32(model, strict=dtype is torch.bfloat16) - frozenset(in_fp32)
     if listed and not wanted:
         names = [name for name, _ in model.named_parameters() if name in listed]

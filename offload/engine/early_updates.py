@@ -35,15 +35,6 @@ class EarlyUpdates:
         optimizer: Optimizer,
         speculate: Literal["auto"] | bool,
     ) -> None:
-        """Stores the components.
-
-        Args:
-            worker: makes the updates.
-            gradients: the gradients of the units.
-            builder: makes an update of gradients and numbers.
-            optimizer: the numbers.
-            speculate: the config's setting.
-        """
         self._worker, self._gradients, self._builder, self._optimizer = worker, gradients, builder, optimizer
         self._auto = AutoSpeculation(speculate)
         self._settings: Mapping[int, Mapping[str, Any]] | None = None
@@ -79,7 +70,7 @@ class EarlyUpdates:
             self._gradients.when_received(unit, lambda: offers.offer(update))
 
     def changed(self, unit: int) -> None:
-        """Withdraws the update of a unit of which a gradient has changed."""
+        """Withdraws the update of a unit after one of its gradients has changed."""
         self._changed = True
         self._worker.offers.withdraw(unit)
 
@@ -93,7 +84,7 @@ class EarlyUpdates:
 
         Args:
             step: number of the step.
-            reason: the reason for which the step did not apply its gradients as they are; None if it did.
+            reason: why the step did not apply its gradients as they are; None if it did.
         """
         self._worker.offers.drop_all()  # of a step that schedules nothing
         now, before, changed = self._worker.offers.counts, self._before, self._changed

@@ -142,22 +142,22 @@ class WeightEdits:
     @contextlib.contextmanager
     def hold(self, units: Sequence[int]) -> Iterator[None]:
         """Holds `units` while the context is open: none if neither a forward nor a backward runs, or without room."""
-        held: list[int] = []
+        fetched: list[int] = []
         try:
             try:
                 for unit in units if self._hooks.runs_now() else ():
                     self._unit_views.use(unit)
-                    held.append(unit)
+                    fetched.append(unit)
             except BudgetError:  # each module then fetches its own unit, and one that has no room raises again
-                while held:
-                    self._unit_views.release_unit(held.pop())
+                while fetched:
+                    self._unit_views.release_unit(fetched.pop())
             yield
         finally:
-            while held:
-                self._unit_views.release_unit(held.pop())
+            while fetched:
+                self._unit_views.release_unit(fetched.pop())
 
     def on_gathered(self, parameters: Set[int]) -> AbstractContextManager[None]:
-        """Returns a context in which the model runs on gathered memory, if `parameters` (ids) are all that it has.
+        """Returns a context that lets the model run on gathered memory, if `parameters` (ids) are all that it has.
 
         Experts that are units, and tensors that are stored as bytes, have no memory of that kind.
         """
@@ -248,7 +248,7 @@ class WeightEdits:
         self._pending_unit = unit
 
     def end_edits(self, unit: int) -> None:
-        """Ends the edits of `unit` on several ranks: the edits of the lowest rank that has any are applied on all."""
+        """Ends the edits of `unit` on several ranks: all ranks apply the edits of the lowest rank with any."""
         if not self._several_ranks or not self._trains:
             return
         # A rank without edits of this unit still takes part in the others' edits.
@@ -299,12 +299,12 @@ class WeightEdits:
         if not self._hooks.running:
             self.flush()
         key = (unit, position, self._pager.updates(unit))
-        held = self._copies.get(key)
+        copy = self._copies.get(key)
         # A nonzero version means that the user has changed the copy in place: it no longer shows the weights.
-        if held is None or held._version:
-            held = self.read(unit, position).to("cpu")
-            self._copies[key] = held
-        return held
+        if copy is None or copy._version:
+            copy = self.read(unit, position).to("cpu")
+            self._copies[key] = copy
+        return copy
 
     def _replace(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Replaces placeholders in a module's state dict by copies of the weights."""
@@ -346,16 +346,16 @@ class WeightEdits:
         return self.weight(handle.unit, handle.position)
 
     def _replace_bytes(self, state: dict[str, Any], prefix: str, name: str) -> None:
-        """Replaces what a module's state dict has of a parameter that is stored as bytes, or leaves it out.
+        """Replaces a module's entries in the state dict for a parameter that is stored as bytes, or leaves them out.
 
-        Beside the parameter these are entries that its module makes of it, such as scales, under names of their own.
+        That is the parameter and the entries that its module makes of it under other names, such as scales.
         """
         # A module's entries are the last ones when its hooks run.
         for key in list(itertools.takewhile(lambda key: key.startswith(prefix), reversed(state))):
-            mine = f"{key}.".startswith(f"{prefix}{name}.") or isinstance(state[key], PagedTensor)
-            if mine and self._without_frozen:
+            owned = f"{key}.".startswith(f"{prefix}{name}.") or isinstance(state[key], PagedTensor)
+            if owned and self._without_frozen:
                 del state[key]
-            elif mine:
+            elif owned:
                 state[key] = ordinary(state[key])
 
     def handle(self, parameter: Any) -> ParamHandle | None:

@@ -68,7 +68,7 @@ from offload.torch_internals import inside_backward
 
 # -- core ----------------------------------------------------------------------------------------------
 #
-# The core of an engine: its components, its training state, and the order in which a call enters them.
+# The core of an engine: its components, its training state, and the order that a call enters them in.
 #
 #     Engine (what users call) ─► EngineCore ─► components ─► EngineCallbacks, implemented by the core
 #
@@ -102,7 +102,7 @@ class EngineCore(EngineCallbacks):
 
         Args:
             module: the model that is trained.
-            device: the device on which the model computes.
+            device: the device that the model computes on.
             optimizer: the optimizer that `initialize` returns, with the groups of the model's parameters.
             lr_scheduler: a schedule with `step()`, or None.
             loader: batches of `training_data`, or None.
@@ -135,7 +135,7 @@ class EngineCore(EngineCallbacks):
             self.shutdown = Shutdown(module, components, self.state, self._enter_end)
         except BaseException:
             module.__dict__.pop("zero_grad", None)
-            # The first error is reported; no thread, lock or memory is left behind.
+            # The first error is reported; no thread, lock or memory remains.
             with contextlib.suppress(Exception):
                 close_all(*components.closing())
             raise
@@ -177,7 +177,7 @@ class EngineCore(EngineCallbacks):
 
     @property
     def _in_turn(self) -> bool:
-        """True on the thread of a micro-batch that takes turns with others, all of which are one call of the engine."""
+        """True on the thread of a micro-batch that takes turns with others; together they are one call."""
         layer_major = self.components.layer_major
         return layer_major is not None and layer_major.on_this_thread
 
@@ -207,7 +207,7 @@ class EngineCore(EngineCallbacks):
 
     @uninterrupted
     def _begin(self) -> None:
-        """Checks the engine, clears the remains of an aborted call, and delivers the blob for which a commit waits."""
+        """Checks the engine, clears the remains of an aborted call, and delivers the blob that a commit waits for."""
         defer_signals(self.state)
         if self.components.layer_major is not None:
             self.components.layer_major.abandon_on_entry()
@@ -419,8 +419,8 @@ class EngineCore(EngineCallbacks):
         # The waits below would raise this engine's failure in the thread of another, sound engine.
         if components.pager.failed:
             return
-        given = format_size(components.arena.classes.cache)
-        logger.info("%s of host memory go from this engine to another engine of this process", given)
+        size = format_size(components.arena.classes.cache)
+        logger.info("%s of host memory go from this engine to another engine of this process", size)
         worker = components.update_worker
         if worker is not None:
             worker.come_to_rest(commit=False)
@@ -459,16 +459,11 @@ class RunningApi:
     """Methods that run the model, and getters that read the core."""
 
     def __init__(self, core: EngineCore) -> None:
-        """Creates the API over a complete core.
-
-        Args:
-            core: components and training state.
-        """
         self._core = core
         self.module = core.module
         """The model that `initialize` received."""
         self.device = core.device
-        """The device on which the model computes."""
+        """The device that the model computes on."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model on inputs that are moved to the engine's device and cast as `auto_cast` of the config says.
@@ -624,14 +619,9 @@ class DeepSpeedApi(RunningApi):
     """Getters and setters of DeepSpeed's engine that read the core and run nothing."""
 
     def __init__(self, core: EngineCore) -> None:
-        """Creates the API over a complete core.
-
-        Args:
-            core: components and training state.
-        """
         super().__init__(core)
         self.optimizer = core.optimizer
-        """The optimizer that `initialize` returns beside the engine."""
+        """The optimizer that `initialize` returns with the engine."""
 
     # -- progress -----------------------------------------------------------------------------------
 
@@ -647,7 +637,7 @@ class DeepSpeedApi(RunningApi):
 
     @property
     def loss_scale(self) -> float:
-        """Factor by which the loss of the next backward is multiplied; 1 except in fp16."""
+        """Factor that multiplies the loss of the next backward; 1 except in fp16."""
         return self._core.state.loss_scale
 
     @property
@@ -885,12 +875,6 @@ class PersistenceApi(DeepSpeedApi):
     """Methods that read weights out, save and load, and end an engine."""
 
     def __init__(self, core: EngineCore, notices: Sequence[str]) -> None:
-        """Creates the API over a complete core.
-
-        Args:
-            core: components and training state.
-            notices: lines that were reported at the start.
-        """
         super().__init__(core)
         self.notices = tuple(notices)
         """Lines reported at the start: placements, budgets, keys without an effect, the result of a resume."""
@@ -957,7 +941,7 @@ class PersistenceApi(DeepSpeedApi):
             UsageError: if an argument has another value; otherwise as in `sleep`.
             BudgetError: as in `sleep`.
         """
-        names = [str(getattr(each, "value", each)) for each in (() if include is None else include)]
+        names = [str(getattr(item, "value", item)) for item in (() if include is None else include)]
         if unknown := [name for name in names if name not in _STATES]:
             raise UsageError(f"offload_states expects include of {', '.join(_STATES)}, got {unknown[0]!r}")
         where = str(getattr(device, "value", device))
@@ -1077,9 +1061,9 @@ class PersistenceApi(DeepSpeedApi):
             self._core.optimizer_step.forget_norm()
         self.notices += loaded.notices
         if self.global_rank == 0:
-            told = f"training goes on after step {self.global_steps}{self._core.state.where_data_goes_on()}"
-            told = "weights alone, as asked" if options.module_only else told
-            announce(Headline(f"loaded {loaded.folder}: {told}"))
+            outcome = f"training goes on after step {self.global_steps}{self._core.state.where_data_goes_on()}"
+            outcome = "weights alone, as asked" if options.module_only else outcome
+            announce(Headline(f"loaded {loaded.folder}: {outcome}"))
         return loaded.folder, loaded.client_state
 
     # -- files that others load ---------------------------------------------------------------------
@@ -1102,7 +1086,7 @@ class PersistenceApi(DeepSpeedApi):
             max_shard_size: upper bound of one safetensors file, in bytes or as text such as "50GB".
             dtype: "bf16", "fp16", "fp32" or a torch dtype; by default that of the weights. fp32 gives the exact
                 masters.
-            tokenizer: a tokenizer of transformers to save beside the model, or None.
+            tokenizer: a tokenizer of transformers to save with the model, or None.
 
         Raises:
             StoreError: if the disk has no room, before anything is written.
@@ -1183,7 +1167,7 @@ class PersistenceApi(DeepSpeedApi):
         A later start of the same name with `"resume"` set to `"auto"` or `"must"` is then refused.
 
         Args:
-            facts: contents of `finished.json` beside its steps and date; plain JSON values.
+            facts: contents of `finished.json` in addition to its steps and date; plain JSON values.
         """
         self._core.shutdown.finish(facts)
 
@@ -1278,7 +1262,7 @@ class MicroBatchesApi(PersistenceApi):
 
     @property
     def schedule(self) -> Schedule:
-        """Order in which `accumulate` and `train_batch` run micro-batches: "layer_major" or "micro_batch_major".
+        """Order of the micro-batches in `accumulate` and `train_batch`: "layer_major" or "micro_batch_major".
 
         It changes after the first step if the model turns out to keep values on its modules between blocks.
         """
@@ -1314,9 +1298,9 @@ class MicroBatchesApi(PersistenceApi):
                 f"set_train_batch_size must be called between steps, but {ran} of this step ran: call it after step()"
             )
         # A dtype that the engine chose because a step had one micro-batch may be too narrow to add several up.
-        kept = None if self._settings.config.data_types.grad_accum_dtype else self._core.components.gradients.dtype
+        dtype = None if self._settings.config.data_types.grad_accum_dtype else self._core.components.gradients.dtype
         ranks = self._core.components.world.data_ranks
-        self._core.state.change_settings(resized(self._settings, train_batch_size, ranks, kept))
+        self._core.state.change_settings(resized(self._settings, train_batch_size, ranks, dtype))
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Sets whether the next `step()` updates the weights, regardless of the count of micro-batches.
@@ -1448,7 +1432,7 @@ class Engine(MicroBatchesApi):
         self._step_and_schedule()
 
     def _step_and_schedule(self) -> None:
-        # The count tells below whether the optimizer step itself went through: only then are weights ahead of the
+        # The count shows below whether the optimizer step itself went through: only then are weights ahead of the
         # schedule.
         before = self.global_steps
         try:
@@ -1478,7 +1462,7 @@ class Engine(MicroBatchesApi):
         gradients of the step are dropped; with the schedule micro_batch_major, those of complete micro-batches stay.
 
         Args:
-            micro_batches: the micro-batches, all of which are taken first. As many as complete the step, or fewer.
+            micro_batches: the micro-batches; all are taken first. As many as complete the step, or fewer.
             loss: returns the loss of a micro-batch, a tensor of one element, by a call of the engine or the model; it
                 may run on another thread. By default the micro-batch is the model's input, as in `train_batch`.
             scale_wrt_gas: False if the losses are divided by gradient_accumulation_steps already, as in `backward`.
@@ -1499,7 +1483,9 @@ class Engine(MicroBatchesApi):
         if not taken:
             return []
         self._core.accumulation.check_room(len(taken), self._settings.accumulation)
-        return self._accumulate(taken, len(taken), loss or (lambda each: step.run(self, each)), scale_wrt_gas)
+        return self._accumulate(
+            taken, len(taken), loss or (lambda micro_batch: step.run(self, micro_batch)), scale_wrt_gas
+        )
 
     def _accumulate(
         self, micro_batches: Iterable[Any], most: int, loss_of: Callable[[Any], torch.Tensor], scale_wrt_gas: bool
@@ -1518,7 +1504,7 @@ class Engine(MicroBatchesApi):
 
         first = not self.micro_batches
         with self._core.accumulation.several(most):
-            works = (work(number, each) for number, each in enumerate(micro_batches))
+            works = (work(number, micro_batch) for number, micro_batch in enumerate(micro_batches))
             self._add_losses(self._core.run_micro_batches(works, most), first)
         return [losses[number] for number in range(len(losses))]
 
@@ -1549,11 +1535,13 @@ class Engine(MicroBatchesApi):
         while self.global_steps == steps:
             wanted = self._core.accumulation.remaining(self._settings.accumulation) or 1
             some = itertools.islice(data_iter, wanted)
-            found = self._accumulate(some, wanted, lambda each: step.run(self, each), scale_wrt_gas=True)
-            losses += found
-            if found:
+            losses_now = self._accumulate(
+                some, wanted, lambda micro_batch: step.run(self, micro_batch), scale_wrt_gas=True
+            )
+            losses += losses_now
+            if losses_now:
                 self.step()
-            if len(found) < wanted:
+            if len(losses_now) < wanted:
                 raise StopIteration
         return torch.stack([loss.float() for loss in losses]).mean()
 
@@ -1664,12 +1652,12 @@ class Engine(MicroBatchesApi):
         """
         # An update that still runs belongs to the last step, not to the evaluation.
         self.synchronize()
-        found, meter = Evaluation(), self._core.components.meter
+        result, meter = Evaluation(), self._core.components.meter
         began = time.perf_counter()
         with contextlib.nullcontext() if meter is None else meter.pause():
-            yield found
-        if meter is not None and found.loss is not None:
-            meter.evaluated(self.global_steps, self.global_samples, float(found.loss), time.perf_counter() - began)
+            yield result
+        if meter is not None and result.loss is not None:
+            meter.evaluated(self.global_steps, self.global_samples, float(result.loss), time.perf_counter() - began)
 
     def empty_partition_cache(self) -> int:
         """Gives device memory back before an evaluation or a generation that needs much of it, between steps.
@@ -1679,7 +1667,7 @@ class Engine(MicroBatchesApi):
         again.
 
         Returns:
-            The bytes by which the device budget is smaller; 0 if it is what the config says or as small as it can be.
+            The bytes that the device budget lost; 0 if it is what the config says or as small as it can be.
 
         Raises:
             UsageError: if a forward or a backward is running.

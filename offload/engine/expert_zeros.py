@@ -38,7 +38,7 @@ class ZeroGradients:
         Args:
             rows: the rows of each stacked parameter, by the parameter's name.
             gradients: the gradients of all units.
-            device: device on which gradients arrive.
+            device: device that gradients arrive on.
         """
         self._rows, self._gradients, self._device = rows, gradients, device
 
@@ -72,7 +72,7 @@ def zero_gradients(
         layouts: the segments of each unit.
         parts: the elements of each unit that this rank updates.
         gradients: the gradients of all units.
-        device: device on which gradients arrive.
+        device: device that gradients arrive on.
     """
     rows: dict[str, list[_Row]] = {}
     for unit, (layout, part) in enumerate(zip(layouts, parts, strict=True)):

@@ -45,7 +45,7 @@ class StackHandle(ParamHandle):
             name: its name in the model.
             rows: the handle of each expert's row.
             dtype: dtype of the weights that the model computes with.
-            device: device on which the model computes.
+            device: device that the model computes on.
             rules: see `ParamHandle`.
         """
         shape = (len(rows), *rows[0].shape)
@@ -96,12 +96,12 @@ class StackHandle(ParamHandle):
         Raises:
             BudgetError: if they do not fit on the device together.
         """
-        found = [values for row in self.rows if (values := row.here()) is not None]
-        if len(found) < len(self.rows):
+        tensors = [values for row in self.rows if (values := row.here()) is not None]
+        if len(tensors) < len(self.rows):
             return None
         with plain_tensors():
             trains = self.parameter.requires_grad
-        for row, values in zip(self.rows, found, strict=True):
+        for row, values in zip(self.rows, tensors, strict=True):
             if values is not row.parameter:  # a view of a frozen one, which pins its unit
                 continue
             if not row.materialized:
@@ -110,7 +110,7 @@ class StackHandle(ParamHandle):
                     '"device_memory" in the "offload" block, or use an implementation that takes them one by one'
                 )
             row.parameter.requires_grad_(trains)
-        return torch.stack(found)
+        return torch.stack(tensors)
 
     def fetch(self, stays: bool = False) -> bool:
         """Returns False if neither a module nor a backward runs: otherwise a stack has no memory of its own.
@@ -140,8 +140,8 @@ class StackHandle(ParamHandle):
             UsageError: if a module or a backward runs.
         """
         self.fetch()
-        for row, mine in zip(self.rows, values, strict=True):
-            row.edit(mine)
+        for row, row_values in zip(self.rows, values, strict=True):
+            row.edit(row_values)
 
     def gather(self, values: torch.Tensor) -> None:
         """Gives the parameter the memory of `values` until `let_go`; no module may use a row meanwhile."""
@@ -206,19 +206,17 @@ def forgive_parametrizations(
         Functions that remove the hooks.
     """
     known = {id(handle.parameter): handle for unit in handles for handle in unit}
-    found: list[tuple[nn.Module, ParamHandle]] = []
+    parametrized: list[tuple[nn.Module, ParamHandle]] = []
     wrappers: list[Any] = [module for module in modules.values() if is_parameter_adapter(module)]
     for wrapper in wrappers:
         inner = wrapper.get_base_layer()
         handle = known.get(id(getattr(inner, wrapper.parameter_name)))
         if handle is not None:
-            found.append((inner, handle))
-    return [_hook(module, handle) for module, handle in found]
+            parametrized.append((inner, handle))
+    return [_hook(module, handle) for module, handle in parametrized]
 
 
 def _hook(module: nn.Module, handle: ParamHandle) -> Callable[[], None]:
-    """Hooks one module and returns the function that removes the hook."""
-
     def before(called: nn.Module, args: tuple[Any, ...]) -> None:
         if called is module:
             handle.forgive_changes()
@@ -232,7 +230,7 @@ def _hook(module: nn.Module, handle: ParamHandle) -> Callable[[], None]:
 
 
 class ExpertTurns:
-    """The hooks on the modules of stacked experts, which tell the pager the router's choice, and their loops."""
+    """The hooks that report the router's choice to the pager, on the modules of stacked experts, and their loops."""
 
     def __init__(self, modules: Mapping[str, nn.Module], experts: Mapping[str, range], pager: Pager) -> None:
         """Stores what `install` needs.
@@ -248,7 +246,7 @@ class ExpertTurns:
         """All experts."""
 
     def install(self) -> list[Callable[[], None]]:
-        """Hooks the modules, behind the hooks that make them sites, and makes their forwards loops over experts.
+        """Hooks the modules, after the hooks that make them sites, and makes their forwards loops over experts.
 
         Returns:
             Functions that remove the hooks, and give the modules their own way back.
@@ -256,8 +254,6 @@ class ExpertTurns:
         return [undo for module, units in self._sites for undo in (self._hook(module, units), take_one_by_one(module))]
 
     def _hook(self, module: nn.Module, units: range) -> Callable[[], None]:
-        """Hooks one module and returns the function that removes the hook."""
-
         def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if called is module:
                 self._expect(units, (*args, *kwargs.values()))
@@ -267,7 +263,7 @@ class ExpertTurns:
     @uninterrupted
     def _expect(self, units: range, values: tuple[Any, ...]) -> None:
         """Tells the pager which experts a forward with these arguments uses."""
-        choice = next((each for each in values if _is_choice(each)), None)
+        choice = next((value for value in values if _is_choice(value)), None)
         if choice is None:
             return
         # Sorted, as the loop over them goes; a number that is no expert stands for a token without one.

@@ -37,7 +37,7 @@ class FirstValues:
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Sequence[str]], seed: int) -> None:
-        """Finds out which parameters are copies of which.
+        """Finds the parameters that are copies, and their sources.
 
         Args:
             model: the model.
@@ -111,7 +111,7 @@ def _sources(model: nn.Module, names: Sequence[str]) -> Mapping[str, str]:
         parameter = model.get_parameter(name)
         if isinstance(parameter, DeferredParameter) and parameter.origin is None and parameter.draw is not None:
             groups.setdefault(parameter.draw, []).append(name)
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for draw, group in groups.items():
         if not draw.copied:
             continue
@@ -125,8 +125,8 @@ def _sources(model: nn.Module, names: Sequence[str]) -> Mapping[str, str]:
                 "build this model outside of offload.init"
             )
         source = group[makes.index(max(makes))]
-        found |= {name: source for name in group if name != source}
-    return found
+        sources |= {name: source for name in group if name != source}
+    return sources
 
 
 # -- initial fill --------------------------------------------------------------------------------------
@@ -220,11 +220,7 @@ def _leave_in_place(
 ) -> None:
     """Empties the parameters of a unit whose values stay in the model's own files.
 
-    Args:
-        model: the model.
-        layout: the unit.
-        ending: parameters of which this unit has the last values.
-        sources: the bytes of each parameter that is stored as bytes.
+    `ending` contains the parameters whose last values are in this unit.
     """
     for segment in layout.segments:
         if segment.inner:
@@ -283,14 +279,8 @@ class InitialFill:
     only: its caches, tiles and staging buffers are not used yet.
     """
 
-    def __init__(self, held: LocalShards, world: World) -> None:
-        """Keeps what the units are written to.
-
-        Args:
-            held: the partitions of this rank.
-            world: all processes, and this one's place among them.
-        """
-        self._held, self._world, self._store = held, world, held.store
+    def __init__(self, shards: LocalShards, world: World) -> None:
+        self._held, self._world, self._store = shards, world, shards.store
         self._buffers: dict[State, memoryview] = {}
 
     def fill(
@@ -333,13 +323,13 @@ class InitialFill:
             if index in in_place:
                 _leave_in_place(model, layout, ending, sources)
                 continue
-            given = any(not model.get_parameter(segment.parameter).is_meta for segment in layout.segments)
+            has_values = any(not model.get_parameter(segment.parameter).is_meta for segment in layout.segments)
             values.make(index)
             writes: dict[State, list[tuple[int, Future]]] = {}
             for chunk in _chunks(layout):
                 flats = self._flats(index, len(chunk))
                 _copy_values(model, layout, chunk, sources, flats)
-                if given:  # given weights may differ between ranks; drawn ones do not
+                if has_values:  # given weights may differ between ranks; drawn ones do not
                     for flat in flats.values():
                         self._world.ranks.broadcast(flat, 0)
                 if self._world.replicated.size > 1:

@@ -1,4 +1,4 @@
-"""Gradients in flight from a device that computes beside the host, received by one thread.
+"""Gradients in flight from a device that computes in parallel with the host. One thread receives them.
 
     backward's thread   collect ─► small gradients of a unit are joined ─► send
                         send ─► queue            waits only while more than `most` bytes would be in flight
@@ -143,7 +143,7 @@ class SmallGradients:
 
 
 def group(pieces: Sequence[Piece]) -> list[Group]:
-    """Returns the pieces by the copy with which they leave: neighbours in host memory, then all others together."""
+    """Returns the pieces, grouped by their copy: neighbours in host memory, then all others together."""
     # The thread that launches the backward runs this for each unit, so each pair of neighbours is looked at once.
     runs: list[tuple[list[Piece], list[int]]] = []
     # A gradient that is added, or whose squares the host sums, is received chunk by chunk: it has no place to go to
@@ -160,9 +160,9 @@ def group(pieces: Sequence[Piece]) -> list[Group]:
         return [Group(*runs[0])]
     # Short runs between parameters without a gradient would each be a copy again: they join the others.
     groups = [Group(*run) for run in runs if sum(piece.source.nbytes for piece in run[0]) >= THROUGH_STAGING]
-    leaving = {piece.place for each in groups for piece in each.pieces}
-    others = [piece for piece in pieces if piece.place not in leaving]
-    return [*groups, Group(others, None)] if others else groups
+    leaving = {piece.place for run in groups for piece in run.pieces}
+    singles = [piece for piece in pieces if piece.place not in leaving]
+    return [*groups, Group(singles, None)] if singles else groups
 
 
 def copy_of(group: Group) -> Copy:
@@ -228,7 +228,7 @@ def join(pieces: Sequence[Piece]) -> tuple[torch.Tensor, Receive]:
             part = values[start : start + nbytes].view(dtype)
             start += nbytes
             if target is not None:
-                # Not `copy_`, which would start a team of threads for this thread, beside those of the kernels.
+                # receiving thread: `copy_` would start a team of threads for it, in addition to the kernels' team.
                 ctypes.memmove(target.data_ptr(), part.data_ptr(), nbytes)
             if passed_on is not None:
                 passed_on(0, part)
@@ -254,7 +254,7 @@ class _Sent(NamedTuple):
     """(n,) of the same dtype in HOST; None for a copy through staging buffers."""
     receive: Receive | None
     joined: tuple[torch.Tensor, ...] = ()
-    """Tensors of which `source` was made.
+    """Tensors that `source` was made of.
 
     Referenced until the copy is done: if they were allocated on another stream than the one that joins them, torch
     could reuse their memory before the join has read it.
@@ -306,7 +306,7 @@ class DeviceToHost:
         self.device, self.sums = device, sums
         self._timeline = timeline
         self._most, self._fail, self._check = most, fail, check
-        self._small = SmallGradients(min((each.nbytes for each in staging), default=0))
+        self._small = SmallGradients(min((buffer.nbytes for buffer in staging), default=0))
         self._changed = InterruptibleLock()
         self._sent: deque[_Sent] = deque()
         """All tensors sent and not yet received, oldest first; only the receiving thread removes any."""
@@ -330,7 +330,7 @@ class DeviceToHost:
             target: (n,) of the same dtype on the host, or None.
             receive: called for each chunk on arrival, or None.
         """
-        # The event is recorded on the caller's compute stream, before the receiving thread can start the copy.
+        # compute stream: the caller records the event here, before the receiving thread can start the copy.
         self._send(_Sent(title, source, self.device.record_event(), target, receive))
 
     def collect(
@@ -359,14 +359,14 @@ class DeviceToHost:
 
     def flush(self) -> None:
         """Sends the small gradients that were collected, neighbours in host memory as one copy, all others as one."""
-        for each in group(self._small.pieces):
-            for piece in each.pieces:  # computed on their backward's streams; this stream may be another
+        for batch in group(self._small.pieces):
+            for piece in batch.pieces:  # computed on their backward's streams; this stream may be another
                 self.device.wait_event(piece.computed)
             try:
-                copies = [copy_of(each)]
+                copies = [copy_of(batch)]
             # A copy of each gradient by itself needs no memory on the device, and brings the same bytes.
             except torch.OutOfMemoryError:
-                copies = [copy_of(Group([piece], [])) for piece in each.pieces]
+                copies = [copy_of(Group([piece], [])) for piece in batch.pieces]
             for copy in copies:
                 joined = tuple(piece.source for piece in copy.pieces) if len(copy.pieces) > 1 else ()
                 computed = self.device.record_event()
@@ -425,15 +425,15 @@ class DeviceToHost:
 
     def fetch(self, values: torch.Tensor) -> torch.Tensor:
         """Returns a host copy of `values`, (n,), made after everything sent before. Blocks until the copy is done."""
-        found = torch.empty(len(values), dtype=values.dtype, device="cpu")
+        copy = torch.empty(len(values), dtype=values.dtype, device="cpu")
 
         def receive(position: int, some: torch.Tensor) -> None:
-            found[position : position + len(some)] = some
+            copy[position : position + len(some)] = some
 
         self.flush()
         self.send("sums of squares", values, None, receive)
         self.drain()
-        return found
+        return copy
 
     def close(self) -> None:
         """Receives everything sent, and joins the thread. Small gradients that were not flushed are dropped."""
@@ -457,7 +457,7 @@ class DeviceToHost:
             self._changed.notify_all()
 
     def _work(self) -> bool:
-        """Begins every copy for which there is memory, then receives the oldest. Returns False at the thread's end."""
+        """Begins every copy that has memory, then receives the oldest. Returns False at the thread's end."""
         while self._begin():
             pass
         if self._arriving:
@@ -470,7 +470,7 @@ class DeviceToHost:
 
     def _begin(self) -> bool:
         """Starts the next copy. Returns False if there is none, or no staging buffer is free."""
-        # Read without the lock: only this thread removes entries, and one appended meanwhile is found next time.
+        # receiving thread: reads without the lock, since it alone removes entries, and finds a later one next time.
         if self._begun == len(self._sent):
             return False
         sent = self._sent[self._begun]
@@ -510,7 +510,8 @@ class DeviceToHost:
         if arriving.values.nbytes:  # not the mark of `when_received`
             self._timeline.add(Row.DOWNLOADS, sent.title, arriving.began, now(), arriving.values.nbytes)
         if arriving.last:
-            # Removed last: until here `drain` must wait, and `source` must stay referenced, or its memory is reused.
+            # receiving thread: removes the entry last. Until here `drain` must wait, and `source` must stay referenced,
+            # or its memory is reused.
             self._begun -= 1
             # No reference may outlive the notice: whoever waits may return the memory to torch at once.
             del arriving, sent
@@ -543,22 +544,22 @@ def windows(borders: Sequence[int], starts: Sequence[int], numel: int) -> tuple[
     would be written, read back for the next parameter, and written once more.
 
     Args:
-        borders: positions at which chunks begin, sorted, with the first and the last of all.
-        starts: positions at which parameters begin, sorted.
+        borders: positions where chunks begin, sorted, with the first and the last of all.
+        starts: positions where parameters begin, sorted.
         numel: most elements of a window.
     """
-    # Behind its last parameter a partition has padding, in which no chunk begins.
-    borders = [*(cut for each in itertools.pairwise(borders) for cut in range(*each, numel)), borders[-1]]
-    found: list[range] = []
+    # A partition ends with padding, where no chunk begins.
+    borders = [*(cut for between in itertools.pairwise(borders) for cut in range(*between, numel)), borders[-1]]
+    ranges: list[range] = []
     start = borders[0]
     for before, border in zip(borders, [*borders[1:], None], strict=True):
         shared = bisect_right(starts, before) > bisect_right(starts, start)
         if border is None or border - start > (numel // _TOGETHER if shared else numel):
             if start < before:
-                found.append(range(start, before))
+                ranges.append(range(start, before))
             start = before
-    assert all(len(window) <= numel for window in found), "two borders are further apart than a window is long"
-    return tuple(found)
+    assert all(len(window) <= numel for window in ranges), "two borders are further apart than a window is long"
+    return tuple(ranges)
 
 
 class DiskSpill:
@@ -671,8 +672,8 @@ class DiskSpill:
                 with self._waits("read"):
                     self.scratch.read(key[0], self._offset(key), host_buffer.buffer[: self._nbytes(key)]).wait()
         # Start to write all other windows now: the backward does not return to them, so writes overlap the compute.
-        for other in list(self._here):
-            self._write(other)
+        for window in list(self._here):
+            self._write(window)
         self._here[key] = host_buffer
         return host_buffer
 
@@ -687,7 +688,6 @@ class DiskSpill:
         return self._free.pop()
 
     def _write(self, key: tuple[int, int]) -> None:
-        """Starts to write a window."""
         host_buffer = self._here.pop(key)
         future = self.scratch.write(key[0], self._offset(key), host_buffer.buffer[: self._nbytes(key)])
         self._writing[key] = (host_buffer, future)

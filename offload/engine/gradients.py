@@ -41,7 +41,7 @@ from offload.timeline import OFF, Phase, Row, Timeline
 
 # -- completion ----------------------------------------------------------------------------------------
 #
-# The moment at which the gradients of a unit are complete, which is a guess until `step()`.
+# The moment when the gradients of a unit are complete, which is a guess until `step()`.
 #
 # A unit is taken for complete when the last micro-batch of the step has given as many gradients of each parameter as
 # the backward before. A model that branches, a second loss, or a tied weight of another unit can make this wrong: then
@@ -142,7 +142,7 @@ class DeviceTotals:
 
         Args:
             memory: for each unit (numel,) on the device.
-            dtype: the dtype in which gradients wait for their update.
+            dtype: the dtype of gradients that wait for their update.
         """
         self._memory, self._dtype = dict(memory), dtype
         self._here: dict[int, dict[SegmentRange, torch.Tensor]] = {}
@@ -200,7 +200,7 @@ class DeviceTotals:
     def forget(self, unit: int, segment: int | None = None) -> None:
         """Drops the totals of a unit, or of one segment of it."""
         here = self._here.get(unit, {})
-        for segment_range in [each for each in here if segment in (None, each[0])]:
+        for segment_range in [key for key in here if segment in (None, key[0])]:
             del here[segment_range]
 
     def left(self, unit: int, segment_range: SegmentRange) -> None:
@@ -219,9 +219,9 @@ def buffers_for(
     """Returns host memory, (numel,), for the gradients of each unit; None for those whose gradients are `elsewhere`."""
     memory: list[torch.Tensor | None] = []
     for unit, part in enumerate(parts):
-        kept = part and unit not in elsewhere
-        host_buffer = arena.take_copied(len(part) * dtype.itemsize) if kept else None
-        assert host_buffer is not None or not kept, "the arena class of the host tier was sized for its gradients"
+        in_host = part and unit not in elsewhere
+        host_buffer = arena.take_copied(len(part) * dtype.itemsize) if in_host else None
+        assert host_buffer is not None or not in_host, "the arena class of the host tier was sized for its gradients"
         memory.append(None if host_buffer is None else host_buffer.tensor(dtype))
     return memory
 
@@ -293,22 +293,22 @@ class HostGradients:
 
     def sum(self, unit: int, start: int, numel: int) -> Sum:
         """Returns the sum of gradients in elements [start, start + numel), valid until the next call."""
-        found = self._sums.get((unit, start, numel))
-        if found is None:
-            found = Sum(self.values(unit, start, start + numel))
+        total = self._sums.get((unit, start, numel))
+        if total is None:
+            total = Sum(self.values(unit, start, start + numel))
             if not self.spills(unit):  # a window moves, a host buffer does not
-                self._sums[unit, start, numel] = found
-        return found
+                self._sums[unit, start, numel] = total
+        return total
 
 
 # -- places --------------------------------------------------------------------------------------------
 #
-# Memory in which gradients wait for their updates.
+# Memory of gradients that wait for their updates.
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPlaces:
-    """Memory in which gradients wait for their updates, other than host buffers of the HOST tier."""
+    """Memory of gradients that wait for their updates, other than host buffers of the HOST tier."""
 
     spill: DiskSpill | None
     """Gradients of units that wait on DISK."""
@@ -343,7 +343,7 @@ def squares_of(values: torch.Tensor) -> torch.Tensor:
 def total_of(
     squares: Sequence[Mapping[tuple[int, int], float | torch.Tensor]], elsewhere: Container[tuple[int, int]] = ()
 ) -> float:
-    """Returns the sum of the squares of all gradients, all of which must be numbers by now.
+    """Returns the sum of the squares of all gradients; all must be numbers by now.
 
     Added in layout order in float64, so that the norm has the same bits whatever order gradients arrived in.
 
@@ -371,12 +371,12 @@ def flat(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def borders(layout: UnitLayout, part: range) -> list[int]:
-    """Returns the positions in `part` at which chunks of a gradient begin, sorted, with 0 and the end of `part`."""
-    found = {0, len(part)}
+    """Returns the positions in `part` where chunks of a gradient begin, sorted, with 0 and the end of `part`."""
+    positions = {0, len(part)}
     for segment in layout.segments:
         first, last = max(segment.start, part.start), min(segment.stop, part.stop)
-        found.update(start - part.start for start in range(first, last, CHUNK))
-    return sorted(found)
+        positions.update(start - part.start for start in range(first, last, CHUNK))
+    return sorted(positions)
 
 
 def parameter_starts(layout: UnitLayout, part: range) -> list[int]:
@@ -421,7 +421,7 @@ class GradientAccumulator:
             waiting: memory for gradients without a host buffer.
             callbacks: the engine.
             timeline: records each gradient as it arrives.
-            compute: records the unit to which a gradient belongs.
+            compute: records the unit that a gradient belongs to.
             completion: notices units whose gradients are complete before `step()`; None if nobody asks.
         """
         self._timeline, self._compute = timeline, compute
@@ -441,7 +441,7 @@ class GradientAccumulator:
 
     def add_up_in(self, memory: Mapping[int, torch.Tensor]) -> None:
         """Takes device memory, (nbytes,) uint8 by unit, for the totals of more units. Called between steps."""
-        self.totals.have({unit: each.view(self.dtype) for unit, each in memory.items()})
+        self.totals.have({unit: block.view(self.dtype) for unit, block in memory.items()})
 
     @uninterrupted
     def stop_adding_up_in(self, units: Collection[int]) -> dict[int, torch.Tensor]:
@@ -481,7 +481,7 @@ class GradientAccumulator:
             self.put(unit, segment, 0, flat(gradient))
 
     def end_backward(self) -> None:
-        """Completes an outermost backward, or an aborted one, of which the gradients that have arrived are kept."""
+        """Completes an outermost backward, or an aborted one; the gradients that have arrived are kept."""
         self._compute.end_span()
         self._flush()
         if self.completion is not None:
@@ -570,7 +570,8 @@ class GradientAccumulator:
         # Never joined if the unit spills: small gradients that arrive late would read back windows already written.
         place = None if self._host.spills(unit) else (unit, segment, first)
         downloads.collect(self._titles[unit], place, values, target, receive)
-        # Recorded after the send, whose wait may raise. Sums that the receiving thread has recorded by then stay.
+        # backward's thread: records after the send, whose wait may raise. Sums that the receiving thread has recorded
+        # by then stay.
         for chunk, value in zip(chunks, squares, strict=True):
             if summed:
                 self._squares[unit][segment, first + chunk] = value
@@ -599,7 +600,7 @@ class GradientAccumulator:
         start = self._start(unit, segment, first)
         numel = values.numel()  # `len` of a tensor is slow Python
         with self._lock:
-            # The update worker frees units under the same lock, on its own thread.
+            # update thread: frees units under the same lock.
             assert unit not in self._reading
             for chunk in range(0, numel, CHUNK):
                 more = values if numel <= CHUNK else values[chunk : chunk + CHUNK]
@@ -608,7 +609,7 @@ class GradientAccumulator:
                     self._squares[unit][segment, first + chunk] = squares
 
     def known(self, elsewhere: Container[tuple[int, int]] = ()) -> GradientStats:
-        """Returns the statistics on which a step is decided. Waits until all gradients are copied from the device.
+        """Returns the statistics that decide a step. Waits until all gradients are copied from the device.
 
         Parameters of `elsewhere`, as (unit, segment), are left out of the sum of squares: see `total_of`.
         """
@@ -618,10 +619,10 @@ class GradientAccumulator:
 
     def _send_totals(self, unit: int | None = None, segment: int | None = None) -> None:
         """Starts the copies of all totals that are still on the device, or of those of a unit's segment."""
-        for each, (position, first) in self.totals.ranges():
-            if unit in (None, each) and segment in (None, position):
+        for owner, (position, first) in self.totals.ranges():
+            if unit in (None, owner) and segment in (None, position):
                 assert self.downloads is not None
-                self._send_total(self.downloads, each, position, first)
+                self._send_total(self.downloads, owner, position, first)
 
     def receive_totals(self) -> None:
         """Waits until all gradients are copied from the device; sums of squares there become numbers."""
@@ -629,15 +630,15 @@ class GradientAccumulator:
         if self.downloads is None:
             return
         self.downloads.drain()
-        found = [
+        pending = [
             (squares, key, value)
             for squares in self._squares
             for key, value in squares.items()
             if isinstance(value, torch.Tensor)
         ]
-        if found:
-            values = self.downloads.fetch(torch.stack([value for _, _, value in found]))
-            for (squares, key, _), value in zip(found, values.tolist(), strict=True):
+        if pending:
+            values = self.downloads.fetch(torch.stack([value for _, _, value in pending]))
+            for (squares, key, _), value in zip(pending, values.tolist(), strict=True):
                 squares[key] = value
 
     def _receive_all(self) -> None:
@@ -682,7 +683,7 @@ class GradientAccumulator:
         if self.completion is not None:
             self.completion.changed(unit)
         with self._lock:
-            self._squares[unit] = {key: each for key, each in self._squares[unit].items() if key[0] != segment}
+            self._squares[unit] = {key: square for key, square in self._squares[unit].items() if key[0] != segment}
             self.totals.forget(unit, segment)
         if unit in self._on_device:
             self._keep(unit, segment, first, values, add=False)
@@ -727,7 +728,7 @@ class GradientAccumulator:
             self._reading.discard(unit)
 
     def drop(self, unit: int) -> None:
-        """Drops the gradients of one unit, none of which may be on its way from the device."""
+        """Drops the gradients of one unit; none may be on its way from the device."""
         if self.spill is not None and unit in self.spill:
             self.spill.forget(unit)
         with self._lock:

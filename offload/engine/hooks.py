@@ -84,12 +84,12 @@ class _Packed(NamedTuple):
 
 
 class _Wrapped(NamedTuple):
-    """A wrapper of other tensors, at least one of which is a view of weights."""
+    """A wrapper of other tensors; at least one is a view of weights."""
 
     kind: Any
     inner: dict[str, Any]
     """The packed inner tensors, by name."""
-    others: dict[str, Any]
+    attributes: dict[str, Any]
     """Inner values that are no tensors, by name."""
     context: Any
     size: torch.Size
@@ -115,7 +115,7 @@ class _Pack:
         bindings, placeholders = self._bindings, self._placeholders
         return Pack(torch.Tensor, nn.Parameter, bindings, placeholders, arena, innermost, self).pack
 
-    # torch refuses a pack hook in which its tensor changes, as weights do when a handler destroys the engine.
+    # torch refuses a pack hook that changes its tensor, and weights change when a handler destroys the engine.
     @uninterrupted
     def __call__(self, tensor: torch.Tensor) -> Any:
         handle = self.saved.handle(tensor)
@@ -123,9 +123,9 @@ class _Pack:
             return handle
         if type(tensor) is torch.Tensor or type(tensor) is nn.Parameter:
             if self._inputs is not None and tensor.requires_grad and saves_checkpoint_input():
-                kept = self._inputs.keep(tensor)
-                if kept is not None:
-                    return kept
+                kept_input = self._inputs.keep(tensor)
+                if kept_input is not None:
+                    return kept_input
         elif self.saved.wraps_weights(tensor):
             return self._wrapped(tensor)
         # Weights never reach the outer hooks: `save_on_cpu` would copy them to the host.
@@ -136,11 +136,15 @@ class _Pack:
 
     def _wrapped(self, tensor: torch.Tensor) -> _Wrapped:
         """Packs each inner tensor of a wrapper by itself, as if autograd had saved it."""
-        found = inner_tensors(tensor)
-        assert found is not None, "only a wrapper wraps weights"
-        inner = {name: self(each) for name, each in found[0].items() if isinstance(each, torch.Tensor)}
-        others = {name: each for name, each in found[0].items() if name not in inner}
-        return _Wrapped(type(tensor), inner, others, found[1], tensor.size(), tensor.stride())
+        contents = inner_tensors(tensor)
+        assert contents is not None, "only a wrapper wraps weights"
+        inner = {
+            name: self(tensor_or_value)
+            for name, tensor_or_value in contents[0].items()
+            if isinstance(tensor_or_value, torch.Tensor)
+        }
+        attributes = {name: value for name, value in contents[0].items() if name not in inner}
+        return _Wrapped(type(tensor), inner, attributes, contents[1], tensor.size(), tensor.stride())
 
 
 class SavedTensors:
@@ -163,8 +167,8 @@ class SavedTensors:
             pager: knows how often the weights of a unit have changed.
             compute: records the unit whose weights a backward uses.
             inputs: keeps the inputs of checkpointed modules off the device; None if they stay there.
-            wrapped: True if modules compute with wrappers of weights, such as DTensors. Torch would not notice that
-                weights have changed in which a graph holds a wrapper.
+            wrapped: True if modules compute with wrappers of weights, such as DTensors. torch would not notice
+                changed weights whose wrapper a graph holds.
         """
         self.inputs = inputs
         self._unit_views, self._pager, self._compute = unit_views, pager, compute
@@ -272,10 +276,10 @@ class SavedTensors:
 
     def wraps_weights(self, tensor: torch.Tensor) -> bool:
         """Returns True for a wrapper that contains a view of weights, directly or in an inner wrapper."""
-        found = inner_tensors(tensor)
-        return found is not None and any(
-            isinstance(each, torch.Tensor) and (self.handle(each) is not None or self.wraps_weights(each))
-            for each in found[0].values()
+        contents = inner_tensors(tensor)
+        return contents is not None and any(
+            isinstance(value, torch.Tensor) and (self.handle(value) is not None or self.wraps_weights(value))
+            for value in contents[0].values()
         )
 
     @uninterrupted
@@ -294,7 +298,7 @@ class SavedTensors:
         if isinstance(packed, _Packed):
             return packed.unpack(packed.value)
         if isinstance(packed, _Wrapped):
-            inner = {name: self.unpack(each) for name, each in packed.inner.items()} | packed.others
+            inner = {name: self.unpack(packed_inner) for name, packed_inner in packed.inner.items()} | packed.attributes
             wrapper: torch.Tensor = packed.kind.__tensor_unflatten__(inner, packed.context, packed.size, packed.stride)
             return wrapper
         tensor = packed.tensor
@@ -307,7 +311,6 @@ class SavedTensors:
 
     @uninterrupted
     def _view(self, packed: Handle) -> torch.Tensor:
-        """Returns a view of weights."""
         if self._compute is NO_SPANS:
             return self._unit_views.view(packed)
         self._compute.leave_for(packed.unit)  # before the wait for weights, which is no compute
@@ -358,7 +361,7 @@ def storage_address(tensor: torch.Tensor) -> int:
 #              one forward, which ends with the first backward, and one backward
 #
 # Threads. A forward belongs to its caller's thread, a backward to autograd's. Micro-batches that take turns have a
-# thread each, of which one runs at a time.
+# thread each; one of these runs at a time.
 
 
 class Views(Protocol):
@@ -383,15 +386,6 @@ class Passes:
         callbacks: EngineCallbacks,
         timeline: Timeline,
     ) -> None:
-        """Begins nothing.
-
-        Args:
-            pager: is notified of the beginning and the end of each forward.
-            gradients: is notified of the end of each backward.
-            views: releases units at the end of a pass.
-            callbacks: the engine, as its components see it.
-            timeline: records the phases.
-        """
         self._pager, self._gradients, self._views, self._callbacks = pager, gradients, views, callbacks
         self._timeline = timeline
         self.thread: threading.Thread | None = None
@@ -493,7 +487,7 @@ class Passes:
 
     @uninterrupted
     def _end_turns(self, micro_batches: int) -> None:
-        """Ends the one backward, in which each micro-batch has produced gradients."""
+        """Ends the one backward, after each micro-batch has produced gradients in it."""
         self._pager.end_forward()
         self._views.end_kept()
         self._gradients.end_backward()
@@ -582,7 +576,9 @@ class ModuleHooks:
             self._hook_module(modules[name], units, [modules[layer] for layer in inside.get(name, ())])
         unit_of = {id(handle.parameter): handle.unit for unit in handles for handle in unit}
         for module in modules.values():
-            for unit in [unit_of[id(each)] for each in external_parameters(module) if id(each) in unit_of]:
+            for unit in [
+                unit_of[id(parameter)] for parameter in external_parameters(module) if id(parameter) in unit_of
+            ]:
                 self.use_in(module, unit)
         self._trainable = [handle for unit in handles for handle in unit if handle.trainable]
         for handle in self._trainable:
@@ -604,7 +600,7 @@ class ModuleHooks:
 
     @uninterrupted
     def reset_aborted(self) -> None:
-        """Releases everything that an aborted forward or backward left behind. Does nothing inside of a backward.
+        """Releases everything that an aborted forward or backward left. Does nothing inside of a backward.
 
         Raises:
             UsageError: if the model runs on another thread that is alive.
@@ -666,14 +662,14 @@ class ModuleHooks:
         """
         if not self.runs_now() or not self._local.frames or self._pager.stays(unit):
             return self.fetch(unit)
-        held = self._local.frames[-1].units
-        if unit in held:
+        units = self._local.frames[-1].units
+        if unit in units:
             self._pager.wait_upload(unit)
             return True
         # Released first: two experts need not fit on the device together.
-        for other in [each for each in held if each in self._experts.units]:
-            held.remove(other)
-            self._unit_views.release_unit(other)
+        for expert in [candidate for candidate in units if candidate in self._experts.units]:
+            units.remove(expert)
+            self._unit_views.release_unit(expert)
         return self.fetch(unit, stays=True)
 
     def runs_now(self) -> bool:
@@ -754,7 +750,7 @@ class ModuleHooks:
         frames = self._local.frames
         if not frames or not self._saved.settled or torch.is_autocast_cache_enabled():
             return False
-        # A module within its own call enters again, so that `_leave` tells the two calls apart. So does the root.
+        # A module within its own call enters again, so that `_leave` distinguishes the two calls. So does the root.
         return module is not self._root and module not in [frame.module for frame in frames]
 
     @uninterrupted
@@ -764,12 +760,12 @@ class ModuleHooks:
         Units that stay are hidden when the outermost site ends, those of the enclosing site when that one ends.
         """
         frames, frame = self._local.frames, None
-        held = frames[-1].units
+        units_here = frames[-1].units
         for unit in units:
             if self._pager.stays(unit):
                 if unit not in self._unit_views.shown:
                     self._unit_views.use(unit)
-            elif unit in held:
+            elif unit in units_here:
                 self._pager.wait_upload(unit)  # the module may run on another stream than the enclosing site
             else:
                 if frame is None:
@@ -798,8 +794,8 @@ class ModuleHooks:
             self.reset_aborted()
         if not local.frames:
             self.passes.begin_forward(bool(self._trainable) and torch.is_grad_enabled())
-        kept = torch.is_autocast_cache_enabled()
-        frame = _Frame(module, [], self._saved.push(), inside_backward(), module_call(), kept)
+        cached = torch.is_autocast_cache_enabled()
+        frame = _Frame(module, [], self._saved.push(), inside_backward(), module_call(), cached)
         # Stored before any unit is used: after an exception below, the frame lists what to undo.
         local.frames.append(frame)
         # See [Note: casts]. `_let_go` restores the cache.

@@ -208,7 +208,7 @@ class InferenceEngine(RunningApi):
 
         Args:
             function: receives a batch, and calls the engine or the model; it may run on another thread.
-            batches: the batches, all of which are taken first.
+            batches: the batches; all are taken before the first call.
 
         Raises:
             IoError: if a file of the model cannot be read, or has changed.
@@ -220,12 +220,12 @@ class InferenceEngine(RunningApi):
         order = self._core.components.layer_major
         # Of many batches run one by one each would read all weights; two show as much.
         first = 2 if order is not None and order.possible and not order.watched else 0
-        found: list[_T] = []
+        results: list[_T] = []
         with torch.no_grad():
             for some in (works[:first], works[first:]):
                 if some:
-                    found += self._core.run_micro_batches(some, len(some), trains=False)
-        return found
+                    results += self._core.run_micro_batches(some, len(some), trains=False)
+        return results
 
     def pass_seconds(self) -> PassSeconds:
         """Returns the seconds of all forwards so far, and what they waited for."""
@@ -251,7 +251,7 @@ class InferenceEngine(RunningApi):
 
 
 _MOST_RUNS = 64
-"""Runs of a parameter in the files, each of which is a copy to the device, up to which it is read in place."""
+"""Most runs of a parameter in the files that is still read in place. Each run costs a copy to the device."""
 
 
 class TensorPlaces:
@@ -267,10 +267,10 @@ class TensorPlaces:
         self._model, self._small_numel = model, small_numel
         self.stamps: dict[str, Stamp] = {}
         """Stamp of each file as its header was read, by path without links."""
-        every = [stored for parameter in model.parameters() for stored in _tensors_of(origin_of(parameter))]
+        all_stored = [stored for parameter in model.parameters() for stored in _tensors_of(origin_of(parameter))]
         for name in opaque_parameters(model):
-            every += _inner_tensors(model, name).values()
-        for stored in every:
+            all_stored += _inner_tensors(model, name).values()
+        for stored in all_stored:
             self.stamps[os.path.realpath(stored.path)] = stored.stamp
 
     def images(self, layouts: Sequence[UnitLayout], mode: Mode) -> tuple[UnitImage | None, ...]:
@@ -278,11 +278,10 @@ class TensorPlaces:
         return tuple(self._image(layout, layout.mode_in(mode).weight_dtype) for layout in layouts)
 
     def _image(self, layout: UnitLayout, dtype: torch.dtype) -> UnitImage | None:
-        """Returns the image of a unit, or None."""
         small = layout.device_numel <= self._small_numel
         if small or any(self.why_not(segment, dtype) is not None for segment in layout.segments):
             return None
-        tensors = [each for segment in layout.segments for each in self._ranges(segment, dtype.itemsize)]
+        tensors = [byte_range for segment in layout.segments for byte_range in self._ranges(segment, dtype.itemsize)]
         image = image_of(tensors, {path: stamp.nbytes for path, stamp in self.stamps.items()})
         return image if image.nbytes else None  # empty parameters need no file
 
@@ -312,7 +311,7 @@ class TensorPlaces:
 
         Args:
             segment: the parameter in its unit.
-            dtype: dtype in which the model computes.
+            dtype: dtype of the model's compute.
         """
         if segment.form:
             return "is quantized"
@@ -322,9 +321,9 @@ class TensorPlaces:
         origin = origin_of(parameter)
         if origin is None:
             return "is made by its module" if is_deferred(parameter) else "is in memory already"
-        other = next((stored.dtype for stored in _tensors_of(origin) if stored.dtype != dtype), None)
-        if other is not None:
-            return f"is stored as {str(other).removeprefix('torch.')}, not as {dtype_name(dtype)}"
+        stored_dtype = next((stored.dtype for stored in _tensors_of(origin) if stored.dtype != dtype), None)
+        if stored_dtype is not None:
+            return f"is stored as {str(stored_dtype).removeprefix('torch.')}, not as {dtype_name(dtype)}"
         if segment.numel and not 0 < len(self._runs(segment)) <= _MOST_RUNS:
             return "is made of other tensors of the files"
         return None
@@ -368,9 +367,9 @@ def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwar
     process is an engine of its own: under `torchrun` give each its own rows.
 
     Args:
-        model: A folder with a config and safetensors, one safetensors file beside a config, or a `torch.nn.Module`. The
-            parameters of a module that come from `offload.load_pretrained` are read in place; values that are in memory
-            already are kept in host memory.
+        model: A folder with a config and safetensors, one safetensors file next to a config, or a `torch.nn.Module`.
+            The parameters of a module that come from `offload.load_pretrained` are read in place; values that are in
+            memory already are kept in host memory.
         config: DeepSpeed JSON, as a path or as a dict; None for the defaults. Without "bf16" and "fp16" the dtype is
             that of the files.
         model_class: Class of transformers to build for a folder; None for the architecture that its config names.
@@ -451,7 +450,7 @@ def read_model(path: Path, model_class: Any, kwargs: Mapping[str, Any]) -> nn.Mo
     """
     stored = stored_tensors(path)  # a wrong folder is reported before transformers is imported
     chosen = model_class or _architecture(path if path.is_dir() else path.parent)
-    dtype = _most_bytes((each.dtype, each.place.tensor.nbytes) for each in stored.values())
+    dtype = _most_bytes((stored_tensor.dtype, stored_tensor.place.tensor.nbytes) for stored_tensor in stored.values())
     model, info = load_pretrained(chosen, path, output_loading_info=True, **{"dtype": DTYPES[dtype], **kwargs})
     if info.missing_keys:
         raise ConfigError(
@@ -471,17 +470,17 @@ def _architecture(folder: Path) -> Any:
             f"{folder} contains no config.json, which names the model: build a module inside of offload.init, give it "
             "and the file to offload.load_pretrained, and the module to inference"
         )
-    found = read_config(folder).get("architectures") or []
-    names = found if isinstance(found, list) else [found]
+    architectures = read_config(folder).get("architectures") or []
+    names = architectures if isinstance(architectures, list) else [architectures]
     import transformers
 
-    found = next((getattr(transformers, name, None) for name in names if isinstance(name, str)), None)
-    if found is None:
+    architecture = next((getattr(transformers, name, None) for name in names if isinstance(name, str)), None)
+    if architecture is None:
         raise ConfigError(
             f"{path} names {', '.join(map(str, names)) or 'no architecture'}, and transformers "
             f"{transformers.__version__} has no class of that name; pass model_class="
         )
-    return found
+    return architecture
 
 
 def _config_of(content: dict[str, Any], model: nn.Module) -> tuple[Config, bool]:
@@ -493,7 +492,9 @@ def _config_of(content: dict[str, Any], model: nn.Module) -> tuple[Config, bool]
     # A training's JSON serves as it is: its blocks about steps have nothing to say here.
     content = {key: value for key, value in content.items() if key not in _OF_TRAINING}
     if not any(name in content for name in ("bf16", "bfloat16", "fp16")):
-        dtype = _most_bytes((_dtype_of(each), each.numel() * each.element_size()) for each in model.parameters())
+        dtype = _most_bytes(
+            (_dtype_of(parameter), parameter.numel() * parameter.element_size()) for parameter in model.parameters()
+        )
         if dtype != "fp32":
             content[dtype] = {"enabled": True}
     zero = content.get("zero_optimization")
@@ -527,7 +528,7 @@ def _dtype_of(parameter: torch.Tensor) -> torch.dtype:
 
 
 def _most_bytes(tensors: Any) -> str:
-    """Returns the name of the dtype in which most bytes of weights are; "fp32" if there are none.
+    """Returns the name of the dtype with most bytes of weights; "fp32" if there are none.
 
     Args:
         tensors: pairs of dtype and bytes.
@@ -548,12 +549,14 @@ def _lines(plan: Plan, places: TensorPlaces) -> Sequence[str]:
         read = f"{count_of(len(units), 'unit')} of {len(plan.layouts)} ({format_size(sum(u.nbytes for u in units))})"
         files = len({extent.path for image in units for extent in image.extents})
         lines.append(f"{read} are read from {count_of(files, 'file')} of the model at each use; nothing is written")
-    kept = [unit for unit, tiers in enumerate(plan.placement.tiers) if tiers[State.WEIGHT] is Tier.HOST]
-    segments = ((segment, plan.modes[unit].weight_dtype) for unit in kept for segment in plan.layouts[unit].segments)
+    host_units = [unit for unit, tiers in enumerate(plan.placement.tiers) if tiers[State.WEIGHT] is Tier.HOST]
+    segments = (
+        (segment, plan.modes[unit].weight_dtype) for unit in host_units for segment in plan.layouts[unit].segments
+    )
     reasons = ((segment.name, places.why_not(segment, dtype)) for segment, dtype in segments)
     first = next((f"{name} {reason}" for name, reason in reasons if reason is not None), "")
-    if kept:
-        size = format_size(sum(plan.parts.nbytes[unit][State.WEIGHT] for unit in kept))
-        units_are = count_of(len(kept), f"unit ({size}) is", f"units ({size}) are")
+    if host_units:
+        size = format_size(sum(plan.parts.nbytes[unit][State.WEIGHT] for unit in host_units))
+        units_are = count_of(len(host_units), f"unit ({size}) is", f"units ({size}) are")
         lines.append(f"{units_are} kept in host memory: {first}")
     return tuple(map(Remark, lines))

@@ -41,16 +41,16 @@ _DEFAULTS = {"modifier_rank": 0, "allreduce_gradients": True, "release_loss": Fa
 """DeepSpeed's defaults that describe what this library does anyway."""
 
 
-def refuse(**given: Any) -> None:
+def refuse(**keywords: Any) -> None:
     """Raises `UsageError` for the first keyword of DeepSpeed whose value asks for something that is not supported.
 
     Args:
-        **given: keywords and the values that the caller received. None and DeepSpeed's own defaults are accepted.
+        **keywords: keywords and the values that the caller received. None and DeepSpeed's own defaults are accepted.
 
     Raises:
         UsageError: with the keyword, its value and advice.
     """
-    for name, value in given.items():
+    for name, value in keywords.items():
         if value is None or (name == "dist_init_required" and isinstance(value, bool)):
             continue
         if name in _DEFAULTS and value == _DEFAULTS[name]:
@@ -66,7 +66,7 @@ def refuse(**given: Any) -> None:
 
 
 class PlainKeywords(TypedDict, total=False):
-    """Keywords that stand for a config, or beside one that says the same."""
+    """Keywords that replace a config, or come with one that says the same."""
 
     weights: str
     """Tier of the weights: "none" (the device), "cpu" or "nvme"."""
@@ -124,37 +124,37 @@ def plain_config(model: Any, config: Any, keywords: Mapping[str, Any]) -> Any:
             f"initialize got the keyword {unknown[0]!r}, expected some of {', '.join(PlainKeywords.__annotations__)}"
         )
     # None is what a caller passes on who was given nothing.
-    given = {name: value for name, value in keywords.items() if value is not None}
-    if not given:
+    keywords_given = {name: value for name, value in keywords.items() if value is not None}
+    if not keywords_given:
         return config
-    _check_tiers(given, config)
+    _check_tiers(keywords_given, config)
     content: dict[str, Any] = {} if config is None else _copy(config)
-    dtype = given.pop("dtype", None)
+    dtype = keywords_given.pop("dtype", None)
     # With a config its own blocks say the dtype and the clip; a loop of plain PyTorch clips nothing by itself.
     if config is None:
         content["gradient_clipping"] = 0.0
         dtype = dtype or _of_model(model)
-    for name, value in given.items():
+    for name, value in keywords_given.items():
         if name == "path":
             paths = [value] if isinstance(value, str | os.PathLike) else list(value)
-            value = [os.fspath(each) for each in paths]
+            value = [os.fspath(path) for path in paths]
         _put(content, _KEYS[name], name, value)
     if dtype is not None:
         wanted = _DTYPES.get(dtype, dtype) if isinstance(dtype, torch.dtype) else dtype
         if wanted not in _DTYPES.values():
             raise ConfigError(f'dtype must be "bf16", "fp16" or "fp32", got {dtype!r}')
-        for each in ("bf16", "fp16"):
-            _put(content, _Key((each, "enabled")), "dtype", each == wanted, said=str(wanted))
+        for precision in ("bf16", "fp16"):
+            _put(content, _Key((precision, "enabled")), "dtype", precision == wanted, said=str(wanted))
     return content
 
 
-def _check_tiers(given: Mapping[str, Any], config: Any) -> None:
+def _check_tiers(keywords: Mapping[str, Any], config: Any) -> None:
     """Raises `ConfigError`, in the words of the keywords, if a tier is none or lacks its folder."""
     for name in ("weights", "states"):
-        tier = given.get(name, "none")
+        tier = keywords.get(name, "none")
         if tier not in _TIERS:
             raise ConfigError(f'{name} must be "none", "cpu" or "nvme", got {tier!r}')
-        if tier == "nvme" and "path" not in given and config is None:
+        if tier == "nvme" and "path" not in keywords and config is None:
             raise ConfigError(f'{name}="nvme" needs path=, the folder of the swap files on the drive')
 
 
@@ -172,8 +172,8 @@ def _copy(config: Any) -> dict[str, Any]:
 def _put(content: dict[str, Any], key: _Key, name: str, value: Any, said: str | None = None) -> None:
     """Sets a key, or compares what the config says with the keyword."""
     block = content
-    for each in key.path[:-1]:
-        block = block.setdefault(each, {})
+    for part in key.path[:-1]:
+        block = block.setdefault(part, {})
         if not isinstance(block, dict):
             raise ConfigError(f"the config has no block for {key}, but {block!r}: make it a dict")
     # "auto" leaves the value to whoever knows it, as in transformers.
@@ -190,7 +190,7 @@ def _put(content: dict[str, Any], key: _Key, name: str, value: Any, said: str | 
 def _of_model(model: Any) -> str:
     """Returns the dtype of the model's floating-point parameters: the widest, if there are several."""
     # Several dtypes in one model: the widest holds the values of all.
-    found = {each.dtype for each in model.parameters()} if isinstance(model, nn.Module) else set()
+    dtypes = {parameter.dtype for parameter in model.parameters()} if isinstance(model, nn.Module) else set()
     # No mode trains float64: such a model trains in fp32, and a line says so.
-    names = {_DTYPES.get(dtype, "fp32") for dtype in found if dtype in _DTYPES or dtype is torch.float64} or {"fp32"}
+    names = {_DTYPES.get(dtype, "fp32") for dtype in dtypes if dtype in _DTYPES or dtype is torch.float64} or {"fp32"}
     return "fp32" if len(names) > 1 else names.pop()

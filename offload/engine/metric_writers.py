@@ -42,7 +42,7 @@ from offload.sizes import format_size
 
 # -- writers -------------------------------------------------------------------------------------------
 #
-# Files and services to which the numbers of each step are written.
+# Files and services that receive the numbers of each step.
 
 
 class Record(NamedTuple):
@@ -80,7 +80,7 @@ class Writer(Protocol):
         """Writes one more record. An exception ends this writer, and nothing else."""
 
     def write_evaluation(self, evaluation: Evaluated) -> None:
-        """Writes an evaluation, behind the record of its step. Exceptions are as those of `write`."""
+        """Writes an evaluation after the record of its step. Exceptions are those of `write`."""
 
     def close(self) -> None:
         """Flushes and closes; no record follows."""
@@ -151,7 +151,7 @@ class TensorBoard:
 
 
 class CsvFiles:
-    """Writer of a CSV file for each event in `folder`, with lines `step,value`, in which step counts samples."""
+    """Writer of a CSV file for each event in `folder`, with lines `step,value`; step counts samples."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -197,18 +197,18 @@ def cut(path: Path, samples: int) -> None:
     if name[0] != "step" or not path.stem.endswith(name[2]):
         return  # not a file of ours
     # The last element is the rest after the last newline, never a complete line.
-    kept = [text for text in lines[:-1] if _samples_of(text) < samples]
-    if lines[len(kept) :] == [""]:
+    earlier = [text for text in lines[:-1] if _samples_of(text) < samples]
+    if lines[len(earlier) :] == [""]:
         return
-    if not kept and len(lines) > 1:
+    if not earlier and len(lines) > 1:
         # A new run under the same name must not delete the numbers of an earlier one.
         os.replace(path, path.with_name(f"{path.name}.old"))
         return
-    atomic_write(path, "".join(f"{text}\n" for text in (header, *kept)))
+    atomic_write(path, "".join(f"{text}\n" for text in (header, *earlier)))
 
 
 def _open_csv(path: str, flags: int) -> int:
-    """Opens a file in the folder of a job, neither of which may be a link: their names are anybody's to guess."""
+    """Opens a file in the folder of a job. Neither may be a link, since anybody can guess their names."""
     return open_inner(Path(path), 2, flags, 0o666)
 
 
@@ -314,17 +314,17 @@ _PHASES = ("forward", "backward", "step")
 
 
 class Line:
-    """Writer of a line every `every` steps: to the log if a handler takes lines of level INFO, otherwise to stderr."""
+    """Writer of a line every `steps` steps: to the log if a handler takes lines of level INFO, otherwise to stderr."""
 
-    def __init__(self, every: int, samples: int, memory: bool) -> None:
+    def __init__(self, steps: int, samples: int, memory: bool) -> None:
         """Creates the writer, with no record in the means yet.
 
         Args:
-            every: steps for each line.
+            steps: steps for each line.
             samples: samples of the first step.
             memory: True to include peaks of memory.
         """
-        self._every, self._samples, self._memory = every, samples, memory
+        self._every, self._samples, self._memory = steps, samples, memory
         self._since: defaultdict[str, float] = defaultdict(float)
         self._steps = 0
         self._last: Record | None = None
@@ -440,8 +440,8 @@ def make_reporter(config: Config, samples: int, facts: Mapping[str, Any]) -> Rep
     log = config.offload.log
     if log is not None:
         writers["log"] = lambda: JsonLines(Path(log).absolute(), facts)
-    every = config.steps_per_line
-    shown = Line(every, samples, config.memory_breakdown) if every else None
+    steps = config.steps_per_line
+    shown = Line(steps, samples, config.memory_breakdown) if steps else None
     return Reporter(shown, writers) if shown is not None or writers or config.wall_clock_breakdown else None
 
 

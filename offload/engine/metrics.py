@@ -8,7 +8,7 @@ engine's timeline and passes spans and marks to the meter on the threads that ma
     seconds = forward + backward + step + all else: the loader, evaluations, the user's own code
               └ waits are within these three ┘      waits of an evaluation are not counted
 
-Updates run beside all of that on a thread of their own, whose seconds are sums of their own.
+Updates run at the same time on their own thread; its seconds are summed separately.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class StepMeter:
         """Prepares the sums.
 
         Args:
-            device: device on which the model computes, for the peak of its memory.
+            device: device that the model computes on, for the peak of its memory.
             io_bytes: returns the bytes read and written so far.
             drives: returns the bytes written to each drive so far.
             sent: returns the collectives so far, and the bytes sent in them; None for a process that trains alone.
@@ -152,7 +152,7 @@ class StepMeter:
         elif row is Row.COMPUTE:  # the only such span here is the engine's own end of a step
             self._sums["step"] += nanoseconds
         else:
-            # The worker updates during an evaluation too; waits of the evaluation itself are no cost of a step.
+            # update thread: works during an evaluation too. Waits of the evaluation itself are no cost of a step.
             cause = cause_of(row, name)
             if cause is not None and (row is Row.WORKER or Phase.EVALUATION not in self._began):
                 self._sums[cause] += nanoseconds
@@ -162,7 +162,7 @@ class StepMeter:
     def end_step(self, stepped: Stepped) -> None:
         """Makes the record of this step and passes it to the reporter."""
         taken, loss = self._taken(), self._loss
-        # Other threads add to sums meanwhile: since sums only grow, an addition missed here counts for the next step.
+        # other threads: add to the sums meanwhile. Sums only grow, so an addition missed here counts for the next step.
         gone = {name: taken[name] - self._last[name] for name in taken}
         self._last, self._loss = taken, None
         values = {"lr": stepped.lr, "grad_norm": stepped.grad_norm, "skipped_steps": float(stepped.skipped_steps)}
@@ -182,7 +182,7 @@ class StepMeter:
             # `update_waits` is reported as a total: the two specific causes are added to all others.
             for what in ("reads", "writes"):
                 values["update_waits_seconds"] += values[f"update_waits_for_{what}_seconds"]
-        drives = {each.path: each.life_bytes for each in self._drives()}
+        drives = {drive.path: drive.life_bytes for drive in self._drives()}
         self.last = Record(stepped.step, stepped.samples, values, drives)
         self._reporter.report(self.last)
 
@@ -224,7 +224,7 @@ class StepMeter:
 
 
 def cause_of(row: Row, name: str) -> str | None:
-    """Returns the name of the sum to which a span belongs, or None."""
+    """Returns the name of the sum that a span belongs to, or None."""
     causes = _WAITS if row is Row.WAITS else _WORKER if row is Row.WORKER else ()
     return next((cause for words, cause in causes if name.startswith(words)), None)
 
@@ -344,7 +344,7 @@ def compute_spans(timeline: Timeline, names: Sequence[str]) -> ComputeSpans:
 
     A listener of the timeline does not receive these spans: for the meter, the row contains the ends of steps only.
     """
-    # A `Relay` records nothing itself; the timeline behind it may.
+    # A `Relay` records nothing itself; the timeline that it forwards to may.
     recorded = timeline.recorded
     return NO_SPANS if recorded is OFF else ComputeSpans(recorded, names)
 

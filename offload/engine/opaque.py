@@ -44,7 +44,7 @@ class Source(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Device on which the tensors are, as far as they tell."""
+        """Device of the tensors, if they report one."""
 
     def read(self, geometry: torch.Tensor) -> torch.Tensor:
         """Returns elements as an ordinary tensor, with the shape, strides, dtype and offset of `geometry`, on meta."""
@@ -60,7 +60,7 @@ class ParameterBytes:
             name: name of the parameter in the model.
             unit: index of the unit that contains the parameter.
             start: first byte of the parameter in the unit.
-            device: device on which the model computes.
+            device: device that the model computes on.
         """
         self.name, self.unit, self.start, self.device = name, unit, start, device
         self.owner: ParamOwner | None = None
@@ -107,11 +107,13 @@ class PagedTensor(torch.Tensor):
                 return made
             source, made = tensor.source, func(tensor.geometry, *args[1:], **kwargs)
             return tree_map(
-                lambda each: paged(PagedTensor, source, each) if isinstance(each, torch.Tensor) else each, made
+                lambda value: paged(PagedTensor, source, value) if isinstance(value, torch.Tensor) else value, made
             )
         if func._schema.is_mutable:
             _check_unwritten(func, args, kwargs)
-        args, kwargs = tree_map(lambda each: each.values() if isinstance(each, PagedTensor) else each, (args, kwargs))
+        args, kwargs = tree_map(
+            lambda value: value.values() if isinstance(value, PagedTensor) else value, (args, kwargs)
+        )
         return func(*args, **kwargs)
 
     def values(self) -> torch.Tensor:
@@ -126,8 +128,8 @@ class PagedTensor(torch.Tensor):
                     # A module that is being copied is in the memo; a parameter that is copied alone keeps its module.
                     is_module = isinstance(value, nn.Module)
                     made.__dict__[name] = memo.get(id(value), value) if is_module else copy.deepcopy(value, memo)
-        found: torch.Tensor = memo[id(self)]
-        return found
+        copied: torch.Tensor = memo[id(self)]
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return copy.deepcopy(self).__reduce_ex__(protocol)
@@ -327,8 +329,8 @@ def ordinary(tensor: torch.Tensor) -> torch.Tensor:
 
     def made(name: str) -> torch.Tensor:
         inner = tensor
-        for each in filter(None, name.split(".")):
-            inner = getattr(inner, each)
+        for attribute in filter(None, name.split(".")):
+            inner = getattr(inner, attribute)
         return (inner.values() if isinstance(inner, PagedTensor) else inner).to("cpu")
 
     return _rewrapped(tensor, "", made)
@@ -342,15 +344,15 @@ def _rewrapped(tensor: torch.Tensor, prefix: str, made: Callable[[str], torch.Te
         prefix: prefix of the names of its inner tensors.
         made: returns the tensor in place of an inner one, by name.
     """
-    found = inner_tensors(tensor)
-    if found is None:
+    contents = inner_tensors(tensor)
+    if contents is None:
         return made(prefix[:-1])
     inner: Mapping[str, Any] = {
         name: _rewrapped(value, f"{prefix}{name}.", made) if isinstance(value, torch.Tensor) else value
-        for name, value in found[0].items()
+        for name, value in contents[0].items()
     }
     kind: Any = type(tensor)
-    wrapper: torch.Tensor = kind.__tensor_unflatten__(inner, found[1], tensor.size(), tensor.stride())
+    wrapper: torch.Tensor = kind.__tensor_unflatten__(inner, contents[1], tensor.size(), tensor.stride())
     return wrapper
 
 
@@ -371,7 +373,7 @@ def _geometry(tensor: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns the strides with which a tensor is stored: its own, if those leave no gaps."""
+    """Returns the strides of a stored tensor: its own, if those leave no gaps."""
     if isinstance(tensor, PagedTensor):
         return tensor.stride()
     return torch.empty_like(_plain(tensor), device="meta").stride()

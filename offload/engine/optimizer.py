@@ -55,7 +55,7 @@ class Rule(ABC):
     known_as: str = ""
     """Name of the optimizer, if it is not the capitalized name of the rule."""
     defaults: tuple[str, ...] = ()
-    """Further keys that every group has from the optimizer's defaults, such as words."""
+    """Further keys of every group that come from the optimizer's defaults, such as words."""
     mark: str = ""
     """Flag that decides which states the parameters of a group have; empty if all have the same."""
 
@@ -66,13 +66,13 @@ class Rule(ABC):
 
     @property
     def required(self) -> tuple[str, ...]:
-        """Keys that every group has."""
+        """Keys of every group."""
         return (*self.defaults, *self.keys)
 
     # -- groups -------------------------------------------------------------------------------------
 
     def title(self, group: Mapping[str, Any]) -> str:
-        """Returns the name by which the config knows the optimizer of `group`."""
+        """Returns the config's name of the optimizer of `group`."""
         return self.known_as or self.name.capitalize()
 
     def refused(self, group: Mapping[str, Any]) -> str | None:
@@ -118,7 +118,7 @@ class Rule(ABC):
         return Optimizer(groups, defaults, self)
 
     def beside(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what the rule reads in a group of a torch optimizer beside torch's keys."""
+        """Returns what the rule reads from a group of a torch optimizer in addition to torch's keys."""
         return {}
 
     def packed(self, names: Mapping[int, str]) -> dict[str, tuple[StateField, ...]]:
@@ -133,7 +133,7 @@ class Rule(ABC):
         return {}
 
     def facts(self, device: Device) -> dict[str, Any]:
-        """Returns what all ranks must have alike beside groups and config, in words."""
+        """Returns what must be equal on all ranks in addition to groups and config, in words."""
         return {}
 
     def notices(self) -> tuple[str, ...]:
@@ -180,7 +180,7 @@ class Rule(ABC):
 
     @abstractmethod
     def strategy(self, setting: UpdateSetting) -> UpdateStrategy:
-        """Returns the way in which the update worker of an engine steps units."""
+        """Returns the strategy that the update worker of an engine steps units by."""
 
 
 def no_rate() -> ConfigError:
@@ -647,7 +647,7 @@ def _checked(state_dict: Any, sizes: Sequence[int]) -> tuple[list[dict[str, Any]
 
 # -- group options -------------------------------------------------------------------------------------
 #
-# Entries of an optimizer's groups beside the numbers of its rule: flags, words, and a script's own counters.
+# Entries of an optimizer's groups other than the numbers of its rule: flags, words, and a script's own counters.
 #
 # torch saves every entry of a group, and so does a commit. Nearly all are constants that the script sets anew, so a
 # commit contains those alone that differ from what `initialize` found, each with what it found.

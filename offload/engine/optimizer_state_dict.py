@@ -35,14 +35,6 @@ class OptimizerStates:
     def __init__(
         self, param_access: ParamAccess, layouts: Sequence[UnitLayout], mode: Mode, training_state: TrainingState
     ) -> None:
-        """Stores the components.
-
-        Args:
-            param_access: access to the states of one parameter.
-            layouts: the segments of each unit.
-            mode: the states that the optimizer keeps.
-            training_state: the state that counts the updates of each parameter.
-        """
         self._param_access, self._layouts, self._mode = param_access, layouts, mode
         self._training_state = training_state
 
@@ -53,10 +45,12 @@ class OptimizerStates:
         if not count:
             return {}
         if State.PACKED in self._mode.moments:
-            kept = () if isinstance(handle, StackHandle) else self._layouts[handle.unit].segments[handle.position].kept
-            found = {each.name: self._param_access.read_state(handle, each.name) for each in kept}
+            fields = (
+                () if isinstance(handle, StackHandle) else self._layouts[handle.unit].segments[handle.position].kept
+            )
+            states = {field.name: self._param_access.read_state(handle, field.name) for field in fields}
             # torch's own code keeps the count among its states, if it counts.
-            return {name: value.cpu() for name, value in found.items() if value is not None}
+            return {name: value.cpu() for name, value in states.items() if value is not None}
         # torch's optimizers keep the count as a floating-point tensor.
         values = {_STEP: torch.tensor(float(count), dtype=torch.float32, device="cpu")}
         for name, state in self._moments(handle).items():
@@ -125,12 +119,12 @@ class OptimizerStates:
             self._param_access.write(handle, moment, value)
         count = _count(state) if state else 0
         assert count is not None, "check has accepted the state"
-        for each in _in_units(handle):
-            self._training_state.parameter_steps[each.unit][each.position] = count
+        for part in _in_units(handle):
+            self._training_state.parameter_steps[part.unit][part.position] = count
 
     def _steps(self, handle: ParamHandle) -> int:
         """Returns the number of updates of a parameter; 0 if it is frozen. Of a stack, that of the row with most."""
-        return max(self._training_state.parameter_steps[each.unit][each.position] for each in _in_units(handle))
+        return max(self._training_state.parameter_steps[part.unit][part.position] for part in _in_units(handle))
 
     def _moments(self, handle: ParamHandle) -> dict[str, State]:
         """Returns the moments of a parameter by the names that torch gives them."""
@@ -161,5 +155,5 @@ def _count(state: Mapping[str, Any]) -> int | None:
         number = float(count)
     else:
         return None
-    # The bound is first: it is False for NaN and inf, of which there is no integer.
+    # The bound is first: it is False for NaN and inf, which no integer represents.
     return int(number) if 0 <= number < _MOST_STEPS and number == int(number) else None

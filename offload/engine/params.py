@@ -121,7 +121,7 @@ class ParamHandle:
             position: index of the parameter's segment in the unit.
             dtype: dtype of the weights that the model computes with.
             shape: shape of the parameter.
-            device: device on which the model computes.
+            device: device that the model computes on.
             rules: replacement for a torch function, by function; see `torch_function_rules.RULES`.
         """
         self.parameter, self.name, self.unit, self.position = parameter, name, unit, position
@@ -373,7 +373,7 @@ def handle_of(tensor: Any) -> ParamHandle | None:
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Applies the rule of `func`, if there is one; otherwise calls `func` with weights if it needs any element."""
-    handle = next((found for value in (*args, *kwargs.values()) if (found := handle_of(value)) is not None), None)
+    handle = next((first for value in (*args, *kwargs.values()) if (first := handle_of(value)) is not None), None)
     rule = None if handle is None else handle.rules.get(func)
     if rule is not None:
         return rule(func, *args, **kwargs)
@@ -392,39 +392,39 @@ def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         BudgetError: if the units of all arguments do not fit on the device together.
         UsageError: if the result would be a view of a copy, or if an in-place change alters shape, dtype or device.
     """
-    given: dict[int, Any] = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if handle_of(leaf) is not None}
-    handles: dict[int, ParamHandle] = {key: leaf.offload_handle for key, leaf in given.items()}
+    leaves: dict[int, Any] = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if handle_of(leaf) is not None}
+    handles: dict[int, ParamHandle] = {key: leaf.offload_handle for key, leaf in leaves.items()}
     # A fetched parameter is an ordinary one from now on: torch does not dispatch to this module for it again.
-    here = {key: handles[key].here() for key, leaf in given.items() if getattr(leaf, "own", None) is None}
-    outside = [key for key, found in here.items() if found is None]
+    here = {key: handles[key].here() for key, leaf in leaves.items() if getattr(leaf, "own", None) is None}
+    outside = [key for key, tensor in here.items() if tensor is None]
     real: dict[int, torch.Tensor] = {}
-    for key, leaf in given.items():
-        found: Any = here.get(key)
+    for key, leaf in leaves.items():
+        tensor: Any = here.get(key)
         if key in outside:
             with_gradient = torch.is_grad_enabled() and leaf.requires_grad
             real[key] = handles[key].read_with_gradient() if with_gradient else handles[key].read().view(leaf.shape)
         elif isinstance(leaf, PagedParameterView):
-            real[key] = found.detach().view(leaf.shape) if leaf.own is None else leaf.own
-        elif found is not None and found is not handles[key].parameter:
-            real[key] = found
+            real[key] = tensor.detach().view(leaf.shape) if leaf.own is None else leaf.own
+        elif tensor is not None and tensor is not handles[key].parameter:
+            real[key] = tensor
         # A later fetch has released the unit of an earlier one to make room.
         elif not handles[key].materialized:
             raise BudgetError(
-                f"{name_of(func)} needs {', '.join(each.name for each in handles.values())} on the device at one time, "
-                'but their units do not fit together; raise "device_memory" in the "offload" block'
+                f"{name_of(func)} needs {', '.join(handle.name for handle in handles.values())} on the device at one "
+                'time, but their units do not fit together; raise "device_memory" in the "offload" block'
             )
     # Copies: outside of a run, and of a stack of experts, whose rows lie in units of their own.
-    copied = [key for key in real if not isinstance(given[key], PagedParameterView) or key in outside]
+    copied = [key for key in real if not isinstance(leaves[key], PagedParameterView) or key in outside]
     before = {key: real[key]._version for key in copied}
     args, kwargs = tree_map(lambda value: real.get(id(value), value), (args, kwargs))
     result = func(*args, **kwargs)
     for key in copied:
         # The version counter is torch's own record of in-place changes, so `func` needs no table of mutating functions.
         if real[key]._version != before[key]:
-            check_kind(handles[key], given[key], real[key])
+            check_kind(handles[key], leaves[key], real[key])
             handles[key].edit(real[key].view(handles[key].shape))
-    originals = {id(real[key]): given[key] for key in outside}
-    storages = {real[key].untyped_storage().data_ptr(): given[key] for key in outside if real[key].numel()}
+    originals = {id(real[key]): leaves[key] for key in outside}
+    storages = {real[key].untyped_storage().data_ptr(): leaves[key] for key in outside if real[key].numel()}
     return tree_map(lambda value: _returned(func, value, originals, storages), result) if outside else result
 
 
@@ -451,10 +451,10 @@ def _returned(func: Any, value: Any, originals: dict[int, Any], storages: dict[i
 
 def check_kind(handle: ParamHandle, tensor: Any, values: Any) -> None:
     """Raises `UsageError` unless `values` have the shape, dtype, memory order and device of `tensor`."""
-    mine, given = _kind(tensor), _kind(values)
-    if mine != given:
+    current, new = _kind(tensor), _kind(values)
+    if current != new:
         raise UsageError(
-            f"parameter {handle.name} is {mine} while an engine manages it, and cannot become {given}; precision and "
+            f"parameter {handle.name} is {current} while an engine manages it, and cannot become {new}; precision and "
             "device are set in the config"
         )
 

@@ -205,22 +205,22 @@ _OF_COLLECTIVES = (
 )
 """Keys of ZeRO that decide what ranks send each other, and when."""
 _SHORT = 4
-"""Items of a list up to which a message has all of them."""
+"""Most items of a list that a message repeats in full."""
 _OF_LAYERS = (
     *("blocks computed again", "units", "parameters", "quantized weights", "buffers"),
     *("weights given", "weights to be read"),
 )
-"""Facts in which the stages of a pipeline differ."""
+"""Facts that differ between the stages of a pipeline."""
 
 
 def _compare(everyone: Sequence[dict[str, Any]], world: World) -> None:
     """Raises `ConfigError` if the facts of any rank differ from those of rank 0, or of the first of its stage."""
     for name in everyone[0]:
-        for rank, others in enumerate(everyone):
+        for rank, facts in enumerate(everyone):
             first = world.first_of_stage(rank) if name in _OF_LAYERS else 0
-            mine = everyone[first][name]
-            if others[name] != mine:
-                theirs, own = _first_difference(others[name], mine)
+            expected = everyone[first][name]
+            if facts[name] != expected:
+                theirs, own = _first_difference(facts[name], expected)
                 raise ConfigError(
                     f"the {name} of rank {rank} and of rank {first} differ: {theirs}, not {own}; "
                     "give every rank the same model and config"
@@ -231,7 +231,7 @@ def _first_difference(theirs: Any, own: Any) -> tuple[str, str]:
     """Returns two values that differ as short texts: of lists, which may have thousands of items, the first such."""
     if isinstance(theirs, list) and isinstance(own, list) and max(len(theirs), len(own)) > _SHORT:
         pairs = itertools.zip_longest(theirs, own, fillvalue="none more")
-        theirs, own = next((one, other) for one, other in pairs if one != other)
+        theirs, own = next((one, own_entry) for one, own_entry in pairs if one != own_entry)
     return _brief(theirs), _brief(own)
 
 
@@ -247,7 +247,7 @@ def check_groups(world: World, shards: FoundShards, device: torch.device) -> Non
     Args:
         world: The place of this process.
         shards: What the model and `mpu` say.
-        device: The device on which the model will compute.
+        device: The device that the model will compute on.
     """
     for name, form in shards.dtensors.items():
         if form.mesh.device_type != device.type:
@@ -289,7 +289,7 @@ def check_tensor_parallel(
     whole = not mode.rule.elementwise
     refused = (
         (whole, "an optimizer that needs whole parameters", "take AdamW, Adam, Lion, Adagrad or SGD with a kernel"),
-        (any(each.form or each.inner for each in segments), "quantized frozen weights", 'leave "frozen" out'),
+        (any(segment.form or segment.inner for segment in segments), "quantized frozen weights", 'leave "frozen" out'),
         (experts, "experts that are units of their own", 'name the class of their module in "units"'),
         (tiled, "tiled MLPs", 'leave "tile_mlp" out'),
         # A block may span a parameter that is divided and one that is whole, whose copies in a row would differ.
@@ -513,7 +513,7 @@ def check_division(drives: Sequence[str], run: str, own: str, resume: str) -> No
 
     Args:
         drives: Folders of the drives; empty without any.
-        run: Name of the run, without the end by which the columns of tensor parallelism differ.
+        run: Name of the run, without the end that names the column of tensor parallelism.
         own: That end, such as "-tp0of2" or "-pp0of2"; empty without.
         resume: The configured "resume".
     """
@@ -532,10 +532,10 @@ def check_division(drives: Sequence[str], run: str, own: str, resume: str) -> No
 
 
 def _size(end: str) -> str:
-    """Returns the sizes of the pipeline and of tensor parallelism that the end of a run's name tells, in words."""
-    found = _COLUMN.fullmatch(end)
-    assert found is not None, "the names of other runs were left out"
-    pipeline, tensor = found.groups()
+    """Returns the sizes of the pipeline and of tensor parallelism that the end of a run's name states, in words."""
+    match = _COLUMN.fullmatch(end)
+    assert match is not None, "the names of other runs were left out"
+    pipeline, tensor = match.groups()
     tensors = f"tensor parallelism of {tensor}" if tensor else "no tensor parallelism"
     return f"a pipeline of {pipeline} and {tensors}" if pipeline else tensors
 
@@ -629,13 +629,15 @@ def check_replaced(folder: Path, spec: StoreSpec, job: Mapping[str, Any]) -> Non
         job: made by `job_of`.
 
     Raises:
-        StoreError: if the run was another job, or if that cannot be told. Nothing was changed.
+        StoreError: if the run was another job, or if that is unknown. Nothing was changed.
     """
     note = read_closed(folder)
     if note is None or note.get("saved"):
         return
-    found = next((each.manifest for each in map(look, rank_folders(folder)) if each.manifest is not None), None)
-    layout = "its manifest cannot be read" if found is None else layout_difference(spec, found.spec)
+    manifest = next(
+        (run_folder.manifest for run_folder in map(look, rank_folders(folder)) if run_folder.manifest is not None), None
+    )
+    layout = "its manifest cannot be read" if manifest is None else layout_difference(spec, manifest.spec)
     differences = [str(Differences(note.get("job", {}), job)), layout or ""]
     if "job" not in note:
         differences = [f"its note {CLOSED} does not say what it was"]
@@ -658,27 +660,27 @@ def about_folders(config: Config) -> tuple[str, ...]:
 
 def _leftovers(config: Config) -> tuple[str, ...]:
     """Returns a notice if other runs that no process uses take room on the drives. They are never deleted here."""
-    found = other_runs(config.drives, config.offload.run)
-    if not found:
+    runs = other_runs(config.drives, config.offload.run)
+    if not runs:
         return ()
-    shown = ", ".join(f"{each.path} ({format_size(each.nbytes)})" for each in found[:_SHOWN])
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    are = "other run that no process uses takes" if len(found) == 1 else "other runs that no process uses take"
+    shown = ", ".join(f"{run.path} ({format_size(run.nbytes)})" for run in runs[:_SHOWN])
+    more = f" and {len(runs) - _SHOWN} more" if len(runs) > _SHOWN else ""
+    are = "other run that no process uses takes" if len(runs) == 1 else "other runs that no process uses take"
     return (
         Remark(
-            f"{len(found)} {are} {format_size(sum(each.nbytes for each in found))}: {shown}{more}; "
-            f"`{shell_command('inspect', found[0].path.parent)}` describes them, `offload rm` deletes one"
+            f"{len(runs)} {are} {format_size(sum(run.nbytes for run in runs))}: {shown}{more}; "
+            f"`{shell_command('inspect', runs[0].path.parent)}` describes them, `offload rm` deletes one"
         ),
     )
 
 
 def check_fits(progress: Snapshot, model: nn.Module, optimizer: Optimizer) -> None:
     """Raises `StoreError` if buffers, further entries of the state dict or parameter groups differ from the run's."""
-    mine = {name: list(buffer.shape) for name, buffer in persistent_buffers(model).items()}
+    shapes = {name: list(buffer.shape) for name, buffer in persistent_buffers(model).items()}
     theirs = {name: list(buffer.shape) for name, buffer in progress.buffers.items()}
-    if mine != theirs:
-        name = next(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
-        raise StoreError(f"buffer {name} has shape {theirs.get(name)} in the run and {mine.get(name)} in this model")
+    if shapes != theirs:
+        name = next(name for name in {**shapes, **theirs} if shapes.get(name) != theirs.get(name))
+        raise StoreError(f"buffer {name} has shape {theirs.get(name)} in the run and {shapes.get(name)} in this model")
     ModuleEntries(model, commits=False).check_fits(progress.entries, "the run")
     if len(progress.facts["groups"]) != len(optimizer.param_groups):
         raise StoreError(
@@ -718,7 +720,7 @@ class Plan:
     tiled_mlps: tuple[str, ...]
     """Modules that the config tiles, by name."""
     schedule: Choice
-    """Order in which the micro-batches of a step pass through the model, for steps that the engine runs as one call."""
+    """Order of the micro-batches of a step through the model, for steps that the engine runs as one call."""
     notices: tuple[str, ...]
     sites: tuple[Site, ...] = ()
     """The modules that compute with DTensors."""
@@ -754,7 +756,7 @@ def decide(
     device: Device,
     world: World,
     rule: Rule,
-    kept: Mapping[str, tuple[StateField, ...]],
+    kept_states: Mapping[str, tuple[StateField, ...]],
     matrices: Collection[str] | None,
     find_images: Callable[[Sequence[UnitLayout], Mode], tuple[UnitImage | None, ...]] | None = None,
 ) -> Plan:
@@ -767,7 +769,7 @@ def decide(
         device: The compute device.
         world: All processes that train together, and this one's place among them.
         rule: The optimizer's rule.
-        kept: States that an optimizer of torch keeps of each parameter.
+        kept_states: States that an optimizer of torch keeps of each parameter.
         matrices: Names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
         find_images: Returns `Plan.images`; None if the weights have the tier of the config.
 
@@ -786,7 +788,7 @@ def decide(
         division = dataclasses.replace(division, keep_in_fp32=())
     units, stacks, experts = divide(model, division)
     stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, rows_of(stacks), units.in_fp32)
-    layouts = laid_out_for(layouts_of(model, units, mesh.shards, kept, stored, matrices), mode, mesh.shards)
+    layouts = laid_out_for(layouts_of(model, units, mesh.shards, kept_states, stored, matrices), mode, mesh.shards)
     tiles = tile_notices(model, tiled_mlps, config.offload.tile_mlp)
     more = (*frozen_notices(config.offload.frozen, layouts, mode.weight_dtype.itemsize), *experts, *tiles)
     check_batch_norm(model, mode, device.torch, buffers, units.in_fp32)
@@ -794,7 +796,7 @@ def decide(
     device_kernels, why_not = _device_kernels(device)
     images = () if find_images is None else find_images(layouts, mode)
     request = _request(config, layouts, rule.name, batch, device, world, device_kernels, images)
-    memory, found = _with_disks(place_states(request), everyone)
+    memory, former_run = _with_disks(place_states(request), everyone)
     schedule, schedule_notices = _schedule(config, batch, model, memory, request.machine, everyone)
     return Plan(
         config=config,
@@ -809,12 +811,12 @@ def decide(
         slots=memory.slots,
         buffer_dtype=buffers,
         commit_every=memory.commit_every,
-        resume=found.resume,
-        replace=config.offload.resume == "restart" or bool(found.replaced),
+        resume=former_run.resume,
+        replace=config.offload.resume == "restart" or bool(former_run.replaced),
         device_kernels=device_kernels,
         tiled_mlps=tiled_mlps,
         schedule=schedule,
-        notices=(*_notices(config, found, memory, why_not, everyone, mesh), *more, *schedule_notices),
+        notices=(*_notices(config, former_run, memory, why_not, everyone, mesh), *more, *schedule_notices),
         images=images,
     )
 
@@ -829,14 +831,14 @@ def _request(
     device_kernels: bool,
     images: tuple[UnitImage | None, ...],
 ) -> MemoryRequest:
-    """Returns all on which the placement of this rank's states depends."""
+    """Returns all that the placement of this rank's states depends on."""
     return MemoryRequest(
         config=config,
         layouts=layouts,
         optimizer=optimizer,
         accumulation=batch.accumulation,
-        # Units that are not read from the model's files are kept in host memory: there is no store beside the files.
-        machine=_machine(config, device, world.everyone, device_kernels, bool(config.drives) and not images),
+        # Units that are not read from the model's files stay in host memory: without swap files there is no store.
+        machine=_machine(device, world.everyone, device_kernels, bool(config.drives) and not images),
         rank=world.ranks.shard,
         world_size=world.ranks.mesh.shards,
         replicas=world.ranks.mesh.replicas,
@@ -884,27 +886,34 @@ def _schedule(
         return choice, ()
     if choice.schedule == MICRO_BATCH_MAJOR:
         return choice, (Remark(f"micro-batches pass through the model one after the other: {choice.reason}"),)
-    kept = "their blocks' inputs" if checkpointed else "their activations"
-    told = (
+    content = "their blocks' inputs" if checkpointed else "their activations"
+    line = (
         f"train_batch and accumulate take all {batch.accumulation} micro-batches of a step through a block before the "
-        f"next, so each weight is fetched twice a step; {kept} are kept at once"
+        f"next, so each weight is fetched twice a step; {content} are kept at once"
     )
-    return choice, (Remark(told),)
+    return choice, (Remark(line),)
 
 
 def _notices(
     config: Config,
-    found: FoundRun,
+    former_run: FoundRun,
     memory: MemoryPlan,
     why_not: tuple[str, ...],
     everyone: Ranks,
     mesh: Mesh,
 ) -> tuple[str, ...]:
-    """Returns the lines that the plan has for the user, in the order in which they are reported."""
+    """Returns the plan's lines for the user, in the order of the report."""
     if everyone.rank:
         # Every rank finds the same run, and one notice is enough.
         return (*config.notices, *memory.notices, *why_not)
-    return (*config.notices, *_mesh_notices(mesh), *found.replaced, *memory.notices, *why_not, *about_folders(config))
+    return (
+        *config.notices,
+        *_mesh_notices(mesh),
+        *former_run.replaced,
+        *memory.notices,
+        *why_not,
+        *about_folders(config),
+    )
 
 
 def _mesh_notices(mesh: Mesh) -> tuple[str, ...]:
@@ -912,32 +921,24 @@ def _mesh_notices(mesh: Mesh) -> tuple[str, ...]:
     if mesh.replicas == 1:
         return ()
     part = "all" if mesh.shards == 1 else f"1/{mesh.shards}"
-    told = "weights are gathered within a replica, and the sums of gradients are added up over the replicas"
+    line = "weights are gathered within a replica, and the sums of gradients are added up over the replicas"
     if mesh.shards == 1:
-        told = "gradients are added up over all ranks; ZeRO stages 1 to 3 without mics_shard_size divide all of them"
-    return (Remark(f"{mesh}: each rank has {part} of the weights, gradients and states; {told}"),)
+        line = "gradients are added up over all ranks; ZeRO stages 1 to 3 without mics_shard_size divide all of them"
+    return (Remark(f"{mesh}: each rank has {part} of the weights, gradients and states; {line}"),)
 
 
 def _with_disks(placed: PlacedStates, ranks: Ranks) -> tuple[MemoryPlan, FoundRun]:
     """Returns the memory plan that fits the room and the runs on all ranks' drives, and the run that was found."""
     config = placed.request.config
-    found = find_run(config, placed.placement.on_disk and not placed.request.images, ranks)
+    former_run = find_run(config, placed.placement.on_disk and not placed.request.images, ranks)
     # Room is measured only if it can change the result.
-    wanted = wanted_slots(placed, on_disk=found.on_disk, resume=found.resume)
+    wanted = wanted_slots(placed, on_disk=former_run.on_disk, resume=former_run.resume)
     full = no_room(config, placed, ranks) if wanted.depends_on_room else None
-    return plan_memory(placed, wanted, full), found
+    return plan_memory(placed, wanted, full), former_run
 
 
-def _machine(config: Config, device: Device, ranks: Ranks, device_kernels: bool, drives: bool) -> Machine:
-    """Returns the resources of this machine that one of its ranks may use.
-
-    Args:
-        config: The whole config.
-        device: The compute device.
-        ranks: All ranks.
-        device_kernels: True if the device has kernels of ours.
-        drives: True if there are drives for swap files.
-    """
+def _machine(device: Device, ranks: Ranks, device_kernels: bool, drives: bool) -> Machine:
+    """Returns the resources of this machine that one of its ranks may use."""
     return Machine(
         # The ranks of one machine divide its free memory evenly.
         free_host=free_host_memory() // ranks.here,
@@ -955,7 +956,7 @@ def _device_kernels(device: Device) -> tuple[bool, tuple[str, ...]]:
     if device.host_addressable:
         return False, ()
     why_not = cuda.why_not(device.torch) if device.torch.type == "cuda" else None
-    # A device of type cpu that the host cannot address is one of the tests; its kernels are those of the CPU.
+    # Test devices report type cpu but are not host-addressable; they use the CPU kernels.
     if device.torch.type not in ("cpu", "cuda"):
         why_not = f"there are kernels for CUDA alone, and this device is {device.torch.type}"
     if why_not is None:
@@ -983,8 +984,8 @@ def summary(plan: Plan) -> str:
         clipped = f"; gradients clipped to a norm of {clip:g}" if clip else "; gradients not clipped"
         tiers = placement.tiers_of(*(state for state in plan.mode.states if state is not State.WEIGHT))
         # SGD without momentum keeps no state.
-        kept = f"states on {tiers}" if tiers else "no states"
-        states = f", {kept}{', gradients on disk' if placement.spilled else ''}"
+        moments = f"states on {tiers}" if tiers else "no states"
+        states = f", {moments}{', gradients on disk' if placement.spilled else ''}"
     return Headline(
         f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}{states}; "
         f"host {format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
@@ -1080,14 +1081,14 @@ def _of_run(config: Config) -> str | None:
         or not run_status(config.drives, config.offload.run).exists
     ):
         return None
-    found = (look(folder).manifest for folder in rank_folders(Path(config.drives[0]) / config.offload.run))
-    return next((_precision(each.spec.fingerprint) for each in found if each is not None), None)
+    manifests = (look(folder).manifest for folder in rank_folders(Path(config.drives[0]) / config.offload.run))
+    return next((_precision(manifest.spec.fingerprint) for manifest in manifests if manifest is not None), None)
 
 
 def _of_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """Returns the dtype of a checkpoint, or of the latest in a folder of checkpoints; None if there is none."""
-    found = find(folder, None)
-    return None if found is None else _precision(read_manifest(Path(found)).layout)
+    checkpoint = find(folder, None)
+    return None if checkpoint is None else _precision(read_manifest(Path(checkpoint)).layout)
 
 
 def _precision(layout: Mapping[str, Any]) -> str:
@@ -1118,10 +1119,10 @@ def warn_if_slow(config: Config, device: torch.device, goes_on: bool) -> None:
         if dtype == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
             logger.warning("offload: %s", _emulated(torch.cuda.get_device_name(device), config, goes_on))
         return
-    found = precision.rates(dtype)
-    if found.slower >= _WARNED_FROM:
+    rates = precision.rates(dtype)
+    if rates.slower >= _WARNED_FROM:
         block = "torch_autocast" if config.torch_autocast.enabled else dtype
-        logger.warning("offload: %s", _slow(dtype, found.slower, block, goes_on and config.dtype != "fp32"))
+        logger.warning("offload: %s", _slow(dtype, rates.slower, block, goes_on and config.dtype != "fp32"))
 
 
 def _emulated(gpu: str, config: Config, goes_on: bool) -> str:
@@ -1138,14 +1139,14 @@ def _emulated(gpu: str, config: Config, goes_on: bool) -> str:
     return f"{gpu} has no arithmetic in bf16, which torch emulates slowly: {cure}"
 
 
-def _slow(dtype: str, slower: float, block: str, kept: bool) -> str:
+def _slow(dtype: str, slower: float, block: str, resumed: bool) -> str:
     """Returns the warning with its advice.
 
     Args:
         dtype: The slow dtype.
         slower: Time as a multiple of that of fp32.
         block: Block of the config that chooses the dtype.
-        kept: True if a resumed run must keep the dtype.
+        resumed: True if a resumed run must keep the dtype.
     """
     cure = f'leave the block "{block}" out of the config'
     if block == dtype:
@@ -1153,6 +1154,6 @@ def _slow(dtype: str, slower: float, block: str, kept: bool) -> str:
             f'leave out what chose it: the block "{dtype}" of the config, {dtype}=True of TrainingArguments, '
             f'mixed_precision="{dtype}" of Accelerator, dtype="{dtype}" of initialize; offload train: --dtype fp32'
         )
-    if kept:
+    if resumed:
         cure = "a resumed run keeps its dtype; start another run in fp32, or resume this run on another machine"
     return f"{dtype} products are {slower:.1f} times slower than fp32 on this processor: {cure}"

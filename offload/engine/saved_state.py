@@ -24,7 +24,7 @@ from offload.torch_internals import TorchDispatchMode, inner_tensors, storage_ke
 
 
 EXTRA_STATE = "_extra_state"
-"""Name of the entry of `get_extra_state` in a module, as torch has it."""
+"""torch's name of the entry of `get_extra_state` in a module."""
 
 
 class Part(NamedTuple):
@@ -92,11 +92,11 @@ def saved_state(model: nn.Module, also: Any = None) -> SavedState:
             if any(map(_is_quantized, module.parameters(recurse=False)))
         )
         parts: dict[str, Part] = {}
-        others: dict[str, Any] = {}
+        plain: dict[str, Any] = {}
         computed = None
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
-                others[name] = value
+                plain[name] = value
                 continue
             part = _part(value, sources)
             source, buffer = buffers.get(storage_key(value), ("", None)) if value.numel() else ("", None)
@@ -107,10 +107,10 @@ def saved_state(model: nn.Module, also: Any = None) -> SavedState:
             elif value.is_meta:
                 computed = computed or f"entry {name} of its state_dict() is computed from weights"
             else:
-                others[name] = value
+                plain[name] = value
     if quantized:
-        others = {name: value for name, value in others.items() if not name.startswith(quantized)}
-    return SavedState(parts=parts, others=others, computed=computed)
+        plain = {name: value for name, value in plain.items() if not name.startswith(quantized)}
+    return SavedState(parts=parts, others=plain, computed=computed)
 
 
 def _part(value: torch.Tensor, sources: Mapping[int, tuple[str, torch.Tensor]]) -> Part | None:
@@ -177,7 +177,7 @@ class Entries(NamedTuple):
     plain: Mapping[str, Any]
     """Entries by name, as JSON."""
     tensors: Mapping[str, torch.Tensor]
-    """The tensors in them, as bytes, by the numbers that `plain` has for them."""
+    """The tensors in them, as bytes, by their numbers in `plain`."""
 
 
 NO_ENTRIES = Entries({}, {})
@@ -198,8 +198,8 @@ class ModuleEntries:
         """
         self._model, self._device_type = model, "cpu"
         self._extra = extra_states(model)
-        others = {name for name in saved_state(model).others if name not in self._extra}
-        self._others = _taken_back(model, others)
+        names = {name for name in saved_state(model).others if name not in self._extra}
+        self._others = _taken_back(model, names)
         self.problem = ""
         """Why no commit or checkpoint can contain the entries; empty if they can."""
         for module in self._extra.values():
@@ -225,11 +225,11 @@ class ModuleEntries:
         """
         if not self._extra and not self._others:
             return NO_ENTRIES
-        found = {name: module.get_extra_state() for name, module in self._extra.items()}
+        values = {name: module.get_extra_state() for name, module in self._extra.items()}
         if self._others:
-            found |= {name: value for name, value in saved_state(self._model).others.items() if name in self._others}
+            values |= {name: value for name, value in saved_state(self._model).others.items() if name in self._others}
         tensors: list[torch.Tensor] = []
-        plain = {name: to_plain(value, self._words(name), _ADVICE, tensors) for name, value in found.items()}
+        plain = {name: to_plain(value, self._words(name), _ADVICE, tensors) for name, value in values.items()}
         return Entries(plain, {str(number): tensor for number, tensor in enumerate(tensors)})
 
     def check_fits(self, entries: Entries, what: str) -> None:
@@ -248,12 +248,12 @@ class ModuleEntries:
             entries: The entries of a commit or checkpoint.
             device: Receives tensors that were on an accelerator.
         """
-        held = {name: from_plain(value, entries.tensors, device) for name, value in entries.plain.items()}
+        values = {name: from_plain(value, entries.tensors, device) for name, value in entries.plain.items()}
         for name, module in self._extra.items():
-            if name in held:
-                module.set_extra_state(held.pop(name))
-        if held:
-            self._model.load_state_dict(held, strict=False)
+            if name in values:
+                module.set_extra_state(values.pop(name))
+        if values:
+            self._model.load_state_dict(values, strict=False)
         absent = [name for name in (*self._extra, *self._others) if name not in entries.plain]
         if not absent:
             return []
@@ -271,13 +271,13 @@ def _taken_back(model: nn.Module, names: set[str]) -> set[str]:
     """Returns which of the entries the model's `load_state_dict` takes; others are made of weights, or constant.
 
     Raises:
-        ConfigError: If that cannot be told.
+        ConfigError: If that cannot be determined.
     """
     if not names:
         return set()
-    others = {name: value for name, value in saved_state(model).others.items() if name in names}
+    entries = {name: value for name, value in saved_state(model).others.items() if name in names}
     try:
-        result = model.load_state_dict(others, strict=False)
+        result = model.load_state_dict(entries, strict=False)
     except Exception as error:  # any code of the model's
         raise ConfigError(
             f"state_dict() of {type(model).__name__} contains {min(names)}, which is neither a parameter nor a buffer, "

@@ -340,7 +340,7 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
     why = "since the config does not say"
     if "gradient_clipping" in config.left_open:
         why = 'which "auto" means where no Trainer sets the number'
-    node, kept = config.zero_optimization.zero_hpz_partition_size, parts.secondary
+    node, secondary = config.zero_optimization.zero_hpz_partition_size, parts.secondary
     lines = (
         (
             "gradient_clipping" not in config.model_fields_set,
@@ -354,12 +354,13 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
             f"partitioned; {reduced}{whole}",
         ),
         (
-            kept is not None,
-            f"each rank keeps 1/{node} of all weights on its device, {format_size(kept.nbytes if kept else 0)}, "
-            "for gathers within a node (zero_hpz_partition_size); a step gathers each unit over all ranks once",
+            secondary is not None,
+            f"each rank keeps 1/{node} of all weights on its device, "
+            f"{format_size(secondary.nbytes if secondary else 0)}, for gathers within a node "
+            "(zero_hpz_partition_size); a step gathers each unit over all ranks once",
         ),
         (
-            node > 1 and kept is None,
+            node > 1 and secondary is None,
             f"zero_hpz_partition_size has no effect: a node of {node} has all ranks, and their weights with them",
         ),
         (
@@ -392,13 +393,13 @@ def chosen_config(
     args: Any, config: Any, config_params: Any, model: Any = None, plain: Mapping[str, Any] = MappingProxyType({})
 ) -> Any:
     """Returns the single config of the arguments of `initialize`; raises `ConfigError`."""
-    given = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
+    configs = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
     # Two configs are an error of their own.
-    if plain and len(given) < 2:
-        return plain_config(model, given[0] if given else None, plain)
-    if len(given) != 1:
+    if plain and len(configs) < 2:
+        return plain_config(model, configs[0] if configs else None, plain)
+    if len(configs) != 1:
         raise ConfigError(
-            f"expected one of config, config_params and args.deepspeed_config, got {len(given)}; "
+            f"expected one of config, config_params and args.deepspeed_config, got {len(configs)}; "
             f'give the path of a DeepSpeed JSON file or its content as a dict, or keywords such as states="nvme"'
         )
-    return given[0]
+    return configs[0]

@@ -1,4 +1,4 @@
-"""This rank's partition of every state of every unit, and the tier in which each partition is stored."""
+"""This rank's partition of every state of every unit, and the tier of each partition."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class LocalShards:
         return []
 
     def tier_of(self, unit: int, state: State) -> Tier:
-        """Returns the tier in which this partition is now: HOST for one promoted from DISK."""
+        """Returns the tier of this partition now: HOST for one promoted from DISK."""
         if state is State.WEIGHT:
             return self.sizes[unit].tier
         resident = self.residents.get((unit, state))

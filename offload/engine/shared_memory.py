@@ -3,7 +3,7 @@
 An engine stores each parameter apart, and its updates write there. Another parameter, a buffer or an attribute in the
 same memory follows the parameter in plain PyTorch; under an engine it would keep its first values. One parameter
 object under several names is one parameter, and frozen parameters never change: both stay as they are. Of tensors that
-no part of the model reaches, such as a state dict of the script's, a line tells afterwards.
+no part of the model reaches, such as a state dict of the script's, a line reports afterwards.
 
     every tensor ─► interval of addresses ─► sorted ─► two that overlap, one of them a parameter that trains: an error
 """
@@ -55,15 +55,19 @@ def check_shared_memory(model: nn.Module) -> None:
                 f"buffer {name} is the parameter {same} itself, which an engine cannot store as both: leave out "
                 "register_buffer, and read the parameter in its place, by a property for one"
             )
-    found = sorted(_intervals(model), key=lambda each: (each.device, each.first))
+    intervals = sorted(_intervals(model), key=lambda key: (key.device, key.first))
     before: list[_Interval] = []
-    for each in found:
+    for interval in intervals:
         # Only what reaches into this interval may reach into a later one.
-        before = [other for other in before if other.device == each.device and other.stop > each.first]
-        for other in before:
-            if (each.trains or other.trains) and each.tensor is not other.tensor and _overlap(other, each):
-                raise _untied(other, each, parameters)
-        before.append(each)
+        before = [earlier for earlier in before if earlier.device == interval.device and earlier.stop > interval.first]
+        for earlier in before:
+            if (
+                (interval.trains or earlier.trains)
+                and interval.tensor is not earlier.tensor
+                and _overlap(earlier, interval)
+            ):
+                raise _untied(earlier, interval, parameters)
+        before.append(interval)
 
 
 def memory_of(model: nn.Module) -> dict[str, StorageReference]:
@@ -88,25 +92,25 @@ def line_on_users(memory: Mapping[str, StorageReference]) -> tuple[str, ...]:
     used = [name for name, reference in memory.items() if not reference.expired()]
     if not used:
         return ()
-    others = f" (and of {len(used) - 1} more)" if len(used) > 1 else ""
+    more = f" (and of {len(used) - 1} more)" if len(used) > 1 else ""
     return (
-        f"a tensor outside of the model uses the memory of parameter {used[0]}{others}: it keeps the first values, and "
+        f"a tensor outside of the model uses the memory of parameter {used[0]}{more}: it keeps the first values, and "
         "RAM. Take state_dict() and views of weights behind offload.initialize, or clone() them",
     )
 
 
 def _untied(one: _Interval, other: _Interval, parameters: Mapping[int, str]) -> ConfigError:
     """Returns the error about two tensors that share memory; at least one of them is a parameter that trains."""
-    both = [each for each in (one, other) if id(each.tensor) in parameters]
+    both = [interval for interval in (one, other) if id(interval.tensor) in parameters]
     if len(both) == 2:
-        names = [parameters[id(each.tensor)] for each in both]
+        names = [parameters[id(interval.tensor)] for interval in both]
         first, second = sorted(names, key=list(parameters.values()).index)
         return ConfigError(
             f"parameters {first} and {second} share memory without being one parameter, so they would be untied; "
             "tie them by one object (head.weight = embedding.weight, without .data), take slices of one parameter in "
             "the forward, or clone() one"
         )
-    other = next(each for each in (one, other) if each is not both[0])
+    other = next(interval for interval in (one, other) if interval is not both[0])
     return ConfigError(
         f"{other.name} lies in the memory of parameter {parameters[id(both[0].tensor)]}, which trains, so it would "
         "keep the first values; compute it from the parameter in the forward, or clone() it before offload.initialize"
@@ -180,11 +184,11 @@ _ATOMS = (bool, int, float, complex, str, bytes, type(None))
 
 
 def _referents(value: Any) -> Iterable[Any]:
-    """Returns the objects to which an object refers, without those that are the process's: classes, modules, frames."""
+    """Returns the objects that an object refers to, without those that are the process's: classes, modules, frames."""
     kind = type(value)
     if kind is FunctionType:
-        kept = (*(value.__closure__ or ()), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return (*kept, vars(value))
+        cells = (*(value.__closure__ or ()), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return (*cells, vars(value))
     if issubclass(kind, type | ModuleType | FrameType):
         return ()
     # Python's collector does not see that an array keeps the tensor whose memory it is.
@@ -224,9 +228,9 @@ def _overlap(one: _Interval, other: _Interval) -> bool:
     if (other.first - start) % itemsize:
         return True
     used = torch.zeros((max(one.stop, other.stop) - start) // itemsize, dtype=torch.bool, device="cpu")
-    mine, theirs = (
+    ours, theirs = (
         used.as_strided(tensor.shape, tensor.stride(), (first - start) // itemsize)
         for tensor, first in zip(pair, (one.first, other.first), strict=True)
     )
-    mine.fill_(True)
+    ours.fill_(True)
     return bool(theirs.any())

@@ -7,7 +7,7 @@
     abandon      finishes nothing; the last commit remains
 
 In a forked child none of them does anything. With several ranks, an exception that is being handled when one of them
-ends is told to the others, whose errors name it.
+ends is reported to the others, whose errors name it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from offload.swapper.store import Store
 
 # -- exit status ---------------------------------------------------------------------------------------
 #
-# The failure that a script tells by `sys.exit`, of which Python says nothing to the handlers of the exit.
+# Remembers a non-zero `sys.exit`, which handlers of the exit cannot see.
 #
 # A script that catches its error, logs it and calls `sys.exit(1)` has failed as much as one that the error ends.
 
@@ -93,14 +93,7 @@ class Shutdown:
     def __init__(
         self, module: nn.Module, components: EngineComponents, state: TrainingState, enter: Callable[[], None]
     ) -> None:
-        """Registers the shutdown with the interpreter's exit.
-
-        Args:
-            module: the model.
-            components: components of the engine.
-            state: training state.
-            enter: starts a call of the engine; see `EngineCore.enter`.
-        """
+        """Registers the shutdown with the interpreter's exit."""
         self._module, self._components, self._state, self._enter = module, components, state, enter
         self._pid = os.getpid()
         self._alive = True
@@ -150,11 +143,11 @@ class Shutdown:
 
     def _end_by_hand(self, remove: bool | None, facts: Mapping[str, Any] | None) -> None:
         """Ends the engine for a call of the user, who can still correct values that cannot be committed."""
-        mine = self._alive and os.getpid() == self._pid
-        stopped = mine and self._components.pager.failed
-        if mine:
+        active = self._alive and os.getpid() == self._pid
+        stopped = active and self._components.pager.failed
+        if active:
             self._explain(_line(sys.exc_info()[1]))  # a call in `except` or `finally`
-        if mine and not stopped and not remove:
+        if active and not stopped and not remove:
             if self._state.after_step_is_due:
                 # Raises while the user can still fix the value, and the last step can be committed afterwards.
                 self._state.of_the_user()
@@ -164,8 +157,8 @@ class Shutdown:
         try:
             self._end(bool(remove), meet=not alone, keep=remove is False, facts=facts)
         except KeyboardInterrupt:
-            # This engine has ended, so `at_exit` will not tell where its run is.
-            if mine and not self._reported and not self._noted and self._components.world.ranks.rank == 0:
+            # This engine has ended, so `at_exit` will not report where its run is.
+            if active and not self._reported and not self._noted and self._components.world.ranks.rank == 0:
                 self._report_run(keep=True)
             raise
         if stopped and remove and self._components.world.ranks.rank == 0 and self.resumable:
@@ -236,7 +229,7 @@ class Shutdown:
             self._close(remove and finished, notes=facts is None)
 
     def _end_together(self, remove: bool, meet: bool, facts: Mapping[str, Any] | None) -> None:
-        """Ends beside the other processes, as far as they can be reached, and leaves the note of a removed run.
+        """Ends together with the processes that can be reached, and leaves the note of a removed run.
 
         The arguments are those of `_end`.
         """
@@ -246,7 +239,7 @@ class Shutdown:
         if remove or not (ranks.lost or agreement.interrupted):
             agreement.end(remove)
             self._meet_all(remove)
-            if remove:  # the note, by which stores count as leftovers, exists before any is deleted
+            if remove:  # the note marks stores as leftovers, so it exists before any is deleted
                 self._note_end(facts or {})
                 ranks.share(None, "delete its store")
         else:

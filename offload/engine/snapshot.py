@@ -23,7 +23,7 @@ from offload.layout.flat_layout import UnitLayout
 from offload.records import MOST, anything, expected, fields, maybe, parse, rows, table, text, whole
 
 DECOUPLED = "decoupled weight decay"
-"""Name of the setting of each group that tells AdamW from Adam."""
+"""Name of the setting of each group that distinguishes AdamW from Adam."""
 SIZES_OF_BATCH = ("micro-batch size", "accumulation")
 """Names of the settings whose product is the samples of a step of one rank."""
 SAMPLES_OF_STEP = "samples of a step"
@@ -37,8 +37,8 @@ _RNG = "rng."
 
 def _check_value(value: Any, name: str) -> None:
     """Accepts what an optimizer's group counts with: a number, a truth value, None, or a list of them."""
-    for each in value if isinstance(value, list) else [value]:
-        if not (each is None or isinstance(each, float) or (isinstance(each, int) and abs(each) <= MOST)):
+    for item in value if isinstance(value, list) else [value]:
+        if not (item is None or isinstance(item, float) or (isinstance(item, int) and abs(item) <= MOST)):
             raise expected("a number, or a list of numbers", name, value)
 
 
@@ -64,7 +64,7 @@ _FACTS_OF_STEP = fields(
     },
     {"members": rows(rows(text())), "options": rows(table(rows(anything, 1, 2)))},
 )
-"""What the facts must be, whoever has written them; a checksum does not tell."""
+"""What the facts must be, whoever has written them; a checksum does not show it."""
 _ADVICE = (
     "each commit holds the schedule's state, which may be None, booleans, numbers, strings, and lists, tuples and "
     "dicts of them. Let its state_dict() return such values, or do not pass it to initialize: step the schedule after "
@@ -166,13 +166,13 @@ class GeneratorStates:
 
 def read_generators(device: torch.device) -> dict[str, torch.Tensor]:
     """Returns the states of the generators of torch, Python, numpy (if imported) and `device`, as bytes."""
-    found = GeneratorStates.of(device)
-    states = {"torch": found.of_torch, "python": as_bytes(json.dumps(found.of_python).encode())}
-    if found.of_numpy is not None:
-        name, keys, *rest = found.of_numpy
+    generators = GeneratorStates.of(device)
+    states = {"torch": generators.of_torch, "python": as_bytes(json.dumps(generators.of_python).encode())}
+    if generators.of_numpy is not None:
+        name, keys, *rest = generators.of_numpy
         states["numpy"] = as_bytes(json.dumps([name, keys.tolist(), *rest]).encode())
-    if found.of_device is not None:
-        states[device.type] = found.of_device
+    if generators.of_device is not None:
+        states[device.type] = generators.of_device
     return states
 
 
@@ -227,13 +227,13 @@ def keep_generators(device: torch.device) -> Iterator[None]:
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the buffers that belong in a checkpoint, by name; a shared tensor has its first name only."""
-    found: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, buffer in all_persistent_buffers(model).items():
         if id(buffer) not in seen:
             seen.add(id(buffer))
-            found[name] = buffer
-    return found
+            buffers[name] = buffer
+    return buffers
 
 
 def all_persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

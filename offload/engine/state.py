@@ -72,7 +72,7 @@ class RegisteredObjects:
         """States from the resumed commit or checkpoint whose objects are not registered yet."""
         self._positions: dict[int, Mapping[str, Any]] = {}
         """States of the loaders among the objects, by their number, as of the step's end."""
-        # True if objects may be registered for which the commit contains no state.
+        # True if objects may be registered that have no state in the commit.
         self._may_grow = True
 
     def check_fits(self, states: Sequence[Mapping[str, Any]], what: str) -> None:
@@ -82,8 +82,8 @@ class RegisteredObjects:
             states: states of registered objects in a checkpoint.
             what: name of the checkpoint for the message.
         """
-        for position, (thing, held) in enumerate(zip(self._objects, states, strict=False), 1):
-            if held["type"] != type(thing).__name__:
+        for position, (thing, saved) in enumerate(zip(self._objects, states, strict=False), 1):
+            if saved["type"] != type(thing).__name__:
                 raise StoreError(
                     f"{what} contains the registered objects {_names(states)}; number {position} of this engine is a "
                     f"{type(thing).__name__}: register the same objects in the same order, or load the weights alone "
@@ -97,8 +97,8 @@ class RegisteredObjects:
             states: states of the commit or checkpoint; those without an object are stored until one is registered.
             may_grow: True if objects without a state may be registered before the next step.
         """
-        for thing, held in zip(self._objects, states, strict=False):
-            thing.load_state_dict(from_plain(held["state"]))
+        for thing, saved in zip(self._objects, states, strict=False):
+            thing.load_state_dict(from_plain(saved["state"]))
         # Objects without a state show that the user knows of more objects than the checkpoint, so others may follow.
         self._keep_positions()
         more = max(0, len(self._objects) - len(states))
@@ -141,15 +141,15 @@ class RegisteredObjects:
                 f"{len(self._objects) + len(self._waiting) + 1}: register the same objects as in that run. A new "
                 "object can be registered after the first step()"
             )
-        for thing, held in zip(objects, self._waiting, strict=False):
-            if held["type"] != type(thing).__name__:
+        for thing, saved in zip(objects, self._waiting, strict=False):
+            if saved["type"] != type(thing).__name__:
                 raise UsageError(
                     f"the loaded commit or checkpoint contains {_names(self._waiting)} next, got a "
                     f"{type(thing).__name__}: register the same objects in the same order"
                 )
         # All checks have passed; only `load_state_dict` of an object can fail, and nothing is registered before that.
-        for thing, held in zip(objects, self._waiting, strict=False):
-            thing.load_state_dict(from_plain(held["state"]))
+        for thing, saved in zip(objects, self._waiting, strict=False):
+            thing.load_state_dict(from_plain(saved["state"]))
         self._waiting = self._waiting[len(objects) :]
         self._objects.extend(objects)
         self._keep_positions()
@@ -197,7 +197,7 @@ def _names(states: Sequence[Mapping[str, Any]]) -> str:
 
 
 _FACTOR = 2.0
-"""Factor by which the scale changes."""
+"""Factor of a change of the scale."""
 
 
 class LossScaler:
@@ -383,7 +383,7 @@ def named_settings(
 
 
 def job_of(model: nn.Module, settings: StepSettings, optimizer: Optimizer, lr_scheduler: Any) -> dict[str, Any]:
-    """Returns what tells the job of a run from others that have the same layout: plain JSON.
+    """Returns what distinguishes the job of a run from others with the same layout: plain JSON.
 
     Args:
         model: the model.
@@ -399,7 +399,7 @@ def job_of(model: nn.Module, settings: StepSettings, optimizer: Optimizer, lr_sc
 
 
 class Differences:
-    """Settings in which a resumed run differs from the run that was committed, by name, each with both values."""
+    """Settings that differ between a resumed run and the committed one, by name, each with both values."""
 
     def __init__(
         self,
@@ -419,8 +419,10 @@ class Differences:
         self.changed = {name: (then[name], now[name]) for name in now if name in then and then[name] != now[name]}
         self._scheduled = scheduled
         # torch's schedules store the first rate of a group there. Only the loop knows if it restores such a schedule.
-        self._by_loop = not scheduled and now.get("schedule") is None and any("initial_lr" in each for each in groups)
-        self._samples = [math.prod(each.get(name, 1) for name in SIZES_OF_BATCH) for each in ({**now, **then}, now)]
+        self._by_loop = not scheduled and now.get("schedule") is None and any("initial_lr" in group for group in groups)
+        self._samples = [
+            math.prod(settings.get(name, 1) for name in SIZES_OF_BATCH) for settings in ({**now, **then}, now)
+        ]
         # Checkpoints of earlier versions, and of other programs, do not say the total.
         self._has_total = SAMPLES_OF_STEP in then and SAMPLES_OF_STEP in now
         self._then, self._now = then, now
@@ -447,46 +449,48 @@ class Differences:
     @property
     def _ranks(self) -> str:
         """How many ranks the former values need, in words, where they are not those of now."""
-        if not self._has_total or not all(name in each for name in SIZES_OF_BATCH for each in (self._then, self._now)):
+        if not self._has_total or not all(
+            name in settings for name in SIZES_OF_BATCH for settings in (self._then, self._now)
+        ):
             return ""
         then, now = (
-            each[SAMPLES_OF_STEP] // math.prod(each[name] for name in SIZES_OF_BATCH)
-            for each in (self._then, self._now)
+            settings[SAMPLES_OF_STEP] // math.prod(settings[name] for name in SIZES_OF_BATCH)
+            for settings in (self._then, self._now)
         )
         return "" if then == now else f", on {count_of(then, 'rank')}"
 
     def consequences(self) -> str:
         """Returns what follows for the steps of a resumed run, in words; at least one thing does."""
-        found = []
+        consequences = []
         if not self._has_total and self._samples[0] != self._samples[1]:
-            found.append(f"a step has {self._samples[1]} samples a rank in place of {self._samples[0]}")
+            consequences.append(f"a step has {self._samples[1]} samples a rank in place of {self._samples[0]}")
         if "schedule" in self.changed and self.changed["schedule"][1] is not None:
-            found.append(f"{self.changed['schedule'][1]} begins at its start")
+            consequences.append(f"{self.changed['schedule'][1]} begins at its start")
         elif "schedule" in self.changed:
-            found.append("without a schedule the optimizer's own learning rates count")
+            consequences.append("without a schedule the optimizer's own learning rates count")
         if self._by_loop and all(self._remark(name) for name in self.changed):
-            found.append(
+            consequences.append(
                 "the schedule of the loop makes the learning rates: those that the run would have had where the loop "
                 "restores it, as the Trainer does, and the present ones where it begins anew"
             )
         elif all(self._remark(name) for name in self.changed):
-            found.append(
+            consequences.append(
                 "the steps are those that the run would have made; the present rate would count without the schedule "
                 "(offload train: --schedule constant), or in a new run of the weights that offload export writes"
             )
         elif self._divides_otherwise:
-            found.append(
+            consequences.append(
                 f"a step has {self._now[SAMPLES_OF_STEP]} samples as before, in other micro-batches: where each sample "
                 "weighs as much as any other, and without dropout, losses and weights differ by rounding alone from "
                 "those that the run would have had"
             )
         else:
             but = " but for the learning rates" if any(self._remark(name) for name in self.changed) else ""
-            found.append(
+            consequences.append(
                 f"the steps from here on take the present values{but}, so losses and weights are not those that the "
                 f"run would have had; the former values give those{self._ranks}"
             )
-        return "; ".join(found)
+        return "; ".join(consequences)
 
     def _remark(self, name: str) -> str:
         """Returns what keeps a setting from having an effect, in brackets, or nothing."""
@@ -540,7 +544,7 @@ class TrainingState:
         """Counters, described at the engine's properties of the same names."""
         self._micro_steps = 0
         """Micro-steps at the last optimizer step: gradients of later micro-batches are in no commit."""
-        self._names = {id(each): name for name, each in module.named_parameters() if each.requires_grad}
+        self._names = {id(parameter): name for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.parameter_steps = [[0] * len(layout.segments) for layout in layouts]
         """Number of updates of each parameter, by unit."""
         self.client_state: dict[str, Any] = {}
@@ -639,14 +643,14 @@ class TrainingState:
             schedule: False to keep the schedule of `initialize` and, if there is one, all values of the groups.
             states: False to keep all values of the groups where no schedule continues.
         """
-        facts, mine, notices = progress.facts, self._settings(), list[str]()
+        facts, settings, notices = progress.facts, self._settings(), list[str]()
         self._saved_step = None
         # A checkpoint of another program says neither, and is taken for one of the same schedule and optimizer.
-        then = {name: mine[name] for name in ("schedule", "optimizer")}
-        then |= {name: value for name, value in facts["settings"].items() if name in mine}
-        same_schedule = schedule and then["schedule"] == mine["schedule"]
+        then = {name: settings[name] for name in ("schedule", "optimizer")}
+        then |= {name: value for name, value in facts["settings"].items() if name in settings}
+        same_schedule = schedule and then["schedule"] == settings["schedule"]
         scheduled = (facts["scheduler"] is not None and same_schedule) or bool(facts["registered"])
-        changed = Differences(then, mine, scheduled, self.optimizer.param_groups)
+        changed = Differences(then, settings, scheduled, self.optimizer.param_groups)
         # Until the first step a commit contains exactly what was restored; the parameters of a group are this script's.
         self._after_step = progress._replace(facts={**facts, **self._members()})
         if changed:
@@ -670,7 +674,7 @@ class TrainingState:
                 "unchanged"
             )
         # Another schedule sets the values, from its own position. Those of another optimizer have no meaning here.
-        takes = then["optimizer"] == mine["optimizer"] and (states or scheduled)
+        takes = then["optimizer"] == settings["optimizer"] and (states or scheduled)
         self._due = facts if takes and (same_schedule or self.lr_scheduler is None) else None
         self.put_values()
         self._restore_generators(progress.generators)
@@ -872,8 +876,8 @@ class TrainingState:
         if len(groups) == 1:
             return {}
         # Asked for anew each time: a user may move parameters from one group into another between steps.
-        found = [[self._names.get(id(each)) for each in group["params"]] for group in groups]
-        return {"members": [[name for name in names if name] for names in found]}
+        names_by_group = [[self._names.get(id(parameter)) for parameter in group["params"]] for group in groups]
+        return {"members": [[name for name in names if name] for names in names_by_group]}
 
     def _changed_options(self) -> dict[str, Any]:
         """Returns the fact `options`, which groups need whose entries have changed since `initialize`."""

@@ -33,7 +33,7 @@ from offload.sizes import count_of
 #
 # Count of the micro-batches since the last optimizer step, and the decision on the next `step()`.
 #
-# by the count      one optimizer step every `accumulation` micro-batches, each of which ends with `step()`
+# by the count      one optimizer step every `accumulation` micro-batches; each of these ends with `step()`
 # by the user       `set_gradient_accumulation_boundary` decides: `step()` need not be called for each micro-batch, and
 #                   backwards are counted instead
 # `no_sync`         no optimizer step within; each backward is a micro-batch, with or without a `step()` by a schedule
@@ -45,7 +45,7 @@ class GradientAccumulation:
 
     def __init__(self) -> None:
         self._backwards = 0
-        """Outermost backwards so far in which a gradient arrived."""
+        """Outermost backwards so far that produced a gradient."""
         self._before = 0
         """Backwards before the last optimizer step."""
         self._at_step = 0
@@ -250,15 +250,6 @@ class OptimizerStep:
         module: nn.Module,
         optimizer: Optimizer,
     ) -> None:
-        """Stores the components.
-
-        Args:
-            components: components of the engine.
-            state: training state.
-            accumulation: count of micro-batches.
-            module: the model.
-            optimizer: groups of the model's parameters.
-        """
         self._components, self._state, self._accumulation, self._optimizer = components, state, accumulation, optimizer
         self._update_builder = UpdateBuilder(
             layouts=components.layouts,
@@ -290,7 +281,7 @@ class OptimizerStep:
         self.applied = False
         """True if the last `step()` updated the weights."""
         self._clip_once: float | None = None
-        """Norm to which the next gradient is clipped in place of the config's; None if the user has set none."""
+        """Norm that replaces the config's for the clip of the next gradient; None if the user has set none."""
 
     def clip_next(self, max_norm: float) -> None:
         """Clips the gradient of the next step to `max_norm` in place of the config's norm; 0 for no clip."""
@@ -383,7 +374,7 @@ class OptimizerStep:
         own = functools.partial(gradients.known, elsewhere)
         known = components.agreement.step(self._accumulation.count, state.global_steps, settings, own)
         if self._zeros is not None:
-            # Only now all ranks know of which stacks any rank has visited an expert. Zeros change no norm.
+            # Only now all ranks know the stacks with an expert that any rank has visited. Zeros change no norm.
             self._zeros.add(known.present)
             gradients.receive_totals()
         return components.world.step(known, self._accumulation.count, state.global_steps, settings)

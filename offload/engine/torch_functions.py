@@ -68,7 +68,7 @@ def _address(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     A caller that asks while a module runs will read memory without calling another torch function, as a launcher of
     Triton kernels does, so the weights are fetched and stay while the innermost module runs. The strides of a
     placeholder are all 0: a kernel that was given those, and the address of the weights, would read one element.
-    Otherwise an address only tells whether two parameters are the same.
+    Otherwise an address only shows whether two parameters are the same.
     """
     handle, own = tensor.offload_handle, getattr(tensor, "own", None)
     if own is not None:
@@ -109,7 +109,7 @@ def _index(func: Any, tensor: Any, index: Any) -> Any:
 
 
 def _is_compatible(func: Any, tensor: Any, values: Any) -> bool:
-    """Implements the query by which `nn.Module.to` and others decide how to replace a parameter."""
+    """Answers the query of `nn.Module.to` and others about how to replace a parameter."""
     handle = handle_of(tensor)
     if handle is not None:
         check_kind(handle, tensor, values)

@@ -39,7 +39,7 @@ from offload.torch_internals import outside_of_modes
 
 
 class _Unit:
-    """State of one unit: its parameters, and the reasons for which they are materialized."""
+    """State of one unit: its parameters, and why they are materialized."""
 
     def __init__(self, places: ViewPlaces, name: str, handles: Sequence[ParamHandle], stays: bool) -> None:
         self.places, self.name, self.handles, self.stays = places, name or "the root", list(handles), stays
@@ -77,11 +77,11 @@ class UnitViews:
         # Equal ones are one object: blocks of a model share their places on the device.
         known: dict[ViewPlaces, ViewPlaces] = {}
         self._units = []
-        for index, (layout, every, dtype) in enumerate(zip(layouts, handles, dtypes, strict=True)):
-            mine = [handle for segment, handle in zip(layout.segments, every, strict=True) if not segment.inner]
+        for index, (layout, unit_handles, dtype) in enumerate(zip(layouts, handles, dtypes, strict=True)):
+            outer = [handle for segment, handle in zip(layout.segments, unit_handles, strict=True) if not segment.inner]
             places = view_places(layout, dtype)
-            self._units.append(_Unit(known.setdefault(places, places), layout.name, mine, pager.stays(index)))
-            ParamHandle.release(mine)
+            self._units.append(_Unit(known.setdefault(places, places), layout.name, outer, pager.stays(index)))
+            ParamHandle.release(outer)
         self.shown: set[int] = set()  # units that stay, and whose parameters are ordinary ones now; others only read it
         self.outdated = 0  # changes of units that stay; others only read it
         self._kept: list[_Unit] = []  # see `keep`; oldest first
@@ -103,7 +103,7 @@ class UnitViews:
                 return
             if unit.binding is None:
                 # A recomputation has come to the next unit. Pins of those before would leave no room to a prefetch.
-                for passed in [each for each in self._kept if each.dispensable]:
+                for passed in [pin for pin in self._kept if pin.dispensable]:
                     self._end_keep(passed)
             self._bind(index)
             unit.uses += 1
@@ -202,11 +202,11 @@ class UnitViews:
                 )
 
     def _held(self, stays: bool) -> set[str]:
-        """Returns the names of units of which a view lives; see `settle`."""
+        """Returns the names of units with a live view; see `settle`."""
         self._sweep()
-        names = {self._units[each.unit].name for each in self._live}
-        mine = [(unit, unit.binding) for unit in self._units if unit.stays and stays]
-        return names | {unit.name for unit, at in mine if at and at.memory.viewed_beside(len(unit.handles))}
+        names = {self._units[view.unit].name for view in self._live}
+        bound = [(unit, unit.binding) for unit in self._units if unit.stays and stays]
+        return names | {unit.name for unit, at in bound if at and at.memory.viewed_beside(len(unit.handles))}
 
     def check_not_gathered(self, what: str) -> None:
         """Raises `UsageError` if a parameter is gathered, so that weights cannot be `what` (a participle) now."""
@@ -237,7 +237,7 @@ class UnitViews:
 
     @uninterrupted
     def reset(self) -> None:
-        """Releases all parameters and pins that an aborted forward or backward left behind."""
+        """Releases all parameters and pins that an aborted forward or backward left."""
         with self.lock:
             self._hide()
             for unit in self._units:
@@ -251,7 +251,6 @@ class UnitViews:
 
     @outside_of_modes
     def _view(self, saved: Handle) -> torch.Tensor:
-        """Returns the view of `view`."""
         index = saved.unit
         unit = self._units[index]
         with self.lock:
@@ -294,8 +293,8 @@ class UnitViews:
         """Materializes the frozen parameters of a unit, or those that train."""
         assert unit.binding is not None
         pairs = zip(unit.handles, unit.binding.memory.views, strict=True)
-        mine = [(handle, view) for handle, view in pairs if handle.trainable is not frozen]
-        ParamHandle.materialize([handle for handle, _ in mine], [view for _, view in mine])
+        pairs_to_show = [(handle, view) for handle, view in pairs if handle.trainable is not frozen]
+        ParamHandle.materialize([handle for handle, _ in pairs_to_show], [view for _, view in pairs_to_show])
 
     def _show(self, index: int) -> None:
         """Makes the parameters of a unit that stays ordinary ones: a change of their class, once they have memory."""

@@ -62,12 +62,12 @@ class StateTile:
 
     state: State
     first: int
-    """Byte of the partition at which the elements begin."""
+    """First byte of the elements in the partition."""
     work: torch.Tensor
     away: torch.Tensor | None
     """The partition's own memory if the kernel cannot work on it: copied to `work` before, and from `work` afterwards.
 
-    For the device's kernel it is memory on the host instead, to which values for the store are copied.
+    For the device's kernel it is memory on the host instead, which receives the values for the store.
     """
     buffer: memoryview | None
     """The bytes of `work`, or of `away` on the host, in the form of the I/O queue.
@@ -196,7 +196,7 @@ class Tile:
     gradient: torch.Tensor | None
     reads: list[Future]
     writes: dict[State, tuple[int, Future]] = field(default_factory=dict)
-    """For each state the byte of the slot at which its write starts, and the write's future."""
+    """For each state the first byte of its write in the slot, and the write's future."""
 
     @property
     def content(self) -> TileContent:
@@ -209,13 +209,6 @@ class TileReader:
     """Factory of tiles: finds the memory of each state, and starts the reads of states on disk."""
 
     def __init__(self, *, shards: LocalShards, gradients: GradientAccumulator, strategy: UpdateStrategy) -> None:
-        """Stores the owners of states and gradients.
-
-        Args:
-            shards: this rank's partitions.
-            gradients: the gradients of the units.
-            strategy: decides which elements of a state a tile contains.
-        """
         self._shards, self._gradients, self._strategy = shards, gradients, strategy
 
     def needs_buffer(self, job: Job) -> bool:
@@ -226,7 +219,7 @@ class TileReader:
         return any(self._takes_room(job, state) for state in self._shards.states(unit))
 
     def _takes_room(self, job: Job, state: State) -> bool:
-        """Returns True if a tile has a copy of a state, read or copied."""
+        """Returns True if a tile contains a copy of a state, read or copied."""
         resident = self._resident(job, state)
         if resident is None:
             return state is not State.WEIGHT or job.host_buffer is None
@@ -251,7 +244,7 @@ class TileReader:
         try:
             return self._begin(job, cut, buffer, reads)
         except BaseException:
-            wait_for_all(reads)  # no tile exists by which the worker could find them
+            wait_for_all(reads)  # without a tile the worker cannot find them
             raise
 
     def _begin(self, job: Job, cut: Cut, buffer: HostBuffer | None, reads: list[Future]) -> Tile:
@@ -338,7 +331,7 @@ class TileReader:
                 there = shards.pager.weight_updates.speculative.copy(unit, first, room.tensor(torch.uint8))
         if not there:
             assert shards.store is not None
-            # Under the backward nobody waits for the update, but autograd waits for weights.
+            # I/O queue: during a backward nobody waits for this update, but autograd waits for weights.
             priority = Priority.NORMAL if job.fate is Fate.CERTAIN else Priority.BACKGROUND
             reads.append(shards.store.read(unit, state, shards.store.newest[unit], first, memory, priority))
         return StateTile(state=state, first=first, work=work, away=None, buffer=memory)
@@ -357,7 +350,7 @@ class TileReader:
         return None
 
     def _read_frozen(self, job: Job, reads: list[Future]) -> None:
-        """Reads the frozen elements behind the trainable ones into the unit's host buffer: no tile contains them."""
+        """Reads the frozen elements, after the trainable ones, into the unit's host buffer: no tile contains them."""
         shards, unit = self._shards, job.unit
         first = job.update.numel * shards.mode_of(unit).weight_dtype.itemsize
         if (
@@ -402,20 +395,13 @@ class _Room:
 #     OPEN        ─►  nothing                                       ─► fresh weights in memory may be evicted
 #     DROPPED     ─►  nothing                                       ─► nothing
 #
-# An update that becomes CERTAIN makes up for the steps that it has passed. Threads. The update worker calls everything.
+# When an update becomes CERTAIN, the actions that it skipped run. Threads. The update worker calls everything.
 
 
 class UpdateResults:
     """Publishes the results of updates."""
 
     def __init__(self, *, shards: LocalShards, gradients: GradientAccumulator, timeline: Timeline) -> None:
-        """Stores the owners of states and gradients.
-
-        Args:
-            shards: this rank's partitions.
-            gradients: the gradients of the units.
-            timeline: records the ends of updates.
-        """
         self._shards, self._gradients, self._timeline = shards, gradients, timeline
         self._updates, self._store = shards.pager.weight_updates, shards.store
 
@@ -546,7 +532,7 @@ class TilePipeline:
         return self._begun[1]
 
     def begin(self, job: Job) -> None:
-        """Starts the reads of the next tile of `job`, for which there is room."""
+        """Starts the reads of the next tile of `job`. The caller has checked that there is room."""
         buffer = self._free.pop() if self.needs_buffer(job) else None
         self._reading.append(self._reader.begin(job, job.cut(), buffer))
 
@@ -602,7 +588,7 @@ class TilePipeline:
             if not wait and not all(write.done() for _, write in tile.writes.values()):
                 return ended
             waits = self._timeline.span(Row.WORKER, f"waits for writes of {self._title(tile.job)}")
-            # `write.wait` raises the error of a failed write; `write.done` does not.
+            # update thread: `write.wait` raises the error of a failed write; `write.done` does not.
             with waits if wait else contextlib.nullcontext():
                 for _, write in tile.writes.values():
                     write.wait()
@@ -615,7 +601,7 @@ class TilePipeline:
 
     def drain(self) -> None:
         """Waits for every request after an error, so that no buffer is freed while a request uses it."""
-        # The buffers are freed once this thread has ended, but the I/O queue would still write into them.
+        # update thread: its end frees the buffers, but requests in the I/O queue still use them.
         for tile in [*self._reading, *self._writing]:
             wait_for_all([*tile.reads, *(write for _, write in tile.writes.values())])
 
@@ -680,11 +666,11 @@ class Offers:
         self._promised: dict[int, UnitUpdate] = {}
         """Updates whose gradients are on their way to the host, by unit."""
         self._offered: dict[int, UnitUpdate] = {}
-        """Updates that may begin, by unit, in the order in which the gradients were complete."""
+        """Updates that may begin, by unit, in the order that their gradients became complete."""
         self._begun: dict[int, Job] = {}
         self._verdicts: list[tuple[Job, Fate]] = []
         self._draining: list[Job] = []
-        """Dropped updates of which tiles may still be in flight."""
+        """Dropped updates whose tiles may still be in flight."""
 
     # -- the threads of backward and step -------------------------------------------------------------
 
@@ -764,7 +750,7 @@ class Offers:
 
     @property
     def draining(self) -> tuple[Job, ...]:
-        """Dropped updates of which tiles may still be in flight."""
+        """Dropped updates whose tiles may still be in flight."""
         return tuple(self._draining)
 
     def drained(self, job: Job) -> None:
@@ -793,14 +779,14 @@ HELD_IN_A_ROW = 8
 
 By Laplace's rule of succession the next step fails with a chance of 1 in n + 2 after n that held: 1 in 10. A miss reads
 and writes the states of a unit once more, so the expected extra traffic stays below a tenth of an update's. A smaller
-number would guess within the bursts of large gradients in which clipped steps come, and a larger one would give up more
+number would guess within the bursts of large gradients that bring clipped steps, and a larger one would give up more
 steps that hold than it saves.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """Properties of a run on which it depends whether any update may be made under the backward."""
+    """Properties of a run that decide whether any update may be made during the backward."""
 
     wanted: bool
     """True if the config allows them."""
@@ -810,19 +796,19 @@ class RunFacts:
     commits: bool
     """True if the store has two slots of each state, and commits them."""
     on_disk: bool
-    """True if there is a unit all of whose states are on DISK."""
+    """True if all states of some unit are on DISK."""
 
 
 def run_may_speculate(facts: RunFacts) -> bool:
     """Returns True if updates of the run may be made under the backward."""
     # Ranks would have to agree on every guess. A rule of two passes needs norms first, and a tile of torch's optimizers
-    # is an entire unit, without room for its old states beside.
+    # is an entire unit, without room for a copy of its old states.
     return facts.wanted and facts.ranks == 1 and facts.one_pass and facts.commits and facts.on_disk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitFacts:
-    """A unit whose gradients are complete, at the moment at which its update could begin."""
+    """A unit with complete gradients, at the moment when its update could begin."""
 
     on_disk: bool
     """True if every state is on DISK. Above it, an update changes the state in place."""
@@ -843,7 +829,7 @@ def unit_may_begin(facts: UnitFacts) -> bool:
 
 
 def reason_to_clip(norm: float, clip: float, scale: float, loss_scale: float) -> str | None:
-    """Returns the reason for which a step does not apply its gradients as they are; None if it does.
+    """Returns why a step does not apply its gradients as they are; None if it does.
 
     Args:
         norm: the norm of the gradient.
@@ -884,10 +870,10 @@ class AutoSpeculation:
 
 
 _IN_MEMORY = 1 << 26
-"""Elements of a tile all of whose memory is elsewhere, and of which nothing is written.
+"""Elements of a tile that reads no memory of its own and writes nothing.
 
-A small one saves nothing, and between two of them Python takes a tenth of a millisecond and more, in which sixteen
-cores compute half a million elements. Its time is the one after which an error of another thread is seen.
+A small tile saves nothing: between two tiles Python takes a tenth of a millisecond and more, and sixteen cores compute
+half a million elements in that time. The worker sees an error of another thread after one such tile.
 """
 
 
@@ -914,7 +900,7 @@ class UpdateWorker:
 
         Args:
             shards: this rank's partitions, which the worker alone changes while an update is in flight.
-            arena: host arena, whose class of tiles has room for all tiles beside the strategy's scratch memory.
+            arena: host arena; its class of tiles has room for all tiles and the strategy's scratch memory.
             gradients: the gradients of the units.
             strategy: the arithmetic of an update.
             tile_numel: largest number of elements of a tile.
@@ -978,7 +964,7 @@ class UpdateWorker:
             self._wake()
 
     def deliver_blob(self, blob: Mapping[str, torch.Tensor]) -> None:
-        """Passes the state blob for which the commit of the scheduled step waits."""
+        """Passes the state blob that the commit of the scheduled step waits for."""
         with self._pager.lock:
             self._blob = blob
             self._wake()
@@ -995,7 +981,8 @@ class UpdateWorker:
             EngineFailed: the worker or another background thread has failed.
         """
         with self._pager.lock:
-            # From here on the worker does not wait for a host buffer: perhaps only this thread could free one.
+            # caller's thread: from here on the worker does not wait for a host buffer, since perhaps only this thread
+            # could free one.
             self._flushing += 1
             self._pager.notify()
             try:
@@ -1066,11 +1053,11 @@ class UpdateWorker:
 
         Order: take back written tiles, start reads, compute, wait for a write, commit, sleep.
         """
-        # The version is read before all checks: a change after any of them makes it differ, so this thread does not
-        # sleep through the change.
+        # update thread: reads the version before all checks. A change after any of them makes it differ, so the thread
+        # does not sleep through the change.
         seen = self._pager.version
         self._pager.check()  # after an error anywhere no work may begin, and no commit
-        # Tiles first: a dropped update ends with its last tile, and nobody tells this thread of it later.
+        # Tiles first: a dropped update ends with its last tile, and nothing reports it to this thread later.
         self._retire(wait=False)
         self._carry_out_verdicts()
         # All free buffers are put to use before anything is computed, so that the drives stay busy during the kernel.
@@ -1096,7 +1083,7 @@ class UpdateWorker:
             if self._closing and idle:
                 return False
             if self._pager.version == seen:
-                # Without work, no change of the pager matters: each use of a unit would wake this thread in vain.
+                # update thread: without work no change of the pager matters. Each use of a unit would wake it in vain.
                 (self._given if idle else self._pager.changed).wait()
         return True
 
@@ -1117,8 +1104,8 @@ class UpdateWorker:
         Returns None if no update is queued, or if no host buffer is free yet.
         """
         with self._pager.lock:
-            # The next update of the same unit writes the bytes of one that was dropped. Looked up under the lock under
-            # which `schedule` drops the one and queues the other.
+            # The next update of the same unit writes the bytes of one that was dropped. `schedule`
+            # drops the one and queues the other under this same lock.
             if self.offers.draining:
                 return None
             if not self._queue:
@@ -1193,7 +1180,7 @@ class UpdateWorker:
     def _must_not_wait(self) -> bool:
         """Returns True if a thread waits for this worker, which must then not wait for a host buffer itself."""
         with self._pager.lock:
-            # Otherwise both could wait: the thread for an update, and the worker for a buffer that the thread uses.
+            # Otherwise both could wait: that thread for an update, and the update thread for a buffer that it uses.
             return bool(
                 self._flushing
                 or self._closing
@@ -1219,13 +1206,14 @@ class UpdateWorker:
     def _commit(self) -> bool:
         """Commits the scheduled step if its updates are written and its blob is there; returns True after a commit."""
         with self._pager.lock:
-            # All three are read under one lock: since the worker last saw an empty queue, `schedule` may have filled
-            # it, and the blob may belong to that step, whose updates have not begun.
+            # update thread: reads all three under one lock. Since it last saw an empty queue, `schedule` may have
+            # filled the queue, and the blob may belong to that step, whose updates have not begun.
             if self._queue or self.offers.unsettled or self._commit_step is None or self._blob is None:
                 return False
             step, blob = self._commit_step, self._blob
         assert self._store is not None
-        # Outside the lock: a commit waits for the drives, and threads that only read weights must not wait with it.
+        # update thread: commits outside the lock. A commit waits for the drives, and threads that only read weights
+        # must not wait with it.
         self._store.commit(step, blob)
         with self._pager.lock:
             self._commit_step = self._blob = None

@@ -132,7 +132,7 @@ class UpdateBuilder:
     def updates(
         self, present: Sequence[set[int]], order: Sequence[int], scale: float, counts: list[list[int]]
     ) -> list[UnitUpdate]:
-        """Returns an update of each unit with a gradient, in the `order` in which the next forward needs the units.
+        """Returns an update of each unit with a gradient. `order` is the order of the next forward.
 
         Args:
             present: for each unit the segments that have a gradient.
@@ -274,7 +274,7 @@ class UpdateStrategy(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateSetting:
-    """The parts of an engine with which a strategy works."""
+    """The parts of an engine that a strategy works with."""
 
     mode: Mode
     layouts: Sequence[UnitLayout]

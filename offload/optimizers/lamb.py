@@ -47,7 +47,7 @@ class RatedStep(NamedTuple):
 
 
 class LambRule(Rule):
-    """LAMB, of which the norms of a parameter may be on several ranks."""
+    """LAMB. The elements of a parameter's norms may be on several ranks."""
 
     def step(self, parameter: nn.Parameter, group: Mapping[str, Any], count: int, grad_scale: float) -> RatedStep:
         """Returns the arguments of the kernels."""
@@ -165,7 +165,6 @@ class Trust:
         kernels.lamb_move(partition, steps, [self._ratio(number, part.step) for number, part in segments])
 
     def _ratio(self, number: int, step: RatedStep) -> float:
-        """Returns the trust ratio of a segment."""
         # The ratios of several ranks win: this rank's own sums lack the shards of the others.
         return kernels.lamb_ratio(step.step, self._sums[number]) if step.ratio is None else step.ratio
 
@@ -239,7 +238,7 @@ def _with_ratios(
         return ()
 
     # A generator: the chunks of a large model are many.
-    chunks = (chunk for update in updates for chunk in _chunks(shards, update, updater.tile_numel))
+    chunks = (chunk for update in updates for chunk in _chunks(update, updater.tile_numel))
     flow(buffers, chunks, begin, end, lambda *_: None)
     # float64, as the kernel's own sums are.
     total = torch.tensor(agreement.add_up(sums), dtype=torch.float64, device="cpu").view(-1, 1, 2)
@@ -255,7 +254,7 @@ def _with_ratios(
     ]
 
 
-def _chunks(shards: LocalShards, update: UnitUpdate, numel: int) -> Iterator[_Chunk]:
+def _chunks(update: UnitUpdate, numel: int) -> Iterator[_Chunk]:
     """Yields the chunks of an update: at most `numel` elements, within one `CHUNK` of a parameter.
 
     Windows of a gradient on disk may begin at any `CHUNK` border of a parameter, so no chunk crosses one.

@@ -146,7 +146,7 @@ class MuonRule(MatrixRule):
         )
 
     def facts(self, device: Device) -> dict[str, Any]:
-        """Returns the dtype in which ranks send each other matrices."""
+        """Returns the dtype of the matrices that ranks send to each other."""
         return {"dtype of Muon's products": "bf16" if in_bf16(device) else "fp32"}
 
 
@@ -304,7 +304,7 @@ def carve(memory: torch.Tensor, *numels: int) -> tuple[torch.Tensor, ...]:
 
 # -- directions ----------------------------------------------------------------------------------------
 #
-# The directions in which Muon and SinkGD move a matrix.
+# The directions that Muon and SinkGD move a matrix in.
 #
 #     Muon      the orthogonal matrix near the momentum, by a few Newton-Schulz iterations
 #     SinkGD    the gradient, with all rows of one norm and all columns of one norm
@@ -418,7 +418,7 @@ class MatrixUpdates:
 
     @property
     def traded_dtype(self) -> torch.dtype:
-        """Dtype in which ranks exchange updates and directions."""
+        """Dtype of the updates and directions that ranks exchange."""
         return torch.bfloat16 if self.mode.optimizer == MUON and self._in_bf16 else torch.float32
 
     # -- the step of a matrix ---------------------------------------------------------------------------
@@ -469,13 +469,13 @@ class MatrixUpdates:
         return values
 
     def room(self, numel: int, step: MatrixStep) -> torch.Tensor:
-        """Returns the memory in which a matrix of so many elements waits for `direction`, (numel,)."""
+        """Returns the memory of a matrix of so many elements that waits for `direction`, (numel,)."""
         if not isinstance(step, MuonStep):
             return self._gradient[:numel]
         return (_halves(self._master, numel)[0] if self._in_bf16 else self._master)[:numel]
 
     def put(self, room: torch.Tensor, place: slice, update: torch.Tensor) -> None:
-        """Copies `update` to a place in `room`, in which it may lie itself, elsewhere."""
+        """Copies `update` to a place in `room`; it may lie elsewhere in `room` itself."""
         if room.data_ptr() == update.data_ptr():
             update = self._master[: len(update)].copy_(update)
         room[place] = update
@@ -501,23 +501,23 @@ class MatrixUpdates:
     def _in_fp32(self, shape: tuple[int, int], step: MuonStep) -> torch.Tensor:
         """Does the same with products in fp32."""
         numel = shape[0] * shape[1]
-        matrix, other = self._master[:numel], self._gradient[:numel]
-        workspace = Workspace(matrix, other, self._square)
+        matrix, gradient = self._master[:numel], self._gradient[:numel]
+        workspace = Workspace(matrix, gradient, self._square)
         direction = orthogonalize(shape, workspace, step.ns_steps, step.ns_coefficients)
-        if direction.data_ptr() == other.data_ptr() and direction.is_contiguous():
+        if direction.data_ptr() == gradient.data_ptr() and direction.is_contiguous():
             return direction
-        # The number of iterations decides in which of the two the direction is, and the master needs its own memory.
+        # The number of iterations decides which of the two contains the direction, and the master needs its own memory.
         # A direction that lies in its memory column by column becomes one of rows.
-        if direction.data_ptr() == other.data_ptr():
+        if direction.data_ptr() == gradient.data_ptr():
             matrix.view(shape).copy_(direction)
             direction = matrix.view(shape)
-        return other.view(shape).copy_(direction)
+        return gradient.view(shape).copy_(direction)
 
     def _on_device(self, matrix: torch.Tensor, direction: torch.Tensor, step: MuonStep) -> torch.Tensor:
         """Copies `matrix` to the device, and the direction back into host memory; returns the latter."""
         shape = (direction.shape[0], direction.shape[1])
-        # The update stream beside that of compute, so the next forward runs on. All memory is of this stream, and the
-        # copies wait for the work before them.
+        # update stream: runs in parallel with the compute stream, so the next forward runs on. All memory is of this
+        # stream, and the copies wait for the work before them.
         with self._device.updating():
             sizes = (matrix.numel(), matrix.numel(), min(shape) ** 2)
             workspace = Workspace(*(matrix.new_empty(size, device=self._device.torch) for size in sizes))
@@ -566,9 +566,9 @@ class _UnitSteps:
 
     def run(self, tile: TileContent, last: bool) -> None:
         """Steps what a tile contains: elements by AdamW, or matrices."""
-        if others := kernel_segments(self._update, tile):
+        if elements := kernel_segments(self._update, tile):
             assert tile.gradient is not None
-            kernels.update(partition_of(self._updates.mode, tile.states, tile.gradient), others)
+            kernels.update(partition_of(self._updates.mode, tile.states, tile.gradient), elements)
         matrices = {
             segment.parameter: segment
             for segment in self._update.segments
@@ -582,7 +582,7 @@ class _UnitSteps:
             self._trade(tile, matrices)
 
     def _step(self, parameter: Segment, tile: TileContent, segment: ParameterStep) -> None:
-        """Steps a matrix of which this rank has all elements."""
+        """Steps a matrix that lies on this rank alone."""
         states, gradient = _content(tile, segment)
         shape, step = (parameter.shape[0], parameter.shape[1]), segment.step
         update = self._updates.update_of(states, gradient, segment)

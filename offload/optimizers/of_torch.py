@@ -156,7 +156,7 @@ class TorchUpdates:
         """Exchange of divided parameters."""
 
     def part(self, unit: int, state: State, start: int, stop: int) -> range:
-        """Returns the same elements of every state but PACKED, of which a tile contains all words."""
+        """Returns the same elements of every state but PACKED; a tile contains all words of PACKED."""
         return range(self.layouts[unit].packed_numel(self._rank)) if state is State.PACKED else range(start, stop)
 
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
@@ -176,7 +176,7 @@ class TorchUpdates:
             step: options of the parameter's group, and the factor of the gradient.
 
         Returns:
-            The new master, (numel,): in the memory of `master`, or of a tensor by which the optimizer has replaced it.
+            The new master, (numel,): in the memory of `master`, or of the tensor that the optimizer put in its place.
 
         Raises:
             UsageError: the optimizer's own code has raised.
@@ -211,7 +211,7 @@ class _TorchSteps:
         self._segments = updates.layouts[update.unit].segments
 
     def run(self, tile: TileContent, last: bool) -> None:
-        """Steps all parameters of the unit, of which the tile contains all that this rank has."""
+        """Steps all parameters of the unit. The tile contains all elements that this rank has."""
         steps = {segment.parameter: segment for segment in self._update.segments}
         for index, segment in steps.items():
             if index not in self._update.shared:
@@ -220,7 +220,7 @@ class _TorchSteps:
             self._trade(tile, steps)
 
     def _step(self, parameter: Segment, tile: TileContent, segment: ParameterStep) -> None:
-        """Steps a parameter of which this rank has all elements."""
+        """Steps a parameter that lies on this rank alone."""
         states, gradient = _content(tile, segment)
         # A copy of the gradient, because an optimizer may write into it. In fp32 the master is the weight itself.
         own = self._updates.gradient[: len(gradient)].copy_(gradient)
@@ -275,9 +275,9 @@ def _content(tile: TileContent, segment: ParameterStep) -> tuple[dict[State, tor
     return states, tile.gradient[own]
 
 
-def _words(tile: TileContent, parameter: Segment, other: torch.Tensor) -> torch.Tensor:
-    """Returns the packed states of a parameter in a tile; any tensor serves for one that has none, `other` here."""
-    return tile.states.get(State.PACKED, other)[parameter.packed.start : parameter.packed.stop]
+def _words(tile: TileContent, parameter: Segment, absent: torch.Tensor) -> torch.Tensor:
+    """Returns the packed states of a parameter in a tile; any tensor serves for one that has none, `absent` here."""
+    return tile.states.get(State.PACKED, absent)[parameter.packed.start : parameter.packed.stop]
 
 
 def _store(master: torch.Tensor, states: Mapping[State, torch.Tensor]) -> None:
@@ -295,7 +295,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OURS = ("offload_handle", "origin")
 """Attributes that this library sets on parameters."""
 _MANY = 12
-"""Number of steps after which late states exist too, such as one that the tenth step creates."""
+"""Number of steps that also create late states, such as one of the tenth step."""
 _SMALL = 8
 """Upper bound of each dimension in the comparison of two parameters together with each of them alone."""
 
@@ -420,8 +420,8 @@ def _check_apart(
             raise ValueError("the new value of a parameter depends on other parameters, or on random numbers")
         if value.numel() and torch.equal(alone, value):
             raise ValueError("a parameter with a gradient does not change; does this optimizer wrap another one?")
-        others = _steps(optimizer, options, [value], attributes, _other_groups(optimizer))[0][0]
-        if not torch.equal(others, alone):
+        with_others = _steps(optimizer, options, [value], attributes, _other_groups(optimizer))[0][0]
+        if not torch.equal(with_others, alone):
             raise ValueError("the new value of a parameter depends on the number of its group, or on other groups")
     # The memory of the states is laid out once, so no state may appear after the second step.
     early, late = (
@@ -479,22 +479,22 @@ def _steps(
             now = _kept_beside(alone, parameters)
             if changed := next((key for key in now | then if now.get(key) != then.get(key)), None):
                 raise ValueError(f"a step changes {changed}, which all parameters share")
-    if others := [str(key) for key in alone.state if not any(key is parameter for parameter in parameters)]:
-        raise ValueError(f"a step changes {others[0]}, which all parameters share")
+    if foreign := [str(key) for key in alone.state if not any(key is parameter for parameter in parameters)]:
+        raise ValueError(f"a step changes {foreign[0]}, which all parameters share")
     return [(parameter.detach(), alone.state[parameter]) for parameter in parameters]
 
 
-# -- what an optimizer keeps beside states -----------------------------------------------------------------
+# -- what an optimizer keeps in addition to states -----------------------------------------------------------------
 
 
 _LARGE = 10_000
-"""Items of a container up to which a change of one is noticed."""
+"""Most items of a container that are compared."""
 _DEPTH = 16
-"""Objects within each other up to which a change is noticed."""
+"""Most objects within each other that are compared."""
 
 
 def _kept_beside(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """Returns the image of all that a step could change beside parameters and their states, by name.
+    """Returns the image of all that a step could change other than parameters and their states, by name.
 
     These are entries of the last group, attributes of the optimizer, of its classes and of the parameters, and what
     its methods reach: variables of an enclosing function, and plain variables of their module.
@@ -572,6 +572,5 @@ def _image(value: Any, seen: set[int], depth: int = 0) -> Any:
 
 
 def _slots(value: Any) -> list[Any]:
-    """Returns the values in an object's slots."""
     names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if isinstance(name, str)]
     return [getattr(value, name, None) for name in names if name not in ("__dict__", "__weakref__")]

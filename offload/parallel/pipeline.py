@@ -57,7 +57,7 @@ class _Branch:
 
     def run(self) -> None:
         """Gives the weights their gradients."""
-        found = [
+        pairs = [
             (GradientEdge(node, output), gradient)
             for position, node in enumerate(self.nodes)
             for output, gradient in enumerate(self.gradients.get(position, ()))
@@ -68,8 +68,8 @@ class _Branch:
             # One of them may be below another, whose gradient would arrive there once more.
             handles = [node.register_prehook(_instead(self.gradients[n])) for n, node in enumerate(self.nodes)]
         try:
-            if found:
-                edges, gradients = zip(*found, strict=True)
+            if pairs:
+                edges, gradients = zip(*pairs, strict=True)
                 # Not `autograd.grad`: the engine takes gradients where a backward leaves them.
                 # Between two nodes are those of other branches, which still need what they have saved.
                 torch.autograd.backward(edges, gradients, retain_graph=len(self.nodes) > 1, inputs=self.weights)
@@ -100,14 +100,14 @@ class SplitBackward:
             gradients: Their gradients; None for that of the loss.
             inputs: Its inputs, as the forward received them.
         """
-        wanted = [each for each in inputs if _needs(each)]
+        wanted = [value for value in inputs if _needs(value)]
         handles = [branch.keep(n) for branch in self._branches for n in range(len(branch.nodes))]
         try:
-            found = iter(torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True))
+            slopes = iter(torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True))
         finally:
             for handle in handles:
                 handle.remove()
-        return tuple(next(found) if _needs(each) else None for each in inputs)
+        return tuple(next(slopes) if _needs(value) else None for value in inputs)
 
     def weights(self) -> None:
         """Runs the second half, whose graph is freed branch by branch."""
@@ -128,14 +128,14 @@ def split(
     users = _users([output.grad_fn for output in outputs if output.grad_fn is not None])
     if any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in users):
         return None
-    ends = {id(each) for each in inputs if _needs(each)}
+    ends = {id(value) for value in inputs if _needs(value)}
     # Nodes of leaves have the leaf, so that none has to be made by an operation on a weight, which may be elsewhere.
     leaves = [node for node in users if getattr(node, "variable", None) is not None]
     path = _above([node for node in leaves if id(_leaf(node)) in ends], users)
-    mine = {id(each) for each in weights}
+    weight_ids = {id(weight) for weight in weights}
     branches: list[_Branch] = []
     for leaf in leaves:
-        if id(_leaf(leaf)) not in mine:
+        if id(_leaf(leaf)) not in weight_ids:
             continue
         nodes = _borders(leaf, path, users)
         if not nodes:
@@ -153,7 +153,6 @@ def split(
 
 
 def _needs(value: Any) -> bool:
-    """Returns True for a tensor that needs a gradient."""
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
@@ -180,17 +179,17 @@ def _users(roots: Sequence[Node]) -> dict[Node, list[Node]]:
 
 def _above(leaves: Sequence[Node], users: Mapping[Node, Sequence[Node]]) -> set[Node]:
     """Returns the nodes through which gradients reach `leaves`, with those."""
-    found, queue = set(leaves), list(leaves)
+    above, queue = set(leaves), list(leaves)
     for node in queue:
         for user in users[node]:
-            if user not in found:
-                found.add(user)
+            if user not in above:
+                above.add(user)
                 queue.append(user)
-    return found
+    return above
 
 
 def _borders(leaf: Node, path: set[Node], users: Mapping[Node, Sequence[Node]]) -> list[Node]:
-    """Returns the nodes of the path from which gradients leave it for `leaf`; none if some come from elsewhere."""
+    """Returns the path's nodes that pass gradients on to `leaf`; none if some gradients come from elsewhere."""
     borders: dict[Node, None] = {}
     seen, queue = {leaf}, [leaf]
     for node in queue:
@@ -239,7 +238,7 @@ class EngineStage(PipelineStage):
             module: The module of the stage.
             index: Number of the stage.
             num_stages: Number of stages of the pipeline.
-            device: The device on which the engine computes.
+            device: The device that the engine computes on.
             group: The process group of the pipeline; None for all processes.
             calls: The engine.
             run: Counts micro-batches.
@@ -342,12 +341,12 @@ class EngineStage(PipelineStage):
             return (), None
         if backward_type == "input":
             outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
-            given = gradients or (None,) * len(outputs)
-            pairs = [(output, each) for output, each in zip(outputs, given, strict=True) if output.requires_grad]
+            slopes = gradients or (None,) * len(outputs)
+            pairs = [(output, slope) for output, slope in zip(outputs, slopes, strict=True) if output.requires_grad]
             needed = [output for output, _ in pairs]
             halves = split(needed, bwd_kwargs["input_values"], self.submod.parameters())
             if halves is not None:
-                return halves.inputs(needed, [each for _, each in pairs], bwd_kwargs["input_values"]), halves
+                return halves.inputs(needed, [slope for _, slope in pairs], bwd_kwargs["input_values"]), halves
             # As one, of the loss itself: torch has put it into a tuple.
             bwd_kwargs = {**bwd_kwargs, "stage_output": outputs if gradients else outputs[0]}
         return super().backward_maybe_with_nosync("full", bwd_kwargs, last_backward)
@@ -366,7 +365,7 @@ class EngineStage(PipelineStage):
 
 @contextlib.contextmanager
 def _own_errors() -> Iterator[None]:
-    """Raises an error of this package that torch has put behind one of its own, a `RuntimeError`."""
+    """Raises an error of this package that torch has wrapped in its own `RuntimeError`."""
     try:
         yield
     except RuntimeError as error:

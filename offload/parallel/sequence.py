@@ -39,7 +39,7 @@ from offload.sizes import count_of
 
 # -- group ---------------------------------------------------------------------------------------------
 #
-# Sequence parallelism beside ZeRO: groups of ranks that share each sequence, among all ranks that share the states.
+# Sequence parallelism with ZeRO: groups of ranks that share each sequence, among all ranks that share the states.
 #
 #     four ranks, "sequence_parallel_size": 2     part 0     part 1
 #
@@ -53,7 +53,7 @@ from offload.sizes import count_of
 #
 # **No deadlock.** The thread that runs the model makes all collectives, those of groups and those of ZeRO, and every
 # rank of a group runs the same program. An exchange is no round of agreement: a rank that waits in one serves nobody.
-# So experts that are units, of which ranks use different ones, are refused (`checks.check_units`).
+# So experts that are units are refused, since ranks use different ones (`check_units`).
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +99,10 @@ class SequenceParallel:
             UsageError: on all ranks of the group, if they have different batches.
         """
         # Every rank compares all with its own, so that all raise, or none.
-        for rank, others in zip(self.group.members, self.group.collect(facts, "compare their batches"), strict=True):
-            if others != facts:
+        for rank, rank_facts in zip(
+            self.group.members, self.group.collect(facts, "compare their batches"), strict=True
+        ):
+            if rank_facts != facts:
                 raise UsageError(
                     f"ranks {self.world.everyone.rank} and {rank} share each sequence (sequence_parallel_size is "
                     f"{self.size}), and called the model with different batches; give both the whole of one batch: a "
@@ -155,10 +157,10 @@ def form_groups(world: World, size: int) -> Ranks:
     ranks = world.everyone.size
     # Compared first, and by ranks that share no sequence too: groups of different sizes would wait for each other.
     sizes = world.everyone.share(size, "compare their sequence parallelism")
-    for rank, other in enumerate(sizes):
-        if other != sizes[0]:
+    for rank, rank_size in enumerate(sizes):
+        if rank_size != sizes[0]:
             raise ConfigError(
-                f"the sequence_parallel_size of rank {rank} and of rank 0 differ: {other}, not {sizes[0]}; "
+                f"the sequence_parallel_size of rank {rank} and of rank 0 differ: {rank_size}, not {sizes[0]}; "
                 "give every rank the same config"
             )
     if size == 1:
@@ -180,7 +182,7 @@ def form_groups(world: World, size: int) -> Ranks:
 
 # -- attention -----------------------------------------------------------------------------------------
 #
-# Attention over whole sequences of which each rank has a part, by an attention function of transformers.
+# Attention over whole sequences that are divided over ranks, by an attention function of transformers.
 #
 #     query, key, value   (rows, heads, part of the sequence, width)
 #        all-to-all ─►    (rows, part of the heads, sequence, width)
@@ -196,7 +198,7 @@ def form_groups(world: World, size: int) -> Ranks:
 
 
 _OF_MODULES: weakref.WeakKeyDictionary[nn.Module, SequenceAttention] = weakref.WeakKeyDictionary()
-"""The attention of the engine to which a module belongs."""
+"""The attention of the engine that a module belongs to."""
 _CUT = frozenset(("position_ids", "shift_labels", "labels", "token_type_ids", "num_items_in_batch"))
 """Tensors that reach attention functions among other keywords, and that none of them needs for whole sequences."""
 
@@ -248,17 +250,17 @@ class SequenceAttention:
             (rows, part of the sequence, heads, width of values), and no attention weights.
 
         Raises:
-            UsageError: if the function takes a tensor of which each rank would need another part.
+            UsageError: if the function takes a tensor that would have to be divided over ranks.
         """
         self.times_called += 1
         # Such as sinks or a bias of positions: of each, a rank needs the part of its heads.
-        others = [name for name, each in keywords.items() if isinstance(each, torch.Tensor) and name not in _CUT]
-        if others:
+        tensors = [name for name, entry in keywords.items() if isinstance(entry, torch.Tensor) and name not in _CUT]
+        if tensors:
             raise UsageError(
-                f"{type(module).__name__} gives its attention function {', '.join(others)} beside query, key and "
+                f"{type(module).__name__} gives its attention function {', '.join(tensors)} beside query, key and "
                 "value, which sequence parallelism does not divide; leave sequence_parallel_size out for this model"
             )
-        keywords = {name: each for name, each in keywords.items() if name not in _CUT}
+        keywords = {name: entry for name, entry in keywords.items() if name not in _CUT}
         own = _own_function(self._own, module)
         layer: nn.Module | _WithGroups = module
         repeats = repeats_of(query.shape[1], key.shape[1], self._parallel.size)
@@ -304,12 +306,12 @@ def _to_heads(parallel: SequenceParallel, tensors: Sequence[torch.Tensor]) -> li
         tensors: each (rows, heads, part of the sequence, width), with a number of heads that the ranks divide.
     """
     # Values may be narrower than keys, as in multi-head latent attention.
-    if len({each.shape[-1] for each in tensors}) > 1:
-        return [_to_heads(parallel, [each])[0] for each in tensors]
+    if len({tensor.shape[-1] for tensor in tensors}) > 1:
+        return [_to_heads(parallel, [tensor])[0] for tensor in tensors]
     size, (rows, _, part, width) = parallel.size, tensors[0].shape
-    # (ranks, rows, heads of a rank, part, width), all tensors behind each other in one message
-    counts = [each.shape[1] // size for each in tensors]
-    sent = torch.cat([each.unflatten(1, (size, -1)).movedim(1, 0) for each in tensors], 2)
+    # (ranks, rows, heads of a rank, part, width), all tensors one after the other in one message
+    counts = [tensor.shape[1] // size for tensor in tensors]
+    sent = torch.cat([tensor.unflatten(1, (size, -1)).movedim(1, 0) for tensor in tensors], 2)
     # Row r is the part of the sequence that rank r has.
     received = all_to_all(parallel, sent.contiguous())
     whole = received.permute(1, 2, 0, 3, 4).reshape(rows, sum(counts), size * part, width)
@@ -333,7 +335,7 @@ def _to_sequence(parallel: SequenceParallel, output: torch.Tensor) -> torch.Tens
 
 
 def _registered(own: str, size: int) -> str:
-    """Returns the name under which transformers finds the attention of sequences in `size` parts, and their masks."""
+    """Returns transformers' name of the attention of sequences in `size` parts, and of their masks."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -345,15 +347,15 @@ def _registered(own: str, size: int) -> str:
 
 
 def _attention(module: nn.Module, *args: Any, **keywords: Any) -> tuple[torch.Tensor, None]:
-    """Calls the attention of the engine to which `module` belongs."""
-    found = _OF_MODULES.get(module)
-    if found is None:
+    """Calls the attention of the engine that `module` belongs to."""
+    attention = _OF_MODULES.get(module)
+    if attention is None:
         raise UsageError(
             f"{type(module).__name__} has the config of a model under an engine with sequence_parallel_size and is no "
             "module of that model; call set_attn_implementation on a copy, with the model's own: it computes whole "
             "sequences then"
         )
-    return found(module, *args, **keywords)
+    return attention(module, *args, **keywords)
 
 
 def _whole_mask(own: Callable[..., Any], size: int, *args: Any, q_length: int, **keywords: Any) -> Any:
@@ -386,7 +388,7 @@ def _own_function(own: str, module: Any) -> Callable[..., tuple[torch.Tensor, An
 _LAYERS = frozenset(("full_attention", "sliding_attention", "chunked_attention"))
 """Kinds of layers, by the names in a model's config, that mix tokens by attention alone."""
 _MIXERS = (nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.MultiheadAttention)
-"""Modules that mix tokens in another way, by which a rank would need those of the others."""
+"""Modules that mix tokens in another way, so that a rank would need the tokens of other ranks."""
 
 
 def inside_adapters(model: nn.Module) -> Any:
@@ -441,17 +443,17 @@ def _why_not_transformers(model: nn.Module, inner: Any) -> str | None:
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(inner, transformers.PreTrainedModel):
         return "is no model of transformers"
-    if model is not inner and any(each.is_prompt_learning for each in model.peft_config.values()):  # type: ignore[operator]
+    if model is not inner and any(peft.is_prompt_learning for peft in model.peft_config.values()):  # type: ignore[operator]
         return "has adapters that put tokens before each sequence"
     if not inner._supports_attention_backend:
         return "does not look its attention up in transformers' table of attention functions"
     from transformers.masking_utils import sdpa_mask
 
-    # Older ones give masks the positions of one part, from which the whole cannot be told.
+    # Older ones give masks the positions of one part, which do not determine those of the whole.
     if "q_length" not in inspect.signature(sdpa_mask).parameters:
         return "is one of a transformers that is too old: 5.23 was tried"
-    for each in (inner, model):
-        if (change := change_of_call(each, f"its {type(each).__name__}")) is not None:
+    for part in (inner, model):
+        if (change := change_of_call(part, f"its {type(part).__name__}")) is not None:
             return f"does not run as its class says: {change}, which would see a part of the sequence"
     if not is_causal_lm_loss(inner.loss_function) or not _gives_keywords_to_loss(inner):
         return "does not end in transformers' loss of a causal language model"
@@ -460,13 +462,13 @@ def _why_not_transformers(model: nn.Module, inner: Any) -> str | None:
     if own not in ("sdpa", "eager") and not str(own).startswith("flash_attention"):
         return f"has attn_implementation={own!r}, where sdpa, eager and flash attention are known"
     if own == "eager":
-        functions = [each for module in inner.modules() if (each := _eager(module)) is not None]
+        functions = [part for module in inner.modules() if (part := _eager(module)) is not None]
         if not functions:
             return "has no function eager_attention_forward beside its layers"
     else:
         functions = [transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[own]]
-    other = next((each for each in functions if not is_of(each, "transformers")), None)
-    return None if other is None else f"has the attention {described(other)}, which is not transformers' own"
+    foreign = next((function for function in functions if not is_of(function, "transformers")), None)
+    return None if foreign is None else f"has the attention {described(foreign)}, which is not transformers' own"
 
 
 def _eager(module: nn.Module) -> Any:
@@ -489,10 +491,10 @@ def _why_not_config(config: Any, size: int) -> str | None:
         (getattr(config, "output_attentions", False), "returns attention weights (output_attentions)"),
         (getattr(config, "reorder_and_upcast_attn", False), "computes attention by itself (reorder_and_upcast_attn)"),
     )
-    found = next((why for holds, why in reasons if holds), None)
-    if found is None and heads % size:  # type: ignore[operator]
+    why_not = next((why for holds, why in reasons if holds), None)
+    if why_not is None and heads % size:  # type: ignore[operator]
         return f"has {count_of(heads, 'head')}, which {size} ranks cannot divide evenly"  # type: ignore[arg-type]
-    return found
+    return why_not
 
 
 def _why_not_modules(inner: nn.Module) -> str | None:
@@ -582,7 +584,7 @@ class SequenceForward(Extension):
 
     def _check(self, call: Mapping[str, Any], is_cut: bool) -> None:
         """Raises `UsageError` for a call that cannot be divided."""
-        tensors = [name for name, each in call.items() if isinstance(each, torch.Tensor) and name not in _KNOWN]
+        tensors = [name for name, value in call.items() if isinstance(value, torch.Tensor) and name not in _KNOWN]
         mask = call.get("attention_mask")
         refused = (
             (call.get("past_key_values") is not None, "past_key_values, as in generation", "generate without it"),
@@ -611,13 +613,13 @@ class SequenceForward(Extension):
                 "transformers' collators)"
             )
         length = tokens.shape[1]
-        mine = slice(part * length // size, (part + 1) * length // size)
-        found = {**call, **{name: call[name][:, mine] for name in _ALONG if call.get(name) is not None}}
-        found["position_ids"] = self._positions(call, length, tokens.device)[..., mine]
+        share = slice(part * length // size, (part + 1) * length // size)
+        shard = {**call, **{name: call[name][:, share] for name in _ALONG if call.get(name) is not None}}
+        shard["position_ids"] = self._positions(call, length, tokens.device)[..., share]
         # The attention mask stays whole, as attention sees the whole sequence.
         labels, shifted = call.get("labels"), call.get("shift_labels")
         if labels is None:
-            return found
+            return shard
         if shifted is None:
             shifted = F.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
         if shifted.shape[-1] != length:
@@ -625,29 +627,29 @@ class SequenceForward(Extension):
         self._has_loss = True
         # A Trainer's number counts the tokens of the whole step.
         if call.get("num_items_in_batch") is None:
-            found["num_items_in_batch"] = (shifted != _IGNORED).sum()
+            shard["num_items_in_batch"] = (shifted != _IGNORED).sum()
         # Models ask for `labels`, and their loss for `shift_labels`.
-        found["labels"] = found["shift_labels"] = shifted[..., mine].contiguous()
-        return found
+        shard["labels"] = shard["shift_labels"] = shifted[..., share].contiguous()
+        return shard
 
     def _positions(self, call: Mapping[str, Any], length: int, device: torch.device) -> torch.Tensor:
         """Returns the positions of all tokens: those of the call, or 0, 1, 2 and so on."""
-        given = call.get("position_ids")
-        if given is None:
+        positions = call.get("position_ids")
+        if positions is None:
             return torch.arange(length, device=device)[None]
-        if given.ndim != 2 or given.shape[-1] != length:
+        if positions.ndim != 2 or positions.shape[-1] != length:
             raise UsageError(
-                f"{self._name} expects position_ids of (rows, {length}), as the tokens, got {list(given.shape)}"
+                f"{self._name} expects position_ids of (rows, {length}), as the tokens, got {list(positions.shape)}"
             )
         # By such positions transformers finds several documents in one row. A rank would not find those of the others.
-        if call.get("attention_mask") is None and bool((given.diff(dim=-1) != 1).any()):
+        if call.get("attention_mask") is None and bool((positions.diff(dim=-1) != 1).any()):
             raise UsageError(
                 f"{self._name} was called with position_ids that begin anew within a row, and sequence_parallel_size "
                 f"is {self._parallel.size}: packed documents that do not see each other cannot be divided; leave "
                 "position_ids out, or give one document a row"
             )
-        found: torch.Tensor = given
-        return found
+        checked: torch.Tensor = positions
+        return checked
 
     def _after(self, output: Any) -> Any:
         """Returns the output with the loss of the whole sequence."""
@@ -674,7 +676,7 @@ def _is_on(keep: Any) -> bool:
 
 
 def _facts(call: Mapping[str, Any]) -> list[int]:
-    """Returns numbers by which ranks find out that they were called with different batches."""
+    """Returns numbers that ranks compare, in order to notice that their batches differ."""
     shapes: list[int] = []
     sums: list[torch.Tensor] = []
     for name in ("input_ids", "inputs_embeds", "labels", "attention_mask"):
@@ -689,6 +691,6 @@ def _facts(call: Mapping[str, Any]) -> list[int]:
         places = torch.arange(1, flat.numel() + 1, device=flat.device)
         shapes += [value.shape[0], value.shape[-1]]
         sums.append((bits.to(torch.int64) * places).sum())
-    device = next((each.device for each in sums if each.device.type != "cpu"), sums[0].device)
+    device = next((total.device for total in sums if total.device.type != "cpu"), sums[0].device)
     # The host waits for the device once, not for each sum.
-    return [*shapes, *torch.stack([each.to(device, non_blocking=True) for each in sums]).tolist()]
+    return [*shapes, *torch.stack([total.to(device, non_blocking=True) for total in sums]).tolist()]

@@ -24,7 +24,7 @@ from offload.errors import ConfigError, UsageError
 
 
 _MARKS = ("tensor_model_parallel", "model_parallel")
-"""Attributes by which Megatron, and DeepSpeed with it, know a parameter of which each rank has another part."""
+"""Attributes that mark, for Megatron and DeepSpeed, a parameter that is divided over ranks."""
 _OTHER_GROUPS = ("pipeline_model_parallel", "context_parallel", "expert_model_parallel")
 """Further dimensions of Megatron's, which an engine does not know."""
 _SUMMED_BY_HOOKS = "replicated_with_grad_allreduce"
@@ -70,7 +70,7 @@ class FoundShards:
     dtensors: Mapping[str, DTensorForm] = field(default_factory=dict)
     """The parameters that are DTensors, sharded or replicated, by name."""
     sharded: frozenset[str] = frozenset()
-    """Names of the parameters of which each process of the row has another part."""
+    """Names of the parameters that are divided over the processes of the row."""
     dims: Mapping[str, int] = field(default_factory=dict)
     """The dimension along which each DTensor among them is divided. Megatron's marks do not say it."""
     data_ranks: tuple[int, ...] | None = None
@@ -101,26 +101,26 @@ def find_shards(model: nn.Module, mpu: Any = None) -> FoundShards:
     """
     dtensors = {name: parameter for name, parameter in model.named_parameters() if is_dtensor(parameter)}
     _check_buffers(model)
-    found = _of_dtensors(model, dtensors) if dtensors else FoundShards()
+    of_dtensors = _of_dtensors(model, dtensors) if dtensors else FoundShards()
     if mpu is None:
-        return found
-    given = _of_mpu(model, mpu)
-    if dtensors and found.row != given.row:
+        return of_dtensors
+    of_mpu = _of_mpu(model, mpu)
+    if dtensors and of_dtensors.row != of_mpu.row:
         raise ConfigError(
-            f"mpu= has the group {list(given.row)} for model parallelism, and {next(iter(dtensors))} is a DTensor over "
-            f"{list(found.row)}: give a model of one kind of tensor parallelism, and leave mpu out for DTensors"
+            f"mpu= has the group {list(of_mpu.row)} for model parallelism, and {next(iter(dtensors))} is a DTensor "
+            f"over {list(of_dtensors.row)}: give a model of one kind of tensor parallelism, and leave mpu out for "
+            "DTensors"
         )
     return FoundShards(
-        row=given.row,
-        dtensors=found.dtensors,
-        sharded=found.sharded | given.sharded,
-        dims=found.dims,
-        data_ranks=given.data_ranks,
+        row=of_mpu.row,
+        dtensors=of_dtensors.dtensors,
+        sharded=of_dtensors.sharded | of_mpu.sharded,
+        dims=of_dtensors.dims,
+        data_ranks=of_mpu.data_ranks,
     )
 
 
 def _of_dtensors(model: nn.Module, dtensors: Mapping[str, Any]) -> FoundShards:
-    """Returns what the DTensors of a model say."""
     tensor = _tensor_module()
     rows: dict[tuple[int, ...], str] = {}
     for name, parameter in dtensors.items():
@@ -131,7 +131,7 @@ def _of_dtensors(model: nn.Module, dtensors: Mapping[str, Any]) -> FoundShards:
                 "the dimension of tensor parallelism alone, since the engine divides states over the other one: call "
                 'parallelize_module with mesh["tp"], and neither fully_shard nor replicate'
             )
-        if any(type(each) not in (tensor.Shard, tensor.Replicate) for each in placements):
+        if any(type(placement) not in (tensor.Shard, tensor.Replicate) for placement in placements):
             raise ConfigError(
                 f"parameter {name} is a DTensor with the placements {list(placements)}; expected Shard or Replicate: "
                 "give that module another style of parallelism, or leave it whole"
@@ -161,13 +161,13 @@ def _of_dtensors(model: nn.Module, dtensors: Mapping[str, Any]) -> FoundShards:
     # One mesh in all: checked above.
     (row,) = rows
     forms = {
-        name: DTensorForm(each.device_mesh, tuple(each.placements), each.shape, tuple(each.stride()))
-        for name, each in dtensors.items()
+        name: DTensorForm(dtensor.device_mesh, tuple(dtensor.placements), dtensor.shape, tuple(dtensor.stride()))
+        for name, dtensor in dtensors.items()
     }
     dims = {
-        name: placement.dim % each.ndim
-        for name, each in dtensors.items()
-        for placement in each.placements
+        name: placement.dim % dtensor.ndim
+        for name, dtensor in dtensors.items()
+        for placement in dtensor.placements
         if isinstance(placement, tensor.Shard)
     }
     return FoundShards(row=row if len(row) > 1 else (), dtensors=forms, sharded=frozenset(dims), dims=dims)
@@ -189,18 +189,23 @@ def _check_buffers(model: nn.Module) -> None:
 def _of_mpu(model: nn.Module, mpu: Any) -> FoundShards:
     """Returns the tensor parallelism that Megatron's functions and marks describe."""
     # Checked first: the model-parallel group of Megatron's spans pipelines too, and would look like a row.
-    for other in _OTHER_GROUPS:
-        size = getattr(mpu, f"get_{other}_world_size", None)
+    for division in _OTHER_GROUPS:
+        size = getattr(mpu, f"get_{division}_world_size", None)
         if callable(size) and size() not in (None, 1):
             raise UsageError(
-                f"mpu= divides over {size()} ranks by {other}, which an engine does not know; expected tensor and data "
-                "parallelism alone"
+                f"mpu= divides over {size()} ranks by {division}, which an engine does not know; expected tensor and "
+                "data parallelism alone"
             )
     row = _ranks_of(mpu, "get_tensor_model_parallel_group", "get_model_parallel_group")
     data = _ranks_of(mpu, "get_data_parallel_group")
     named = list(model.named_parameters())
     partial = next(
-        (name for name, each in named if each.requires_grad and getattr(each, "sequence_parallel", False)), None
+        (
+            name
+            for name, parameter in named
+            if parameter.requires_grad and getattr(parameter, "sequence_parallel", False)
+        ),
+        None,
     )
     if partial is not None and len(row) > 1:
         raise ConfigError(
@@ -208,7 +213,7 @@ def _of_mpu(model: nn.Module, mpu: Any) -> FoundShards:
             "adds up when the engine has taken it; build the model without sequence_parallel"
         )
     # `is True`, since Megatron marks whole parameters by False.
-    marked = {name for name, each in named if any(getattr(each, mark, False) is True for mark in _MARKS)}
+    marked = {name for name, parameter in named if any(getattr(parameter, mark, False) is True for mark in _MARKS)}
     return FoundShards(row=row if len(row) > 1 else (), sharded=frozenset(marked), data_ranks=data)
 
 
@@ -218,7 +223,7 @@ def _ranks_of(mpu: Any, *names: str) -> tuple[int, ...]:
     Raises:
         UsageError: if `mpu` has none of them.
     """
-    function = next((found for name in names if callable(found := getattr(mpu, name, None))), None)
+    function = next((getter for name in names if callable(getter := getattr(mpu, name, None))), None)
     if function is None:
         raise UsageError(
             f"mpu= expects Megatron's parallel_state, or an object with get_model_parallel_group() and "
@@ -245,46 +250,51 @@ class Site(NamedTuple):
 class TakenShards:
     """The DTensors of a model, in whose places the model has ordinary parameters over the same memory."""
 
-    def __init__(self, model: nn.Module, found: FoundShards) -> None:
+    def __init__(self, model: nn.Module, shards: FoundShards) -> None:
         """Replaces the DTensors, if there are any. Names, values, ties and attributes stay."""
         # By identity, since a tied parameter has several names, and is to stay one parameter.
-        by_id = {id(model.get_parameter(name)): form for name, form in found.dtensors.items()}
+        by_id = {id(model.get_parameter(name)): form for name, form in shards.dtensors.items()}
         self._taken: list[tuple[nn.Module, str, Any]] = []
         self._local: dict[int, nn.Parameter] = {}
         """The ordinary parameter for each DTensor, by the id of the DTensor."""
         self._optimizer: torch.optim.Optimizer | None = None
         self.sites: list[Site] = []
         for module in model.modules():
-            mine = {name: each for name, each in module._parameters.items() if is_dtensor(each)}
-            for name, dtensor in mine.items():
+            dtensors = {name: parameter for name, parameter in module._parameters.items() if is_dtensor(parameter)}
+            for name, dtensor in dtensors.items():
                 self._taken.append((module, name, dtensor))
                 module._parameters[name] = self._local.setdefault(id(dtensor), _ordinary(dtensor))
-            if mine:
-                self.sites.append(Site(module, {name: by_id[id(each)] for name, each in mine.items()}))
+            if dtensors:
+                self.sites.append(Site(module, {name: by_id[id(replaced)] for name, replaced in dtensors.items()}))
 
-    def translated(self, given: Any) -> Any:
+    def translated(self, argument: Any) -> Any:
         """Returns parameters or groups of parameters with the ordinary ones in place of the DTensors.
 
         Args:
-            given: the user's `model_parameters`, or None.
+            argument: the user's `model_parameters`, or None.
         """
-        if not self._taken or given is None or isinstance(given, str | Mapping) or not isinstance(given, Iterable):
-            return given
-        if isinstance(given, torch.Tensor):
-            return self._own(given)
+        if (
+            not self._taken
+            or argument is None
+            or isinstance(argument, str | Mapping)
+            or not isinstance(argument, Iterable)
+        ):
+            return argument
+        if isinstance(argument, torch.Tensor):
+            return self._own(argument)
         return [
-            {**each, "params": self.translated(each["params"])}
-            if isinstance(each, Mapping) and "params" in each
-            else self._own(each)
-            for each in given
+            {**item, "params": self.translated(item["params"])}
+            if isinstance(item, Mapping) and "params" in item
+            else self._own(item)
+            for item in argument
         ]
 
-    def translate_optimizer(self, given: Any) -> None:
+    def translate_optimizer(self, optimizer: Any) -> None:
         """Puts the ordinary parameters into the groups of an optimizer of torch; does nothing to anything else."""
-        if self._taken and isinstance(given, torch.optim.Optimizer):
-            self._optimizer = given
-            for group in given.param_groups:
-                group["params"] = [self._own(each) for each in group["params"]]
+        if self._taken and isinstance(optimizer, torch.optim.Optimizer):
+            self._optimizer = optimizer
+            for group in optimizer.param_groups:
+                group["params"] = [self._own(parameter) for parameter in group["params"]]
 
     def restore(self) -> None:
         """Puts the DTensors back, unless `keep` was called. Idempotent."""
@@ -293,7 +303,7 @@ class TakenShards:
             module._parameters[name] = dtensor
         if self._optimizer is not None:
             for group in self._optimizer.param_groups:
-                group["params"] = [back.get(id(each), each) for each in group["params"]]
+                group["params"] = [back.get(id(parameter), parameter) for parameter in group["params"]]
         self.keep()
 
     def keep(self) -> None:
@@ -316,9 +326,9 @@ def _ordinary(dtensor: Any) -> nn.Parameter:
 
 
 @contextlib.contextmanager
-def taken_over(model: nn.Module, found: FoundShards) -> Iterator[TakenShards]:
+def taken_over(model: nn.Module, shards: FoundShards) -> Iterator[TakenShards]:
     """Yields the DTensors of `model`, which are replaced; they are put back if the body raises before `keep`."""
-    taken = TakenShards(model, found)
+    taken = TakenShards(model, shards)
     try:
         yield taken
     except BaseException:
@@ -351,8 +361,6 @@ class ShardedViews(Extension):
             self._hook(site.module, site.forms)
 
     def _hook(self, module: nn.Module, forms: Mapping[str, DTensorForm]) -> None:
-        """Hooks one module; see the module."""
-
         def before(called: nn.Module, _: Any) -> None:
             self._show(called, forms)
 
@@ -396,11 +404,13 @@ class ShardedViews(Extension):
 
     def _show(self, module: nn.Module, forms: Mapping[str, DTensorForm]) -> None:
         """Puts DTensors in the places of a module's parameters."""
-        held = ((name, module._parameters[name]) for name in forms)
-        found = {name: each for name, each in held if each is not None and not is_dtensor(each)}
+        parameters = ((name, module._parameters[name]) for name in forms)
+        replaced = {
+            name: parameter for name, parameter in parameters if parameter is not None and not is_dtensor(parameter)
+        }
         # Made first: to read a placeholder is a call of the engine, which hides all that is shown.
-        shown: dict[str, Any] = {name: forms[name].over(_memory_of(parameter)) for name, parameter in found.items()}
-        self._shown.append((module, found))
+        shown: dict[str, Any] = {name: forms[name].over(_memory_of(parameter)) for name, parameter in replaced.items()}
+        self._shown.append((module, replaced))
         module._parameters.update(shown)
 
     def _hide(self, module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Count of the micro-batches of a step, of which each stage of a process runs a backward.
+"""Count of the micro-batches of a step; each stage of a process runs a backward of each.
 
     stage 0    forward 0  forward 1  ...  backward 0  backward 1          a micro-batch counts when all stages of the
     stage 2               forward 0  ...  backward 0        backward 1    process have run its backward
@@ -32,13 +32,6 @@ class TiedGradients:
     """The parameters of one process that other stages have too. Belongs to the thread that runs the model."""
 
     def __init__(self, model: nn.Module, ties: Sequence[Tie], access: ParamAccess) -> None:
-        """Stores them.
-
-        Args:
-            model: Stages of this process.
-            ties: The parameters, in one order on all stages.
-            access: Reads and sets gradients.
-        """
         self._access = access
         self._tied = [(model.get_parameter(tie.name), tie.group) for tie in ties]
 
@@ -47,9 +40,11 @@ class TiedGradients:
         for parameter, group in self._tied:
             handle = self._access.handle(parameter)
             assert handle is not None, "a parameter of the engine's model"
-            mine = self._access.read(handle, State.GRAD)
+            gradient = self._access.read(handle, State.GRAD)
             # A stage whose uses gave no gradient in this step takes part with zeros, since the others wait for it.
-            values = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu") if mine is None else mine.cpu()
+            values = (
+                torch.zeros(parameter.shape, dtype=torch.float32, device="cpu") if gradient is None else gradient.cpu()
+            )
             # Of two stages the sum has the same bits in either order; gloo adds up those of more on one, and sends it.
             dist.all_reduce(values, group=group)
             self._access.write(handle, State.GRAD, values)
@@ -62,13 +57,6 @@ class StageRun:
     """The micro-batches that a schedule runs through the stages of one process. Belongs to the model's thread."""
 
     def __init__(self, stages: int, accumulation: GradientAccumulation, ties: TiedGradients) -> None:
-        """Begins with none.
-
-        Args:
-            stages: Number of stages of this process.
-            accumulation: Counts complete micro-batches.
-            ties: The parameters that other stages have too.
-        """
         self._stages, self._accumulation, self._ties = stages, accumulation, ties
         self._done: dict[int, set[int]] = {}
         """For each micro-batch that is not complete the stages that have run its backward."""
@@ -101,7 +89,7 @@ class StageRun:
             micro_batch: Number of the micro-batch in the schedule.
             divides: True if the schedule is expected to call `divided` at its end.
         """
-        # Torch asks for the division behind the last backward, where a schedule was not made without it.
+        # torch asks for the division after the last backward, unless the schedule was made without it.
         if divides:
             self._undivided.add(stage)
         # Stages finish in any order of micro-batches: a schedule may run two of one before the first of another.
@@ -112,7 +100,7 @@ class StageRun:
             self._accumulation.count_micro_batch()
 
     def divided(self, stage: int) -> None:
-        """Notes that the schedule wants the mean over micro-batches, by which each loss was divided."""
+        """Notes that the schedule wants the mean over micro-batches: it has divided each loss by their number."""
         self._undivided.discard(stage)
 
     def begin_step(self, accumulation: int) -> None:

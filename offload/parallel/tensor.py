@@ -1,4 +1,4 @@
-"""Tensor parallelism and pipelines beside ZeRO: how the groups of each process make a grid (`distributed.world`)."""
+"""Tensor parallelism and pipelines with ZeRO: how the groups of each process make a grid (`distributed.world`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def form_grid(
     Args:
         everyone: all processes.
         row: the processes among which tensor parallelism divides this one's parameters, by their rank; empty without.
-        sharded: names of the parameters of which this process has a part.
+        sharded: names of the parameters that this process has a part of.
         pipeline: the stages of this process.
         dims: the dimension along which each of `sharded` is divided, where that is known.
 
@@ -120,8 +120,8 @@ def _check_stages(pipelines: Sequence[tuple[int, ...]], places: Sequence[Pipelin
     for processes in filter(None, sorted(set(pipelines))):
         count = places[processes[0]].num_stages
         stages = {process: list(places[process].indices) for process in processes}
-        every = sorted(index for indices in stages.values() for index in indices)
-        if every != list(range(count)) or any(places[process].num_stages != count for process in processes):
+        indices_of_all = sorted(index for indices in stages.values() for index in indices)
+        if indices_of_all != list(range(count)) or any(places[process].num_stages != count for process in processes):
             raise ConfigError(
                 f"the processes of a pipeline have the stages {stages}; expected each of 0 to {count - 1} once, "
                 "and one num_stages on all: give PipelineStages of each process the stages that its place in the "

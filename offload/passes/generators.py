@@ -28,12 +28,6 @@ class MicroBatchGenerators:
     """The generators of one step's micro-batches. Belongs to the thread that runs the step."""
 
     def __init__(self, device: torch.device, micro_batches: int) -> None:
-        """Draws the seeds.
-
-        Args:
-            device: the compute device.
-            micro_batches: number of micro-batches.
-        """
         self._device = None if device.type in ("cpu", "meta") else device
         self._seeds = torch.randint(1 << 62, (micro_batches - 1,), dtype=torch.int64, device="cpu").tolist()
         self._states: list[_States | None] = [None] * micro_batches

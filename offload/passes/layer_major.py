@@ -58,7 +58,7 @@ from offload.torch_internals import (
 #
 # torch computes on a CPU with OpenMP, which gives each thread that computes a team of its own. GNU's libgomp counts the
 # threads of all teams. Once they are more than the cores, no team waits actively for its next piece of work any longer:
-# it sleeps, and each operation of the model wakes it. Eight micro-batches that take turns have eight teams, of which
+# it sleeps, and each operation of the model wakes it. Eight micro-batches that take turns have eight teams, and only
 # one works: a step of gpt2-small on two cores took 4 to 15 % longer than with one team, in single runs.
 
 
@@ -69,10 +69,10 @@ _SOFT = 1
 def _find() -> Callable[[int], object] | None:
     # torch loads its OpenMP library for all of the process. None is there where torch is built without OpenMP.
     try:
-        found: Callable[[int], object] = ctypes.CDLL(None).omp_pause_resource_all
+        function: Callable[[int], object] = ctypes.CDLL(None).omp_pause_resource_all
     except (OSError, AttributeError):
         return None
-    return found
+    return function
 
 
 _pause = _find()
@@ -136,7 +136,7 @@ class ThreadSettings:
 
 
 class Border(NamedTuple):
-    """A place in a micro-batch's forward or backward; borders are in the order in which they are reached."""
+    """A place in a micro-batch's forward or backward; borders are in the order of their visits."""
 
     backward: bool
     passed: float
@@ -167,7 +167,7 @@ class MicroBatch(Generic[_T]):
         self.ended = False
         self._result: list[_T] = []
         self._error: BaseException | None = None
-        # Variables of a context, such as those in which transformers collects outputs, are each micro-batch's own.
+        # Each micro-batch has its own context variables, such as those that transformers collects outputs in.
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._run,), name=name, daemon=True)
         self._started = False
@@ -290,33 +290,33 @@ class ModuleState:
         return next((key for key, value in now.items() if self._before.get(key) != value), None)
 
     def _contents(self) -> dict[str, Any]:
-        """Returns what tells the contents of all attributes from others. Values, perhaps activations, are not kept."""
-        found = {}
+        """Returns what identifies the contents of all attributes. Values, perhaps activations, are not kept."""
+        contents = {}
         for name, module in self._modules.items():
             for key, value in vars(module).items():
                 if key not in _INTERNAL and (content := _content(value)) is not None:
-                    found[f"{name}.{key}" if name else key] = content
+                    contents[f"{name}.{key}" if name else key] = content
             if not isinstance(module, nn.modules.batchnorm._NormBase):
                 for key, buffer in module._buffers.items():
-                    found[f"{name}.{key}" if name else key] = (id(buffer), getattr(buffer, "_version", 0))
+                    contents[f"{name}.{key}" if name else key] = (id(buffer), getattr(buffer, "_version", 0))
         for kind in {kind for module in self._modules.values() for kind in type(module).__mro__}:
             if kind.__module__.partition(".")[0] not in ("builtins", *_LIBRARIES):
                 for key, value in vars(kind).items():
                     if not key.startswith("__"):
-                        found[f"{kind.__qualname__}.{key}"] = (id(value), _content(value))
-        return found
+                        contents[f"{kind.__qualname__}.{key}"] = (id(value), _content(value))
+        return contents
 
 
 def _content(value: Any) -> Any:
     """Returns the identities of what a container or a plain object holds; None for any other value."""
     if isinstance(value, dict):
-        return {key: id(each) for key, each in value.items() if isinstance(key, str | int)}
+        return {key: id(item) for key, item in value.items() if isinstance(key, str | int)}
     if isinstance(value, list | tuple | set):
-        return [id(each) for each in value]
+        return [id(item) for item in value]
     if isinstance(value, torch.Tensor | nn.Module | type) or callable(value):
         return None
-    held = getattr(value, "__dict__", None)
-    return None if held is None else {key: id(each) for key, each in held.items()}
+    attributes = getattr(value, "__dict__", None)
+    return None if attributes is None else {key: id(item) for key, item in attributes.items()}
 
 
 def foreign_hook(modules: Mapping[str, nn.Module]) -> str | None:
@@ -331,7 +331,7 @@ def foreign_hook(modules: Mapping[str, nn.Module]) -> str | None:
 
 
 _END = 0.5
-"""The border behind a block, in blocks after the border before it."""
+"""The border after a block, in blocks after the border before it."""
 
 
 class _Ends(NamedTuple):
@@ -346,7 +346,7 @@ class _Local(threading.local):
 
     def __init__(self) -> None:
         self.micro_batch: MicroBatch[Any] | None = None
-        """The micro-batch to which the thread belongs."""
+        """The micro-batch that the thread belongs to."""
         self.border = START
         """The last border of its forward."""
 
@@ -367,7 +367,7 @@ class LayerMajor:
         Args:
             modules: the modules of the model, by name.
             blocks: names of the repeated blocks, in the order of the model.
-            passes: is told that micro-batches take turns.
+            passes: receives the news that micro-batches take turns.
             device: the compute device.
             wanted: True if the user asks for turns by name.
         """
@@ -383,7 +383,7 @@ class LayerMajor:
         self._kept: str | None = None
         """Name of such a value."""
         self._removers: list[Callable[[], None]] = []
-        lists = [list(each) for _, each in itertools.groupby(enumerate(blocks), lambda each: _list_of(each[1]))]
+        lists = [list(run) for _, run in itertools.groupby(enumerate(blocks), lambda run: _list_of(run[1]))]
         for members in lists:
             for number, name in members:
                 self._add_border(modules[name], number, _Ends(members[0][0], members[-1][0]))
@@ -437,10 +437,10 @@ class LayerMajor:
                 if not self._watched:
                     self._run_one_by_one(generators)
                     self._mind_hooks()
-                while running := [each for each in enumerate(waiting) if not each[1].ended]:
-                    number, micro_batch = min(running, key=lambda each: (each[1].border, each[0]))
+                while running := [entry for entry in enumerate(waiting) if not entry[1].ended]:
+                    number, micro_batch = min(running, key=lambda entry: (entry[1].border, entry[0]))
                     self._resume(number, micro_batch, generators)
-                return [each.result for each in waiting]
+                return [finished.result for finished in waiting]
             finally:
                 self.abandon()
 
@@ -518,13 +518,7 @@ class LayerMajor:
         return run
 
     def _add_border(self, module: nn.Module, number: int, ends: _Ends) -> None:
-        """Installs the hooks of a block.
-
-        Args:
-            module: the block.
-            number: its number.
-            ends: of its list.
-        """
+        """Installs the hooks of a block."""
 
         def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if called is module:
@@ -563,5 +557,4 @@ class LayerMajor:
 
 
 def _list_of(name: str) -> str:
-    """Returns the name of the list of which a block is a member."""
     return name.rpartition(".")[0]

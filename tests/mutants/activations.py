@@ -29,7 +29,7 @@ MUTANTS = (
     _streams(
         "give memory of the device away under its download",
         "kept_inputs",
-        "            self._device.wait_event(kept.memory.downloaded)\n",
+        "            self._device.wait_event(kept_input.memory.downloaded)\n",
         "",
     ),
     _streams(
@@ -77,7 +77,7 @@ MUTANTS = (
     _streams(
         "miss a change under the download",
         "kept_inputs",
-        "            kept.changed = kept.changed or tensor._version != kept.version\n",
+        "            kept_input.changed = kept_input.changed or tensor._version != kept_input.version\n",
         "",
     ),
     # -- I/O
@@ -98,8 +98,8 @@ MUTANTS = (
     _input(
         "count a write that did not start",
         "kept_inputs",
-        "        slot = self._slots.take(kept.nbytes)\n        try:\n",
-        "        memory.slot = slot = self._slots.take(kept.nbytes)\n        try:\n",
+        "        slot = self._slots.take(kept_input.nbytes)\n        try:\n",
+        "        memory.slot = slot = self._slots.take(kept_input.nbytes)\n        try:\n",
         "faults",
     ),
     _input(
@@ -171,8 +171,8 @@ MUTANTS = (
     _input(
         "take memory that has changed for the same input",
         "kept_inputs",
-        "if kept is None or kept.changed or kept.version != tensor._version:",
-        "if kept is None or kept.changed:",
+        "if kept_input is None or kept_input.changed or kept_input.version != tensor._version:",
+        "if kept_input is None or kept_input.changed:",
         "inputs_kept",
     ),
     _input(
@@ -185,7 +185,7 @@ MUTANTS = (
     _input(
         "return the form of another view",
         "kept_inputs",
-        "return tensor if view.form == kept.form else view.form.view(tensor)",
+        "return tensor if view.form == kept_input.form else view.form.view(tensor)",
         "return tensor",
         "inputs_kept",
     ),
@@ -201,8 +201,8 @@ MUTANTS = (
     _input(
         "leave blocks of another size where they are",
         "kept_inputs",
-        "found = [each for each in kept if _has_block(each.memory)]",
-        "found = [e for e in kept if _has_block(e.memory) and e.memory.block.buffer.nbytes >= nbytes]",
+        "candidates = [kept_input for kept_input in inputs if _has_block(kept_input.memory)]",
+        "candidates = [e for e in inputs if _has_block(e.memory) and e.memory.block.buffer.nbytes >= nbytes]",
         "memory",
     ),
     # -- what is computed again
@@ -216,8 +216,8 @@ MUTANTS = (
     _input(
         "miss a buffer that is replaced",
         "checkpoints",
-        "each.tensor._version != each.version or _differs(now, each.tensor)",
-        "each.tensor._version != each.version",
+        "buffer.tensor._version != buffer.version or _differs(now, buffer.tensor)",
+        "buffer.tensor._version != buffer.version",
         "buffers",
     ),
     _input(

@@ -178,8 +178,8 @@ MUTANTS = (
     Mutant(
         "a resumed run does not give modules their extra state",
         "offload.engine.saved_state",
-        "            if name in held:\n",
-        "            if held.pop(name, None) is ...:\n",
+        "            if name in values:\n",
+        "            if values.pop(name, None) is ...:\n",
         "tests/checkpoints/test_module_entries.py",
     ),
     Mutant(
@@ -262,7 +262,7 @@ MUTANTS = (
     Mutant(
         "resume folders of two runs together",
         "offload.engine.assembly",
-        "        check_one_run([(path, run) for _, path, run in every])\n",
+        "        check_one_run([(path, run) for _, path, run in newest_of_all])\n",
         "",
         "tests/checkpoints/test_mixed_runs.py::test_a_resume_refuses_ranks_of_two_runs_and_changes_nothing",
     ),

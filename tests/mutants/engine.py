@@ -197,7 +197,7 @@ MUTANTS = (
     Mutant(
         "read in place what the files have in another dtype",
         "offload.engine.inference",
-        "        if other is not None:",
+        "        if stored_dtype is not None:",
         "        if False:",
         "tests/inference/test_inference.py",
     ),

@@ -36,8 +36,8 @@ MUTANTS = (
     Mutant(
         "hold every expert of a forward",
         "offload.engine.hooks",
-        "if each in self._experts.units]:",
-        "if each not in self._experts.units]:",
+        "if candidate in self._experts.units]:",
+        "if candidate not in self._experts.units]:",
         "tests/experts/test_stacked_experts_bytes.py",
     ),
     Mutant(
@@ -85,8 +85,8 @@ MUTANTS = (
     Mutant(
         "decide on a step before its gradients are here",
         "offload.engine.gradients",
-        "        self.downloads.drain()\n        found",
-        "        found",
+        "        self.downloads.drain()\n        pending",
+        "        pending",
         "tests/accelerators/test_device_stream_order.py",
     ),
     Mutant(
@@ -148,8 +148,8 @@ MUTANTS = (
     Mutant(
         "lose small gradients that a Ctrl-C kept from leaving",
         "offload.engine.gradient_transfer",
-        "        for each in group(self._small.pieces):\n",
-        "        for each in group(self._small.pieces):\n            self._small.remove(each.pieces)\n",
+        "        for batch in group(self._small.pieces):\n",
+        "        for batch in group(self._small.pieces):\n            self._small.remove(batch.pieces)\n",
         "tests/accelerators/test_small_gradients.py",
     ),
     Mutant(

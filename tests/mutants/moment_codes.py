@@ -29,8 +29,8 @@ MUTANTS = (
     Mutant(
         "read the scales of another block than a state's codes",
         "offload.engine.access",
-        "part, dtype = mode.part(each, start, start + len(values)), mode.states[each]",
-        "part, dtype = mode.part(each, 0, len(values)), mode.states[each]",
+        "part, dtype = mode.part(source, start, start + len(values)), mode.states[source]",
+        "part, dtype = mode.part(source, 0, len(values)), mode.states[source]",
         "tests/optim/test_int8_moments.py::test_states_are_read_and_set_in_fp32",
     ),
     Mutant(

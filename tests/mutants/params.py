@@ -36,7 +36,7 @@ MUTANTS = (
     Mutant(
         "initialize each copy of a parameter by itself",
         "offload.engine.fill",
-        "found |= {name: source for name in group if name != source}",
+        "sources |= {name: source for name in group if name != source}",
         "pass",
         "tests/model_files/test_deferred_init_copies.py",
     ),
@@ -176,8 +176,8 @@ MUTANTS = (
     Mutant(
         "a part is set without those of the other ranks",
         "offload.engine.access",
-        "            everyone.settle(mine)\n            self._complete(handle, whole)\n        self.write(",
-        "            everyone.settle(mine)\n        self.write(",
+        "            everyone.settle(take_shard)\n            self._complete(handle, whole)\n        self.write(",
+        "            everyone.settle(take_shard)\n        self.write(",
         "tests/deepspeed/test_safe_get_set_ranks.py",
     ),
     Mutant(

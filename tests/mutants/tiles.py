@@ -36,7 +36,7 @@ MUTANTS = (
     Mutant(
         "keep a chunk's output beside the next chunk",
         _FORWARD,
-        "                del part  # otherwise it would be in memory beside the next chunk\n",
+        "                del part  # otherwise it would be in memory together with the next chunk\n",
         "",
         _TILES,
     ),
@@ -57,14 +57,14 @@ MUTANTS = (
     Mutant(
         "take the weights of an engine for those of torch when looking for changes",
         _FORWARD,
-        "found[name] = parameter._version if handle is None else handle.engine.updates(handle.unit)",
-        "found[name] = parameter._version",
+        "versions[name] = parameter._version if handle is None else handle.engine.updates(handle.unit)",
+        "versions[name] = parameter._version",
         _ENGINE,
     ),
     Mutant(
         "give a tensor of others no gradient without a word",
         _FORWARD,
-        "        if leaf is not None and id(leaf) not in mine:",
+        "        if leaf is not None and id(leaf) not in known_ids:",
         "        if False:",
         _REFUSED,
     ),
@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         "hold weights of a tiled module for good",
         "offload.engine.edits",
-        "            while held:\n                self._unit_views.release_unit(held.pop())\n\n",
+        "            while fetched:\n                self._unit_views.release_unit(fetched.pop())\n\n",
         "            pass\n\n",
         _ENGINE,
     ),
