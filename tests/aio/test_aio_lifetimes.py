@@ -154,9 +154,11 @@ def test_nothing_stalls_while_memory_is_registered(backend: str) -> None:
 
         thread = threading.Thread(target=submit)
         thread.start()
-        before = turns
-        queue.register(aligned_empty(256 << 20))
-        during = turns - before
+        during = 0
+        for _ in range(8):  # on a machine with other work the thread may get no core while one registration lasts
+            before = turns
+            queue.register(aligned_empty(256 << 20))
+            during = during or turns - before
         stop.set()
         thread.join()
     assert during > 0

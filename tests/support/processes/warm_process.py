@@ -300,9 +300,10 @@ def receive(connection: socket.socket) -> tuple[Any, list[int]]:
     descriptors = array.array("i")
     for _, _, data in ancillary:
         descriptors.frombytes(data)
-    content = b""
-    while len(content) < int.from_bytes(head, "little"):
-        content += connection.recv(1 << 20)
+    content, nbytes = b"", int.from_bytes(head, "little")
+    # No more than this message: the next one may be there already, as of a process that has ended at once.
+    while len(content) < nbytes:
+        content += connection.recv(nbytes - len(content))
     return json.loads(content or "null"), list(descriptors)
 
 
