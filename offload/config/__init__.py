@@ -6,8 +6,8 @@ Every key of DeepSpeed's offload is known. A key is honoured, accepted because i
 decides by itself (one notice names such keys), or refused with the reason. Keys that DeepSpeed does not have belong to
 the block "offload", which DeepSpeed ignores.
 
-    blocks/values ─► blocks/block ─► the other blocks, elsewhere ─► schema    the models
-    load ─► explain        from a file to the models, or to an error message
+    blocks ─► schema       the models
+    load                   from a file to the models, or to an error message
     batch                  values that the file leaves open
     script_values          values that a script determines, and two that differ
     edit                   some keys of a file, and no other character of it

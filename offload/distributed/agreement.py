@@ -10,7 +10,7 @@ So ranks may take different paths, as models with experts and loops that evaluat
 reach the same `step()`. `next_collective` decides, from the list alone. A round is a message of a few numbers, sent by
 the thread that runs the model or its backward. Background threads take part in no round.
 
-[Note: series] Where all ranks announce the same series, of gathers (see `swapper.ranks.common_uses`) or of reductions,
+[Note: series] Where all ranks announce the same series, of gathers (see `swapper.pager`) or of reductions,
 each carries it out without a further round. A rank that wants anything else first takes part in all that is left, with
 its shards and with zeros for gradients, and asks then. One series is under way at a time, since a round begins each.
 """

@@ -4,7 +4,7 @@
 
 The reduce-scatter is an exchange: each rank receives the others' values for its partition and adds them itself. That
 moves as many bytes as a ring, rounds once instead of at every hop, and gives the same bits whatever the network does.
-Where there are several replicas of the model, each does so by itself, and they add up their sums (see `replica_sums`).
+Where there are several replicas of the model, each does so by itself, and they add up their sums (see `ReplicaSums`).
 
     each micro-batch is reduced     buckets that all units use in turn
     each step is reduced            a sum for each unit, to which its micro-batches are added; the last one is reduced

@@ -1,8 +1,9 @@
 """Access to the full fp32 values of one parameter: its master, its gradient, its optimizer states.
 
-For calls between forwards and backwards, whatever the tier of the values; users call `tensor_api`. A read copies the
+For calls between forwards and backwards, whatever the tier of the values; users call `safe_get_*` and `safe_set_*`,
+which stand at the end of this file. A read copies the
 newest values, a few chunks at a time, from the parameter's own segment of each partition; with several ranks each of
-them contributes what it holds. A write is an edit, like that of a weight (see `weight_edits`): it goes through the
+them contributes what it holds. A write is an edit, like that of a weight (see `edits`): it goes through the
 update worker to the slot that the last commit does not name, together with other edits of its unit, and is committed
 with the next step. A written gradient is that of the next step, and is included in its norm and clip.
 """

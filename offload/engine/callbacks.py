@@ -166,7 +166,7 @@ class ParamOwner(Protocol):
         """Records that user code has read `.grad` of the parameter `name`, which is None."""
 
 
-class Extension:
+class Extension(Protocol):
     """A feature that the engine does not know: it stands on the model, outside of the engine's own hooks.
 
     Extensions are put on the model last, and removed first. All methods are called by the thread that runs the model.
@@ -174,7 +174,7 @@ class Extension:
 
     def abandon(self) -> None:
         """Clears what an interrupted call has left on the model; every call of the engine begins with it."""
+        return  # most features leave nothing
 
     def remove(self) -> None:
         """Takes the feature off the model. Idempotent."""
-        raise NotImplementedError

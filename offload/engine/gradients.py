@@ -3,9 +3,9 @@
     compute stream ─► squares summed there ─► `downloads` ─┬► the unit's host buffer, for the first gradient of a step
                                                            └► a staging buffer ─► added into the host buffer
 
-A unit's host buffer is its own, or a window of a gradient on DISK (`disk_spill`). Gradients of a unit that is stored on
+A unit's host buffer is its own, or a window of a gradient on DISK (`DiskSpill`). Gradients of a unit that is stored on
 the device are added there and stay. Those of other units are summed on the device over the micro-batches, as far as
-memory allows, and copied to the host with the last (`device_totals`). The squares of values that are stored as they
+memory allows, and copied to the host with the last (`DeviceTotals`). The squares of values that are stored as they
 arrive are summed on the device before the copy; those of sums on the host, on the host. So the norm reads no gradient
 again, and its bits are the same everywhere. On a GPU without our kernels the host sums all squares, and all gradients
 pass through staging buffers. If the host can address device memory, all of this is one pass, in the backward's thread.

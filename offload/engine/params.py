@@ -122,7 +122,7 @@ class ParamHandle:
             dtype: dtype of the weights that the model computes with.
             shape: shape of the parameter.
             device: device that the model computes on.
-            rules: replacement for a torch function, by function; see `torch_function_rules.RULES`.
+            rules: replacement for a torch function, by function; see `torch_functions.RULES`.
         """
         self.parameter, self.name, self.unit, self.position = parameter, name, unit, position
         self.owner: ParamOwner | None = None

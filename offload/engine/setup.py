@@ -143,7 +143,8 @@ def initialize(
         ranks = join_ranks(device, settings.zero_optimization.mics_shard_size)
         with STARTING, with_adopted_buffers(model):
             world = join(settings, model, device, ranks, shards)
-            settings = _of_a_column(settings, world, one_at_a_time=bool(shards.dtensors) or _divides(model, world))
+            together = bool(shards.dtensors) or world.shares_batches or isinstance(model, PipelineStages)
+            settings = _of_a_column(settings, world, one_at_a_time=together)
             batch = resolve_batch(settings, world.data_ranks)
             _check_same_data(world.everyone, training_data)
             with taken_over(model, shards) as taken:
@@ -190,11 +191,6 @@ def join(config: Config, model: nn.Module, device: Device, ranks: Ranks, shards:
     check_groups(world, shards, device.torch)
     check_nodes(config, world)
     return dataclasses.replace(world, sequence=form_groups(world, config.sequence_parallel_size))
-
-
-def _divides(model: nn.Module, world: World) -> bool:
-    """Returns True if processes compute a batch together, so that micro-batches cannot take turns."""
-    return world.shares_batches or isinstance(model, PipelineStages)
 
 
 def make_plan(

@@ -95,7 +95,7 @@ def line_on_users(memory: Mapping[str, StorageReference]) -> tuple[str, ...]:
     more = f" (and of {len(used) - 1} more)" if len(used) > 1 else ""
     return (
         f"a tensor outside of the model uses the memory of parameter {used[0]}{more}: it keeps the first values, and "
-        "RAM. Take state_dict() and views of weights behind offload.initialize, or clone() them",
+        "RAM. Take state_dict() and views of weights after offload.initialize, or clone() them",
     )
 
 

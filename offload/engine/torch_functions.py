@@ -1,6 +1,6 @@
 """Rules for the torch functions that a placeholder answers in its own way.
 
-`paged_parameter` looks for a rule first. Without one, a function that needs no element is called as it is, and any
+`PagedParameter` looks for a rule first. Without one, a function that needs no element is called as it is, and any
 other function receives the weights.
 
 Every rule takes the torch function and its arguments, and returns the result that the user receives.

@@ -3,8 +3,8 @@
     folder ──► headers of the files ──► names, shapes, dtypes are compared ──► deferred parameters, each with its origin
 
 Everything is compared before anything of the model changes. `initialize` then reads one parameter after the other
-directly into its unit, a megabyte at a time, so that never more than a unit is in memory. (The tensors of a conversion,
-see `name_mapping`, are read whole.) Parameters that the folder does not contain are initialized by the model's own
+directly into its unit, a megabyte at a time, so that never more than a unit is in memory. (The tensors of a
+conversion are read whole.) Parameters that the folder does not contain are initialized by the model's own
 modules, from the config's seed. Buffers are read immediately.
 """
 

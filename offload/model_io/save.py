@@ -857,10 +857,10 @@ def _convert(
 #
 # Writing of a model's weights as files that `transformers` loads, from any source of partitions.
 #
-#     source ──► `weight_stream` reads, converts, gives the bytes of each file ──► the queue writes them ──► index,
+#     source ──► `stream` reads, converts, gives the bytes of each file ──► the queue writes them ──► index,
 #     config
 #
-# `weight_plan` has decided names, dtypes and files before. `offload export` writes from a store or a checkpoint,
+# The plan has decided names, dtypes and files before. `offload export` writes from a store or a checkpoint,
 # `save_pretrained` from an engine.
 
 

@@ -16,7 +16,7 @@ next. So a micro-batch that leaves out a block waits for those that do not, and 
 their order.
 
 In the first step the micro-batches pass one after the other while the modules are watched: a model that keeps values
-on its modules between blocks (`module_state`) stays with that order. So does one with forward hooks of the user, unless
+on its modules between blocks (`ModuleState`) stays with that order. So does one with forward hooks of the user, unless
 the config asks for turns by name.
 
 Threads. A micro-batch's forward and backward run on its thread: `EngineCore.run_backward` asks torch for that, which

@@ -1,15 +1,13 @@
 """Prediction of a run before it starts: bytes in every tier, seconds of a step, and the changes that help most.
 
-request           the arguments of `offload plan`, turned into a plan
+request           the arguments of `offload plan`, turned into a plan; rates scaled to a timed pass of the model
 hardware          a machine in numbers, probed or described
 model_shape       a model in numbers: units, work of each, bytes saved for the backward
-measure_model     rates of compute, scaled to a timed forward and backward of the model
 memory            bytes per tier, from the functions that a run uses
 activations       bytes of activations per tier, and what fits beside the budgets
-timing            seconds of a step, played by `simulation`
-bound             a lower bound of these seconds
+step_time         seconds of a step, played by `simulation`, and a lower bound of them
 recommend         tiers and host budget if the user names none, and the changes that help most
 reach             the longest sequence and the largest micro-batch of each way to keep activations
-report            a plan as text and as JSON
+output            a plan as text and as JSON
 predict_run       the plan of a run that is about to start on the probed machine
 """

@@ -1,7 +1,7 @@
 """Predicted seconds of a step: `simulate` plays the step with a machine's rates.
 
 input of a block     leaves for HOST or DISK beside the forward of the next block, and returns one block ahead
-update of a unit     beside the uses that `step_order` lists: under the next forward, and with speculation under the
+update of a unit     beside the uses that `step_of` lists: under the next forward, and with speculation under the
                      backward too
 
 The module also predicts from how many tokens per micro-batch all I/O hides behind compute, and what it costs if the

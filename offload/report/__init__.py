@@ -4,9 +4,8 @@
 |---|---|
 | `phases.py` | phases of a step, and the phase that limits the step |
 | `log.py` | steps of a log, after kills and resumes too |
-| `prediction.py` | predicted and measured numbers |
-| `drive_wear.py` | bytes written in relation to the drives' rated life |
-| `figures.py` | numbers of a run |
+| `figures.py` | numbers of a run, beside the predicted ones and the drives' rated life |
+| `spans.py`, `links.py` | spans of a timeline, and the links of the machine that they keep busy |
 | `timeline_view.py` | one step of a timeline |
 | `charts.py` | lines and stacks as SVG |
 | `page.py` | content of the page: tiles, sections, tables |

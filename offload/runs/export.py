@@ -1,6 +1,6 @@
 """Implementation of `offload export`: writes the weights of a run or a checkpoint as files that transformers loads.
 
-`weight_plan` decides the content, `weight_writer` writes it. All files are written into a folder beside the requested
+`model_io.save` decides the content and writes it. All files are written into a folder beside the requested
 one, and this folder is renamed at the end, so that the output folder is complete or absent.
 """
 

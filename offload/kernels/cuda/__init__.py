@@ -1,10 +1,7 @@
 """The AdamW step and sums of squares on a CUDA device, bitwise equal to those of the CPU.
 
-    operations   public functions: check tensors, take torch's current stream
-    kernels      argument lists and grids: what a launch of each kernel is
-    driver       libcuda through ctypes: load machine code, launch it, in the context that torch uses
-    compiled     machine code of the .cu files, cached in the user's cache folder
-    nvrtc        NVIDIA's compiler, the library that torch brings, through ctypes
+    kernels   public functions; argument lists and grids of each kernel; machine code, cached in the user's cache folder
+    driver    through ctypes: libcuda, in the context that torch uses, and NVIDIA's compiler, which torch brings
 
 The kernels are not yet verified on a GPU. Their arithmetic and all of the code above were run on a CPU, against a
 libcuda and a libnvrtc that run the kernels as C++ (tests/fake_cuda). NVRTC itself compiles them for each architecture

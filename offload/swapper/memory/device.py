@@ -45,10 +45,10 @@ from offload.swapper.memory.limits import free_host_memory
 # `AcceleratorDevice` is the same code for every accelerator. It reaches through a `HostSide` what torch offers for some
 # of them only:
 #
-#     CUDA, ROCm    `cuda_host_side`: memory of our own is pinned piece by piece through the runtime
+#     CUDA, ROCm    `CudaHostSide`: memory of our own is pinned piece by piece through the runtime
 #     all others    `TorchHostSide`: torch allocates pinned memory
 #
-# `device_choice.HOST_SIDES` has an entry for each type of device with a side of its own.
+# `HOST_SIDES` has an entry for each type of device with a side of its own.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

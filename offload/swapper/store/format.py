@@ -640,7 +640,7 @@ def _short(value: Any) -> str:
 SUMS, MANIFEST, WRITTEN = "store.sums", "store.manifest", "store.written"
 """Names of the tensors that the store adds to the engine's: checksums, manifest and write counts."""
 _ROW_NBYTES = 5 * 8
-"""Bytes of a row of the table of checksums; see `checksums.pack`."""
+"""Bytes of a row of the table of checksums; see `pack_checksums`."""
 _LENGTH_NBYTES = 8
 """A safetensors file begins with its header's length, in this many bytes."""
 
@@ -672,7 +672,7 @@ class Blob:
 
     @property
     def sums(self) -> bytes:
-        """Returns the packed checksums; see `checksums.unpack`."""
+        """Returns the packed checksums; see `unpack`."""
         return self._bytes(SUMS)
 
     @property
@@ -682,7 +682,7 @@ class Blob:
 
     @property
     def written(self) -> bytes | None:
-        """Returns the packed write counts, see `write_counts.read_written`; None if the commit has none."""
+        """Returns the packed write counts, see `requests.read_written`; None if the commit has none."""
         return self._bytes(WRITTEN) if WRITTEN in self._header else None
 
     def contents(self) -> dict[str, torch.Tensor]:
@@ -715,7 +715,7 @@ def pack_blob(contents: Mapping[str, torch.Tensor], table: torch.Tensor, manifes
 
     Args:
         contents: the engine's tensors.
-        table: the checksums, as `checksums.pack` returns them.
+        table: the checksums, as `pack_checksums` returns them.
         manifest: the manifest, as `Manifest.pack` returns it.
         written: the write counts, as `Written.pack` returns them.
     """
