@@ -1,4 +1,4 @@
-"""Faults in optimizers and their updates, and the tests that must notice them."""
+"""Faults in updates, their tiles and what they apply, and the tests that must notice them."""
 
 from __future__ import annotations
 
@@ -6,95 +6,11 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
-        "a matrix gets no unscaled gradient",
-        "offload.optimizers.matrices",
-        ".copy_(gradient).mul_(step.grad_scale)",
-        ".copy_(gradient)",
-        "tests/optim/test_muon.py",
-    ),
-    Mutant(
-        "the length of Muon's step is that of the transposed matrix",
-        "offload.optimizers.matrices",
-        "step.length(shape)",
-        "step.length(shape[::-1])",
-        "tests/optim/test_muon.py",
-    ),
-    Mutant(
-        "Muon moves a matrix by the momentum where Nesterov's is asked for",
-        "offload.optimizers.matrices",
-        "        if step.nesterov:\n            return scaled.lerp_(momentum, step.momentum)\n",
-        "",
-        "tests/optim/test_muon.py",
-    ),
-    Mutant(
-        "the low bits of a matrix stay behind",
-        "offload.optimizers.matrices",
-        "            split(master, states, segment.noise)",
-        "            states[State.WEIGHT].copy_(master)",
-        "tests/optim/test_muon.py",
-    ),
-    Mutant(
-        "a rank gets the direction of the first rows for its rows of a matrix",
-        "offload.optimizers.matrices",
-        "trade.part(index, rank).copy_(direction[place])",
-        "trade.part(index, rank).copy_(direction[: place.stop - place.start])",
-        "tests/ranks/test_ranks_matrices.py",
-    ),
-    Mutant(
-        "the home of a matrix leaves the parts of other ranks out",
-        "offload.optimizers.matrices",
-        "            room[place] = trade.part(index, rank)",
-        "            room[place] = 0",
-        "tests/ranks/test_ranks_matrices.py",
-    ),
-    Mutant(
-        "the home of a parameter that an optimizer of torch steps mixes up its parts",
-        "offload.optimizers.of_torch",
-        "whole[here].copy_(gradients.part(divided.number, rank))",
-        "whole[here].copy_(masters.part(divided.number, rank))",
-        "tests/ranks/test_ranks_matrices.py",
-    ),
-    Mutant(
         "each rank rounds a momentum by the noise of the unit's first elements",
         "offload.engine.update_strategy",
         "noise = self._noise(unit, counts[position], part, start)",
         "noise = self._noise(unit, counts[position], range(0), start)",
         "tests/ranks/test_ranks_matrices.py",
-    ),
-    Mutant(
-        "a tile ends within a matrix",
-        "offload.layout.optimizer_states",
-        "    borders = [rest, *_borders(layout)] if alone else [rest, len(part)]",
-        "    borders = [*range(rest, len(part), 2048), len(part)]",
-        "tests/optim/test_matrix_tiles.py",
-    ),
-    Mutant(
-        "Muon trains embeddings as matrices",
-        "offload.layout.optimizer_states",
-        " and id(parameter) not in ends",
-        "",
-        "tests/optim/test_muon.py",
-    ),
-    Mutant(
-        "SinkGD balances the rows alone",
-        "offload.optimizers.matrices",
-        "((1, columns), (0, rows))",
-        "((1, columns),)",
-        "tests/optim/test_sinkgd.py",
-    ),
-    Mutant(
-        "a matrix becomes one that AdamW trains, on the states of a matrix",
-        "offload.engine.optimizer",
-        "        if then != now:\n",
-        "        if False:\n",
-        "tests/optim/test_muon.py",
-    ),
-    Mutant(
-        "an optimizer of torch that needs a closure is made",
-        "offload.layout.optimizer_states",
-        "if short in _REFUSED:",
-        "if False:",
-        "tests/optim/test_named_torch_optimizers.py",
     ),
     Mutant(
         "number the elements of each rank's moments from zero",
@@ -132,20 +48,6 @@ MUTANTS = (
         "tests/optim/test_bf16_moments.py::test_tiles_of_any_size_give_the_same_bits",
     ),
     Mutant(
-        "begin the random bits of LAMB anew behind each border of its blocks",
-        "offload.optimizers.lamb",
-        "noise.after(begin - segment.start)",
-        "noise",
-        "tests/optim/test_bf16_moments.py::test_tiles_of_any_size_give_the_same_bits",
-    ),
-    Mutant(
-        "take LAMB's norms of several ranks from other roundings than its update has",
-        "offload.optimizers.lamb",
-        "segment.noise.after(start - segment.start)",
-        "segment.noise",
-        "tests/optim/test_narrow_states.py::test_lamb_on_two_ranks_moves_by_the_norms_of_rounded_moments",
-    ),
-    Mutant(
         "forget the loss scale when gradients are applied",
         "offload.engine.update_strategy",
         "if clip else 1.0) / loss_scale",
@@ -174,13 +76,6 @@ MUTANTS = (
         "tests/accelerators/test_device_stream_order.py",
     ),
     Mutant(
-        "a group that is added keeps the learning rate of the others",
-        "offload.engine.optimizer",
-        "self.defaults | param_group",
-        "param_group | self.defaults",
-        "tests/optim/test_param_groups.py",
-    ),
-    Mutant(
         "drop the decay",
         "offload.optimizers.fused",
         'AdamWStep(\n        **floats(group, "lr", "eps", "weight_decay"),',
@@ -193,20 +88,6 @@ MUTANTS = (
         "        step=count,\n        grad_scale=grad_scale,\n        decoupled",
         "        step=1_000_000,\n        grad_scale=grad_scale,\n        decoupled",
         "tests/models/test_pytorch_parity.py",
-    ),
-    Mutant(
-        "give an optimizer of torch no unscaled gradient",
-        "offload.optimizers.of_torch",
-        "gradient.mul_(step.grad_scale)",
-        "gradient",
-        "tests/optim/test_torch_optimizers.py",
-    ),
-    Mutant(
-        "run an optimizer whose parameters depend on each other",
-        "offload.optimizers.of_torch",
-        "_check_apart(optimizer, options, [min(size, _SMALL) for size in shape], attributes)",
-        "pass",
-        "tests/optim/test_torch_optimizers_refused.py",
     ),
     Mutant(
         "let LAMB read moments that it has made already",
