@@ -88,12 +88,10 @@ def _trainable_only(parameters: Iterable[Any] | None, trainable: Sequence[nn.Par
 
 
 def _listed(value: Any) -> list[Any]:
-    """Returns `value` as a list; a single tensor or object becomes a list of one."""
     return [value] if isinstance(value, torch.Tensor) or not isinstance(value, Iterable) else list(value)
 
 
 def _kind(item: Any) -> str:
-    """Returns the kind of an object that is no parameter, in words for an error message."""
     return "a dict without them" if isinstance(item, Mapping) else f"a {type(item).__name__}"
 
 
@@ -105,12 +103,7 @@ def _no_optimizer() -> Optimizer:
 
 
 def from_config(params: Iterable[Any], block: OptimizerBlock, model: nn.Module) -> Optimizer:
-    """Returns the optimizer of the config's block.
-
-    Args:
-        params: parameters, or groups of them as torch takes them.
-        block: the config's optimizer block.
-        model: the model, from whose modules a rule may find which parameters are matrices.
+    """Returns the optimizer of the config's block over parameters, or groups of them as torch takes them.
 
     Raises:
         ConfigError: the learning rate is missing, a parameter is marked as a matrix and is none, or a class of torch
@@ -232,7 +225,6 @@ def matrices_by(optimizer: Optimizer, model: nn.Module) -> frozenset[str] | None
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    """Returns the names of the trainable parameters, by their ids."""
     return {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -272,12 +264,7 @@ class Chosen(NamedTuple):
 
 
 def choose_scheduler(block: SchedulerBlock | None, scheduler: Any, optimizer: torch.optim.Optimizer) -> Chosen:
-    """Returns the engine's schedule.
-
-    Args:
-        block: the config's scheduler block; None if the config has none.
-        scheduler: a schedule, a function that makes one from the optimizer, or None.
-        optimizer: the engine's optimizer.
+    """Returns the engine's schedule: the user's, one made by the user's function, or that of the config's block.
 
     Raises:
         ConfigError: the schedule cannot be made, or does not fit the optimizer.

@@ -40,13 +40,7 @@ class InputCast:
     """Callable that moves and casts the inputs of one engine's model, as the config's `auto_cast` says."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, casts: bool | None) -> None:
-        """Sets device and dtype of the inputs.
-
-        Args:
-            device: device of the model.
-            dtype: dtype of the weights.
-            casts: `auto_cast`; None if the config does not say, which casts and reports the first cast.
-        """
+        """Sets device and dtype of the inputs. `casts` is `auto_cast`; None casts and reports the first cast."""
         self._device, self._dtype, self._casts = device, dtype, casts
         self._reported = False
 
@@ -78,12 +72,8 @@ def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None
     """Returns the same structure with its tensors on `device`; other objects stay as they are.
 
     Lists, tuples, mappings of any kind (a tokenizer's `BatchEncoding`), dataclasses, named tuples and packed sequences
-    are searched for tensors.
-
-    Args:
-        batch: the structure; it is not changed, and its memory is not read after the return.
-        device: device of the copies.
-        dtype: dtype of floating-point tensors; None keeps theirs.
+    are searched for tensors. The batch is not changed, and its memory is not read after the return. `dtype` is that of
+    floating-point tensors; None keeps theirs.
     """
 
     def move(value: torch.Tensor) -> torch.Tensor:
@@ -170,17 +160,7 @@ def load(
     device: torch.device,
     drop_last: bool,
 ) -> Loader:
-    """Returns a loader of `training_data`.
-
-    Args:
-        data: the samples; must have a length.
-        micro: samples of a micro-batch of one rank.
-        rank: this rank.
-        world_size: number of ranks.
-        seed: seed of the order.
-        collate_fn: makes a batch of a list of samples; None stands for torch's.
-        device: device of the batches.
-        drop_last: True to leave out an incomplete last batch.
+    """Returns a loader of `training_data`, in micro-batches of `micro` samples of this rank.
 
     Raises:
         ConfigError: a pass over the data has no batch.
@@ -272,14 +252,6 @@ class Loader(DataLoader[Any]):
         collate_fn: Callable[[list[Any]], Any] | None,
         device: torch.device,
     ) -> None:
-        """Starts at the first pass.
-
-        Args:
-            data: the samples.
-            batches: the order, and this rank's rows.
-            collate_fn: makes a batch of a list of samples; None stands for torch's.
-            device: device of the batches.
-        """
         self._draws = torch.Generator()  # otherwise each new iterator would draw from torch's global generator
         super().__init__(data, batch_sampler=batches, generator=self._draws, collate_fn=collate_fn)
         self._device, self._batches = device, batches
@@ -316,13 +288,7 @@ class Loader(DataLoader[Any]):
             return super().__iter__(), at
 
     def _moved(self, batches: Iterator[Any], at: Position, loads: int) -> Iterator[Any]:
-        """Yields the batches on the device, and updates the position before each.
-
-        Args:
-            batches: batches on the CPU.
-            at: position of the first batch.
-            loads: number of calls of `go_on` before this iteration.
-        """
+        """Yields the batches on the device, and updates the position before each."""
         begins = True
         while True:
             # If a checkpoint was loaded during the iteration, the iteration continues at the checkpoint's position.
@@ -374,10 +340,8 @@ class Loader(DataLoader[Any]):
     def go_on(self, where: Mapping[str, int], generators: Mapping[str, torch.Tensor] | None) -> str | None:
         """Continues at a resumed run's position; returns a notice if that run's order, batch or pass size was another.
 
-        Args:
-            where: the result of `trained` in the run that is resumed.
-            generators: states of the random generators before the next batch was loaded; None before the first step, as
-                in a new run.
+        `where` is the result of `trained` in that run. `generators` are the states of the random generators before the
+        next batch was loaded; None before the first step, as in a new run.
         """
         epoch, batch, now = where["epoch"], where["batch"], self.where()
         dropped = bool(where.get("drop_last", True))  # older versions always left out the last batch and wrote no key
@@ -424,16 +388,6 @@ class RankBatches(Sampler[list[int]]):
     """
 
     def __init__(self, length: int, micro: int, rank: int, world_size: int, seed: int, drop_last: bool) -> None:
-        """Sets the order and this rank's rows.
-
-        Args:
-            length: number of samples.
-            micro: samples of a micro-batch of one rank.
-            rank: this rank.
-            world_size: number of ranks.
-            seed: seed of the order.
-            drop_last: True to leave out an incomplete last batch.
-        """
         self.length, self.seed, self.drop_last = length, seed, drop_last
         self.samples = micro * world_size
         """Samples of a batch over all ranks."""
@@ -445,7 +399,6 @@ class RankBatches(Sampler[list[int]]):
         return self._rows(self.begin_at)  # read now: `begin_at` may change before the generator starts
 
     def _rows(self, at: Position) -> Iterator[list[int]]:
-        """Yields the sample numbers of this rank's batches, from position `at` to the end of the pass."""
         generator = torch.Generator().manual_seed(_seed_of(self.seed, at.epoch, "order"))
         # On the CPU, as the generator is: the user may have set another default device.
         order = torch.randperm(self.length, generator=generator, device="cpu").tolist()

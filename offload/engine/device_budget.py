@@ -119,7 +119,6 @@ class DeviceBudget:
         return nbytes
 
     def _grow(self) -> None:
-        """Grows the arena as far as `next_growth` says."""
         arena, room = self._pager.arena, self._device.room()
         before = arena.nbytes
         nbytes = next_growth(before, self._need, room, self._history)
@@ -179,13 +178,8 @@ class DeviceBudget:
     def run(self, forward: Callable[[], Any], inputs: Any, alone: bool) -> Any:
         """Returns the result of `forward`, which runs again if device memory ran out and grown memory was given back.
 
-        A forward is repeated only where the repetition changes nothing but the time: neither a buffer of the model nor
-        an input was changed, and the random generators are restored first.
-
-        Args:
-            forward: runs the model.
-            inputs: all that the model is given.
-            alone: True if no other rank takes part in this forward.
+        A forward is repeated only where the repetition changes nothing but the time: no other rank takes part in it
+        (`alone`), neither a buffer of the model nor an input was changed, and the random generators are restored first.
         """
         before = _State.of(self._buffers, inputs, self._device.torch) if self._history.grown and alone else None
         try:
@@ -205,9 +199,7 @@ class DeviceBudget:
     def advised(self, backward: bool = False) -> Iterator[None]:
         """Adds advice to an out-of-memory error that torch raises in the context. The error keeps its type.
 
-        Args:
-            backward: True if the context is a backward. It is not repeated, because by then it has freed the tensors
-                that autograd had saved.
+        A backward is not repeated: by then it has freed the tensors that autograd had saved.
         """
         try:
             yield
@@ -264,12 +256,9 @@ def _versions(modules: Sequence[Buffers], inputs: Any) -> list[tuple[torch.Tenso
 
 
 def advice(nbytes: int, least: int, returned: int = 0) -> str:
-    """Returns advice for a device without room for both the arena and the activations.
+    """Returns advice for a device without room for both an arena of `nbytes` and the activations.
 
-    Args:
-        nbytes: size of the arena, in bytes.
-        least: the smallest size that works, in bytes.
-        returned: bytes of the arena that the engine's next call gives back.
+    `least` is the smallest arena that works; `returned` are the bytes that the engine's next call gives back.
     """
     used = f"The engine uses {format_size(nbytes)} of the device for weights"
     pieces = (
@@ -359,10 +348,7 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
     activations, gradients in flight, libraries. `device`: allocated = arena + other. `allocator`: figures of torch's
     allocator of the device, which counts the arena as allocated; empty on a CPU. Each of `classes` lists its budget
     in the host arena, the bytes in use now, and the peak. `activations` lists the inputs of checkpointed units by tier.
-
-    Args:
-        components: components of the engine.
-        base: the result of `base_bytes` when the engine was built.
+    `base` is the result of `base_bytes` when the engine was built.
     """
     arena, device_arena = resident_of_arenas(components)
     other_engines = _others(components)
@@ -417,7 +403,6 @@ def _allocator(device: torch.device) -> dict[str, int]:
 
 
 def _others(components: EngineComponents) -> int:
-    """Returns resident bytes of the host arenas of other engines of this process."""
     own = _own_arenas(components)
     arenas = [arena for arena in process_memory().arenas if arena not in own]
     return sum(resident_bytes(arena.address, arena.nbytes) for arena in arenas)
@@ -463,13 +448,9 @@ class Sleep:
         return self._freed is not None
 
     def sleep(self, host: bool, micro_batches: int) -> FreedBytes:
-        """Gives the memory of the device arena back, and with `host` that of the host arena; see `RunningApi.sleep`.
+        """Gives the memory of the device arena back, and with `host` that of the host arena; see `Engine.sleep`.
 
         All updates and commits are done. Of an engine that is asleep, only the host arena is left to give back.
-
-        Args:
-            host: True to give the host arena back too.
-            micro_batches: backwards since the last optimizer step.
         """
         if not self.asleep:
             # Together: a rank whose units are all on its device asks no other rank, and would not learn that one slept.
@@ -503,12 +484,10 @@ class Sleep:
         )
 
     def _inputs_held(self) -> bool:
-        """Returns whether inputs of blocks are held for a backward."""
         return any(row["used"] for row in self._components.activations.bytes_by_tier().values())
 
     @staticmethod
     def _check_room(nbytes: int, of: str) -> None:
-        """Raises `BudgetError` if host memory has no room for `nbytes`."""
         free = free_host_memory()
         if nbytes > free:
             raise BudgetError(
@@ -518,7 +497,6 @@ class Sleep:
 
     @uninterrupted
     def _sleep(self, host: bool) -> FreedBytes:
-        """Does as `sleep`, once every rank has passed the checks."""
         try:
             device = self._give_back_device() if self._freed is None else self._freed.device
             before = 0 if self._freed is None else self._freed.host
@@ -605,7 +583,6 @@ class Sleep:
         return before - self._resident_host()
 
     def _host_arenas(self) -> list[HostArena]:
-        """Returns all host memory of the engine: its arena, and the memory of inputs of blocks."""
         return [self._components.arena, *self._components.activations.arenas]
 
     def _resident_host(self) -> int:

@@ -27,10 +27,7 @@ _KEY = '"keep_in_fp32": {} in the block "offload"'
 def fp32_needed(error: RuntimeError, model: nn.Module, dtype: torch.dtype) -> UsageError | None:
     """Returns the error to raise in place of torch's about fp32 and a 16-bit dtype in one operation; None for others.
 
-    Args:
-        error: what a forward of the model has raised.
-        model: the model.
-        dtype: dtype of its weights under the engine.
+    `dtype` is that of the model's weights under the engine.
     """
     text = str(error)
     if dtype is torch.float32 or not (_FP32.search(text) and _HALF.search(text)):
@@ -66,11 +63,8 @@ def _of_frames(traceback: TracebackType | None) -> Iterator[object]:
 def precision_notices(model: nn.Module, dtype: torch.dtype, in_fp32: Collection[str], wanted: bool) -> tuple[str, ...]:
     """Returns lines on the weights in fp32 where others are in 16 bits, and on those that transformers would keep so.
 
-    Args:
-        model: the model.
-        dtype: dtype of its weights under the engine.
-        in_fp32: names of the parameters that stay in fp32.
-        wanted: True if the config names them; False if the model's class lists them.
+    `dtype` is that of the model's weights under the engine, `in_fp32` names the parameters that stay in fp32, and
+    `wanted` is True if the config names them, False if the model's class lists them.
     """
     if dtype is torch.float32:
         return ()

@@ -44,11 +44,7 @@ _DEFAULTS = {"modifier_rank": 0, "allreduce_gradients": True, "release_loss": Fa
 def refuse(**keywords: Any) -> None:
     """Raises `UsageError` for the first keyword of DeepSpeed whose value asks for something that is not supported.
 
-    Args:
-        **keywords: keywords and the values that the caller received. None and DeepSpeed's own defaults are accepted.
-
-    Raises:
-        UsageError: with the keyword, its value and advice.
+    None and DeepSpeed's own defaults are accepted.
     """
     for name, value in keywords.items():
         if value is None or (name == "dist_init_required" and isinstance(value, bool)):
@@ -107,12 +103,7 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def plain_config(model: Any, config: Any, keywords: Mapping[str, Any]) -> Any:
-    """Returns the config that keywords stand for, added to the given one.
-
-    Args:
-        model: the model, whose dtype is the default where there is no config.
-        config: a config as `initialize` takes it, or None.
-        keywords: those of `PlainKeywords` that were given.
+    """Returns the config that the keywords of `PlainKeywords` stand for, added to the given one, which may be None.
 
     Raises:
         ConfigError: if a keyword and the config say different things, which names both; if a keyword has a value that
@@ -159,7 +150,6 @@ def _check_tiers(keywords: Mapping[str, Any], config: Any) -> None:
 
 
 def _copy(config: Any) -> dict[str, Any]:
-    """Returns the content of a config, whose blocks may be changed."""
     content = dict(config) if isinstance(config, Mapping) else read_json(config)
 
     # Deep, down to the blocks: the caller's dict must not change.

@@ -224,12 +224,7 @@ class JsonLines:
     """Writer of a file with a JSON object for each step, from which `offload report` makes a page."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Prepares the writer.
-
-        Args:
-            path: the file.
-            about: facts about the run, written into the first line of each process.
-        """
+        """Prepares the writer. Each process writes the facts `about` the run into its first line."""
         self._path, self._about = path, about
         self._last: int | None = None
         self._held: IO[str] | None = None
@@ -317,13 +312,6 @@ class Line:
     """Writer of a line every `steps` steps: to the log if a handler takes lines of level INFO, otherwise to stderr."""
 
     def __init__(self, steps: int, samples: int, memory: bool) -> None:
-        """Creates the writer, with no record in the means yet.
-
-        Args:
-            steps: steps for each line.
-            samples: samples of the first step.
-            memory: True to include peaks of memory.
-        """
         self._every, self._samples, self._memory = steps, samples, memory
         self._since: defaultdict[str, float] = defaultdict(float)
         self._steps = 0
@@ -415,20 +403,13 @@ def _is_installed(package: str) -> bool:
 
 
 def _folder(config: Config, key: str) -> Path:
-    """Returns the folder of a config block's files."""
     block = getattr(config, key)
     job = config.offload.run if block.job_name is None else block.job_name
     return Path(block.output_path, job).absolute()
 
 
 def make_reporter(config: Config, samples: int, facts: Mapping[str, Any]) -> Reporter | None:
-    """Returns the reporter for everything that the config names, or None if nothing is to be measured.
-
-    Args:
-        config: the config.
-        samples: samples of a step.
-        facts: facts on the run for the log.
-    """
+    """Returns the reporter for everything that the config names, or None if nothing is to be measured."""
     writers: dict[str, Callable[[], Writer]] = {}
     if config.tensorboard.enabled:
         writers["tensorboard"] = lambda: TensorBoard(_folder(config, "tensorboard"))
@@ -456,12 +437,7 @@ class Reporter:
     """Distributor of each record to a line and to writers. All methods belong to the thread that trains."""
 
     def __init__(self, shown: Writer | None, writers: Mapping[str, Callable[[], Writer]]) -> None:
-        """Stores the writers' factories.
-
-        Args:
-            shown: the line, or None.
-            writers: factory of each writer, by the name for warnings; called by `open`.
-        """
+        """Stores the line and the factory of each writer by its name in warnings; `open` calls the factories."""
         self._shown, self._makers = shown, writers
         # None ends the thread.
         self._records: queue.Queue[Record | Evaluated | None] = queue.Queue(_MOST_PENDING)
@@ -509,7 +485,6 @@ class Reporter:
             self._thread = None
 
     def _run(self, writers: dict[str, Writer]) -> None:
-        """Writes every record with every writer, on the reporter's thread."""
         while (record := self._records.get()) is not None:
             # A copy of the items, since a writer that fails is removed in the loop.
             for name, writer in list(writers.items()):
@@ -534,7 +509,6 @@ class Reporter:
 
 
 def _close(name: str, writer: Writer) -> None:
-    """Closes a writer; a failure becomes a warning."""
     try:
         writer.close()
     except Exception as error:

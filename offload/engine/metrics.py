@@ -96,13 +96,8 @@ class StepMeter:
     ) -> None:
         """Prepares the sums.
 
-        Args:
-            device: device that the model computes on, for the peak of its memory.
-            io_bytes: returns the bytes read and written so far.
-            drives: returns the bytes written to each drive so far.
-            sent: returns the collectives so far, and the bytes sent in them; None for a process that trains alone.
-            breakdown: True to include phases and waits in the records.
-            reporter: receives the record of each step.
+        `io_bytes` returns the bytes read and written so far, `drives` those written to each drive, `sent` the
+        collectives and the bytes sent in them; `sent` is None for a process that trains alone.
         """
         self._device, self._io_bytes, self._drives = device, io_bytes, drives
         self._sent = sent
@@ -195,25 +190,16 @@ class StepMeter:
         self._last = {name: last + after[name] - before[name] for name, last in self._last.items()}
 
     def evaluated(self, step: int, samples: int, loss: float, seconds: float) -> None:
-        """Passes an evaluation to the reporter.
-
-        Args:
-            step: steps before the evaluation.
-            samples: samples of these steps, on all ranks.
-            loss: the mean loss.
-            seconds: duration of the evaluation.
-        """
+        """Passes an evaluation after `step` steps to the reporter."""
         self._reporter.report_evaluation(Evaluated(step, samples, loss, seconds))
 
     def _taken(self) -> dict[str, int]:
-        """Returns every sum at this moment."""
         read, written = self._io_bytes()
         collectives, sent = (0, 0) if self._sent is None else self._sent()
         moved = {"read": read, "written": written, "collectives": collectives, "sent": sent}
         return {**self._sums, "seconds": wall_clock(), **moved}
 
     def _peaks(self) -> dict[str, float]:
-        """Returns the peaks of this process's memory so far, in bytes."""
         # getrusage reports bytes on macOS and KiB on Linux.
         unit = 1 if sys.platform == "darwin" else 1024
         peaks = {"host_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)}
@@ -266,8 +252,6 @@ class ComputeSpans:
             self._removers.pop()()
 
     def _hook(self, module: nn.Module, title: str) -> None:
-        """Records the forwards of one module."""
-
         def before(called: nn.Module, args: Any) -> None:
             if called is module:  # a deep copy carries the hooks, but is another module
                 self._enter(module)
@@ -283,7 +267,6 @@ class ComputeSpans:
         ]
 
     def _enter(self, module: nn.Module) -> None:
-        """Begins a forward's span."""
         # A forward inside of a backward is a recomputation, which ends the backward's present span.
         if not inside_backward():
             self._unit = None  # left over from an aborted backward

@@ -103,11 +103,6 @@ class Rule(ABC):
     def configured(self, groups: Sequence[Mapping[str, Any]], block: OptimizerBlock, model: nn.Module) -> Optimizer:
         """Returns the optimizer that a config's block asks for.
 
-        Args:
-            groups: groups of parameters.
-            block: the block.
-            model: the model.
-
         Raises:
             ConfigError: the learning rate is missing, or the rule cannot step a parameter as the user asks.
         """
@@ -124,8 +119,7 @@ class Rule(ABC):
     def packed(self, names: Mapping[int, str]) -> dict[str, tuple[StateField, ...]]:
         """Returns the packed states of each parameter, by name; empty unless the rule's own code decides on them.
 
-        Args:
-            names: names of the trainable parameters, by their ids.
+        `names` are those of the trainable parameters, by their ids.
 
         Raises:
             ConfigError: the rule's own code cannot run parameter by parameter.
@@ -289,13 +283,7 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any], rule: Rule) -> None:
-        """Makes an optimizer without an engine; `attach` gives it one.
-
-        Args:
-            groups: parameter groups as torch takes them.
-            defaults: numbers for groups that lack them.
-            rule: the update rule.
-        """
+        """Makes an optimizer without an engine; `attach` gives it one."""
         self._engine_step: Callable[[], None] | None = None
         self.rule = rule
         self.overflow = False
@@ -323,11 +311,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         """Makes this the optimizer of an engine, which trains the parameters that the groups contain now.
 
-        Args:
-            step: ends an optimizer step of the engine.
-            zero_grad: drops the gradients since the last optimizer step.
-            regrouped: runs after a group was added; may raise to refuse the group.
-            states: reads and writes the optimizer states of each parameter.
+        `regrouped` runs after a group was added, and may raise to refuse the group.
         """
         self._engine_step, self._engine_zero_grad, self._engine_regrouped = step, zero_grad, regrouped
         self.states = states
@@ -407,12 +391,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.loss_scale
 
     def record(self, overflow: bool, loss_scale: float) -> None:
-        """Sets the facts about the last optimizer step that users read.
-
-        Args:
-            overflow: True if the step was skipped.
-            loss_scale: factor of the loss of the next backward.
-        """
+        """Sets the facts about the last optimizer step that users read: an overflow has skipped it."""
         self.overflow, self._loss_scale = overflow, loss_scale
 
     def check_groups(self) -> None:
@@ -434,7 +413,6 @@ class Optimizer(torch.optim.Optimizer):
         self._check_marks(self._marked, self._marked_now())
 
     def _marked_now(self) -> set[int]:
-        """Returns the ids of the parameters in groups with the rule's mark."""
         marked = (group for group in self.param_groups if group.get(self.rule.mark))
         return {id(parameter) for group in marked for parameter in group["params"]}
 
@@ -520,7 +498,6 @@ class Optimizer(torch.optim.Optimizer):
             after(self)
 
     def _numbered(self) -> list[nn.Parameter]:
-        """Returns the parameters in the order of their numbers in a state dict."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     @overload
@@ -556,11 +533,7 @@ class Optimizer(torch.optim.Optimizer):
             self._engine_zero_grad()
 
     def checksum(self, clip: float) -> int:
-        """Returns a checksum of all groups' settings, for comparison between ranks.
-
-        Args:
-            clip: the largest norm of the gradient, which the checksum includes.
-        """
+        """Returns a checksum of the clip and of all groups' settings, for comparison between ranks."""
         groups = [numbers_of(group) for group in self.param_groups]
         return zlib.crc32(repr([clip, *(sorted(group.items()) for group in groups)]).encode())
 

@@ -91,11 +91,6 @@ from offload.torch_internals import inner_tensors
 def check_alone(config: Config, model: nn.Module, world: World) -> None:
     """Checks what a rank can check without the others.
 
-    Args:
-        config: The whole config.
-        model: The model.
-        world: The place of this process.
-
     Raises:
         ConfigError: If the model, a tier or a folder for swap files cannot be used.
     """
@@ -121,7 +116,6 @@ def _check_partitioned_activations(config: Config, world: World) -> None:
 
 
 def _check_precision(config: Config, world: World) -> None:
-    """Raises `ConfigError` if weights are to stay in fp32 in a part of a model."""
     names = config.offload.keep_in_fp32
     if world.divides_model and config.dtype != "fp32" and names != "auto" and names:
         raise ConfigError(
@@ -142,15 +136,6 @@ def check_same(
     """Compares config and model of all processes. Collective.
 
     Called before the disks are inspected: ranks with different configs would look for different runs.
-
-    Args:
-        world: The place of this process among all.
-        config: The whole config.
-        batch: Sizes of batches.
-        mode: States and dtypes.
-        layouts: All units.
-        model: The model before it is taken over.
-        facts_of_rule: What the optimizer's rule needs alike, in words.
 
     Raises:
         ConfigError: If the ranks differ, on every rank.
@@ -214,7 +199,6 @@ _OF_LAYERS = (
 
 
 def _compare(everyone: Sequence[dict[str, Any]], world: World) -> None:
-    """Raises `ConfigError` if the facts of any rank differ from those of rank 0, or of the first of its stage."""
     for name in everyone[0]:
         for rank, facts in enumerate(everyone):
             first = world.first_of_stage(rank) if name in _OF_LAYERS else 0
@@ -228,7 +212,7 @@ def _compare(everyone: Sequence[dict[str, Any]], world: World) -> None:
 
 
 def _first_difference(theirs: Any, own: Any) -> tuple[str, str]:
-    """Returns two values that differ as short texts: of lists, which may have thousands of items, the first such."""
+    """Returns two values that differ as short texts; of lists, the first items that differ."""
     if isinstance(theirs, list) and isinstance(own, list) and max(len(theirs), len(own)) > _SHORT:
         pairs = itertools.zip_longest(theirs, own, fillvalue="none more")
         theirs, own = next((one, own_entry) for one, own_entry in pairs if one != own_entry)
@@ -242,13 +226,7 @@ def _compared(segment: Segment, world: World) -> list[Any]:
 
 
 def check_groups(world: World, shards: FoundShards, device: torch.device) -> None:
-    """Raises `ConfigError` if the groups of tensor parallelism are not those that an engine forms.
-
-    Args:
-        world: The place of this process.
-        shards: What the model and `mpu` say.
-        device: The device that the model will compute on.
-    """
+    """Raises `ConfigError` if the groups of tensor parallelism are not those that an engine forms."""
     for name, form in shards.dtensors.items():
         if form.mesh.device_type != device.type:
             raise ConfigError(
@@ -273,16 +251,7 @@ def check_tensor_parallel(
     tiled: bool,
     codes: bool,
 ) -> None:
-    """Raises `ConfigError` for what does not go together with tensor parallelism.
-
-    Args:
-        world: The place of this process; all is allowed without tensor parallelism.
-        mode: States and dtypes.
-        layouts: All units.
-        experts: True if experts of the model are units.
-        tiled: True if the config tiles MLPs.
-        codes: True if ranks send codes.
-    """
+    """Raises `ConfigError` for features that tensor parallelism does not support."""
     if world.tensor_size == 1:
         return
     segments = [segment for layout in layouts for segment in layout.segments]
@@ -301,12 +270,7 @@ def check_tensor_parallel(
 
 
 def check_nodes(config: Config, world: World) -> None:
-    """Raises `ConfigError` if the processes cannot be divided into nodes that keep a secondary partition.
-
-    Args:
-        config: The config.
-        world: The place of this process.
-    """
+    """Raises `ConfigError` if the processes cannot be divided into nodes that keep a secondary partition."""
     size = config.zero_optimization.zero_hpz_partition_size
     if size == 1:
         return
@@ -319,7 +283,6 @@ def check_nodes(config: Config, world: World) -> None:
 
 
 def _brief(value: Any) -> str:
-    """Returns a value as text, shortened for a message."""
     text = str(value)
     return text if len(text) <= 100 else f"{text[:80]}…"
 
@@ -446,13 +409,6 @@ def check_batch_norm(
     """Raises `ConfigError` if a BatchNorm on the CPU has statistics in another dtype than its weights.
 
     torch's CPU kernel refuses them too, but only in the first forward.
-
-    Args:
-        model: The model.
-        mode: Gives the dtype of weights.
-        device: The compute device.
-        buffer_dtype: Configured dtype of buffers; None leaves them unchanged.
-        in_fp32: Names of the parameters that stay in fp32.
     """
     if device.type != "cpu":
         return
@@ -493,11 +449,6 @@ class FoundRun:
 def find_run(config: Config, on_disk: bool, ranks: Ranks) -> FoundRun:
     """Returns the run that a start finds. Collective.
 
-    Args:
-        config: The whole config.
-        on_disk: True if this rank has states whose tier is DISK.
-        ranks: All ranks.
-
     Raises:
         StoreError: If the run on the drives and the configured "resume" contradict each other.
     """
@@ -511,11 +462,7 @@ def find_run(config: Config, on_disk: bool, ranks: Ranks) -> FoundRun:
 def check_division(drives: Sequence[str], run: str, own: str, resume: str) -> None:
     """Raises `StoreError` if a start would resume a run that is divided otherwise by tensor parallelism or a pipeline.
 
-    Args:
-        drives: Folders of the drives; empty without any.
-        run: Name of the run, without the end that names the column of tensor parallelism.
-        own: That end, such as "-tp0of2" or "-pp0of2"; empty without.
-        resume: The configured "resume".
+    `own` is the end of the run's name that names this column, such as "-tp0of2" or "-pp0of2"; empty without.
     """
     if not drives or resume not in ("auto", "must"):
         return
@@ -541,13 +488,7 @@ def _size(end: str) -> str:
 
 
 def no_room(config: Config, placed: PlacedStates, ranks: Ranks) -> str | None:
-    """Returns a notice if the drives of any rank have no room for two slots, else None. Collective.
-
-    Args:
-        config: The whole config.
-        placed: The states in their tiers.
-        ranks: All ranks.
-    """
+    """Returns a notice if the drives of any rank have no room for two slots, else None. Collective."""
     shortages = ranks.share(find_shortage(config.drives, placed.two_slots_nbytes * ranks.here))
     short = next((Shortage(*shortage) for shortage in shortages if shortage is not None), None)
     if short is None:
@@ -599,13 +540,7 @@ def _resume_without_store(config: Config) -> bool:
 
 
 def _check_ended(folder: str, *, closed: bool, restart: bool) -> None:
-    """Raises `StoreError` if a start may not replace the run in `folder`.
-
-    Args:
-        folder: The run's folder on the first drive.
-        closed: True if the run was closed at its end.
-        restart: True if the user asks to replace a run that did not end, too.
-    """
+    """Raises `StoreError` if a start may not replace the run in `folder`."""
     # A run in use must not be deleted under the process that trains it.
     check_unused(Path(folder))
     # A run that was closed may go; `check_replaced` asks later whether its last step was saved.
@@ -622,11 +557,6 @@ def check_replaced(folder: Path, spec: StoreSpec, job: Mapping[str, Any]) -> Non
     """Checks that nothing is lost if this start replaces the run in `folder`, which was closed at its end.
 
     Nothing is if the user has saved the last step, or if this start does the same job: it makes the run again.
-
-    Args:
-        folder: the folder of the run on its first drive.
-        spec: what this start stores.
-        job: made by `job_of`.
 
     Raises:
         StoreError: if the run was another job, or if that is unknown. Nothing was changed.
@@ -831,7 +761,6 @@ def _request(
     device_kernels: bool,
     images: tuple[UnitImage | None, ...],
 ) -> MemoryRequest:
-    """Returns all that the placement of this rank's states depends on."""
     return MemoryRequest(
         config=config,
         layouts=layouts,
@@ -849,16 +778,7 @@ def _request(
 def _schedule(
     config: Config, batch: Batch, model: nn.Module, memory: MemoryPlan, machine: Machine, ranks: Ranks
 ) -> tuple[Choice, tuple[str, ...]]:
-    """Returns the order of micro-batches and blocks, and lines on it where it matters.
-
-    Args:
-        config: the whole config.
-        batch: sizes of a batch.
-        model: the model.
-        memory: tiers and budgets of this rank.
-        machine: what is free; memory that the device shares with the host counts as unknown.
-        ranks: all that train together.
-    """
+    """Returns the order of micro-batches and blocks, and lines on it where it matters."""
     asked, blocks = config.offload.schedule, blocks_of(model, config.units)
     # A block of transformers that checkpoints itself has this attribute.
     by_itself = all(getattr(model.get_submodule(name), "gradient_checkpointing", False) for name in blocks)
@@ -902,7 +822,6 @@ def _notices(
     everyone: Ranks,
     mesh: Mesh,
 ) -> tuple[str, ...]:
-    """Returns the plan's lines for the user, in the order of the report."""
     if everyone.rank:
         # Every rank finds the same run, and one notice is enough.
         return (*config.notices, *memory.notices, *why_not)
@@ -917,7 +836,6 @@ def _notices(
 
 
 def _mesh_notices(mesh: Mesh) -> tuple[str, ...]:
-    """Returns a line on the replicas, if there are several."""
     if mesh.replicas == 1:
         return ()
     part = "all" if mesh.shards == 1 else f"1/{mesh.shards}"
@@ -928,7 +846,6 @@ def _mesh_notices(mesh: Mesh) -> tuple[str, ...]:
 
 
 def _with_disks(placed: PlacedStates, ranks: Ranks) -> tuple[MemoryPlan, FoundRun]:
-    """Returns the memory plan that fits the room and the runs on all ranks' drives, and the run that was found."""
     config = placed.request.config
     former_run = find_run(config, placed.placement.on_disk and not placed.request.images, ranks)
     # Room is measured only if it can change the result.
@@ -938,7 +855,6 @@ def _with_disks(placed: PlacedStates, ranks: Ranks) -> tuple[MemoryPlan, FoundRu
 
 
 def _machine(device: Device, ranks: Ranks, device_kernels: bool, drives: bool) -> Machine:
-    """Returns the resources of this machine that one of its ranks may use."""
     return Machine(
         # The ranks of one machine divide its free memory evenly.
         free_host=free_host_memory() // ranks.here,
@@ -966,7 +882,6 @@ def _device_kernels(device: Device) -> tuple[bool, tuple[str, ...]]:
 
 
 def _durability(plan: Plan) -> str:
-    """Returns the part of the summary about commits."""
     if not plan.commit_every:
         return ""
     often = "each step" if plan.commit_every == 1 else f"every {plan.commit_every} steps"
@@ -1042,7 +957,6 @@ def settle(
 
 
 def _choose(config: Config, checkpoint: str | os.PathLike[str] | None) -> DtypeChoice:
-    """Returns the dtype of the checkpoint or of the run, or else the choice for this machine."""
     # The measurement takes time and is needed only for a new run.
     begun = _of_checkpoint(checkpoint) if checkpoint is not None else _of_run(config)
     if begun is None and config.offload.master != "fp32":
@@ -1051,7 +965,6 @@ def _choose(config: Config, checkpoint: str | os.PathLike[str] | None) -> DtypeC
 
 
 def _is_open(content: Mapping[str, Any], config: Config) -> bool:
-    """Returns whether a config sets no dtype, or "auto"."""
     block = _keys_of(content, "bfloat16") or _keys_of(content, "bf16")
     # A config without a dtype means fp32, so any other dtype was chosen.
     return block.get("enabled") in (None, "auto") and config.dtype == "fp32" and not config.torch_autocast.enabled
@@ -1064,7 +977,6 @@ def _keys_of(content: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _with_dtype(content: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Returns a copy of a config with an open dtype set to bf16 or fp32, or to fp16 if the run was begun so."""
     # "bfloat16" is DeepSpeed's older name of the block; a config keeps the name that it has.
     name = "bfloat16" if "bfloat16" in content else "bf16"
     block = {name: _keys_of(content, name) | {"enabled": dtype == "bf16"}}
@@ -1092,7 +1004,6 @@ def _of_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 
 
 def _precision(layout: Mapping[str, Any]) -> str:
-    """Returns the dtype in the name of a mode."""
     return str(layout["mode"]).partition(" ")[0]
 
 
@@ -1103,12 +1014,7 @@ def warn_if_slow(config: Config, device: torch.device, goes_on: bool) -> None:
     """Warns once in a process if this machine is slow in the config's dtype.
 
     A processor is measured, and slow if it multiplies the dtype much slower than fp32. A GPU is asked whether it has
-    arithmetic in bf16.
-
-    Args:
-        config: The whole config.
-        device: The compute device.
-        goes_on: True if a run is resumed, whose dtype cannot change.
+    arithmetic in bf16. The dtype of a run that goes on cannot change, so the advice differs.
     """
     dtype = config.torch_autocast.dtype if config.torch_autocast.enabled else config.dtype
     # Each dtype is worth one warning.
@@ -1126,7 +1032,6 @@ def warn_if_slow(config: Config, device: torch.device, goes_on: bool) -> None:
 
 
 def _emulated(gpu: str, config: Config, goes_on: bool) -> str:
-    """Returns the warning for a GPU without arithmetic in bf16, with its advice."""
     # Whoever reads this knows which of the ways is theirs; the config that arrives here does not tell.
     cure = (
         'choose fp16 where bf16 was chosen: "fp16": {"enabled": true} in the config, fp16=True in TrainingArguments, '
@@ -1140,14 +1045,6 @@ def _emulated(gpu: str, config: Config, goes_on: bool) -> str:
 
 
 def _slow(dtype: str, slower: float, block: str, resumed: bool) -> str:
-    """Returns the warning with its advice.
-
-    Args:
-        dtype: The slow dtype.
-        slower: Time as a multiple of that of fp32.
-        block: Block of the config that chooses the dtype.
-        resumed: True if a resumed run must keep the dtype.
-    """
     cure = f'leave the block "{block}" out of the config'
     if block == dtype:
         cure = (

@@ -122,7 +122,6 @@ def _part(value: torch.Tensor, sources: Mapping[int, tuple[str, torch.Tensor]]) 
 
 
 def _same_view(value: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Returns True if two tensors over one storage have the same elements in the same order."""
     return (value.dtype, value.shape, value.stride(), value.storage_offset()) == (
         *(buffer.dtype, buffer.shape, buffer.stride(), buffer.storage_offset()),
     )
@@ -187,11 +186,7 @@ class ModuleEntries:
     """The entries of one model."""
 
     def __init__(self, model: nn.Module, commits: bool) -> None:
-        """Finds out which entries there are.
-
-        Args:
-            model: The model, before or after an engine takes it over.
-            commits: True to refuse entries that a commit cannot hold.
+        """Finds out which entries there are, and with `commits` refuses those that a commit cannot contain.
 
         Raises:
             ConfigError: If a module cannot take its entries back, or, with `commits`, they are not plain values.
@@ -242,12 +237,7 @@ class ModuleEntries:
                 )
 
     def restore(self, entries: Entries, device: torch.device) -> list[str]:
-        """Gives the entries back to the modules; returns notices about those that were not saved.
-
-        Args:
-            entries: The entries of a commit or checkpoint.
-            device: Receives tensors that were on an accelerator.
-        """
+        """Gives the entries back to the modules; returns notices about those that were not saved."""
         values = {name: from_plain(value, entries.tensors, device) for name, value in entries.plain.items()}
         for name, module in self._extra.items():
             if name in values:
@@ -260,7 +250,6 @@ class ModuleEntries:
         return [f"{', '.join(absent)} of the model's state_dict() was not saved, and stays as the script has made it"]
 
     def _words(self, name: str) -> str:
-        """Returns an entry's name for a message."""
         module = self._extra.get(name)
         return (
             f"entry {name} of state_dict()" if module is None else f"{type(module).__name__}.get_extra_state() ({name})"

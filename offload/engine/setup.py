@@ -174,13 +174,6 @@ def initialize(
 def join(config: Config, model: nn.Module, device: Device, ranks: Ranks, shards: FoundShards) -> World:
     """Returns all processes that train together, and this one's place among them. Collective.
 
-    Args:
-        config: The config of the user.
-        model: The model, with the parameters of this process.
-        device: The compute device.
-        ranks: All processes, connected.
-        shards: The parameters that the user has divided among processes.
-
     Raises:
         ConfigError: If the model or the config does not fit the processes.
     """
@@ -204,14 +197,7 @@ def make_plan(
 ) -> Plan:
     """Returns every decision about an engine that trains. Collective. Changes nothing; drives are only inspected.
 
-    Args:
-        config: The config of this process's column.
-        batch: Sizes of batches.
-        model: The model with all its parameters, real or deferred.
-        device: The compute device.
-        world: All processes that train together, and this one's place among them.
-        optimizer: Groups of the model's parameters, and their rule.
-        sites: The modules that compute with DTensors.
+    The model has all its parameters, real or deferred.
 
     Raises:
         ConfigError: If model, optimizer and config do not fit each other, or no commit could contain what they keep.
@@ -244,7 +230,6 @@ def _unused(config: Config, optimizer: Any) -> tuple[str, ...]:
 def _loader(
     plan: Plan, training_data: Dataset[Any] | None, collate_fn: Callable[[list[Any]], Any] | None
 ) -> Loader | None:
-    """Returns the batches of training data, each rank's own rows; None without data."""
     if training_data is None:
         return None
     config, world = plan.config, plan.world
@@ -261,7 +246,6 @@ def _loader(
 
 
 def _announce(engine: Engine, plan: Plan) -> None:
-    """Writes the lines for the user, on the first process."""
     if plan.world.everyone.rank == 0:
         warn_if_slow(plan.config, plan.device.torch, plan.resume)
         logger.info(effective(plan.config, plan.batch, plan.world.data_ranks))
@@ -273,11 +257,8 @@ def _announce(engine: Engine, plan: Plan) -> None:
 def _of_a_column(loaded: Config, world: World, one_at_a_time: bool) -> Config:
     """Returns the config of a column of the grid, which is a run of its own.
 
-    Args:
-        loaded: The config of the user.
-        world: The place of this process.
-        one_at_a_time: True if micro-batches cannot take turns: the model computes with DTensors, is stages of a
-            pipeline, or ranks share sequences.
+    Micro-batches go `one_at_a_time` where the model computes with DTensors, is stages of a pipeline, or ranks share
+    sequences.
 
     Raises:
         ConfigError: If micro-batches shall take turns.
@@ -372,7 +353,6 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
 
 
 def _model_of(args: Any, model: Any) -> tuple[Any, nn.Module]:
-    """Returns the namespace and the model, which may come first, in the place of DeepSpeed's `args`."""
     if model is None and isinstance(args, nn.Module):
         return None, args
     return args, check_model_type(model)

@@ -83,8 +83,7 @@ def memory_of(model: nn.Module) -> dict[str, StorageReference]:
 def line_on_users(memory: Mapping[str, StorageReference]) -> tuple[str, ...]:
     """Returns a line if a tensor uses the memory that an engine has taken the weights from: no update reaches it.
 
-    Args:
-        memory: the result of `memory_of` before the engine took over.
+    `memory` is the result of `memory_of` before the engine took over.
     """
     if all(reference.expired() for reference in memory.values()):
         return ()
@@ -209,7 +208,6 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def _folded(tensor: torch.Tensor) -> bool:
-    """Returns True if two elements of a tensor have one address."""
     reach = 0
     # Elements are apart if each stride is longer than all that the smaller ones reach.
     for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):

@@ -76,12 +76,7 @@ class RegisteredObjects:
         self._may_grow = True
 
     def check_fits(self, states: Sequence[Mapping[str, Any]], what: str) -> None:
-        """Raises `StoreError` if the registered objects are not of the types of the first `states`.
-
-        Args:
-            states: states of registered objects in a checkpoint.
-            what: name of the checkpoint for the message.
-        """
+        """Raises `StoreError` if the registered objects are not of the types of the first `states` of a checkpoint."""
         for position, (thing, saved) in enumerate(zip(self._objects, states, strict=False), 1):
             if saved["type"] != type(thing).__name__:
                 raise StoreError(
@@ -93,9 +88,8 @@ class RegisteredObjects:
     def restore(self, states: Sequence[Mapping[str, Any]], may_grow: bool) -> int:
         """Gives each object its state; returns the number of objects without one, which stay as they are.
 
-        Args:
-            states: states of the commit or checkpoint; those without an object are stored until one is registered.
-            may_grow: True if objects without a state may be registered before the next step.
+        States without an object wait until one is registered. With `may_grow` objects without a state may be registered
+        before the next step.
         """
         for thing, saved in zip(self._objects, states, strict=False):
             thing.load_state_dict(from_plain(saved["state"]))
@@ -175,19 +169,16 @@ class RegisteredObjects:
         return [self._positions.get(number) or _state(thing, number) for number, thing in numbered] + self._waiting
 
     def _keep_positions(self) -> None:
-        """Takes the states of all loaders: of objects that are iterated."""
         numbered = enumerate(self._objects, 1)
         self._positions = {number: _state(thing, number) for number, thing in numbered if hasattr(thing, "__iter__")}
 
 
 def _state(thing: Any, number: int) -> Mapping[str, Any]:
-    """Returns type and state of an object as JSON."""
     what = f"registered object {number}, {type(thing).__name__}: its state_dict()"
     return {"type": type(thing).__name__, "state": to_plain(thing.state_dict(), what, _ADVICE, tensors=True)}
 
 
 def _names(states: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the types of states in words."""
     return ", ".join(f"a {state['type']}" for state in states)
 
 
@@ -249,11 +240,7 @@ class LossScaler:
         return self.dynamic and self._patience == 1 and self.scale <= self._config.min_loss_scale
 
     def stepped(self, overflow: bool) -> None:
-        """Adapts the scale after a step.
-
-        Args:
-            overflow: True if the step was skipped because of an overflow.
-        """
+        """Adapts the scale after a step, which was skipped if the gradient was an `overflow`."""
         config = self._config
         if not self.dynamic:
             return
@@ -325,13 +312,9 @@ class StepSettings:
 
 
 def resized(settings: StepSettings, total: int, ranks: int, gradients: torch.dtype | None) -> StepSettings:
-    """Returns the settings for steps of `total` samples.
+    """Returns the settings for steps of `total` samples over all ranks.
 
-    Args:
-        settings: the current settings.
-        total: samples of a step over all ranks.
-        ranks: number of ranks.
-        gradients: dtype that the engine chose for the gradients; None if the config names one.
+    `gradients` is the dtype that the engine chose for the gradients; None if the config names one.
 
     Raises:
         UsageError: `total` is no multiple of a micro-batch of all ranks, or several micro-batches would accumulate in
@@ -357,11 +340,7 @@ def named_settings(
 ) -> dict[str, Any]:
     """Returns the settings that may differ in a resumed run, each under its name in notices.
 
-    Args:
-        settings: the settings of a step.
-        optimizer: the engine's optimizer.
-        configured: the values of its groups as `initialize` found them; see `Optimizer.configured`.
-        lr_scheduler: the schedule, or None.
+    `configured` are the values of the optimizer's groups as `initialize` found them; see `Optimizer.configured`.
     """
     parameters = lr_scheduler.parameters if isinstance(lr_scheduler, Schedule) else {}
     groups, config = optimizer.param_groups, settings.config
@@ -385,11 +364,7 @@ def named_settings(
 def job_of(model: nn.Module, settings: StepSettings, optimizer: Optimizer, lr_scheduler: Any) -> dict[str, Any]:
     """Returns what distinguishes the job of a run from others with the same layout: plain JSON.
 
-    Args:
-        model: the model.
-        settings: the settings of a step, as `initialize` made them.
-        optimizer: the engine's optimizer, before the first step.
-        lr_scheduler: the schedule, or None.
+    Called before the first step: the settings and groups are those that `initialize` made.
     """
     # Of models of transformers that come from folders, the folder: others of the same shape have other weights.
     source = getattr(getattr(model, "config", None), "_name_or_path", "")
@@ -523,18 +498,6 @@ class TrainingState:
         layouts: Sequence[UnitLayout],
         commits: bool,
     ) -> None:
-        """Starts a new run; `restore` continues another one.
-
-        Args:
-            module: the model, whose persistent buffers each commit contains.
-            device: the compute device, for its random generator.
-            optimizer: the engine's optimizer, whose groups' values each commit contains.
-            lr_scheduler: the schedule, or None.
-            loader: the loader of `training_data`, or None.
-            settings: settings of a step.
-            layouts: the layout of each unit.
-            commits: True if the run makes commits.
-        """
         self._module, self.device, self.optimizer, self.settings = module, device, optimizer, settings
         self.entries = ModuleEntries(module, commits)
         self.commits = commits
@@ -636,12 +599,8 @@ class TrainingState:
         """Continues from `progress`; returns notices for the user.
 
         Random generators are restored at the next engine call, or earlier, before the loader loads a batch; those of a
-        snapshot at step 0 are restored at once.
-
-        Args:
-            progress: the snapshot of a commit or checkpoint.
-            schedule: False to keep the schedule of `initialize` and, if there is one, all values of the groups.
-            states: False to keep all values of the groups where no schedule continues.
+        snapshot at step 0 are restored at once. Without `schedule` the schedule of `initialize` stays and, if there is
+        one, all values of the groups. Without `states` these values stay where no schedule continues.
         """
         facts, settings, notices = progress.facts, self._settings(), list[str]()
         self._saved_step = None
@@ -763,12 +722,7 @@ class TrainingState:
         return self.take()._replace(generators=self._after_step.generators) if self.edited else self._after_step
 
     def stepped(self, micro_batches: int, overflow: bool) -> None:
-        """Counts an optimizer step, and drops the snapshot that was taken after the step before.
-
-        Args:
-            micro_batches: micro-batches of the step.
-            overflow: True if the norm was not finite and the step was skipped.
-        """
+        """Counts an optimizer step, and drops the snapshot that was taken after the step before."""
         self._after_step, self.after_step_is_due, self.edited = None, self.commits, False
         self._before_next = self._at_end = None
         self.global_steps += 1
@@ -885,5 +839,4 @@ class TrainingState:
         return {"options": changes} if any(changes) else {}
 
     def _settings(self) -> dict[str, Any]:
-        """Returns settings that may differ in a resumed run; see `named_settings`."""
         return named_settings(self.settings, self.optimizer, self._configured, self.lr_scheduler)

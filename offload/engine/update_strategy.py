@@ -75,10 +75,7 @@ class UnitUpdate:
 def grad_scale(norm: float, clip: float, loss_scale: float) -> float:
     """Returns the factor of every gradient: `torch.nn.utils.clip_grad_norm_`'s, over the loss scale.
 
-    Args:
-        norm: global norm of the gradient, without the loss scale.
-        clip: the largest norm; 0 does not clip.
-        loss_scale: factor of the loss.
+    The global norm is without the loss scale. A clip of 0 does not clip.
     """
     # 1e-6 is torch's own, for equal bits.
     return (min(1.0, clip / (norm + 1e-6)) if clip else 1.0) / loss_scale
@@ -116,15 +113,7 @@ class UpdateBuilder:
         optimizer: Optimizer,
         noise_seed: int | None,
     ) -> None:
-        """Looks up the parameters of each unit.
-
-        Args:
-            layouts: the layout of each unit.
-            trainable: elements of each unit that this rank updates.
-            module: the model.
-            optimizer: its groups give the numbers of each step.
-            noise_seed: seed of the stochastic rounding of moments and masters; None if they are fp32.
-        """
+        """Looks up the parameters of each unit. `noise_seed` is None if moments and masters are fp32."""
         self._layouts, self._trainable, self._optimizer = layouts, trainable, optimizer
         self._noise_seed = noise_seed
         self._parameters = [[module.get_parameter(s.parameter) for s in layout.segments] for layout in layouts]
@@ -132,13 +121,10 @@ class UpdateBuilder:
     def updates(
         self, present: Sequence[set[int]], order: Sequence[int], scale: float, counts: list[list[int]]
     ) -> list[UnitUpdate]:
-        """Returns an update of each unit with a gradient. `order` is the order of the next forward.
+        """Returns an update of each unit with a gradient, in the order of the next forward, which `order` is.
 
-        Args:
-            present: for each unit the segments that have a gradient.
-            order: units in the order of their next use; may repeat.
-            scale: factor of the gradients.
-            counts: number of updates of each parameter, by unit; incremented in place.
+        `present` are the segments of each unit that have a gradient. `counts`, the number of updates of each parameter,
+        are incremented in place.
         """
         settings = self._optimizer.settings()
         updates: dict[int, UnitUpdate] = {}
@@ -165,15 +151,7 @@ class UpdateBuilder:
         counts: Sequence[int],
         settings: Mapping[int, Mapping[str, Any]],
     ) -> UnitUpdate:
-        """Returns the update of one unit.
-
-        Args:
-            unit: index of the unit.
-            present: the segments that have a gradient.
-            scale: factor of the gradients.
-            counts: number of updates of each parameter, this one included.
-            settings: the group of each parameter.
-        """
+        """Returns the update of one unit. `counts` are the updates of each parameter, this one included."""
         part, rule = self._trainable[unit], self._optimizer.rule
         segments: list[ParameterStep] = []
         shared: list[int] = []
@@ -311,12 +289,7 @@ class EditSteps:
     def _set(self, tile: TileContent, start: int, stop: int, state: State, values: torch.Tensor) -> None:
         """Writes the values of an edit to elements [start, stop) of a state; see `Edit.values`.
 
-        Args:
-            tile: the memory of the states.
-            start: first element, in the trainable shard and inside of the tile.
-            stop: end of the elements.
-            state: the state to set; WEIGHT sets the master too.
-            values: (stop - start,), in fp32 or the state's dtype.
+        The elements are counted in the trainable shard, and inside of the tile. WEIGHT sets the master too.
         """
         part = slice(start - tile.start, stop - tile.start)
         if state is not State.WEIGHT:

@@ -35,11 +35,9 @@ class FusedRule(Rule):
     """Makes the kernel's arguments from a group, the count of the parameter's steps and the gradient's factor."""
 
     def step(self, parameter: nn.Parameter, group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
-        """Returns the kernel's arguments."""
         return self.kernel_step(group, count, grad_scale)
 
     def strategy(self, setting: UpdateSetting) -> FusedUpdates:
-        """Returns the strategy of every rule whose kernel needs one pass."""
         return FusedUpdates(mode=setting.mode, device=setting.device, gradients=setting.gradients)
 
 
@@ -47,11 +45,9 @@ class AdamRule(FusedRule):
     """AdamW, and Adam whose decay is added to the gradient."""
 
     def title(self, group: Mapping[str, Any]) -> str:
-        """Returns AdamW or Adam."""
         return "AdamW" if group["decoupled"] else "Adam"
 
     def refused(self, group: Mapping[str, Any]) -> str | None:
-        """Returns an option of the group that the kernel does not implement, or None."""
         # The kernel's kind of decay was chosen at `initialize`; torch's own key may have been changed since.
         changed = bool(group.get("decoupled_weight_decay", group["decoupled"])) != group["decoupled"]
         return super().refused(group) or ("decoupled_weight_decay" if changed else None)
@@ -62,7 +58,6 @@ class AdamRule(FusedRule):
         return {**settings, "decoupled": block.type == "AdamW" or settings["adam_w_mode"]}
 
     def beside(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the kind of decay."""
         return {
             "decoupled": type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay")),
         }
@@ -72,11 +67,9 @@ class SGDRule(FusedRule):
     """SGD, with or without momentum."""
 
     def title(self, group: Mapping[str, Any]) -> str:
-        """Returns SGD."""
         return "SGD"
 
     def refused(self, group: Mapping[str, Any]) -> str | None:
-        """Returns an option of the group that the kernel does not implement, or None."""
         lacking = "momentum" not in self.scheduled and group.get("momentum")  # the rule has no state for momentum
         return super().refused(group) or ("momentum" if lacking else None)
 
@@ -182,7 +175,6 @@ class FusedUpdates:
         self._mode, self._device, self._gradients = mode, device, gradients
 
     def part(self, unit: int, state: State, start: int, stop: int) -> range:
-        """Returns the same elements of every state, and the scales of their blocks."""
         return self._mode.padded_part(state, start, stop)
 
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
@@ -204,7 +196,6 @@ class _HostSteps:
         self._update, self._mode = update, mode
 
     def run(self, tile: TileContent, last: bool) -> None:
-        """Steps all segments in the tile."""
         segments = kernel_segments(self._update, tile)
         if segments:
             assert tile.gradient is not None

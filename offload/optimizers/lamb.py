@@ -50,7 +50,6 @@ class LambRule(Rule):
     """LAMB. The elements of a parameter's norms may be on several ranks."""
 
     def step(self, parameter: nn.Parameter, group: Mapping[str, Any], count: int, grad_scale: float) -> RatedStep:
-        """Returns the arguments of the kernels."""
         return RatedStep(
             LambStep(
                 **floats(group, "lr", "eps", "weight_decay"),
@@ -74,7 +73,6 @@ class LambRule(Rule):
         return _with_ratios(updates, shards, gradients, updater, agreement)
 
     def strategy(self, setting: UpdateSetting) -> LambUpdates:
-        """Returns the strategy of LAMB."""
         return LambUpdates(mode=setting.mode)
 
 
@@ -134,10 +132,7 @@ class Trust:
     def weigh(self, partition: Partition, segments: Sequence[tuple[int, ParameterStep]], start: int) -> None:
         """Updates the moments of a tile in place, and adds its sums of squares to the norms.
 
-        Args:
-            partition: states and gradient of the tile.
-            segments: for each segment its number in the update and its elements in the tile.
-            start: the tile's first element in the unit.
+        `segments` are numbers in the update and elements in the tile, whose first element in the unit is `start`.
         """
         for number, segment in segments:
             self._sums.setdefault(number, []).extend(_moments(partition, segment, start))
@@ -147,12 +142,7 @@ class Trust:
     ) -> None:
         """Updates moments and weights of a tile in place.
 
-        Args:
-            partition: states and gradient of the tile.
-            segments: for each segment its number in the update and its elements in the tile.
-            start: the tile's first element in the unit.
-            weighed: True if `weigh` has seen all tiles of the unit in an earlier pass; False if this tile is the entire
-                unit.
+        `weighed` is True if `weigh` has seen all tiles of the unit in an earlier pass, False if this tile is the unit.
         """
         # The norms are complete, so the sums of this pass are dropped: added again they would count twice.
         if weighed or any(segment.step.ratio is not None for _, segment in segments):
@@ -274,7 +264,6 @@ def _chunks(update: UnitUpdate, numel: int) -> Iterator[_Chunk]:
 
 
 def _cut(shards: LocalShards, chunk: _Chunk, buffer: memoryview) -> dict[State, memoryview]:
-    """Returns the memory of each state in a buffer, laid out as in a tile."""
     memory, offset = {}, 0
     for state, dtype in shards.mode_of(chunk.unit).states.items():
         end = offset + len(shards.mode.part(state, chunk.start, chunk.stop)) * dtype.itemsize
@@ -299,11 +288,7 @@ def _sums(
 ) -> list[tuple[float, float]]:
     """Returns the sums of squares of weight and direction, one pair for each block of the chunk.
 
-    Args:
-        shards: this rank's partitions.
-        gradients: the gradients of the step.
-        chunk: the chunk.
-        memory: memory of each state, filled by `_read`; its moments are overwritten.
+    The moments in `memory`, which `_read` has filled, are overwritten.
     """
     unit, parameter, start, stop = chunk.unit, chunk.parameter, chunk.start, chunk.stop
     dtypes = shards.mode_of(unit).states

@@ -100,11 +100,9 @@ class MatrixRule(Rule):
         )
 
     def steps_whole(self, step: Any) -> bool:
-        """Returns True for a matrix."""
         return isinstance(step, MatrixStep)
 
     def strategy(self, setting: UpdateSetting) -> MatrixUpdates:
-        """Returns the strategy of Muon and SinkGD."""
         return MatrixUpdates(setting)
 
     def configured(self, groups: Sequence[Mapping[str, Any]], block: OptimizerBlock, model: nn.Module) -> Optimizer:
@@ -134,7 +132,6 @@ class MuonRule(MatrixRule):
     """Muon (Jordan et al. 2024), as `torch.optim.Muon` computes it."""
 
     def matrix_step(self, group: Mapping[str, Any], grad_scale: float) -> MuonStep:
-        """Returns the arguments of the step of a matrix."""
         first, second, third = group["ns_coefficients"]
         return MuonStep(
             **floats(group, "lr", "momentum", "weight_decay"),
@@ -154,7 +151,6 @@ class SinkGDRule(MatrixRule):
     """SinkGD (Scetbon et al. 2025, arXiv 2502.06742)."""
 
     def matrix_step(self, group: Mapping[str, Any], grad_scale: float) -> SinkGDStep:
-        """Returns the arguments of the step of a matrix."""
         numbers = floats(group, "lr", "weight_decay")
         return SinkGDStep(**numbers, iterations=int(group["iterations"]), grad_scale=grad_scale)
 
@@ -192,7 +188,6 @@ def _divided(group: Mapping[str, Any], model: nn.Module) -> list[dict[str, Any]]
 
 
 def _first(*rates: float | None) -> float | None:
-    """Returns the first rate that is given, or None."""
     return next((rate for rate in rates if rate is not None), None)
 
 
@@ -216,14 +211,7 @@ class Exchange:
     """One rank's side of the exchanges of its engine."""
 
     def __init__(self, *, ranks: Ranks, layouts: Sequence[UnitLayout], mode: Mode, memory: torch.Tensor) -> None:
-        """Takes over the memory.
-
-        Args:
-            ranks: all ranks.
-            layouts: the layout of each unit.
-            mode: the mode.
-            memory: (n,) fp32 of the host arena: what this rank sends and receives of the largest unit at once.
-        """
+        """Takes over `memory`, (n,) fp32 of the host arena: what this rank exchanges of the largest unit at once."""
         self._ranks, self._memory = ranks, memory
         self._divided = [divided(layout, mode, ranks.mesh.shards) for layout in layouts]
 
@@ -233,14 +221,9 @@ class Exchange:
         return self._ranks.shard
 
     def begin(self, unit: int, indices: Sequence[int], dtype: torch.dtype, number: int = 0, of: int = 1) -> Trade:
-        """Returns an exchange of some parameters of a unit, the same on every rank.
+        """Returns exchange `number` of `of` at once, of some divided parameters of a unit; the same on every rank.
 
-        Args:
-            unit: index of the unit.
-            indices: indices of the parameters that have a gradient and are divided.
-            dtype: dtype of the elements that are exchanged.
-            number: number of this exchange, if several of a unit are under way at once.
-            of: number of these.
+        `indices` are those of the parameters that have a gradient, `dtype` is that of the elements that are exchanged.
         """
         parameters = [parameter for parameter in self._divided[unit] if parameter.number in indices]
         numel = len(self._memory) // of
@@ -565,7 +548,6 @@ class _UnitSteps:
         self.cuts = cuts
 
     def run(self, tile: TileContent, last: bool) -> None:
-        """Steps what a tile contains: elements by AdamW, or matrices."""
         if elements := kernel_segments(self._update, tile):
             assert tile.gradient is not None
             kernels.update(partition_of(self._updates.mode, tile.states, tile.gradient), elements)

@@ -89,16 +89,13 @@ class TorchRule(Rule):
         )
 
     def step(self, parameter: nn.Parameter, group: Mapping[str, Any], count: int, grad_scale: float) -> TorchStep:
-        """Returns the arguments of a step by torch's own code."""
         # Copies: the user may change the group and the optimizer while the update is in flight.
         return TorchStep(numbers_of(group), grad_scale, attributes_of(parameter), dict(vars(self.optimizer)))
 
     def steps_whole(self, step: Any) -> bool:
-        """Returns True: its own code steps whole parameters."""
         return True
 
     def strategy(self, setting: UpdateSetting) -> TorchUpdates:
-        """Returns the strategy of optimizers of torch."""
         return TorchUpdates(self.optimizer, setting)
 
 
@@ -140,12 +137,7 @@ class TorchUpdates:
     """Strategy of torch's optimizers. Belongs to the update worker, on whose thread alone it runs."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, setting: UpdateSetting) -> None:
-        """Divides the scratch memory: gradient and master of the largest parameter, and what ranks exchange.
-
-        Args:
-            optimizer: the user's optimizer, cloned for each step.
-            setting: the parts of the engine.
-        """
+        """Divides the scratch memory: gradient and master of the largest parameter, and what ranks exchange."""
         mode, whole, ranks = setting.mode, setting.whole, setting.ranks
         self._optimizer, self.layouts, self._rank = optimizer, setting.layouts, ranks.shard
         # Masters that have memory of their own take none: then the gradient's serves, which nobody asks for.
@@ -220,7 +212,6 @@ class _TorchSteps:
             self._trade(tile, steps)
 
     def _step(self, parameter: Segment, tile: TileContent, segment: ParameterStep) -> None:
-        """Steps a parameter that lies on this rank alone."""
         states, gradient = _content(tile, segment)
         # A copy of the gradient, because an optimizer may write into it. In fp32 the master is the weight itself.
         own = self._updates.gradient[: len(gradient)].copy_(gradient)
@@ -306,14 +297,7 @@ def likeness(
     options: Mapping[str, Any],
     states: Mapping[torch.Tensor, dict[str, Any]],
 ) -> torch.optim.Optimizer:
-    """Returns a clone of an optimizer that contains only the given parameters and their states.
-
-    Args:
-        kind: the class of the user's optimizer.
-        attributes: the attributes of the user's optimizer, which stays unchanged.
-        options: numbers and flags of the clone's only group.
-        states: the parameters, each with its states.
-    """
+    """Returns a clone of an optimizer with `attributes` and one group of `options`, over the keys of `states` alone."""
     # No constructor runs: a user's class may take any arguments, or create states.
     clone: torch.optim.Optimizer = object.__new__(kind)
     clone.__dict__.update(attributes)
@@ -330,14 +314,11 @@ def likeness(
 
 
 def find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, tuple[StateField, ...]]:
-    """Returns the states that `optimizer` keeps of each parameter, by name.
+    """Returns the states that `optimizer`, which stays unchanged, keeps of each parameter, by name.
 
     Memory of a parameter's size is allocated, for one at a time, only if the optimizer's code does not run on meta
-    tensors. A dry run may draw from any random generator, and the caller restores them.
-
-    Args:
-        optimizer: the user's optimizer, which stays unchanged.
-        names: names of the parameters by id; other parameters of the optimizer are ignored.
+    tensors. A dry run may draw from any random generator, and the caller restores them. Parameters whose ids `names`
+    lacks are ignored.
 
     Raises:
         ConfigError: the optimizer cannot run parameter by parameter.
@@ -400,12 +381,6 @@ def _check_apart(
 ) -> None:
     """Checks that parameters step apart as they do together, and that no state appears or disappears in later steps.
 
-    Args:
-        optimizer: the user's optimizer, which stays unchanged.
-        group: numbers and flags of the parameter's group.
-        shape: shape of the test parameters.
-        attributes: attributes of the parameter.
-
     Raises:
         ValueError: the optimizer cannot run parameter by parameter.
     """
@@ -433,7 +408,6 @@ def _check_apart(
 
 
 def _other_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Returns empty groups, as many as the optimizer contains, to precede the group under test."""
     return [{**group, "params": []} for group in optimizer.param_groups]
 
 
@@ -445,17 +419,9 @@ def _steps(
     before: Sequence[dict[str, Any]] = (),
     count: int = 2,
 ) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-    """Runs a number of steps on new parameters; returns the new value and the states of each.
+    """Runs `count` steps on new parameters; returns the new value and the states of each.
 
-    The parameters are in one group, after those of `before`.
-
-    Args:
-        optimizer: the user's optimizer, which stays unchanged.
-        options: numbers and flags of the group.
-        values: initial values of the parameters; on the meta device for a run without memory.
-        attributes: attributes of each parameter.
-        before: groups that precede the parameters' group.
-        count: number of steps.
+    The parameters are in one group, after those of `before`. Values on the meta device make a run without memory.
 
     Raises:
         ValueError: the optimizer changes anything besides parameters and their states.
@@ -535,10 +501,7 @@ def _reached(function: types.FunctionType) -> dict[str, Any]:
 def _image(value: Any, seen: set[int], depth: int = 0) -> Any:
     """Returns a value that differs from that of an earlier call if the object, or what it contains, has changed.
 
-    Args:
-        value: the object.
-        seen: ids of the containers and objects that the same image contains already; this one is added.
-        depth: objects around this one.
+    `seen` are the ids of the containers that the image contains already, `depth` the objects around this one.
     """
     if value is None or isinstance(value, bool | int | str | bytes):
         return value

@@ -232,17 +232,6 @@ class EngineStage(PipelineStage):
         calls: StageCalls,
         run: StageRun,
     ) -> None:
-        """Creates the stage.
-
-        Args:
-            module: The module of the stage.
-            index: Number of the stage.
-            num_stages: Number of stages of the pipeline.
-            device: The device that the engine computes on.
-            group: The process group of the pipeline; None for all processes.
-            calls: The engine.
-            run: Counts micro-batches.
-        """
         super().__init__(module, index, num_stages, device, group=group)
         self._calls, self._run = calls, run
 
@@ -254,9 +243,6 @@ class EngineStage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         """Returns the receipt of a micro-batch's inputs.
 
-        Args:
-            fwd_chunk_id: Number of the micro-batch.
-
         Raises:
             UsageError: If the schedule has another number of micro-batches than a step.
         """
@@ -265,10 +251,6 @@ class EngineStage(PipelineStage):
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward of a micro-batch.
-
-        Args:
-            *args: Those of torch.
-            **kwargs: Those of torch.
 
         Returns:
             The output of the module.
@@ -283,14 +265,7 @@ class EngineStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Runs the backward of a micro-batch, or its first half, and counts it when all of it has run.
-
-        Args:
-            bwd_chunk_id: Number of the micro-batch.
-            loss: Its loss, on the last stage.
-            full_backward: False for the first half.
-            last_backward: True for the last one of the schedule.
-        """
+        """Runs the backward of a micro-batch, or its first half, and counts it when all of it has run."""
         if not self.has_backward:
             return
         # Torch would divide `.grad` at the end of the schedule, and there is none: gradients are in the engine.
@@ -306,12 +281,7 @@ class EngineStage(PipelineStage):
             self._run.end_backward(self.stage_index, bwd_chunk_id, divides=self.chunks != 1)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Runs the second half of the backward of a micro-batch, and counts it.
-
-        Args:
-            bwd_chunk_id: Number of the micro-batch.
-            last_backward: True for the last one of the schedule.
-        """
+        """Runs the second half of the backward of a micro-batch, and counts it."""
         if not self.has_backward:
             return
 
@@ -326,11 +296,6 @@ class EngineStage(PipelineStage):
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[torch.Tensor | None, ...], Any]:
         """Runs a backward, or one half of it.
-
-        Args:
-            backward_type: "full", "input" or "weight".
-            bwd_kwargs: Inputs, outputs and gradients of the stage; for "weight" what "input" has returned.
-            last_backward: True for the last one of the schedule.
 
         Returns:
             The gradients of the inputs, and for "input" the second half; None if nothing is left to do.
@@ -355,11 +320,7 @@ class EngineStage(PipelineStage):
         self._run.check(self.chunks if self.has_backward else None, self._calls.accumulation())
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Notes that gradients are a mean over micro-batches, as they are: each loss was divided.
-
-        Args:
-            grad_scale_factor: Number of micro-batches.
-        """
+        """Notes that gradients are a mean over micro-batches, as they are: each loss was divided."""
         self._run.divided(self.stage_index)
 
 

@@ -147,10 +147,6 @@ def all_to_all(parallel: SequenceParallel, rows: torch.Tensor) -> torch.Tensor:
 def form_groups(world: World, size: int) -> Ranks:
     """Divides all ranks into groups that share sequences, and returns this rank's. Collective.
 
-    Args:
-        world: all ranks.
-        size: the config's "sequence_parallel_size".
-
     Raises:
         ConfigError: on all ranks, if the ranks cannot be divided into such groups.
     """
@@ -207,12 +203,7 @@ class SequenceAttention:
     """The attention of one model under an engine. Belongs to the thread that runs the model."""
 
     def __init__(self, model: Any, parallel: SequenceParallel) -> None:
-        """Makes the model look this attention up.
-
-        Args:
-            model: a model of transformers that `checks.check_model` has let pass.
-            parallel: this rank's group.
-        """
+        """Makes the model look this attention up."""
         self._model, self._parallel, self._own = model, parallel, model.config._attn_implementation
         self.times_called = 0
         """Layers that have called it since somebody set this to 0."""
@@ -275,13 +266,7 @@ class SequenceAttention:
 
 
 def repeats_of(heads: int, of_keys: int, ranks: int) -> int:
-    """Returns how often each head of keys is repeated, so that every rank has those of its queries.
-
-    Args:
-        heads: number of heads of queries, a multiple of `ranks`.
-        of_keys: number of heads of keys, a divisor of `heads`.
-        ranks: number of ranks.
-    """
+    """Returns how often each head of keys is repeated, so that every rank has those of its queries."""
     if of_keys % ranks == 0:
         return 1
     # One head for each rank where that is the one of all its queries; as many as queries otherwise.
@@ -398,12 +383,7 @@ def inside_adapters(model: nn.Module) -> Any:
 
 
 def check_model(model: nn.Module, config: Config) -> None:
-    """Raises `ConfigError` if sequences shall be divided, and those of `model` cannot be. Changes nothing.
-
-    Args:
-        model: the model, or one of peft around it.
-        config: the whole config.
-    """
+    """Raises `ConfigError` if sequences shall be divided, and those of `model` cannot be. Changes nothing."""
     size = config.sequence_parallel_size
     if size == 1:
         return
@@ -423,12 +403,7 @@ def check_model(model: nn.Module, config: Config) -> None:
 
 
 def check_units(size: int, experts: bool) -> None:
-    """Raises `ConfigError` if ranks that share sequences may use different units.
-
-    Args:
-        size: number of ranks that share each sequence; all is allowed for 1.
-        experts: True if experts of the model are units.
-    """
+    """Raises `ConfigError` if ranks that share sequences may use different units."""
     if size > 1 and experts:
         raise ConfigError(
             f"sequence_parallel_size is {size}, and experts are units of their own, of which ranks use those "
@@ -539,12 +514,7 @@ class SequenceForward(Extension):
     """The hooks on a model whose sequences are divided. Belongs to the thread that runs the model."""
 
     def __init__(self, model: nn.Module, parallel: SequenceParallel) -> None:
-        """Hooks the model, and registers its attention.
-
-        Args:
-            model: the model, or one of peft around it, that `checks.check_model` has let pass.
-            parallel: this rank's group.
-        """
+        """Hooks the model, and registers its attention."""
         inner = inside_adapters(model)
         self._parallel, self._name = parallel, type(inner).__name__
         self._layers: int = inner.config.num_hidden_layers

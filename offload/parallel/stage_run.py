@@ -106,9 +106,6 @@ class StageRun:
     def begin_step(self, accumulation: int) -> None:
         """Checks that a run of a schedule is complete, and adds up gradients of tied parameters over the stages.
 
-        Args:
-            accumulation: Micro-batches of a step.
-
         Raises:
             UsageError: If no run is complete, or the schedule means its gradients otherwise. Nothing has changed then.
         """
@@ -133,13 +130,7 @@ class StageRun:
 
 
 def stage_run_of(model: nn.Module, accumulation: GradientAccumulation, access: ParamAccess) -> StageRun | None:
-    """Returns the count of an engine's micro-batches; None if its model is not stages of a pipeline.
-
-    Args:
-        model: The engine's model.
-        accumulation: Counts complete micro-batches.
-        access: Reads and sets gradients of the parameters that other stages have too.
-    """
+    """Returns the count of an engine's micro-batches; None if its model is not stages of a pipeline."""
     if not isinstance(model, PipelineStages):
         return None
     return StageRun(len(model.indices), accumulation, TiedGradients(model, model.ties, access))

@@ -134,12 +134,7 @@ def stage_sites(model: nn.Module) -> Mapping[str, tuple[int, ...]]:
 
 
 def check_pipeline(model: nn.Module, config: Config) -> None:
-    """Raises `ConfigError` for what does not go together with stages of a pipeline. Local to this process.
-
-    Args:
-        model: The model as the user gives it.
-        config: The config.
-    """
+    """Raises `ConfigError` for what does not go together with stages of a pipeline. Local to this process."""
     if not isinstance(model, PipelineStages):
         return
     refused = (
