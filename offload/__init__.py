@@ -64,7 +64,7 @@ _MODULE_OF = {
     "ConfigError": "offload.errors",
     "Engine": "offload.engine.engine",
     "EngineFailed": "offload.errors",
-    "InferenceEngine": "offload.engine.inference",
+    "InferenceEngine": "offload.inference_engine",
     "IoError": "offload.errors",
     "NumericsError": "offload.errors",
     "OffloadError": "offload.errors",
@@ -73,13 +73,13 @@ _MODULE_OF = {
     "StoreError": "offload.errors",
     "TiledLinear": "offload.activations.linear",
     "UsageError": "offload.errors",
-    "auto_dtype": "offload.engine.plan",
+    "auto_dtype": "offload.dtype_choice",
     "estimate_zero2_model_states_mem_needs_all_cold": "offload.planner.deepspeed_estimates",
     "estimate_zero2_model_states_mem_needs_all_live": "offload.planner.deepspeed_estimates",
     "estimate_zero3_model_states_mem_needs_all_cold": "offload.planner.deepspeed_estimates",
     "estimate_zero3_model_states_mem_needs_all_live": "offload.planner.deepspeed_estimates",
     "gathered": "offload.engine.access",
-    "inference": "offload.engine.inference",
+    "inference": "offload.inference_engine",
     "init": "offload.model_io.load",
     "initialize": "offload.engine.setup",
     "load_pretrained": "offload.model_io.load",
@@ -133,6 +133,7 @@ if TYPE_CHECKING:
     from offload import checkpointing, losses, schedules
     from offload.activations.linear import TiledLinear
     from offload.activations.tiles import tiled, untiled
+    from offload.dtype_choice import auto_dtype
     from offload.engine.access import (
         gathered,
         register_external_parameter,
@@ -151,8 +152,6 @@ if TYPE_CHECKING:
         unregister_external_parameter,
     )
     from offload.engine.engine import Engine
-    from offload.engine.inference import InferenceEngine, inference
-    from offload.engine.plan import auto_dtype
     from offload.engine.setup import initialize
     from offload.errors import (
         BudgetError,
@@ -165,6 +164,7 @@ if TYPE_CHECKING:
         StoreError,
         UsageError,
     )
+    from offload.inference_engine import InferenceEngine, inference
     from offload.model_io.load import init, load_pretrained
     from offload.parallel.stages import PipelineStages
     from offload.planner.deepspeed_estimates import (

@@ -7,12 +7,15 @@ minutes.
     decide     returns the dtype for two rates; pure
     rates      returns the rates of this processor: from the cache, or measured in some 20 ms and cached
     choose     returns the dtype for a device
+
+`warn_if_slow` warns of a dtype that the user has chosen and that this machine is slow in.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import platform
@@ -24,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from offload.config import Config
 from offload.fileio import cache_file, read_cache, write_cache
 from offload.records import parse
 
@@ -233,3 +237,56 @@ def _read_cache(path: Path) -> dict[str, Any]:
 def _write_cache(path: Path, products: dict[str, Any]) -> None:
     """Writes the cache. Losing it in a crash costs a measurement, so the file is not synced."""
     write_cache(path, json.dumps({"version": _VERSION, "products": products}, indent=2) + "\n")
+
+
+# -- explicitly chosen dtypes -------------------------------------------------------------------------
+
+
+logger = logging.getLogger("offload")
+
+_WARNED_FROM = 1.5
+"""Warning threshold, as a multiple of the time of fp32; below it, the memory saved may be the reason for the choice."""
+warned: set[str] = set()
+"""Dtypes that this process has already been warned of."""
+
+
+def warn_if_slow(config: Config, device: torch.device, goes_on: bool) -> None:
+    """Warns once in a process if this machine is slow in the config's dtype.
+
+    A processor is measured, and slow if it multiplies the dtype much slower than fp32. A GPU is asked whether it has
+    arithmetic in bf16. The dtype of a run that goes on cannot change, so the advice differs.
+    """
+    autocasts = config.torch_autocast.enabled
+    dtype = config.torch_autocast.dtype if autocasts else config.dtype
+    # Each dtype is worth one warning.
+    if dtype == "fp32" or dtype in warned:
+        return
+    warned.add(dtype)
+    if device.type == "cuda":
+        if dtype != "bf16" or torch.cuda.is_bf16_supported(including_emulation=False):
+            return
+        # Whoever reads this knows which of the ways is theirs; the config that arrives here does not tell.
+        cure = (
+            'choose fp16 where bf16 was chosen: "fp16": {"enabled": true} in the config, fp16=True in '
+            'TrainingArguments, mixed_precision="fp16" in Accelerator, dtype="fp16" in initialize; offload train: '
+            "--dtype fp16"
+        )
+        if autocasts:
+            cure = 'leave the block "torch_autocast" out of the config, and set "fp16": {"enabled": true}'
+        elif goes_on:
+            cure = "a resumed run keeps its dtype; start another run in fp16, or resume this run on a newer GPU"
+        gpu = torch.cuda.get_device_name(device)
+        logger.warning("offload: %s has no arithmetic in bf16, which torch emulates slowly: %s", gpu, cure)
+        return
+    slower = rates(dtype).slower
+    if slower < _WARNED_FROM:
+        return
+    cure = (
+        f'leave out what chose it: the block "{dtype}" of the config, {dtype}=True of TrainingArguments, '
+        f'mixed_precision="{dtype}" of Accelerator, dtype="{dtype}" of initialize; offload train: --dtype fp32'
+    )
+    if goes_on and config.dtype != "fp32":
+        cure = "a resumed run keeps its dtype; start another run in fp32, or resume this run on another machine"
+    elif autocasts:
+        cure = 'leave the block "torch_autocast" out of the config'
+    logger.warning("offload: %s products are %.1f times slower than fp32 on this processor: %s", dtype, slower, cure)

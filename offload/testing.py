@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from offload.aio import aligned_empty
-from offload.engine.metrics import NO_SPANS
+from offload.metrics.meter import NO_SPANS
 from offload.sizes import align_up
 from offload.states import State, Tier
 from offload.timeline import OFF
@@ -428,7 +428,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "size.export_writes": ("offload.model_io.save:_WRITES",),
     "size.block_chunk": ("offload.model_io.save:VALUES",),
     "size.safetensors_piece": ("offload.model_io.folder:_PIECE_NBYTES",),
-    "size.pending_metrics": ("offload.engine.metric_writers:_MOST_PENDING",),
+    "size.pending_metrics": ("offload.metrics.writers:_MOST_PENDING",),
     "size.coded_replicas": ("offload.layout.memory_plan:MOST_CODED_REPLICAS",),
     "size.access_order": ("offload.swapper.policy:_LONGEST",),
     "size.device_views": ("offload.swapper.memory.device_arena:_VIEWS",),
@@ -437,7 +437,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "size.stripe": ("offload.swapper.store.drives:_STRIPE_BYTES",),
     "size.least_checksum": ("offload.swapper.store.format:_MIN_CHECKSUM_NBYTES",),
     # What the machine says.
-    "clock.steps": ("offload.engine.metrics:wall_clock",),
+    "clock.steps": ("offload.metrics.meter:wall_clock",),
     "clock.interrupts": ("offload.interrupts:_RETRY_S",),
     "memory.free": (
         "offload.engine.access:free_host_memory",
@@ -461,7 +461,7 @@ POINTS: Mapping[str, Sequence[str]] = {
     "device.prefer_node": ("offload.swapper.memory.device:prefer_node",),
     "device.inputs": ("offload.engine.data:to_device",),
     "storage.users": ("offload.torch_internals:StorageUsers._tensors",),
-    "dtype.warned": ("offload.engine.plan:warned",),
+    "dtype.warned": ("offload.precision:warned",),
     "kernel.update": ("offload.kernels:update",),
     "muon.products_in_bf16": ("offload.optimizers.matrices:products_in_bf16",),
     # I/O and files.

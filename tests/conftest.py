@@ -26,10 +26,9 @@ import torch
 import typer.testing
 
 import offload
-from offload import testing
+from offload import precision, testing
 from offload.aio import BACKENDS, Bandwidth, IoQueue
 from offload.aio.backend import refusals
-from offload.engine import plan
 from offload.swapper.memory.host_arena import process_memory
 from tests.pages import what_works_page
 from tests.support import sampling
@@ -44,7 +43,7 @@ typer.testing._get_command = functools.cache(typer.main.get_command)
 _refusals = functools.cache(refusals)
 """Why each way to the kernel is refused: rings to try them out take longer than most tests of queues."""
 
-plan.warned.update(("bf16", "fp16"))  # else one test has a warning more, on some machines
+precision.warned.update(("bf16", "fp16"))  # else one test has a warning more, on some machines
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload.deepspeed.content import content_of
-from offload.engine.inference import InferenceEngine, inference
 from offload.errors import UsageError
+from offload.inference_engine import InferenceEngine, inference
 from offload.notices import announce
 
 _DTYPES = {

@@ -40,13 +40,13 @@ from offload.distributed.gathers import Exchange, ExchangeMemory, mean_of, value
 from offload.distributed.process_group import Ranks, Work
 from offload.engine.callbacks import EngineCallbacks, GradientStats
 from offload.engine.gradients import GradientAccumulator, GradientPlaces, flat
-from offload.engine.metrics import NO_SPANS, ComputeSpans
 from offload.errors import RankError
 from offload.interrupts import uninterrupted
 from offload.kernels.blocks import quantize
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
 from offload.layout.tiers import CODES, Reduction
+from offload.metrics.meter import NO_SPANS, ComputeSpans
 from offload.swapper.memory.device import DONE, Device, Event
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena

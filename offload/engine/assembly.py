@@ -45,8 +45,6 @@ from offload.engine.fill import InitialFill, make_resident_shards
 from offload.engine.gradient_transfer import DeviceToHost, DiskSpill, windows
 from offload.engine.gradients import GradientAccumulator, GradientPlaces, UnitCompletion, borders, parameter_starts
 from offload.engine.hooks import ModuleHooks, SavedTensors, other_hooks
-from offload.engine.metric_writers import check_monitor, make_reporter
-from offload.engine.metrics import ComputeSpans, Listener, Relay, StepMeter, compute_spans
 from offload.engine.opaque import ParameterBytes, page_out
 from offload.engine.optimizer import Optimizer, Rule
 from offload.engine.params import ParamHandle, handle_of
@@ -74,6 +72,8 @@ from offload.layout.memory_plan import limits, unit_sizes
 from offload.layout.pass_order import LAYER_MAJOR, makes_early_updates
 from offload.layout.placement import STAGING_BUFFERS, WINDOWS
 from offload.layout.tiers import copied_memory
+from offload.metrics.meter import ComputeSpans, Listener, Relay, StepMeter, compute_spans
+from offload.metrics.writers import check_monitor, make_reporter
 from offload.model_io.saved_names import about_saved
 from offload.notices import Headline
 from offload.parallel.sequence import SequenceForward, SequenceParallel

@@ -14,12 +14,12 @@ from offload.engine.callbacks import Extension
 from offload.engine.edits import WeightEdits
 from offload.engine.gradients import GradientAccumulator
 from offload.engine.hooks import ModuleHooks
-from offload.engine.metrics import StepMeter
 from offload.engine.shards import LocalShards
 from offload.engine.unit_views import UnitViews
 from offload.engine.update import UpdateWorker
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
+from offload.metrics.meter import StepMeter
 from offload.passes.layer_major import LayerMajor
 from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.pager import Pager

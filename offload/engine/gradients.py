@@ -30,12 +30,12 @@ from offload.aio.protocols import Future
 from offload.engine._native import DirectAdd
 from offload.engine.callbacks import EngineCallbacks, GradientStats
 from offload.engine.gradient_transfer import DeviceToHost, DiskSpill
-from offload.engine.metrics import NO_SPANS, ComputeSpans
 from offload.interrupts import uninterrupted
 from offload.kernels import cuda
 from offload.kernels.sums import Sum
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
+from offload.metrics.meter import NO_SPANS, ComputeSpans
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.timeline import OFF, Phase, Row, Timeline
 

@@ -33,12 +33,12 @@ from offload.engine._native import GradientHook, Handle, Pack, Plain, Unpack
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.experts import ExpertTurns, forgive_parametrizations
 from offload.engine.gradients import GradientAccumulator
-from offload.engine.metrics import NO_SPANS, ComputeSpans
 from offload.engine.params import ParamHandle, handle_of
 from offload.engine.unit_views import UnitViews
 from offload.errors import UsageError
 from offload.interrupts import is_on_stack, uninterrupted
 from offload.layout.units import external_parameters, layers_inside
+from offload.metrics.meter import NO_SPANS, ComputeSpans
 from offload.swapper.pager import Pager
 from offload.swapper.policy import PassKind
 from offload.timeline import OFF, Phase, Timeline

@@ -43,7 +43,6 @@ from offload.engine.plan import (
     check_nodes,
     check_tensor_parallel,
     decide,
-    warn_if_slow,
 )
 from offload.engine.saved_state import ModuleEntries
 from offload.engine.snapshot import keep_generators
@@ -56,6 +55,7 @@ from offload.parallel.sequence import check_units, form_groups
 from offload.parallel.sharded_params import FoundShards, Site, find_shards, taken_over
 from offload.parallel.stages import PipelineStages, check_pipeline, pipeline_place
 from offload.parallel.tensor import form_grid
+from offload.precision import warn_if_slow
 from offload.sizes import count_of, format_size
 from offload.swapper.memory.device import Device, compute_device, let_segments_grow, open_device
 

@@ -21,12 +21,12 @@ from offload.engine.callbacks import GradientStats
 from offload.engine.components import EngineComponents
 from offload.engine.early_updates import EarlyUpdates
 from offload.engine.expert_zeros import ZeroGradients, zero_gradients
-from offload.engine.metrics import Stepped
 from offload.engine.optimizer import Optimizer
 from offload.engine.state import TrainingState
 from offload.engine.update import UpdateWorker, reason_to_clip
 from offload.engine.update_strategy import UnitUpdate, UpdateBuilder, grad_scale
 from offload.errors import EngineFailed, NumericsError, RankError, UsageError
+from offload.metrics.meter import Stepped
 from offload.sizes import count_of
 
 # -- gradient accumulation -----------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from torch import nn
 from offload.config import Config, load_config
 from offload.config.script_values import refuse_sequences
 from offload.distributed.process_group import join_launcher
+from offload.dtype_choice import settle
 from offload.engine.engine import Engine
-from offload.engine.plan import settle
 from offload.engine.setup import initialize
 from offload.errors import ConfigError, OffloadError, StoreError
 from offload.fileio.jsonl import check_log, cut_log

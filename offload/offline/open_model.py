@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from offload.config import read_json
-from offload.engine.inference import InferenceEngine, inference, read_model
 from offload.errors import BudgetError, ConfigError, NumericsError, OffloadError, UsageError
 from offload.finetune.corpus.packing import Document
 from offload.finetune.model import read_tokenizer
+from offload.inference_engine import InferenceEngine, inference, read_model
 from offload.losses import chunk_loss_of
 from offload.presets import check_folder, check_positions, error_message, positions_of, require_transformers
 from offload.sizes import count_of, format_size, parse_size

@@ -11,10 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from offload import kernels, testing
+from offload import kernels, precision, testing
 from offload.cli.main import app
 from offload.config import load_config
-from offload.engine import device_budget, plan
+from offload.engine import device_budget
 from offload.errors import UsageError
 from offload.finetune import job
 from offload.kernels import settings
@@ -106,8 +106,8 @@ def test_emulated_bf16_is_warned_of_once(
     base: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     with caplog.at_level(logging.WARNING, "offload"):
         for _ in range(2):
-            plan.warn_if_slow(load_config(base | {"bf16": {"enabled": True}}), torch.device("cuda", 0), False)
-        plan.warn_if_slow(load_config(base | {"fp16": {"enabled": True}}), torch.device("cuda", 0), False)
+            precision.warn_if_slow(load_config(base | {"bf16": {"enabled": True}}), torch.device("cuda", 0), False)
+        precision.warn_if_slow(load_config(base | {"fp16": {"enabled": True}}), torch.device("cuda", 0), False)
     words = [record.getMessage() for record in caplog.records]
     assert len(words) == (0 if native else 1)
     assert all("Tesla T4 has no arithmetic in bf16" in each and '"fp16": {"enabled": true}' in each for each in words)

@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import save_file
 
 import offload
-from offload.engine.inference import InferenceEngine
+from offload.inference_engine import InferenceEngine
 from offload.sizes import PAGE
 from offload.swapper.store.model_files import FileRange, image_of
 

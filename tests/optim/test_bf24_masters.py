@@ -13,8 +13,8 @@ import offload
 from offload import testing
 from offload.cli.main import app
 from offload.config import load_config
+from offload.dtype_choice import auto_dtype
 from offload.engine.params import handle_of
-from offload.engine.plan import auto_dtype
 from offload.errors import ConfigError, StoreError
 from offload.finetune.options import Options, in_options, merge
 from offload.kernels import Noise, Partition, PlainSGDStep, Segment, noise_stream, update

@@ -12,9 +12,9 @@ import torch
 
 import offload
 from offload import testing
-from offload.engine.metric_writers import cut
-from offload.engine.metrics import cause_of
 from offload.errors import NumericsError
+from offload.metrics.meter import cause_of
+from offload.metrics.writers import cut
 from offload.timeline import Row
 from tests.report.monitor_runs import CSV, DISK, JOB, loss, model, no_thread_stays, rows, start, values
 from tests.support.models import GPT2

@@ -16,9 +16,9 @@ import pytest
 import offload
 from offload import testing
 from offload.config import load_config
-from offload.engine.metric_writers import CsvFiles, Line, Record, Reporter, events, line
 from offload.errors import ConfigError
 from offload.finetune.options import Options, merge
+from offload.metrics.writers import CsvFiles, Line, Record, Reporter, events, line
 from tests.report.monitor_runs import DISK, JOB, model, no_thread_stays, start
 from tests.support.oracle import config, run, train_step
 

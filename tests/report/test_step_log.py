@@ -14,8 +14,8 @@ import torch
 
 import offload
 from offload import testing
-from offload.engine.metric_writers import Reporter
-from offload.engine.metrics import StepMeter, Stepped
+from offload.metrics.meter import StepMeter, Stepped
+from offload.metrics.writers import Reporter
 from offload.report.figures import figures
 from offload.report.log import read_log
 from tests.store.test_drive_wear import DISK, JOB, begin

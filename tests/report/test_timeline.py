@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from offload import testing
-from offload.engine.metrics import Relay
+from offload.metrics.meter import Relay
 from offload.timeline import OFF, Phase, Row, Timeline, now
 from tests.report.timeline_reader import DISK, JOB, _content, counters, names, read, row, threads
 from tests.support import models

@@ -19,9 +19,9 @@ LAYERS = (
     *("errors", "records", "interrupts", "sizes", "notices", "states", "timeline", "torch_internals", "provenance"),
     *("aio", "config", "launch", "presets", "report", "deepnvme"),
     *("fileio", "kernels", "precision", "schedules", "checkpointing"),
-    *("swapper", "hardware", "layout"),
+    *("swapper", "hardware", "layout", "metrics"),
     *CIRCLE,
-    *("planner", "losses", "__init__"),
+    *("planner", "losses", "dtype_choice", "inference_engine", "__init__"),
     *("finetune", "bench", "offline", "hf", "integrations", "runs", "deepspeed"),
     *("cli", "testing", "__main__"),
 )

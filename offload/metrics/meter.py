@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from offload.engine.metric_writers import Evaluated, Record, Reporter
+from offload.metrics.writers import Evaluated, Record, Reporter
 from offload.swapper.store import DriveWrites
 from offload.timeline import OFF, Phase, Row, Timeline, now
 from offload.torch_internals import inside_backward

@@ -28,7 +28,6 @@ from offload.engine import build_optimizer
 from offload.engine.assembly import STARTING, assemble
 from offload.engine.deferred import is_deferred, origin_of
 from offload.engine.engine import EngineCore, RunningApi
-from offload.engine.metrics import cause_of
 from offload.engine.opaque import PagedTensor, with_adopted_buffers
 from offload.engine.optimizer import Optimizer
 from offload.engine.plan import Plan, decide
@@ -38,6 +37,7 @@ from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.frozen import OWN, inner_starts, inner_tensors_of, opaque_parameters
 from offload.layout.modes import DTYPES, Mode, dtype_name
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
+from offload.metrics.meter import cause_of
 from offload.model_io.folder import CONFIG, FileBytes, Run, Stored, stored_tensors
 from offload.model_io.load import Converted, load_pretrained
 from offload.notices import Remark, announce
