@@ -6,7 +6,7 @@ Each rank computes with the values of the codes, also of its own shard, so all h
 shard itself stays exact in its tier: updates, commits and checkpoints know nothing of codes.
 
 A unit that is on the device may be gathered again for a rank that lacks it. Its shard there has the values of codes,
-whose codes give the same values again (`tests/ranks/test_ranks_quantized_weights.py` tries all), so nothing changes
+whose codes give the same values again (`tests/ranks/test_quantized_collectives.py` tries all), so nothing changes
 under compute that reads them.
 """
 

@@ -34,7 +34,7 @@ def test_two_ranks_train_as_one(text: Path) -> None:
     assert evaluated(text / "two.jsonl")[0] == pytest.approx(evaluated(text / "one.jsonl")[0], rel=2e-2)
 
 
-# tests/launch/test_launch_restarts.py kills a rank under torchrun, tests/ranks/test_ranks_killed.py names one.
+# tests/launch/test_launch_restarts.py kills a rank under torchrun, tests/ranks/test_ranks_lost.py names one.
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_command_and_is_named(text: Path) -> None:
     options = ("--text", "text.py", "--steps", "100000", "--log", "log.jsonl", "--batch-size", "2")

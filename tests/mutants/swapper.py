@@ -208,7 +208,7 @@ MUTANTS = (
         "offload.swapper.pager",
         "checksum(missing, ahead, sorted(present))",
         "checksum(ahead)",
-        "tests/ranks/test_ranks_series.py",
+        "tests/ranks/test_agreement.py",
     ),
     Mutant(
         "count on units of a series behind a gather beside it",

@@ -10,7 +10,7 @@ MUTANTS = (
         "offload.engine.update_strategy",
         "noise = self._noise(unit, counts[position], part, start)",
         "noise = self._noise(unit, counts[position], range(0), start)",
-        "tests/ranks/test_ranks_matrices.py",
+        "tests/ranks/test_ranks_optimizers.py",
     ),
     Mutant(
         "number the elements of each rank's moments from zero",

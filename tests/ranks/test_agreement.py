@@ -1,31 +1,60 @@
-"""Ranks decide the next collective from all ranks' intents: no rank waits for ever, on any paths."""
+"""Ranks decide the next collective from the intents of all: they may use other modules, and no rank waits for ever."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from offload import testing
 from offload.distributed.agreement import (
+    Agreement,
+    AllOrNothing,
     Collective,
     NextCollective,
     RankIntent,
     Rounds,
+    all_or_nothing,
     bitmap,
     next_collective,
     union,
 )
-from offload.errors import BudgetError, RankError
+from offload.distributed.process_group import Communication, Mesh, Ranks
+from offload.distributed.world import World
+from offload.engine.callbacks import Edit, GradientStats
+from offload.errors import BudgetError, EngineFailed, RankError
+from offload.swapper.memory.device import DONE
 from offload.swapper.pager import UnitState
+from tests.support import rounding_bounds
+from tests.support.drives.fault_injection import LateQueue, use_queue
+from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, trained, weights_of
+from tests.support.ranks.rank_jobs import JOBS, rows_loss
+from tests.support.ranks.rank_pool import RankPool, rank_and_size, shared_pool, start, train
 
 FREE = (Collective.USE, Collective.REDUCE)
+
+
 TOGETHER = (Collective.STEP, Collective.EDIT, Collective.END, Collective.MEAN)
 
 free = st.builds(RankIntent, st.sampled_from(FREE), st.integers(0, 3), st.booleans())
+
+
 together = st.builds(RankIntent, st.sampled_from(TOGETHER), st.integers(-1, 3))
 
 
@@ -141,3 +170,555 @@ def test_a_gather_for_another_rank_is_tried_again_once_there_is_room() -> None:
         with pytest.raises(BudgetError) if not served else contextlib.nullcontext():
             agreement.agree(0, lambda: UnitState(unit=True, all=False, ahead=-1))
     assert served == [1, 1] and not agreement.interrupted
+
+
+def test_collectives_of_one_process_return_what_it_has() -> None:
+    ranks = Ranks(member=5)
+    assert (ranks.rank, ranks.size, ranks.shard, ranks.mesh, ranks.members) == (0, 1, 0, Mesh(), (5,))
+    assert ranks.share(("a", None)) == [("a", None)] and ranks.collect([7, 8], "look") == [[7, 8]]
+    assert ranks.collect_bytes(b"xyz", "look") == [b"xyz"] and ranks.divided([[0], [1]]).members == (5,)
+    values, received = torch.arange(6.0), torch.zeros(6)
+    ranks.broadcast(values, 0)
+    ranks.all_reduce(values).wait()
+    assert torch.equal(values, torch.arange(6.0))
+    for send in (
+        lambda: ranks.exchange(received.view(1, -1), values.view(1, -1), [0]).order_compute(),
+        lambda: ranks.gather_parts(received, values).wait(),
+        lambda: ranks.gather_sums(received, values).wait(),
+        lambda: ranks.swap(received, [6], values, [6], "look"),
+    ):
+        received.zero_()
+        send()
+        assert torch.equal(received, values)
+    assert ranks.gather(values.view(torch.uint8), [range(24)], DONE) is DONE
+    ranks.close("its engine was closed")
+    assert not ranks.lost and ranks.sent == Communication()
+
+
+def test_a_process_agrees_with_itself() -> None:
+    agreement, stats = Agreement(), GradientStats(sum_squares=2.5, present=[{1}])
+    assert agreement.step(3, 4, 5, lambda: stats) is stats and agreement.mean(0.1) == 0.1
+    edits = [Edit(start=2, stop=4, values=torch.ones(2))]
+    assert agreement.edit(1, edits) is edits and agreement.add_up([1.5, 2.0]) == [1.5, 2.0]
+    with all_or_nothing(agreement, Collective.SAVE, "save") as ranks:
+        assert ranks.settle(lambda: "mine") == ["mine"] and ranks.by_first(lambda: 6) == 6
+        ranks.same({"tag": "a"})
+    agreement.end(remove=True)
+    assert not agreement.interrupted
+
+
+def test_without_a_grid_all_processes_divide_states() -> None:
+    world = World()
+    assert not world.divides_model and not world.shares_batches and world.parts == () and world.suffix == ""
+    assert (world.data_rank, world.data_ranks, world.position, world.tensor_size) == (0, 1, 0, 1)
+    stats = GradientStats(sum_squares=1.0, present=[])
+    assert world.step(stats, 1, 2, 3) is stats and world.counted_elsewhere([]) == frozenset()
+
+
+def test_ranks_that_share_a_sequence_have_the_samples_of_one() -> None:
+    everyone, pair = Ranks(), Ranks()
+    everyone.rank, everyone.size = 5, 6
+    pair.size = 2
+    world = World(everyone=everyone, ranks=everyone, sequence=pair)
+    assert world.shares_batches and (world.data_rank, world.data_ranks) == (2, 3)
+    assert AllOrNothing(World().everyone, "look").settle(lambda: 1) == [1]
+
+
+DISK = ("nvme", "nvme")
+
+
+# -- different paths ----------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """A layer whose experts are units of their own; each rank goes through others, in another order."""
+
+    def __init__(self, paths: tuple[tuple[int, ...], ...]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 64)
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.head = nn.Linear(64, 61)
+        self.paths = paths
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for expert in self.paths[rank_and_size()[0]]:
+            hidden = hidden + self.experts[expert](hidden)
+        return self.head(hidden)
+
+
+def one_path() -> nn.Module:
+    return Experts(((0, 1, 2, 3), (0, 1, 2, 3)))
+
+
+def other_experts() -> nn.Module:
+    return Experts(((0, 2), (1, 2)))
+
+
+def other_order() -> nn.Module:
+    return Experts(((0, 1, 2), (2, 0, 3)))
+
+
+class Parts(nn.Module):
+    """A block, which is one unit; each rank goes through other parts of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Names of their own: the modules of a list would be units.
+        self.part_0, self.part_1, self.part_2, self.part_3 = (nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for number in ((0, 2, 3), (1, 3))[rank_and_size()[0]]:
+            hidden = hidden + self.get_submodule(f"part_{number}")(hidden)
+        return hidden
+
+
+def other_parts() -> nn.Module:
+    """A rank has no gradients of parts at the start of a unit, in it, and at its end: others have used the memory."""
+    return nn.Sequential(nn.Embedding(61, 64), Parts(), Parts(), Parts(), nn.Linear(64, 61))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("model", [one_path, other_experts, other_order])
+@pytest.mark.works("Several ranks", "experts that only some ranks use, in any order", "right")
+@pytest.mark.numeric
+def test_ranks_may_use_different_modules(model: Any, ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks.run(train, Job(model, rows_loss, steps=4), DISK, tmp_path)
+    assert_same(one, other)
+    plain = train_plainly(Job(model, rows_loss, steps=4))
+    rounding_bounds.same_training(one, plain, Job(model, rows_loss, steps=4), reordered=True)
+
+
+@pytest.mark.parametrize("stage", [3, 1])
+@pytest.mark.numeric
+def test_ranks_may_use_different_parts_of_a_unit(stage: int, ranks: RankPool, tmp_path: Path) -> None:
+    job = Job(other_parts, rows_loss, steps=3, accumulation=1 + (stage == 1), stage=stage)
+    one, other = ranks.run(train, job, DISK, tmp_path)
+    assert_same(one, other)
+    rounding_bounds.same_training(one, train_plainly(job), job, reordered=True)
+
+
+def train_plainly(job: Job) -> Result:
+    """Both ranks' losses in one process, of ordinary PyTorch."""
+    torch.manual_seed(job.seed)
+    model = job.model()
+    decayed = torch.optim.AdamW(model.parameters(), lr=job.lr, weight_decay=job.weight_decay)
+    losses, norms = [], []
+    try:
+        for step in range(job.steps):
+            total = torch.zeros(())
+            for rank, micro in itertools.product(range(2), range(job.accumulation)):
+                os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+                total = total + job.loss(model, step, micro) / (2 * job.accumulation)
+            total.backward()
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), job.clip)))
+            decayed.step()
+            decayed.zero_grad()
+            losses.append(float(total.detach()))
+    finally:
+        for name in ("RANK", "WORLD_SIZE"):
+            del os.environ[name]
+    return Result(losses, norms, model.state_dict())
+
+
+def look_while_others_update(folder: Path) -> float:
+    """Rank 0 takes the weights at once after a step, which rank 1, whose requests are late, has not updated yet."""
+    job = JOBS["gpt2"]._replace(steps=1)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank_and_size()[0] == 1:
+            use_queue(patch, lambda: LateQueue(0, 0.05))
+        engine = start(job, DISK, folder)
+    engine.backward(job.loss(engine, 0, 0))
+    engine.step()
+    if engine.global_rank == 0:
+        engine.module.state_dict()
+    engine.mean(0.0)
+    mean = engine.mean(float(engine.global_rank))  # to serve others has left nothing half done
+    engine.destroy(remove=True)
+    return mean
+
+
+def test_a_rank_that_serves_others_waits_for_its_own_updates(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(look_while_others_update, tmp_path) == [0.5, 0.5]
+
+
+def save_at_the_end(folder: Path) -> int:
+    """Rank 0 takes the weights while rank 1 is closing its engine already; a loop with `zero_grad` in it."""
+    job = JOBS["gpt2"]._replace(steps=2)
+    engine = start(job, DISK, folder)
+    for step in range(job.steps):
+        engine.zero_grad()
+        engine.backward(job.loss(engine, step, 0))
+        engine.step()
+    seen = 0
+    if engine.global_rank == 0:
+        time.sleep(0.3)
+        seen = sum(value.numel() for value in engine.module.state_dict().values())
+    engine.destroy(remove=True)
+    return seen
+
+
+@pytest.mark.works("Several ranks", "`torch.save(state_dict())` on one rank before the end", "right")
+def test_one_rank_may_save_while_others_close(ranks: RankPool, tmp_path: Path) -> None:
+    seen, nothing = ranks.run(save_at_the_end, tmp_path)
+    assert seen > 0 and nothing == 0
+
+
+def late_zero_grad(folder: Path) -> list[float]:
+    """Rank 0 evaluates, serves rank 1's whole next micro-batch meanwhile, and then calls `zero_grad` for itself."""
+    job = JOBS["gpt2"]._replace(steps=3)
+    engine = start(job, DISK, folder)
+    norms = []
+    for step in range(job.steps):
+        if engine.global_rank == 0 and step:
+            engine.module.state_dict()
+        engine.zero_grad()
+        engine.backward(job.loss(engine, step, 0))
+        engine.step()
+        norms.append(engine.get_global_grad_norm() or 0.0)
+    engine.destroy(remove=True)
+    return norms
+
+
+def test_zero_grad_leaves_what_others_have_given(ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks.run(late_zero_grad, tmp_path / "late")
+    assert one == other == ranks.run(train, JOBS["gpt2"]._replace(steps=3), DISK, tmp_path / "plain")[0].norms
+
+
+def interrupted(folder: Path) -> str:
+    """A Ctrl-C while a rank waits for the others, which the user catches."""
+    rank, _ = rank_and_size()
+    job = JOBS["gpt2"]
+    engine = start(job, DISK, folder)
+    message = ""
+    try:
+        engine.backward(job.loss(engine, 0, 0))
+        if rank == 0:
+            time.sleep(1.5)
+        else:
+            threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            engine.step()
+        job.loss(engine, 1, 0)
+    except (RankError, EngineFailed) as error:
+        message = str(error)
+    finally:
+        with contextlib.suppress(RankError):
+            engine.destroy()
+    return message
+
+
+def test_an_interrupt_between_ranks_ends_the_run_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks.run(interrupted, tmp_path)
+    assert re.search(r"rank 1 \(process .*\) has ended", one)
+    assert "stopped" in other
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    with shared_pool(4) as ranks:
+        yield ranks
+
+
+ROOM = "64MiB"
+
+
+"""On the device for all units of each model here."""
+
+
+SERIES_DISK, RAM = ("nvme", "nvme"), ("cpu", "cpu")
+
+
+def sent_by_step(job: Job, folder: Path, scatter: bool = False, **options: Any) -> tuple[list[Communication], Result]:
+    """Trains, and returns what each step sent; `scatter` gives each rank's arena an order of its own."""
+    engine = start(job, RAM, folder, device_memory=ROOM, **options)
+    if scatter:
+        testing.inspect(engine).device_arena.space.scatter = random.Random(rank_and_size()[0])
+    counts = [engine.communication()]
+    losses, norms = [], []
+    for step in range(job.steps):
+        loss = 0.0
+        for micro in range(job.accumulation):
+            part = job.loss(engine, step, micro)
+            engine.backward(part)
+            engine.step()
+            loss += float(part.detach()) / job.accumulation
+        losses.append(loss)
+        norms.append(engine.get_global_grad_norm() or 0.0)
+        counts.append(engine.communication())
+    weights = weights_of(engine)
+    engine.destroy(remove=True)
+    sent = [after.since(before) for before, after in itertools.pairwise(counts)]
+    return sent, Result(losses, norms, weights)
+
+
+@pytest.mark.parametrize("options", [{}, {"scatter": True}])
+def test_a_recorded_step_has_one_round_for_its_gathers_and_one_for_its_reductions(
+    options: dict[str, Any], ranks: RankPool, tmp_path: Path
+) -> None:
+    job = JOBS["gpt2"]._replace(steps=3)
+    for sent, _ in ranks.run(sent_by_step, job, tmp_path, *options.values()):
+        units = sent[-1].weights.collectives
+        # The first step records the order, and asks at each use and after each gather.
+        assert sent[0].agreement.collectives > 3 * units
+        for step in sent[1:]:
+            assert step.weights.collectives == sent[0].weights.collectives, "each unit is gathered once"
+            assert step.gradients.collectives == units
+            # One for all gathers, one for all reductions, and one for the step.
+            assert step.agreement.collectives == 3
+
+
+def train_in(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> Result:
+    engine = start(job, placement, folder, **options)
+    result = trained(engine, job)
+    engine.destroy(remove=True)
+    return result
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixture"])
+def test_bits_are_those_of_a_round_for_each_use(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Where units come and go each use is a round."""
+    job = JOBS[name]._replace(steps=4, dtype="bf16", accumulation=2)
+    expected = ranks.run(train_in, job, SERIES_DISK, tmp_path / "rounds")
+    for mine, other in zip(ranks.run(sent_by_step, job, tmp_path / "series"), expected, strict=True):
+        assert_same_tensors(mine[1].weights, other.weights)
+
+
+# -- other paths --------------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    """Layers of which each rank passes some, in another order, in the steps of `PATHS`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
+        self.head = nn.Linear(64, 61)
+        self.step = 0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for layer in PATHS.get(self.step, (SAME_PATH, SAME_PATH))[rank_and_size()[0]]:
+            hidden = hidden + self.layers[layer](hidden)
+        return self.head(hidden)
+
+
+SAME_PATH = (0, 1, 2, 3)
+
+
+PATHS = {3: (SAME_PATH, (0, 1, 3)), 5: ((0, 1, 3), (1, 4, 2, 0))}
+
+
+"""Of both ranks: one leaves out a layer; later each takes another way, one through a layer that nobody has used."""
+
+
+def branching_loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    """Ranks take the ways of a step in its last micro-batch, the second where there are two."""
+    getattr(model, "module", model).step = step if micro == 1 else -1
+    return rows_loss(model, step, micro)
+
+
+def branching_loss_at_once(model: Any, step: int, micro: int) -> torch.Tensor:
+    getattr(model, "module", model).step = step
+    return rows_loss(model, step, micro)
+
+
+BRANCHING = Job(Branching, branching_loss_at_once, steps=8)
+
+
+TWICE = Job(Branching, branching_loss, steps=8, accumulation=2)
+
+
+def train_alone(job: Job, size: int = 2) -> Result:
+    """Returns what the losses of all ranks give one process of plain PyTorch."""
+    torch.manual_seed(job.seed)
+    model = job.model()
+    adamw = torch.optim.AdamW(model.parameters(), lr=job.lr, weight_decay=job.weight_decay)
+    losses, norms = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", str(size))
+        for step in range(job.steps):
+            total = torch.zeros(())
+            for rank, micro in itertools.product(range(size), range(job.accumulation)):
+                patch.setenv("RANK", str(rank))
+                total = total + job.loss(model, step, micro) / size / job.accumulation
+            total.backward()
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), job.clip)))
+            adamw.step()
+            adamw.zero_grad()
+            losses.append(float(total.detach()))
+    return Result(losses, norms, model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        BRANCHING,
+        BRANCHING._replace(overlap=False),
+        TWICE,
+        TWICE._replace(stage=1),
+        TWICE._replace(stage=1, overlap=True, shard_size=1),
+    ],
+)
+@pytest.mark.works("Several ranks", "a step in which a rank leaves the path of the steps before", "right")
+@pytest.mark.numeric
+def test_a_rank_may_leave_the_path_in_any_step(job: Job, ranks: RankPool, tmp_path: Path) -> None:
+    """Its gradients are reduced behind the series, in which it sends none, and none counts twice."""
+    expected = train_alone(job)
+    (sent, one), (_, other) = ranks.run(sent_by_step, job, tmp_path)
+    assert_same_tensors(one.weights, other.weights)
+    means = [sum(pair) / 2 for pair in zip(one.losses, other.losses, strict=True)]
+    rounding_bounds.same_training(Result(means, one.norms, one.weights), expected, job, reordered=True)
+    backwards = job.accumulation if job.stage == 3 else 1
+    if job.overlap is not False:
+        rounds = [step.agreement.collectives for step in sent]
+        reductions = [step.gradients.collectives for step in sent]
+        gathers = job.shard_size != 1  # whole weights are not gathered
+        assert rounds[2] == 1 + gathers + backwards and rounds[3] > rounds[2], "the third step follows its series"
+        assert reductions[3] > reductions[2], "the fourth leaves one of them"
+
+
+class Crossed(Branching):
+    """All layers on all ranks, and the last two in another order on each."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for layer in ((0, 1, 2, 3, 4), (0, 1, 2, 4, 3))[rank_and_size()[0]]:
+            hidden = hidden + self.layers[layer](hidden).tanh()
+        return self.head(hidden)
+
+
+@pytest.mark.numeric
+def test_ranks_whose_orders_differ_keep_a_round_for_each(ranks: RankPool, tmp_path: Path) -> None:
+    """Of equally large units, which no size tells apart."""
+    job = Job(Crossed, branching_loss_at_once, steps=4)
+    (sent, one), (_, other) = ranks.run(sent_by_step, job, tmp_path)
+    assert_same_tensors(one.weights, other.weights)
+    means = [sum(pair) / 2 for pair in zip(one.losses, other.losses, strict=True)]
+    rounding_bounds.same_training(Result(means, one.norms, one.weights), train_alone(job), job, reordered=True)
+    units = sent[0].weights.collectives
+    assert all(step.agreement.collectives > 2 * units for step in sent)
+
+
+# -- random paths -------------------------------------------------------------------------------------
+
+
+class Wandering(Branching):
+    """Layers in the order that `way` draws for the step and the rank."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for layer in way(self.step, rank_and_size()[0]):
+            hidden = hidden + self.layers[layer](hidden)
+        return self.head(hidden)
+
+
+def way(step: int, rank: int) -> list[int]:
+    """Returns the way of all ranks, which changes after six steps, or in each fourth case one of this rank's own."""
+    drawn = random.Random(1000 * step + rank)
+    if step > 1 and drawn.random() < 0.25:
+        return drawn.sample(range(5), drawn.randint(1, 5))
+    return [0, 1, 2, 3] if step < 6 else [3, 1, 4]
+
+
+WANDERING = Job(Wandering, branching_loss_at_once, steps=16)
+
+
+def wander(job: Job, folder: Path, alone: bool) -> Result:
+    """Trains; with `alone` each rank evaluates, reads weights and takes means between steps as it likes."""
+    engine = start(job, RAM, folder, device_memory=ROOM)
+    rank = engine.global_rank
+    testing.inspect(engine).device_arena.space.scatter = random.Random(rank)
+    drawn = random.Random(7 + rank)
+    losses, norms = [], []
+    for step in range(job.steps):
+        loss = job.loss(engine, step, 0)
+        if alone and drawn.random() < 0.2:
+            engine.module.layers[drawn.randrange(5)].weight.detach().clone()
+        engine.backward(loss)
+        engine.step()
+        if alone and drawn.random() < 0.3:
+            with torch.no_grad():
+                job.loss(engine, 100 + drawn.randrange(50), 0)
+        losses.append(engine.mean(float(loss.detach())))
+        norms.append(engine.get_global_grad_norm() or 0.0)
+    weights = weights_of(engine)
+    engine.destroy(remove=True)
+    return Result(losses, norms, weights)
+
+
+@pytest.mark.parametrize("stage", [3, 1])
+@pytest.mark.numeric
+def test_any_paths_of_four_ranks_come_to_the_end(stage: int, four: RankPool, tmp_path: Path) -> None:
+    """With uses of each rank's own between them, which change who reduces with whom, and so the order of sums."""
+    job = WANDERING._replace(stage=stage)
+    expected = train_alone(job, 4)
+    for alone in (True, False):
+        first, *others = four.run(wander, job, tmp_path / str(alone), alone)
+        for other in others:
+            assert_same(first, other)
+        rounding_bounds.same_training(first, expected, job, reordered=True)
+
+
+# -- what a series must not outrun ----------------------------------------------------------------------
+
+
+def meet_in_between(folder: Path) -> list[float]:
+    """Returns losses over all ranks, with a barrier of the user's behind each layer."""
+    job = BRANCHING._replace(steps=3)
+    engine = start(job, RAM, folder, device_memory=ROOM)
+    testing.inspect(engine).device_arena.space.scatter = random.Random(rank_and_size()[0])
+    for layer in engine.module.modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_hook(lambda *_: dist.barrier())
+            layer.register_full_backward_hook(lambda *_: dist.barrier())
+    losses = []
+    for step in range(job.steps):
+        loss = job.loss(engine, step, 0)
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total))
+        engine.backward(loss)
+        engine.step()
+        with torch.no_grad():
+            dist.all_reduce(total := job.loss(engine, step, 1).detach().clone())
+        losses.append(float(total))
+    engine.destroy(remove=True)
+    return losses
+
+
+def test_collectives_of_the_users_own_within_a_series(ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks.run(meet_in_between, tmp_path)
+    assert one == other and len(one) == 6
+
+
+def use_units_alone(folder: Path, alone: bool) -> Result:
+    """Rank 0 evaluates, reads weights, or runs half a forward by itself, while rank 1 goes on."""
+    job = JOBS["gpt2"]._replace(steps=6)
+    engine = start(job, RAM, folder, device_memory=ROOM)
+    losses, norms = [], []
+    for step in range(job.steps):
+        loss = job.loss(engine, step, 0)
+        if alone and engine.global_rank == 0 and step == 3:
+            engine.module.state_dict()
+        engine.backward(loss)
+        engine.step()
+        losses.append(engine.mean(float(loss.detach())))
+        norms.append(engine.get_global_grad_norm() or 0.0)
+        if alone and engine.global_rank == 0 and step in (2, 4):
+            with torch.no_grad():
+                if step == 2:
+                    engine.module.transformer.wte(torch.zeros(1, 3, dtype=torch.int64))
+                job.loss(engine, 100, 0)
+    weights = weights_of(engine)
+    engine.destroy(remove=True)
+    return Result(losses, norms, weights)
+
+
+def test_one_rank_may_use_units_alone_within_a_series(ranks: RankPool, tmp_path: Path) -> None:
+    expected = ranks.run(use_units_alone, tmp_path / "together", False)[0]
+    for found in ranks.run(use_units_alone, tmp_path / "alone", True):
+        assert_same(found, expected)

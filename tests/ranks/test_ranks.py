@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import gc
 import random
+import re
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,16 +22,32 @@ from torch.utils.data import TensorDataset
 
 import offload
 from offload import testing
-from offload.errors import NumericsError
+from offload.distributed.process_group import Communication, ProcessGroup, Sent, Work
+from offload.distributed.reduce_scatter import ReduceScatterAccumulator
+from offload.errors import BudgetError, NumericsError, OffloadError, RankError
+from offload.layout.flat_layout import layouts_of
+from offload.layout.units import find_units
+from offload.sizes import align_up
 from offload.torch_internals import top_saved_tensor_hooks
 from tests.support import models, rounding_bounds
 from tests.support.drives.fault_injection import LateQueue, use_queue
-from tests.support.oracle import PLACEMENTS, Job, Result, assert_same, assert_same_tensors, config, room_for, weights_of
+from tests.support.oracle import (
+    PLACEMENTS,
+    Job,
+    Result,
+    accumulated_step,
+    assert_same,
+    assert_same_tensors,
+    config,
+    room_for,
+    trained,
+    weights_of,
+)
 from tests.support.param_states import gpt2
-from tests.support.ranks.rank_jobs import JOBS, language_rows_loss, rows_loss
+from tests.support.ranks.rank_jobs import JOBS, language_rows_loss, my_rows, rows_loss
 from tests.support.ranks.rank_pool import RankPool, rank_and_size, start, train
 
-DISK = ("nvme", "nvme")
+DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
 
 
 @pytest.mark.sample(1)
@@ -59,7 +79,7 @@ def test_same_bits_in_every_placement(name: str, dtype: str, ranks: RankPool, tm
     assert_same(one, other, "the two ranks")
 
 
-def train_late(job: Job, folder: Path, device_memory: int) -> Result:
+def train_with_late_requests(job: Job, folder: Path, device_memory: int) -> Result:
     """I/O that is up to 10 ms late, on each rank at other moments, with little room on the device."""
     with pytest.MonkeyPatch.context() as patch:
         use_queue(patch, lambda: LateQueue(rank_and_size()[0], 0.01))
@@ -72,7 +92,7 @@ def test_same_bits_where_each_rank_is_late_by_itself(units: int, ranks: RankPool
     job = JOBS["gpt2"]._replace(steps=3, dtype="bf16", accumulation=2)
     expected = ranks.run(train, job, DISK, tmp_path / "at once")[0]
     room = room_for(job, units) + 4 * room_for(job, 1) + 2 * units * 8192  # the second is for reductions
-    for late in ranks.run(train_late, job, tmp_path / "late", room):
+    for late in ranks.run(train_with_late_requests, job, tmp_path / "late", room):
         assert_same(expected, late)
 
 
@@ -147,6 +167,8 @@ def test_each_rank_gives_device_memory_back_by_itself(ranks: RankPool, tmp_path:
 
 
 THREE_BLOCKS = models.GPT2._replace(loss=language_rows_loss)
+
+
 """More than the device has room for, below."""
 
 
@@ -338,3 +360,462 @@ def test_weights_of_rank_0_count(ranks: RankPool, tmp_path: Path) -> None:
     (mine, all_have), (other, have_too) = ranks.run(given_different_weights, tmp_path)
     assert not torch.equal(mine, other)
     assert torch.equal(all_have, mine) and torch.equal(have_too, mine)
+
+
+FP32 = 4
+
+
+SUMS = JOBS["gpt2"]._replace(stage=1, accumulation=3, steps=2, lr=3e-4)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.numeric
+def test_a_step_equals_one_rank_and_every_placement(dtype: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Within the bound of the order of additions, and bit for bit."""
+    job = SUMS._replace(dtype=dtype)
+    alone = train(job, DISK, tmp_path / "one")
+    on_disk, in_memory = (ranks.run(train, job, tiers, tmp_path / tiers[0]) for tiers in (DISK, MEMORY))
+    for one, other in zip(on_disk, in_memory, strict=True):
+        rounding_bounds.same_training(one, alone, job, reordered=True)
+        assert_same(one, other)
+
+
+# -- parameters that only some micro-batches use ------------------------------------------------------
+
+PATHS = (((0, 1), (1,), (2,)), ((1,), (2,), ()))
+
+
+"""Of each rank and micro-batch. Nobody uses the last expert, and the first has no gradient in a last micro-batch."""
+
+
+class Experts(nn.Module):
+    """A layer whose experts are units of their own, behind a frozen embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 64).requires_grad_(False)
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.head = nn.Linear(64, 61)
+
+    def forward(self, ids: torch.Tensor, path: tuple[int, ...]) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for expert in path:
+            hidden = hidden + self.experts[expert](hidden)
+        return self.head(hidden)
+
+
+def uneven_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+    ids = my_rows(models.tokens(step, micro, (4, 16), 61))
+    return models.token_loss(model(ids, PATHS[rank_and_size()[0]][micro]), ids)
+
+
+UNEVEN = Job(Experts, uneven_loss, accumulation=3, steps=3)
+
+
+def train_by_schedule(job: Job, schedule: str, folder: Path) -> Result:
+    engine = start(job, MEMORY, folder, schedule=schedule)
+    assert engine.schedule == schedule
+    result = trained(engine, job, accumulated_step)
+    engine.destroy(remove=True)
+    return result
+
+
+@pytest.mark.numeric
+def test_parameters_of_some_micro_batches_and_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """As in stage 3, where each micro-batch is reduced, unless they take turns."""
+    expected = ranks.run(train_by_schedule, UNEVEN, "micro_batch_major", tmp_path)
+    for stage, schedule in ((0, "micro_batch_major"), (3, "layer_major")):
+        found = ranks.run(train_by_schedule, UNEVEN._replace(stage=stage), schedule, tmp_path)
+        for mine, other in zip(found, expected, strict=True):
+            rounding_bounds.same_training(mine, other, UNEVEN, reordered=True)
+
+
+# -- between micro-batches ----------------------------------------------------------------------------
+
+
+def plainly(engine: offload.Engine, micro: int) -> None:
+    """Does nothing."""
+
+
+def some_parameters(engine: offload.Engine) -> list[nn.Parameter]:
+    """Returns parameters of several units."""
+    return list(engine.module.parameters())[::9]
+
+
+def read(engine: offload.Engine, micro: int) -> None:
+    for parameter in some_parameters(engine):
+        assert offload.safe_get_full_grad(parameter) is not None
+
+
+def start_over(engine: offload.Engine, micro: int) -> None:
+    """Drops the gradients of the first micro-batch, once, and makes them again."""
+    if micro == 0:
+        engine.zero_grad()
+        engine.backward(SUMS.loss(engine, engine.global_steps, micro))
+
+
+def replace(engine: offload.Engine, micro: int) -> None:
+    """Replaces the gradients so far by what they are."""
+    for parameter in some_parameters(engine):
+        gradient = offload.safe_get_full_grad(parameter)
+        assert gradient is not None
+        offload.safe_set_full_grad(parameter, gradient)
+
+
+def train_with(between: Callable[[offload.Engine, int], None], folder: Path) -> Result:
+    """Trains the job in the way of DDP: all micro-batches but the last of a step are in `no_sync`."""
+    engine = start(SUMS, MEMORY, folder)
+    losses, norms = [], []
+    for step in range(SUMS.steps):
+        before = engine.communication()
+        with engine.no_sync():
+            for micro in range(SUMS.accumulation - 1):
+                engine.backward(SUMS.loss(engine, step, micro))
+                if between is plainly:
+                    assert engine.communication().gradients == before.gradients
+                between(engine, micro)
+        loss = SUMS.loss(engine, step, SUMS.accumulation - 1)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        norms.append(engine.get_global_grad_norm() or 0.0)
+    weights = weights_of(engine)
+    engine.destroy(remove=True)
+    return Result(losses, norms, weights)
+
+
+@pytest.mark.numeric
+def test_gradients_may_be_read_replaced_and_dropped_between_micro_batches(ranks: RankPool, tmp_path: Path) -> None:
+    """A read reduces what has added up so far, which changes the order of the additions alone."""
+    expected = ranks.run(train_with, plainly, tmp_path)
+    for between in (read, start_over, replace):
+        for mine, other in zip(ranks.run(train_with, between, tmp_path), expected, strict=True):
+            rounding_bounds.same_training(mine, other, SUMS, reordered=True)
+
+
+def train_in_turns(schedule: str, folder: Path) -> tuple[dict[str, torch.Tensor], int]:
+    """Returns the weights, and the reductions of all steps."""
+    engine = start(SUMS, ("cpu", "cpu"), folder, schedule=schedule)
+    assert engine.schedule == schedule
+    for step in range(SUMS.steps):
+        engine.accumulate(range(SUMS.accumulation), functools.partial(SUMS.loss, engine, step))
+        engine.step()
+    reductions = engine.communication().gradients.collectives
+    weights = weights_of(engine)
+    engine.destroy(remove=True)
+    return weights, reductions
+
+
+def test_micro_batches_that_take_turns_change_no_bit(ranks: RankPool, tmp_path: Path) -> None:
+    (one_by_one, reductions), _ = ranks.run(train_in_turns, "micro_batch_major", tmp_path)
+    (in_turns, as_many), _ = ranks.run(train_in_turns, "layer_major", tmp_path)
+    assert_same_tensors(one_by_one, in_turns)
+    assert reductions == as_many == SUMS.steps * len(find_units(SUMS.model()).units)
+
+
+# -- memory -------------------------------------------------------------------------------------------
+
+
+def test_the_device_budget_holds_the_whole_gradients(ranks: RankPool, tmp_path: Path) -> None:
+    """All gradients and those that a rank receives of one unit, in place of two buffers of the largest unit."""
+    messages = [ranks.run(least_budget, tmp_path, SUMS._replace(stage=stage))[0] for stage in (1, 2)]
+    least = [int(re.findall(r"least that works is .*?\((\d+) bytes\)", message)[0]) for message in messages]
+    model = SUMS.model()
+    gradients = [each.trainable_stop * FP32 for each in layouts_of(model, find_units(model), 2)]
+    assert least[0] - least[1] == (sum(gradients) + max(gradients)) - 2 * max(gradients)
+    assert 'set "stage": 2, which reduces each micro-batch' in messages[0] and "twice its gradients" in messages[1]
+
+
+TWO_STEPS = JOBS["gpt2"]._replace(steps=2, lr=3e-4)
+
+
+class Late:
+    """An exchange that begins only when somebody needs its values."""
+
+    def __init__(self, begin: Callable[[], Work]) -> None:
+        self._begin = begin
+
+    def order_compute(self) -> None:
+        self._begin().order_compute()
+
+
+def train_late(job: Job, placement: tuple[str, str], folder: Path) -> Result:
+    """Until an exchange is waited for, nothing is received, and what changes of the memory to be sent is sent."""
+
+    def late(
+        exchange: Any, ranks: ProcessGroup, received: torch.Tensor, sent: torch.Tensor | None, senders: Any
+    ) -> Any:
+        received.view(torch.uint8).fill_(0xFF)  # NaN in any dtype, and the scale of a block of codes
+        return Late(lambda: exchange(ranks, received, sent, senders))
+
+    with pytest.MonkeyPatch.context() as patch:
+        testing.intercept(patch, "ranks.exchange", late)
+        return train(job, placement, folder)
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), [(3, 2), (1, 3)])
+def test_an_exchange_beside_the_backward_changes_no_bit(
+    stage: int, accumulation: int, ranks: RankPool, tmp_path: Path
+) -> None:
+    """In stage 3 each micro-batch is sent from a bucket, in stage 1 the sums of a step."""
+    job = TWO_STEPS._replace(stage=stage, accumulation=accumulation)
+    at_once = ranks.run(train, job._replace(overlap=False), MEMORY, tmp_path / "at once")
+    beside = ranks.run(train_late, job._replace(overlap=True), DISK, tmp_path / "beside")
+    for one, other in zip(at_once, beside, strict=True):
+        assert_same(one, other)
+
+
+def events(folder: Path, overlap: bool) -> tuple[list[tuple[str, int]], int]:
+    """Returns what happens to the gradients of a step, in its order, and the number of reductions."""
+    seen: list[tuple[str, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_add", "serve_reduce", "_put_mean"):
+            real = getattr(ReduceScatterAccumulator, name)
+
+            def record(self: Any, unit: int, *rest: Any, name: str = name, real: Any = real) -> None:
+                seen.append((name, unit))
+                real(self, unit, *rest)
+
+            patch.setattr(ReduceScatterAccumulator, name, record)
+        engine = start(TWO_STEPS._replace(overlap=overlap), MEMORY, folder)
+        engine.backward(TWO_STEPS.loss(engine, 0, 0))
+        reductions = engine.communication().gradients.collectives
+    engine.destroy(remove=True)
+    return seen, reductions
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_unit_is_reduced_while_the_next_makes_its_gradients(overlap: bool, ranks: RankPool, tmp_path: Path) -> None:
+    """All are added up when the backward returns, and each has one exchange."""
+    units = len(find_units(TWO_STEPS.model()).units)
+    for seen, reductions in ranks.run(events, tmp_path, overlap):
+        begun = [position for position, (name, _) in enumerate(seen) if name == "serve_reduce"]
+        assert reductions == len(begun) == units
+        for position in begun:
+            unit = seen[position][1]
+            between = seen[position + 1 : seen.index(("_put_mean", unit))]
+            beside = [unit for name, unit in between if name == "_add"]
+            assert bool(beside) == (overlap and position != begun[-1]) and unit not in beside
+
+
+# -- failures -----------------------------------------------------------------------------------------
+
+
+def fail_in_the_additions(folder: Path, starts_over: bool) -> tuple[str, list[float]]:
+    """Rank 1 has no memory for a sum at the end of its first backward. Returns its error, and the norms."""
+    engine = start(TWO_STEPS, MEMORY, folder)
+    gradients, error_message, norms = testing.inspect(engine).gradients, "", list[float]()
+    assert isinstance(gradients, ReduceScatterAccumulator)
+
+    def short(put: Any, *arguments: Any) -> None:
+        put(*arguments)
+        raise torch.OutOfMemoryError
+
+    def fall_short(finish: Any, *arguments: Any) -> None:
+        testing.intercept(patch, "ranks.reduce", short)
+        finish(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank_and_size()[0] == 1:
+            testing.intercept(patch, "ranks.finish_reduce", fall_short)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            engine.backward(TWO_STEPS.loss(engine, 0, 0))
+    try:
+        if starts_over:
+            engine.zero_grad()
+        for step in range(TWO_STEPS.steps):
+            engine.backward(TWO_STEPS.loss(engine, step, 0))
+            engine.step()
+            norms.append(engine.get_global_grad_norm() or 0.0)
+    except RankError as error:
+        error_message = str(error)
+    with contextlib.suppress(OffloadError):
+        engine.destroy()
+    return error_message, norms
+
+
+def test_gradients_that_were_added_up_in_part_are_dropped_or_end_the_run(ranks: RankPool, tmp_path: Path) -> None:
+    expected = ranks.run(train, TWO_STEPS, MEMORY, tmp_path)[0].norms
+    assert ranks.run(fail_in_the_additions, tmp_path, True) == [("", expected)] * 2
+    (one, _), (other, _) = ranks.run(fail_in_the_additions, tmp_path, False)
+    assert re.match(r"rank 1 \(process .*\) has ended: it has failed while it added gradients up\. Rank 0 cannot", one)
+    assert other.startswith("rank 1 has stopped, and the others with it: it has failed while it added gradients up")
+
+
+class Broken:
+    """A collective whose connection has broken."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, *timeout: Any) -> None:
+        raise RuntimeError("connection closed")
+
+
+def test_a_lost_rank_is_named_once_however_many_exchanges_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = object.__new__(ProcessGroup)
+    ranks._lost, ranks.on_gpu = RankError("rank 1 was killed"), False
+    testing.replace(monkeypatch, "ranks.gone", lambda *_: pytest.fail("the loss is known"))
+    for _ in range(2):
+        with pytest.raises(RankError) as caught:
+            Work(ranks, Broken(), "reduce gradients").order_compute()
+        assert caught.value is ranks._lost
+
+
+class Streamed(Broken):
+    """A collective of NCCL, whose `wait` without a limit orders the current stream, and with one blocks the host."""
+
+    def __init__(self) -> None:
+        self.waits: list[tuple[Any, ...]] = []
+
+    def wait(self, *timeout: Any) -> None:
+        self.waits.append(timeout)
+
+
+def test_on_a_gpu_the_stream_waits_and_not_the_host() -> None:
+    ranks, work = object.__new__(ProcessGroup), Streamed()
+    ranks.on_gpu = True
+    Work(ranks, work, "reduce gradients").order_compute()
+    assert work.waits == [()]
+
+
+# -- memory -------------------------------------------------------------------------------------------
+
+
+def least_budget(folder: Path, job: Job) -> str:
+    """Returns the error of an engine with no room on its device."""
+    with pytest.raises(BudgetError) as caught:
+        start(job, DISK, folder, device_memory=4096)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("stage", "buffers"), [(3, 2), (1, 1)])
+def test_the_device_budget_holds_a_second_set_of_buffers(
+    stage: int, buffers: int, ranks: RankPool, tmp_path: Path
+) -> None:
+    """A bucket and what is received of it; in stages 0 and 1 the sums are sent, and need no bucket."""
+    job = TWO_STEPS._replace(stage=stage, accumulation=2)
+    messages = [ranks.run(least_budget, tmp_path, job._replace(overlap=each))[0] for each in (True, False)]
+    with_it, without = (int(re.findall(r"least that works is .*?\((\d+) bytes\)", each)[0]) for each in messages)
+    model = job.model()
+    largest = max(each.trainable_stop * FP32 for each in layouts_of(model, find_units(model), 2))
+    assert with_it - without == buffers * align_up(largest)
+    assert ("four times its gradients" in messages[0]) == (stage == 3)
+
+
+def test_stage_3_overlaps_unless_the_config_says_otherwise(ranks: RankPool, tmp_path: Path) -> None:
+    for stage, same in ((3, True), (2, False)):
+        by_default, chosen = (
+            ranks.run(least_budget, tmp_path, TWO_STEPS._replace(stage=stage, overlap=each))[0] for each in (None, same)
+        )
+        assert by_default == chosen
+
+
+class Step(NamedTuple):
+    """The second step of one rank."""
+
+    sent: Communication
+    measured: dict[str, float]
+    """On rank 0 alone."""
+    units: list[int]
+    """Elements of each unit, all of which train."""
+    mean: Communication
+    """Sent by `engine.mean`."""
+
+
+def second_step(folder: Path, stage: int, accumulation: int, schedule: str = "micro_batch_major") -> Step:
+    """Trains two steps with room for all units on the device; the first records the order of uses."""
+    job = JOBS["gpt2"]._replace(stage=stage, accumulation=accumulation, steps=2)
+    options = {"device_memory": "64MiB", "log": str(folder / "log"), "schedule": schedule}
+    engine = start(job, ("cpu", "cpu"), folder, **options)
+    before = engine.communication()
+    for step in range(job.steps):
+        before = engine.communication()
+        engine.accumulate(range(job.accumulation), functools.partial(job.loss, engine, step))
+        engine.step()
+    after = engine.communication()
+    engine.mean(1.0)
+    found = Step(
+        sent=after.since(before),
+        measured=dict(engine.measured),
+        units=[layout.trainable_stop for layout in testing.inspect(engine).layouts],
+        mean=engine.communication().since(after),
+    )
+    engine.destroy(remove=True)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "schedule", "reductions"),
+    [
+        (3, 1, "micro_batch_major", 1),
+        (3, 4, "micro_batch_major", 4),
+        (3, 4, "layer_major", 1),
+        (1, 4, "micro_batch_major", 1),
+    ],
+)
+def test_a_step_sends_what_the_formulas_of_zero_say(
+    stage: int, accumulation: int, schedule: str, reductions: int, ranks: RankPool, tmp_path: Path
+) -> None:
+    """The volumes of ZeRO's paper (arXiv 1910.02054, section 7.2) for n ranks, where nothing is gathered twice.
+
+    An all-gather of W bytes makes each rank send (n - 1) / n of them, and so does a reduce-scatter of G bytes, which is
+    an exchange here. Weights stay on the device until the update: they are gathered once a step, not once a use.
+    Gradients are reduced for each micro-batch, or, in stages 0 and 1 and where micro-batches take turns, once for each
+    step.
+    """
+    for found in ranks.run(second_step, tmp_path, stage, accumulation, schedule):
+        shard_nbytes = sum(found.units) * FP32 // 2
+        assert found.sent.weights == Sent(len(found.units), shard_nbytes)
+        assert found.sent.gradients == Sent(len(found.units) * reductions, shard_nbytes * reductions)
+        # Statistics of the step: their length, then four numbers and a bitmap of each unit's gradients.
+        assert found.sent.messages.collectives == 2
+        assert found.sent.parameters == Sent()
+        # One round for the mean, of seven numbers; then the value in JSON, behind its length.
+        assert found.mean == Communication(agreement=Sent(1, 7 * 8), messages=Sent(2, 8 + len("1.0")))
+
+
+# -- communication_data_type --------------------------------------------------------------------------
+
+COUNTED = JOBS["gpt2"]._replace(steps=2, accumulation=2)
+
+
+def train_in_bf16(job: Job, folder: Path, rounds: bool) -> tuple[Result, int]:
+    """Trains fp32 weights; gradients are rounded to bf16 by hooks of the user, or on their way. Returns bytes sent."""
+    engine = start(job, ("none", "none"), folder)
+    if rounds:
+        for parameter in engine.module.parameters():
+            parameter.register_hook(lambda gradient: gradient.bfloat16().float())
+    result = trained(engine, job)
+    nbytes = engine.communication().gradients.nbytes
+    engine.destroy(remove=True)
+    return result, nbytes
+
+
+def only_the_first_micro_batch(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+    return COUNTED.loss(model, step, micro) * (micro == 0)
+
+
+def test_gradients_are_rounded_to_the_dtype_in_which_they_are_sent(ranks: RankPool, tmp_path: Path) -> None:
+    """Once, from the backward into a bucket, or from a sum; the mean is that of the rounded values in fp32."""
+    expected = ranks.run(train_in_bf16, COUNTED, tmp_path, True)
+    in_bf16 = COUNTED._replace(sent="bf16")
+    for (mine, nbytes), (other, twice) in zip(
+        ranks.run(train_in_bf16, in_bf16, tmp_path, False), expected, strict=True
+    ):
+        assert_same(mine, other)
+        assert 2 * nbytes == twice
+    one = in_bf16._replace(loss=only_the_first_micro_batch)
+    each = ranks.run(train_in_bf16, one, tmp_path, False)
+    sums = ranks.run(train_in_bf16, one._replace(stage=1, overlap=True), tmp_path, False)
+    for (mine, nbytes), (other, twice) in zip(sums, each, strict=True):
+        assert_same(mine, other)
+        assert 2 * nbytes == twice, "in stage 1 each step is reduced"
+
+
+def test_the_record_of_a_step_has_what_rank_0_sent(ranks: RankPool, tmp_path: Path) -> None:
+    first, other = ranks.run(second_step, tmp_path, 3, 1)
+    total = first.sent.total
+    assert (first.measured["collectives"], first.measured["sent_bytes"]) == total and total.nbytes > 0
+    assert not other.measured

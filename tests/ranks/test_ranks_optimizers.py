@@ -1,14 +1,24 @@
-"""Two ranks in fp16, and with every optimizer, have the same bits in every placement, and refuse the rest."""
+"""Every optimizer trains on several ranks: with the same bits in every placement, whole parameters among them."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import offload
+from offload import testing
+from offload.layout.flat_layout import lay_out
+from offload.layout.modes import make_mode
+from offload.layout.optimizer_states import divided
 from tests.support import models, rounding_bounds
+from tests.support.models import token_loss, tokens
+from tests.support.modules.matrix_models import MUON, SINKGD, words_loss
 from tests.support.oracle import (
     Job,
     Result,
@@ -20,12 +30,18 @@ from tests.support.oracle import (
     weights_of,
 )
 from tests.support.ranks import rank_pool
-from tests.support.ranks.rank_jobs import JOBS, message_of_a_failing_drive
-from tests.support.ranks.rank_pool import train
+from tests.support.ranks.rank_jobs import JOBS, message_of_a_failing_drive, my_rows
+from tests.support.ranks.rank_pool import RankPool, shared_pool, start, train
 
 DISK = ("nvme", "nvme")
+
+
 PLACES = (("none", "none"), ("nvme", "nvme"), ("cpu", "nvme"))
+
+
 MIXTURE = JOBS["mixture"]._replace(model=models.Mixture, steps=3)
+
+
 TRIED = {
     "fp16": MIXTURE._replace(dtype="fp16"),
     "lion, bf16": MIXTURE._replace(dtype="bf16", optimizer="Lion", lr=1e-4),
@@ -36,6 +52,8 @@ TRIED = {
     "lamb, bf16": MIXTURE._replace(optimizer="Lamb", lr=1e-2, dtype="bf16"),
     "lamb, fp16": MIXTURE._replace(optimizer="Lamb", lr=1e-2, dtype="fp16"),
 }
+
+
 LAMB = TRIED["lamb, bf16"]._replace(accumulation=2, steps=5)
 
 
@@ -116,3 +134,306 @@ def test_a_drive_that_fails_while_lamb_weighs(ranks: rank_pool.RankPool, tmp_pat
     one, other = ranks.run(refused_read, tmp_path)
     assert "/drive/data" in other, other
     assert one.startswith("RankError"), one
+
+
+MATRIX_PLACES = (DISK, ("none", "none"), ("cpu", "nvme"))
+
+
+class Wide(nn.Module):
+    """As `Words`, with matrices of several pages, so that borders between ranks are within them.
+
+    Of two ranks the second has most of the divided matrix of the first block, and the first that of the second block.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 72)
+        up, down, flat = nn.Linear(72, 104), nn.Linear(104, 72), nn.Linear(72, 72)
+        one = nn.Sequential(nn.LayerNorm(72), up, nn.Tanh(), down, flat)
+        up, down, flat = nn.Linear(72, 104), nn.Linear(104, 72), nn.Linear(72, 72)
+        self.blocks = nn.ModuleList([one, nn.Sequential(nn.LayerNorm(72), flat, up, nn.Tanh(), down)])
+        self.lm_head = nn.Linear(72, 61, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.lm_head(hidden)  # type: ignore[no-any-return]
+
+
+def rows_loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    """Returns the loss of this rank's rows; the mean over the ranks is that of all rows."""
+    ids = my_rows(tokens(step, micro, (4, 9), 61))
+    return token_loss(model(ids), ids)
+
+
+def _own(name: str, lr: float, **params: Any) -> Job:
+    return Job(Wide, words_loss, 4, lr=lr, clip=0.0, optimizer=f"torch.optim.{name}", params=tuple(params.items()))
+
+
+MATRIX_JOBS = {
+    "Muon": MUON._replace(model=Wide),
+    "Muon, bf16": MUON._replace(model=Wide, dtype="bf16", accumulation=2),
+    "Muon, fp16": MUON._replace(model=Wide, dtype="fp16"),
+    "Muon, bf16 moments": MUON._replace(model=Wide, dtype="bf16"),
+    "SinkGD": SINKGD._replace(model=Wide),
+    "SinkGD, bf16": SINKGD._replace(model=Wide, dtype="bf16"),
+    "Adafactor": _own("Adafactor", 1e-2),
+    "Adafactor, bf16": _own("Adafactor", 1e-2)._replace(dtype="bf16", accumulation=2),
+    "NAdam, fp16": _own("NAdam", 1e-3)._replace(dtype="fp16"),
+}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {"Muon, bf16 moments": {"moments": "bf16"}}
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Products of matrices have the bits of one thread, as the ranks'."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def step_matrices_everywhere(job: Job, options: dict[str, Any], folder: Path) -> Result:
+    results = [train(job, there, folder / "-".join(there), **options) for there in MATRIX_PLACES]
+    for each in results[1:]:
+        assert_same(results[0], each, "placements")
+    return results[0]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", MATRIX_JOBS)
+def test_the_same_rows_give_the_bits_of_one_process_in_any_placement(
+    name: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    job, options = MATRIX_JOBS[name], OPTIONS.get(name, {})
+    one, other = ranks.run(step_matrices_everywhere, job, options, tmp_path)
+    assert_same(one, other, "ranks")
+    with one_thread():
+        alone = train(job, DISK, tmp_path / "alone", **options)
+    assert alone.losses == one.losses
+    assert_same_tensors(alone.weights, one.weights)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["Muon", "SinkGD", "Adafactor"])
+@pytest.mark.numeric
+def test_ranks_with_rows_of_their_own_train_as_one_process(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Gradients are added in another order, and the direction of Muon is no continuous function of them: one step."""
+    job = MATRIX_JOBS[name]._replace(loss=rows_loss, steps=1)
+    alone = train(job, DISK, tmp_path / "alone")
+    for result in ranks.run(train, job, DISK, tmp_path / "two"):
+        rounding_bounds.same_losses(result.losses, alone.losses, job)
+        rounding_bounds.same_norms(result.norms, alone.norms, job)
+
+
+def step_matrices_in_small_pieces(job: Job, folder: Path) -> tuple[Result, Result]:
+    """With memory for all, and with so little that units stream and gradients wait on disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        small_pieces(patch)
+        testing.replace(patch, "size.gradient_window", 16_384)  # has room for the padding of two ranks
+        least = least_host_memory(job, folder)
+        return train(job, DISK, folder / "roomy"), train(job, DISK, folder / "tight", host_memory=least)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Muon, bf16", "Adafactor, bf16"])
+def test_the_least_memory_gives_the_same_bits(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    for roomy, tight in ranks.run(step_matrices_in_small_pieces, MATRIX_JOBS[name], tmp_path):
+        assert_same(roomy, tight, "memory")
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["Muon, bf16", "Adafactor"])
+def test_three_ranks(name: str, tmp_path: Path) -> None:
+    """The second has parts of two matrices, and no part of some."""
+    job = MATRIX_JOBS[name]
+    with shared_pool(3) as three:
+        results = three.run(train, job, DISK, tmp_path / "three")
+    with one_thread():
+        alone = train(job, DISK, tmp_path / "alone")
+    for each in results:
+        # A third of three equal gradients is none of them to the bit.
+        rounding_bounds.same_losses(each.losses[:1], alone.losses[:1], job)
+        assert_same(results[0], each, "ranks")
+
+
+class Half(nn.Module):
+    """A unit of two matrices, of which the model uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.other = nn.Linear(96, 64, bias=False), nn.Linear(96, 64, bias=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.used(rows)  # type: ignore[no-any-return]
+
+
+def half_loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    rows = torch.randn(4, 96, generator=torch.Generator().manual_seed(step))
+    return model(rows).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("optimizer", ["SinkGD", "torch.optim.NAdam"])
+def test_a_rank_without_a_part_takes_part(optimizer: str, tmp_path: Path) -> None:
+    """Of three ranks the third has elements of the other matrix alone, which has no gradient."""
+    job = Job(Half, half_loss, 3, clip=0.0, optimizer=optimizer)
+    before = job.model().state_dict()["other.weight"] if torch.manual_seed(job.seed) else None
+    with shared_pool(3) as three:
+        results = three.run(train, job, DISK, tmp_path)
+    assert before is not None and results[0].losses[-1] < results[0].losses[0]
+    for each in results:
+        assert_same(results[0], each, "ranks")
+        assert torch.equal(each.weights["other.weight"], before)
+
+
+# -- homes ---------------------------------------------------------------------------------------------
+
+
+def test_both_ranks_are_homes_in_these_jobs() -> None:
+    model, mode = Wide(), make_mode("bf16", "muon")
+    homes = []
+    for block in model.blocks:
+        named = list(block.named_parameters())
+        matrices = [name for name, parameter in named if parameter.ndim == 2]
+        homes += [each.home for each in divided(lay_out("block", named, 2, matrices=matrices), mode, 2)]
+    assert homes == [1, 0]
+
+
+def _layout(ranks: int, *shapes: tuple[int, int]) -> Any:
+    named = [(f"{n}.weight", nn.Parameter(torch.empty(shape, device="meta"))) for n, shape in enumerate(shapes)]
+    return lay_out("unit", named, ranks, matrices=[name for name, _ in named])
+
+
+def test_a_matrix_that_a_rank_has_entirely_goes_nowhere() -> None:
+    layout = _layout(2, (64, 64), (64, 64))
+    assert divided(layout, make_mode("bf16", "muon"), 2) == ()
+
+
+def test_the_home_is_the_rank_with_the_most() -> None:
+    mode = make_mode("bf16", "muon")
+    layout = _layout(2, (64, 64), (64, 128), (64, 96))
+    (found,) = divided(layout, mode, 2)
+    assert (found.number, found.home) == (1, 0) and [part.numel for part in found.parts] == [6144, 2048]
+    assert divided(layout, make_mode("bf16", "adam"), 2) == ()
+
+
+def test_ranks_with_equally_much_share_the_work() -> None:
+    homes = set()
+    for number in range(8):
+        named = [(f"{number}.weight", nn.Parameter(torch.empty(64, 64, device="meta")))]
+        (found,) = divided(lay_out("unit", named, 2, matrices=[named[0][0]]), make_mode("bf16", "sinkgd"), 2)
+        homes.add(found.home)
+    assert homes == {0, 1}
+
+
+# -- states --------------------------------------------------------------------------------------------
+
+
+def step_matrices_in_two_parts(
+    job: Job, options: dict[str, Any], folder: Path
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    norms = []
+    for resume, steps in (("never", range(2)), ("must", range(2, job.steps))):
+        engine = start(job, DISK, folder, resume=resume, **options)
+        for step in steps:
+            train_step(engine, job, step)
+            norms.append(engine.get_global_grad_norm())
+        weights = weights_of(engine)
+        engine.destroy(remove=steps.stop == job.steps)
+    return norms, weights
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["Muon, bf16", "Muon, bf16 moments", "Adafactor"])
+def test_a_run_resumes_with_the_same_bits(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    job, options = MATRIX_JOBS[name], OPTIONS.get(name, {})
+    unbroken, _ = ranks.run(train_with, job, options, tmp_path / "whole")
+    for norms, weights in ranks.run(step_matrices_in_two_parts, job, options, tmp_path / "parts"):
+        assert norms == unbroken.norms
+        assert_same_tensors(weights, unbroken.weights)
+
+
+def train_with(job: Job, options: dict[str, Any], folder: Path) -> Result:
+    return train(job, DISK, folder, **options)
+
+
+def saved(job: Job, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Saves a checkpoint after two steps, and returns all states."""
+    engine = start(job, DISK, folder / "run")
+    for step in range(2):
+        train_step(engine, job, step)
+    engine.save_checkpoint(folder / "checkpoint")
+    states = states_of(engine)
+    engine.destroy(remove=True)
+    return states
+
+
+def loaded(job: Job, folder: Path, checkpoint: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
+    """Loads the checkpoint, returns all states, and the weights after a step more."""
+    engine = start(job, ("cpu", "nvme"), folder)
+    engine.load_checkpoint(checkpoint)
+    states = states_of(engine)
+    train_step(engine, job, 2)
+    weights = weights_of(engine)
+    engine.destroy(remove=True)
+    return states, weights
+
+
+def states_of(engine: offload.Engine) -> dict[str, dict[str, torch.Tensor]]:
+    names = {id(p): name for name, p in engine.module.named_parameters()}
+    found = engine.optimizer.state_dict()["state"]
+    params = [p for group in engine.optimizer.param_groups for p in group["params"]]
+    return {names[id(p)]: found[number] for number, p in enumerate(params) if number in found}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ["Muon, bf16", "Adafactor"])
+def test_a_checkpoint_loads_on_any_number_of_ranks(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    job = MATRIX_JOBS[name]
+    of_one, of_two = saved(job, tmp_path / "one"), ranks.run(saved, job, tmp_path / "two")
+    for checkpoint, states in (("one", of_one), ("two", of_two[0])):
+        found = [loaded(job, tmp_path / "a", tmp_path / checkpoint / "checkpoint")]
+        found += ranks.run(loaded, job, tmp_path / "b", tmp_path / checkpoint / "checkpoint")
+        for there, _ in found:
+            assert there.keys() == states.keys()
+            for parameter in states:
+                assert_same_tensors(there[parameter], states[parameter])
+        assert_same_tensors(found[1][1], found[2][1])
+
+
+def local_states(job: Job, folder: Path) -> tuple[int, int, bool]:
+    """The elements of a state of a torch optimizer and of a weight on this rank, and whether it can be set."""
+    engine = start(job, DISK, folder)
+    train_step(engine, job, 0)
+    weight = engine.module.get_parameter("blocks.0.3.weight")
+    there = offload.safe_get_local_optimizer_state(weight, "row_var")
+    mine = offload.safe_get_local_fp32_param(weight)
+    engine.destroy(remove=True)
+    assert there is not None and mine is not None
+    return there.numel(), mine.numel(), bool(there.numel())
+
+
+def test_one_rank_keeps_the_states_of_torch(ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks.run(local_states, MATRIX_JOBS["Adafactor"], tmp_path)
+    assert {one[0], other[0]} == {0, 72} and one[1] + other[1] == 72 * 104
+    # The one with the most elements of the weight.
+    assert (one[1] > other[1]) is (one[0] > other[0])
+
+
+# -- faults --------------------------------------------------------------------------------------------
+
+
+def refused_write(job: Job, folder: Path) -> str:
+    """The drive of one rank fails while another waits for its parts."""
+    return message_of_a_failing_drive(start(job, DISK, folder), job, "write")
+
+
+def test_a_drive_that_fails_ends_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    one, other = ranks.run(refused_write, MATRIX_JOBS["Muon, bf16"], tmp_path)
+    assert "/drive/data" in other, other
+    assert one.startswith("RankError: rank 1 "), one

@@ -26,8 +26,8 @@ from offload.sizes import align_up
 from offload.states import State
 from offload.swapper.pager import WeightUpdates
 from tests.checkpoints.test_resume_other_ranks import Case, begun, loaded, resumed, states_in
-from tests.ranks.test_ranks_killed import Run
-from tests.ranks.test_ranks_paths import Experts
+from tests.ranks.test_agreement import Experts
+from tests.ranks.test_ranks_lost import Run
 from tests.support import models, rounding_bounds
 from tests.support.modules.matrix_models import MUON
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, small_pieces, trained

@@ -1,10 +1,8 @@
-"""Ranks of a node keep a secondary partition of the weights (`zero_hpz_partition_size`), from which they gather again.
-
-A run has the bits of one without it: each test of bits compares the two.
-"""
+"""Ranks of a node keep a secondary partition of the weights (`zero_hpz_partition_size`) and gather again from it."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,13 +24,21 @@ from offload.layout.units import find_units
 from offload.planner.memory import Memory, Room, settle
 from offload.sizes import GIB, align_up
 from tests.ranks.streamed_device import Streamed
+from tests.support import models
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, train_step, weights_of
-from tests.support.ranks.rank_jobs import JOBS, my_rows
+from tests.support.ranks import sequence_parallel as sp
+from tests.support.ranks.rank_jobs import JOBS, language_rows_loss, my_rows
 from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, start
 
 MEMORY, HOST, DISK = ("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")
+
+
 JOB = JOBS["gpt2"]._replace(steps=2, lr=3e-4, dtype="bf16")
+
+
 NODE = 2
+
+
 """Ranks of a node, of which four ranks are two."""
 
 
@@ -68,9 +74,9 @@ class Trained(NamedTuple):
     notices: tuple[str, ...]
 
 
-def train_in_little_room(job: Job, placement: tuple[str, str], folder: Path, room: int) -> Trained:
+def train_in_little_room(job: Job, placement: tuple[str, str], folder: Path, room: int, **options: Any) -> Trained:
     """Trains with `room` bytes above the least, so that units leave the device between their uses."""
-    engine = start(job, placement, folder, device_memory=least(job, placement, folder) + room)
+    engine = start(job, placement, folder, device_memory=least(job, placement, folder, **options) + room, **options)
     losses, norms = [], []
     for step in range(job.steps):
         losses.append(engine.mean(train_step(engine, job, step)))
@@ -81,24 +87,35 @@ def train_in_little_room(job: Job, placement: tuple[str, str], folder: Path, roo
     return found
 
 
-RUNS = {
-    "accumulation": (JOB._replace(accumulation=2), HOST),
-    "in memory": (JOB._replace(dtype="fp32"), MEMORY),
-    "frozen weights": (JOBS["adapters"]._replace(steps=2, dtype="bf16"), DISK),
-    "blocks computed again": (JOBS["recomputed"]._replace(steps=2), DISK),
-    "experts": (JOBS["mixture"]._replace(steps=2), HOST),
-    "codes": (JOB._replace(quantized="weights nontrainable_weights gradients"), DISK),
+def train_with(job: Job, placement: tuple[str, str], folder: Path, options: dict[str, Any]) -> Trained:
+    return train_in_little_room(job, placement, folder, 1 << 16, **options)
+
+
+ADAPTERS = Job(models.lora, language_rows_loss, steps=2, accumulation=2, lr=3e-4, dtype="bf16")
+SHARED = Job(sp.llama, functools.partial(sp.grouped_loss, size=2), steps=2, accumulation=2, lr=3e-4, sequence=2)
+RUNS: dict[str, tuple[Job, tuple[str, str], dict[str, Any]]] = {
+    "accumulation": (JOB._replace(accumulation=2), HOST, {}),
+    "in memory": (JOB._replace(dtype="fp32"), MEMORY, {}),
+    "frozen weights": (JOBS["adapters"]._replace(steps=2, dtype="bf16"), DISK, {}),
+    "blocks computed again": (JOBS["recomputed"]._replace(steps=2), DISK, {}),
+    "experts": (JOBS["mixture"]._replace(steps=2), HOST, {}),
+    "codes": (JOB._replace(quantized="weights nontrainable_weights gradients"), DISK, {}),
+    "adapters on frozen weights in 4 bits": (ADAPTERS, DISK, {"frozen": "nf4"}),
+    "adapters on frozen weights in 8 bits": (ADAPTERS, HOST, {"frozen": "int8"}),
+    "shared sequences": (SHARED, HOST, {}),
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.works("Several ranks", "a secondary partition in a node (`zero_hpz_partition_size`), in any tier", "right")
+@pytest.mark.works(
+    "Several ranks", "a secondary partition beside adapters, frozen weights in 4 or 8 bits, shared sequences", "right"
+)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_secondary_partition_changes_no_bit(name: str, four: RankPool, tmp_path: Path) -> None:
-    job, placement = RUNS[name]
-    room = 1 << 16
-    plain = four.run(train_in_little_room, job, placement, tmp_path / "plain", room)
-    kept = four.run(train_in_little_room, job._replace(node=NODE), placement, tmp_path / "kept", room)
+    job, placement, options = RUNS[name]
+    plain = four.run(train_with, job, placement, tmp_path / "plain", options)
+    kept = four.run(train_with, job._replace(node=NODE), placement, tmp_path / "kept", options)
     assert any("each rank keeps 1/2 of all weights on its device" in notice for notice in kept[0].notices)
     for (result, sent, _), (expected, without, _) in zip(kept, plain, strict=True):
         assert_same(result, expected)
