@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from offload.deepspeed import install
-from offload.deepspeed.accelerate_checks import check_comments
+from offload.deepspeed.config import check_comments
 from offload.distributed.process_group import join_launcher
 from offload.interrupts import exit_on_next_signal
 

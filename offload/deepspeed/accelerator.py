@@ -6,13 +6,15 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, TypeVar
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NoReturn, TypeVar
 
 import psutil
 import torch
 
 from offload.deepspeed.refused import set_accelerator as set_accelerator
-from offload.errors import ConfigError
+from offload.errors import ConfigError, UsageError
 from offload.hardware.system import nodes
 from offload.swapper.memory.device import accelerator_type
 from offload.torch_internals.tensors import cpu_computes_fp16
@@ -25,8 +27,8 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 @functools.cache
 def get_accelerator() -> DeepSpeedAccelerator:
     """Returns the accelerator that torch finds, or the CPU."""
-    found = accelerator_type()
-    return CpuAccelerator() if found is None else DeepSpeedAccelerator(found)
+    device_type = accelerator_type()
+    return CpuAccelerator() if device_type is None else DeepSpeedAccelerator(device_type)
 
 
 def is_current_accelerator_supported() -> bool:
@@ -41,11 +43,7 @@ class DeepSpeedAccelerator:
     """
 
     def __init__(self, device_type: str) -> None:
-        """Looks up torch's module of the device.
-
-        Args:
-            device_type: such as "cuda" or "cpu".
-        """
+        """Looks up torch's module of the device."""
         self._name = device_type
         self._module: Any = torch.get_device_module(device_type)
         self._compile_backend = "inductor"
@@ -90,19 +88,11 @@ class DeepSpeedAccelerator:
         return True
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Returns the name of the device, such as "cuda:0"; of its type without an index.
-
-        Args:
-            device_index: number of the device.
-        """
+        """Returns the name of the device, such as "cuda:0"; of its type without an index."""
         return self._name if device_index is None else f"{self._name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> torch.device:
-        """Returns a device, which is also a context in which torch's factories use it.
-
-        Args:
-            device_index: number of the device; None for the current one.
-        """
+        """Returns a device, which is also a context in which torch's factories use it."""
         return torch.device(self.device_name(device_index))
 
     def current_device(self) -> int:
@@ -114,11 +104,7 @@ class DeepSpeedAccelerator:
         return self.device_name(self.current_device())
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Returns True if a tensor is on this type of device.
-
-        Args:
-            tensor: the tensor.
-        """
+        """Returns True if a tensor is on this type of device."""
         return tensor.device.type == self._name
 
     def communication_backend_name(self) -> str:
@@ -136,80 +122,43 @@ class DeepSpeedAccelerator:
         return torch.random
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Sets the state of the device's generator.
-
-        Args:
-            new_state: what `get_rng_state` has returned.
-            device_index: number of the device.
-        """
-        self._module.set_rng_state(new_state, *_given(device_index))
+        """Sets the state of the device's generator."""
+        self._module.set_rng_state(new_state, *_index_argument(device_index))
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """Returns the state of the device's generator.
-
-        Args:
-            device_index: number of the device.
-        """
-        state: torch.Tensor = self._module.get_rng_state(*_given(device_index))
+        """Returns the state of the device's generator."""
+        state: torch.Tensor = self._module.get_rng_state(*_index_argument(device_index))
         return state
 
     def default_generator(self, device_index: int) -> torch.Generator:
-        """Returns the generator of a device.
-
-        Args:
-            device_index: number of the device.
-        """
+        """Returns the generator of a device."""
         generator: torch.Generator = self._module.default_generators[device_index]
         return generator
 
     # -- memory -------------------------------------------------------------------------------------
 
     def memory_cached(self, device_index: int | None = None) -> int:
-        """Returns the bytes that torch holds on the device, as `memory_reserved` does.
-
-        Args:
-            device_index: number of the device.
-        """
+        """Returns the bytes that torch holds on the device, as `memory_reserved` does."""
         return int(self._module.memory_reserved(device_index))
 
     def max_memory_cached(self, device_index: int | None = None) -> int:
-        """Returns the largest number of bytes that torch held on the device, as `max_memory_reserved` does.
-
-        Args:
-            device_index: number of the device.
-        """
+        """Returns the largest number of bytes that torch held on the device, as `max_memory_reserved` does."""
         return int(self._module.max_memory_reserved(device_index))
 
     def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
-        """Begins the peaks of the device's memory anew.
-
-        Args:
-            device_index: number of the device.
-        """
+        """Begins the peaks of the device's memory anew."""
         self._module.reset_peak_memory_stats(device_index)
 
     def reset_max_memory_cached(self, device_index: int | None = None) -> None:
-        """Begins the peaks of the device's memory anew.
-
-        Args:
-            device_index: number of the device.
-        """
+        """Begins the peaks of the device's memory anew."""
         self._module.reset_peak_memory_stats(device_index)
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Returns the bytes of the device's memory.
-
-        Args:
-            device_index: number of the device.
-        """
+        """Returns the bytes of the device's memory."""
         return int(self._module.get_device_properties(device_index or 0).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Returns the bytes of the device's memory that are free.
-
-        Args:
-            device_index: number of the device.
-        """
+        """Returns the bytes of the device's memory that are free."""
         return int(self._module.mem_get_info(device_index)[0])
 
     # -- pinned memory ------------------------------------------------------------------------------
@@ -258,38 +207,21 @@ class DeepSpeedAccelerator:
         return self.pin_empty(tuple(tensor.shape), dtype=tensor.dtype if dtype is None else dtype, device=device)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Returns True if a tensor is in pinned memory.
-
-        Args:
-            tensor: the tensor.
-        """
+        """Returns True if a tensor is in pinned memory."""
         return self._name != "cpu" and tensor.is_pinned()
 
     def unpin_memory(self, tensor: torch.Tensor) -> None:
-        """Does nothing: torch unpins memory when no tensor refers to it.
-
-        Args:
-            tensor: the tensor.
-        """
+        """Does nothing: torch unpins memory when no tensor refers to it."""
 
     def register_host_memory(self, address: int, num_bytes: int) -> bool:
-        """Pins memory for CUDA. Returns False where there is none.
-
-        Args:
-            address: address of the first byte.
-            num_bytes: number of bytes.
-        """
+        """Pins memory for CUDA. Returns False where there is none."""
         if self._name != "cuda":
             return False
         self._module.check_error(int(self._module.cudart().cudaHostRegister(address, num_bytes, 0)))
         return True
 
     def unregister_host_memory(self, address: int) -> None:
-        """Undoes `register_host_memory`.
-
-        Args:
-            address: address of the first byte.
-        """
+        """Undoes `register_host_memory`."""
         if self._name == "cuda":
             self._module.check_error(int(self._module.cudart().cudaHostUnregister(address)))
 
@@ -345,11 +277,7 @@ class DeepSpeedAccelerator:
         return contextlib.nullcontext() if graph is None else self._module.graph(graph, pool, stream)
 
     def replay_graph(self, graph: Any) -> None:
-        """Runs a recorded graph, if there is one.
-
-        Args:
-            graph: what `create_graph` has returned.
-        """
+        """Runs a recorded graph, if there is one."""
         if graph is not None:
             graph.replay()
 
@@ -358,29 +286,15 @@ class DeepSpeedAccelerator:
         return self._name == "cuda" and bool(self._module.is_current_stream_capturing())
 
     def range_push(self, msg: str, domain: Any = None, category: Any = None) -> Any:
-        """Begins a range of nvtx; without effect where there is none.
-
-        Args:
-            msg: name of the range.
-            domain: without effect.
-            category: without effect.
-        """
+        """Begins a range of nvtx; without effect where there is none."""
         return self._module.nvtx.range_push(msg) if self._name == "cuda" else None
 
     def range_pop(self, domain: Any = None) -> Any:
-        """Ends a range of nvtx; without effect where there is none.
-
-        Args:
-            domain: without effect.
-        """
+        """Ends a range of nvtx; without effect where there is none."""
         return self._module.nvtx.range_pop() if self._name == "cuda" else None
 
     def lazy_call(self, callback: Callable[[], T]) -> T:
-        """Returns `callback()`: torch makes the device ready with its first use.
-
-        Args:
-            callback: the function.
-        """
+        """Returns `callback()`: torch makes the device ready with its first use."""
         return callback()
 
     def is_triton_supported(self) -> bool:
@@ -402,9 +316,6 @@ class DeepSpeedAccelerator:
     def set_compile_backend(self, backend: str) -> None:
         """Sets what `get_compile_backend` returns.
 
-        Args:
-            backend: name of a backend of torch.compile.
-
         Raises:
             ConfigError: if torch has no such backend. Nothing changes.
         """
@@ -422,23 +333,11 @@ class DeepSpeedAccelerator:
         return "deepspeed.ops.op_builder"
 
     def get_op_builder(self, class_name: str) -> Any:
-        """Returns the builder of an extension by its name; of one that is not here, a class that says so.
-
-        Args:
-            class_name: such as "AsyncIOBuilder".
-        """
-        # Here: most scripts need no extension.
-        from offload.deepspeed.ops import op_builder
-
-        known = {"AsyncIOBuilder": op_builder.AsyncIOBuilder}
-        return known.get(class_name, op_builder.NotImplementedBuilder)
+        """Returns the builder of an extension by its name; of one that is not here, a class that says so."""
+        return AsyncIOBuilder if class_name == "AsyncIOBuilder" else NotImplementedBuilder
 
     def create_op_builder(self, class_name: str) -> Any:
-        """Returns a builder; see `get_op_builder`.
-
-        Args:
-            class_name: such as "AsyncIOBuilder".
-        """
+        """Returns a builder; see `get_op_builder`."""
         return self.get_op_builder(class_name)()
 
     def build_extension(self) -> Any:
@@ -480,35 +379,19 @@ class CpuAccelerator(DeepSpeedAccelerator):
     Event = property(lambda _: None, doc="None: there are no events.")
 
     def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
-        """Returns a context without effect.
-
-        Args:
-            stream: ignored.
-        """
+        """Returns a context without effect."""
         return contextlib.nullcontext()
 
     def current_stream(self, device_index: int | None = None) -> None:
-        """Returns None: there are no streams.
-
-        Args:
-            device_index: ignored.
-        """
+        """Returns None: there are no streams."""
 
     default_stream = current_stream
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Does nothing: calls have ended when they return.
-
-        Args:
-            device_index: ignored.
-        """
+        """Does nothing: calls have ended when they return."""
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Returns "cpu".
-
-        Args:
-            device_index: without effect: the CPU has no number.
-        """
+        """Returns "cpu"."""
         return "cpu"
 
     def current_device(self) -> int:
@@ -516,11 +399,7 @@ class CpuAccelerator(DeepSpeedAccelerator):
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     def set_device(self, device_index: int) -> None:
-        """Does nothing: there is one.
-
-        Args:
-            device_index: ignored.
-        """
+        """Does nothing: there is one."""
 
     def device_count(self) -> int:
         """Returns LOCAL_SIZE if a launcher has set it, else the number of NUMA nodes with processors."""
@@ -529,28 +408,15 @@ class CpuAccelerator(DeepSpeedAccelerator):
 
     # torch.cpu has no generator of its own: it is torch's default one.
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Sets the state of torch's default generator.
-
-        Args:
-            new_state: what `get_rng_state` has returned.
-            device_index: ignored.
-        """
+        """Sets the state of torch's default generator."""
         torch.set_rng_state(new_state)
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """Returns the state of torch's default generator.
-
-        Args:
-            device_index: ignored.
-        """
+        """Returns the state of torch's default generator."""
         return torch.get_rng_state()
 
     def manual_seed(self, seed: int) -> torch.Generator:
-        """Seeds all generators of torch, and returns the default one.
-
-        Args:
-            seed: the seed.
-        """
+        """Seeds all generators of torch, and returns the default one."""
         return torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
@@ -560,11 +426,7 @@ class CpuAccelerator(DeepSpeedAccelerator):
         return torch.initial_seed()
 
     def default_generator(self, device_index: int) -> torch.Generator:
-        """Returns torch's default generator.
-
-        Args:
-            device_index: ignored.
-        """
+        """Returns torch's default generator."""
         return torch.default_generator
 
     def empty_cache(self) -> None:
@@ -573,9 +435,9 @@ class CpuAccelerator(DeepSpeedAccelerator):
     # torch counts nothing on the CPU, so the process is measured, as DeepSpeed does.
     def get_rss(self) -> int:
         """Returns the bytes that the process occupies."""
-        found = _resident()
-        self._peak = max(self._peak, found)
-        return found
+        resident = _resident()
+        self._peak = max(self._peak, resident)
+        return resident
 
     def reset_rss(self) -> int:
         """Begins the peak anew, and returns the bytes that the process occupies."""
@@ -583,68 +445,38 @@ class CpuAccelerator(DeepSpeedAccelerator):
         return self._peak
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Returns the bytes that the process occupies.
-
-        Args:
-            device_index: ignored.
-        """
+        """Returns the bytes that the process occupies."""
         return self.get_rss()
 
     memory_cached = memory_reserved = memory_allocated
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Returns the largest number of bytes that a call of these methods has found since the peak began.
-
-        Args:
-            device_index: ignored.
-        """
+        """Returns the largest number of bytes that a call of these methods has found since the peak began."""
         self.get_rss()
         return self._peak
 
     max_memory_cached = max_memory_reserved = max_memory_allocated
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Begins the peak anew.
-
-        Args:
-            device_index: ignored.
-        """
+        """Begins the peak anew."""
         self.reset_rss()
 
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, int]:
-        """Returns the bytes that the process occupies and their peak, under torch's keys.
-
-        Args:
-            device_index: ignored.
-        """
+        """Returns the bytes that the process occupies and their peak, under torch's keys."""
         return {"allocated_bytes.all.current": self.get_rss(), "allocated_bytes.all.peak": self._peak}
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Returns the bytes of the RAM.
-
-        Args:
-            device_index: ignored.
-        """
+        """Returns the bytes of the RAM."""
         return int(psutil.virtual_memory().total)
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Returns the bytes of the RAM that are free, or that the system can free.
-
-        Args:
-            device_index: ignored.
-        """
+        """Returns the bytes of the RAM that are free, or that the system can free."""
         return int(psutil.virtual_memory().available)
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        """Returns the tensor itself: there is no device to pin memory for.
-
-        Args:
-            tensor: the tensor.
-            make_copy: without effect.
-            match_shape: without effect.
-        """
+        """Returns the tensor itself: there is no device to pin memory for."""
         return tensor
 
     def is_bf16_supported(self) -> bool:
@@ -668,7 +500,35 @@ class CpuAccelerator(DeepSpeedAccelerator):
     LongTensor = property(lambda _: torch.LongTensor, doc="torch's class of tensors of int64.")
 
 
-def _given(device_index: int | None) -> tuple[int, ...]:
+class AsyncIOBuilder:
+    """Builder of the module that has `aio_handle`; nothing is built."""
+
+    def load(self, verbose: bool = True) -> ModuleType:
+        """Returns `offload.deepnvme`, the module that has `aio_handle`."""
+        # Here: most scripts need no extension.
+        return import_module("offload.deepnvme")
+
+    def is_compatible(self, verbose: bool = True) -> bool:
+        """Returns True: the extension comes with the package."""
+        return True
+
+
+class NotImplementedBuilder:
+    """Builder of an extension of DeepSpeed that has no counterpart here."""
+
+    def load(self, verbose: bool = True) -> NoReturn:
+        """Raises `UsageError`: there is nothing to load."""
+        raise UsageError(
+            "this extension of DeepSpeed has no counterpart here: the engine has kernels of its own, and "
+            "AsyncIOBuilder is that of DeepNVMe"
+        )
+
+    def is_compatible(self, verbose: bool = True) -> bool:
+        """Returns False."""
+        return False
+
+
+def _index_argument(device_index: int | None) -> tuple[int, ...]:
     """Returns the argument for a call of torch that has a default of its own."""
     return () if device_index is None else (device_index,)
 

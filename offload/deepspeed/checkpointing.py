@@ -37,8 +37,4 @@ def reset() -> None:
 
 
 def set_num_layers(nlayers: Any) -> None:
-    """Does nothing: DeepSpeed sizes its buffers by the number of layers, and this library's belong to graphs.
-
-    Args:
-        nlayers: number of layers.
-    """
+    """Does nothing: DeepSpeed sizes its buffers by the number of layers, and this library's belong to graphs."""

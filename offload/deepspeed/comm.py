@@ -129,26 +129,16 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Warns that collectives are not logged, if that is asked for, as the key "comms_logger" does.
+    """Warns that collectives are not logged if `enabled` asks for it; nothing else has an effect.
 
-    Args:
-        deepspeed_config: without effect: the key "comms_logger" of an engine's config is named at its start.
-        enabled: True for the warning.
-        prof_all: without effect.
-        prof_ops: without effect.
-        verbose: without effect.
-        debug: without effect.
+    The engine's start names the key "comms_logger" of the config in the same way.
     """
     if enabled:
         _warn_of_logging("configure")
 
 
 def log_summary(show_straggler: bool = False) -> None:
-    """Warns that collectives are not logged, and says where their bytes are.
-
-    Args:
-        show_straggler: without effect.
-    """
+    """Warns that collectives are not logged, and says where their bytes are."""
     _warn_of_logging("log_summary")
 
 
@@ -169,21 +159,13 @@ def get_world_group() -> Any:
 
 
 def get_rank(group: Any = None) -> int:
-    """Returns the rank of this process; that of the launcher before there is a group, 0 without one.
-
-    Args:
-        group: a group of ranks; None for all.
-    """
+    """Returns the rank of this process; that of the launcher before there is a group, 0 without one."""
     # A question makes no group: the script may be about to make one of its own.
     return dist.get_rank(group) if dist.is_initialized() else rank_number(os.environ, "RANK", 0)
 
 
 def get_world_size(group: Any = None) -> int:
-    """Returns the number of ranks; that of the launcher before there is a group, 1 without one.
-
-    Args:
-        group: a group of ranks; None for all.
-    """
+    """Returns the number of ranks; that of the launcher before there is a group, 1 without one."""
     return dist.get_world_size(group) if dist.is_initialized() else _launched()
 
 
@@ -194,10 +176,5 @@ def get_local_rank() -> int:
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """Returns the rank among all of a rank of a group.
-
-    Args:
-        group: a group of ranks; None for all.
-        group_rank: the rank in the group.
-    """
+    """Returns the rank among all of a rank of a group; `group` None is the group of all."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)

@@ -85,8 +85,8 @@ class _Finder(DistributionFinder, MetaPathFinder):
             return None
         # Modules under another name only: a copy would have classes and states of its own.
         ours = _OURS + fullname.removeprefix(_NAME)
-        found = find_spec(ours)
-        if found is None:
+        spec = find_spec(ours)
+        if spec is None:
             raise ModuleNotFoundError(
                 f"offload has no counterpart of {fullname}; docs/reference/deepspeed-names.md lists what there is, and "
                 "what is in place of the rest",
@@ -94,9 +94,9 @@ class _Finder(DistributionFinder, MetaPathFinder):
             )
         return ModuleSpec(
             fullname,
-            _Alias(found),
-            origin=found.origin,
-            is_package=found.submodule_search_locations is not None,
+            _Alias(spec),
+            origin=spec.origin,
+            is_package=spec.submodule_search_locations is not None,
         )
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
@@ -115,26 +115,21 @@ class _Alias(InspectLoader):
     """
 
     def __init__(self, ours: ModuleSpec) -> None:
-        """Keeps the spec of the module."""
         # The loader of a file of Python is one, and so is what an editable install wraps it in, but not by its class.
         self._ours, self._loader = ours.name, cast(InspectLoader, ours.loader)
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Returns None: the module that Python makes is replaced as soon as it is loaded."""
-        return
+        return  # the module that Python makes is replaced as soon as it is loaded
 
     def exec_module(self, module: ModuleType) -> None:
-        """Puts the module of this package in the place of the new one; the import system returns what is there."""
+        # The import system returns what stands under the name afterwards.
         sys.modules[module.__name__] = import_module(self._ours)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Returns the code of the module, whichever of its names is asked for."""
         return self._loader.get_code(self._ours)
 
     def get_source(self, fullname: str) -> str | None:
-        """Returns the source of the module, whichever of its names is asked for."""
         return self._loader.get_source(self._ours)
 
     def is_package(self, fullname: str) -> bool:
-        """Returns True if the module is a package."""
         return self._loader.is_package(self._ours)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from offload.deepspeed.content import content_of
+from offload.deepspeed.config import content_of
 from offload.errors import UsageError
 from offload.inference_engine import InferenceEngine, inference
 from offload.notices import announce

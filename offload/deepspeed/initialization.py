@@ -9,18 +9,13 @@ from typing import Any
 from torch import nn
 
 from offload.config import load_config
-from offload.deepspeed.accelerate_checks import check_ranks
 from offload.deepspeed.comm import init_distributed
-from offload.deepspeed.content import content_of, of_a_script, with_rate
-from offload.deepspeed.parameters import mark
-from offload.deepspeed.pipe.engine import PipelineEngine
-from offload.deepspeed.pipe.module import PipelineModule
-from offload.deepspeed.runtime.engine import DeepSpeedEngine
-from offload.deepspeed.runtime.sequence_parallel.parallel_state_sp import SequenceGroups
-from offload.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from offload.deepspeed.utils.z3_leaf_module import z3_leaf_module
-from offload.deepspeed.zero.init_context import check_asked
-from offload.engine.engine import Engine
+from offload.deepspeed.config import check_ranks, content_of, of_a_script, with_rate
+from offload.deepspeed.engine import DeepSpeedEngine
+from offload.deepspeed.pipe import PipelineEngine, PipelineModule
+from offload.deepspeed.sequence_parallel import SequenceGroups
+from offload.deepspeed.utils import z3_leaf_module
+from offload.deepspeed.zero import DeepSpeedZeRoOffload, check_asked, mark
 from offload.engine.setup import check_model_type, chosen_config
 from offload.engine.setup import initialize as _initialize
 from offload.errors import ConfigError
@@ -78,11 +73,15 @@ def initialize(
     check_ranks()
     trains = optimizer is not None or content.get("optimizer") is not None
     content = content if optimizer is not None else with_rate(content)
-    content = _with_sequences(of_a_script(content, _leaves(model), trains), mpu)
+    leaves = [name for name, module in model.named_modules() if name and z3_leaf_module(module)]
+    content = _with_sequences(of_a_script(content, leaves, trains), mpu)
     check_asked(model, content)
     if not trains:
         load_config(content)  # raises before the model is changed
-        _freeze(model)
+        # An engine without an optimizer has no place for gradients.
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            logger.info("there is no optimizer: the model is for evaluation, and its parameters are frozen")
+        model.requires_grad_(False)
     engine, used, loader, schedule = _initialize(
         None,
         model,
@@ -101,20 +100,11 @@ def initialize(
     mark(engine.module.parameters())
     # trl finds the hooks of a model there, and takes them away before it generates.
     engine.optimizer.parameter_offload = DeepSpeedZeRoOffload()  # type: ignore[attr-defined]
-    return _with_names(engine, model, loader), used if trains else None, loader, schedule
-
-
-def _leaves(model: nn.Module) -> list[str]:
-    """Returns the names of modules that a script has declared to be leaves of ZeRO-3."""
-    return [name for name, each in model.named_modules() if name and z3_leaf_module(each)]
-
-
-def _with_names(engine: Engine, model: nn.Module, loader: Any) -> DeepSpeedEngine:
-    """Returns an engine with the methods that only DeepSpeed's has."""
-    # A pipeline's has `train_batch` and `eval_batch` of its own, which run a schedule.
+    # A pipeline's engine has `train_batch` and `eval_batch` of its own, which run a schedule.
+    named_engine = DeepSpeedEngine(engine)
     if isinstance(model, PipelineModule):
-        return PipelineEngine(engine, model, loader)
-    return DeepSpeedEngine(engine)
+        named_engine = PipelineEngine(engine, model, loader)
+    return named_engine, used if trains else None, loader, schedule
 
 
 def _with_sequences(content: dict[str, Any], mpu: Any) -> dict[str, Any]:
@@ -131,19 +121,8 @@ def _with_sequences(content: dict[str, Any], mpu: Any) -> dict[str, Any]:
     return {**content, "sequence_parallel_size": size}
 
 
-def _freeze(model: nn.Module) -> None:
-    """Freezes a model that is for evaluation: an engine without an optimizer has no place for gradients."""
-    if any(parameter.requires_grad for parameter in model.parameters()):
-        logger.info("there is no optimizer: the model is for evaluation, and its parameters are frozen")
-    model.requires_grad_(False)
-
-
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds DeepSpeed's options to a parser, `--deepspeed` and `--deepspeed_config`, and returns the parser.
-
-    Args:
-        parser: the parser of a script.
-    """
+    """Adds DeepSpeed's options to a parser, `--deepspeed` and `--deepspeed_config`, and returns the parser."""
     group = parser.add_argument_group("DeepSpeed")
     group.add_argument("--deepspeed", action="store_true", help="use DeepSpeed, if the script asks for this option")
     group.add_argument("--deepspeed_config", default=None, help="path of DeepSpeed's JSON file")

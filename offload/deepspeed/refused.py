@@ -12,8 +12,6 @@ from offload.errors import UsageError
 _TENSORS = "weights are paged, and not divided within a layer: leave the call out, and set the budgets"
 _INFERENCE = "call deepspeed.init_inference(model, config) with the config as a dict: weights are paged"
 _LAYERS = "layers are the model's own: leave the call out"
-_EXPERTS = "experts are not divided over ranks: use the model's own, which are paged one by one"
-_COMPRESSED = 'optimizers that compress what ranks exchange are not supported: use "AdamW"'
 
 
 def refused_class(name: str, instead: str) -> Any:
@@ -67,6 +65,7 @@ DeepSpeedCheckpoint = refused_class(
 )
 set_accelerator = function("set_accelerator", 'set "device" in the block "offload"')
 main = function("launcher.runner.main", "start scripts by the command `offload launch`")
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"  # the file in which accelerate leaves environment variables
 
 # -- layers and optimizers -----------------------------------------------------------------------------
 
@@ -74,7 +73,5 @@ DeepSpeedTransformerLayer = refused_class("DeepSpeedTransformerLayer", _LAYERS)
 DeepSpeedTransformerConfig = refused_class("DeepSpeedTransformerConfig", _LAYERS)
 replace_transformer_layer = function("replace_transformer_layer", _LAYERS)
 
-MoE = refused_class("MoE", _EXPERTS)
-OnebitAdam = refused_class("OnebitAdam", _COMPRESSED)
-OnebitLamb = refused_class("OnebitLamb", _COMPRESSED)
-ZeroOneAdam = refused_class("ZeroOneAdam", _COMPRESSED)
+MoE = refused_class("MoE", "experts are not divided over ranks: use the model's own, which are paged one by one")
+GDSBuilder = refused_class("GDSBuilder", "files are read into host memory: use AsyncIOBuilder, and copy to the GPU")

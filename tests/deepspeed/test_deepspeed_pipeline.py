@@ -13,8 +13,7 @@ from torch import nn
 
 import offload
 import offload.deepspeed as deepspeed
-from offload.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from offload.deepspeed.pipe.partition import balanced, partition
+from offload.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec, balanced, partition
 from offload.errors import ConfigError, OffloadError, UsageError
 from tests.support import models, rounding_bounds
 from tests.support.oracle import Job, Result, assert_same_tensors, config

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-import offload
-import offload.deepspeed as deepspeed
 from offload.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from offload.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from offload.deepspeed.ops.lamb import FusedLamb
 from offload.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from torch import nn
+
+import offload
+import offload.deepspeed as deepspeed
 from offload.errors import ConfigError
 
 MOMENTS = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}

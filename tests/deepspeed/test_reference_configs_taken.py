@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from offload.cli.main import app
-from offload.deepspeed.accelerate_checks import check_comments
+from offload.deepspeed.config import check_comments
 from offload.errors import ConfigError
 from offload.presets import PRESETS
 from tests import ROOT

@@ -37,9 +37,9 @@ def batches_of(rank: int) -> list[dict[str, torch.Tensor]]:
 def train_with_deepspeeds_names(job: Job, folder: Path) -> Result:
     """Trains as the tutorial of DeepSpeed's ALST does."""
     import torch.distributed.nn.functional as over_ranks
+    from offload.deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
     import offload.deepspeed as deepspeed
-    from offload.deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
     from offload.deepspeed.utils import groups
 
     mpu = UlyssesSPAttentionHF.register_with_transformers(

@@ -6,19 +6,11 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from offload.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
-
-__all__ = [
-    "VALID_LR_SCHEDULES",
-    "LRRangeTest",
-    "OneCycle",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-    "add_tuning_arguments",
-    "get_config_from_args",
-    "get_lr_from_config",
-]
+from offload.schedules import LRRangeTest as LRRangeTest
+from offload.schedules import OneCycle as OneCycle
+from offload.schedules import WarmupCosineLR as WarmupCosineLR
+from offload.schedules import WarmupDecayLR as WarmupDecayLR
+from offload.schedules import WarmupLR as WarmupLR
 
 LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"
@@ -48,7 +40,7 @@ _CYCLE = {
 _WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000, "warmup_type": "log"}
 _COSINE = {"warmup_num_steps": 1000, "warmup_type": "log", "warmup_min_ratio": 0.01, "cos_min_ratio": 0.01}
 _FLAGS = {"cycle_momentum": False}
-_OF: dict[str, dict[str, Any]] = {
+_OPTIONS: dict[str, dict[str, Any]] = {
     LR_RANGE_TEST: _RANGE,
     ONE_CYCLE: _CYCLE,
     WARMUP_LR: _WARMUP,
@@ -59,15 +51,11 @@ _OF: dict[str, dict[str, Any]] = {
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds `--lr_schedule` and the options of all schedules to a parser, and returns the parser.
-
-    Args:
-        parser: the parser of a script.
-    """
+    """Adds `--lr_schedule` and the options of all schedules to a parser, and returns the parser."""
     group = parser.add_argument_group("Learning rates")
     group.add_argument("--lr_schedule", default=None, help="the schedule: one of " + ", ".join(VALID_LR_SCHEDULES))
     for name, default in {**_RANGE, **_CYCLE, **_FLAGS, **_WARMUP, **_COSINE}.items():
-        words = f"option of {', '.join(kind for kind, options in _OF.items() if name in options) or ONE_CYCLE}"
+        words = f"option of {', '.join(kind for kind, options in _OPTIONS.items() if name in options) or ONE_CYCLE}"
         # argparse would read the word "False" as True.
         if isinstance(default, bool):
             group.add_argument(f"--{name}", action="store_true", help=words)
@@ -77,32 +65,24 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
-    """Returns the block "scheduler" of a config, and None; or None, and the reason.
-
-    Args:
-        args: result of a parser of `add_tuning_arguments`.
-    """
+    """Returns the block "scheduler" of a config from the result of such a parser, and None; or None, and the reason."""
     kind = getattr(args, LR_SCHEDULE, None)
     if kind is None:
         return None, f"--{LR_SCHEDULE} is not given"
-    if kind not in _OF:
+    if kind not in _OPTIONS:
         return None, f"{kind} is no schedule: expected one of {', '.join(VALID_LR_SCHEDULES)}"
-    given = {name: getattr(args, name, None) for name in _OF[kind]}
+    values = {name: getattr(args, name, None) for name in _OPTIONS[kind]}
     # -1 is DeepSpeed's word for a value that is left out.
-    return {"type": kind, "params": {name: value for name, value in given.items() if value not in (None, -1)}}, None
+    return {"type": kind, "params": {name: value for name, value in values.items() if value not in (None, -1)}}, None
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
-    """Returns the learning rate with which a schedule begins, and an empty text; or None, and the reason.
-
-    Args:
-        config: the block "scheduler" of a config.
-    """
+    """Returns the learning rate at which a block "scheduler" begins, and an empty text; or None, and the reason."""
     for key in ("type", "params"):
         if key not in config:
             return None, f'the schedule has no "{key}"'
     kind, params = config["type"], config["params"]
-    if kind not in _OF:
+    if kind not in _OPTIONS:
         return None, f"{kind} is no schedule: expected one of {', '.join(VALID_LR_SCHEDULES)}"
     if kind == WARMUP_COSINE_LR:
         return None, f"{kind} multiplies the optimizer's learning rate"

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.engine`: the engine, with the methods that only DeepSpeed's has."""
+"""`deepspeed.DeepSpeedEngine`: the engine, with the methods that only DeepSpeed's has."""
 
 from __future__ import annotations
 
@@ -32,11 +32,7 @@ class DeepSpeedEngine(Engine):
     )
 
     def __init__(self, engine: Engine) -> None:
-        """Takes the place of an engine: both act on the same components.
-
-        Args:
-            engine: result of `offload.initialize`.
-        """
+        """Takes the place of an engine of `offload.initialize`: both act on the same components."""
         # The core holds all state; an engine is its methods.
         super().__init__(engine._core, engine.notices)
         self._divides = True
@@ -50,17 +46,6 @@ class DeepSpeedEngine(Engine):
 
         A plain `loss.backward()` divides the gradients that enter the model's outputs by gradient_accumulation_steps,
         as the engine of DeepSpeed 0.19 does. `torch.autograd.grad` and torch.func, which add up no gradient, do not.
-
-        Args:
-            *args: positional inputs of the model.
-            **kwargs: keyword inputs of the model.
-
-        Returns:
-            The output of the model.
-
-        Raises:
-            UsageError: as `offload.Engine`.
-            EngineFailed: if an error has stopped the engine.
         """
         # Without an accumulation there is nothing to divide, and the output stays the model's own.
         if not torch.is_grad_enabled() or self.gradient_accumulation_steps() == 1:
@@ -84,7 +69,7 @@ class DeepSpeedEngine(Engine):
         """Returns a gradient of an output as it enters the model, whose node is `behind`."""
         if not self._divides:
             return gradient
-        trained = (each for each in self.module.parameters() if each.requires_grad)
+        trained = (parameter for parameter in self.module.parameters() if parameter.requires_grad)
         if adds_up(trained, behind):
             return gradient / self.gradient_accumulation_steps()
         # With create_graph the result is a function of the weights, whose own backward does not come by here.
@@ -143,9 +128,9 @@ class DeepSpeedEngine(Engine):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Returns the result of `module_state_dict` on rank 0, and None on other ranks; for transformers' Trainer."""
         self._core.components.refuse_shards("a state dict on rank 0")
-        found = self.module_state_dict(exclude_frozen_parameters) if self.global_rank == 0 else None
+        state = self.module_state_dict(exclude_frozen_parameters) if self.global_rank == 0 else None
         self._core.state.mark_saved()  # by the caller: the Trainer and accelerate write these
-        return found
+        return state
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
@@ -245,14 +230,7 @@ class DeepSpeedEngine(Engine):
     # -- not here -----------------------------------------------------------------------------------
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Raises `UsageError`: activations were planned for the micro-batch of the config.
-
-        Args:
-            micro_batch_size: ignored.
-
-        Raises:
-            UsageError: always.
-        """
+        """Raises `UsageError`: activations were planned for the micro-batch of the config."""
         raise UsageError(
             f"the micro-batch size cannot become {micro_batch_size}: it is that of the config; change the number of "
             "micro-batches by set_train_batch_size"
