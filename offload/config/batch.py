@@ -24,10 +24,6 @@ class Batch(NamedTuple):
 def resolve_batch(config: Config, world_size: int) -> Batch:
     """Returns the three batch sizes with missing ones derived as DeepSpeed does; 1 for each rank if none is given.
 
-    Args:
-        config: the config.
-        world_size: number of ranks.
-
     Raises:
         ConfigError: the sizes that are given contradict each other.
     """
@@ -65,13 +61,7 @@ def _third_size(total: int, name: str, size: int, world_size: int) -> int:
 
 
 def effective(config: Config, batch: Batch, world_size: int) -> str:
-    """Returns a line about values that a file leaves open: batch sizes, resolved "auto" keys, a changed default.
-
-    Args:
-        config: the config.
-        batch: the resolved batch sizes.
-        world_size: number of ranks.
-    """
+    """Returns a line about values that a file leaves open: batch sizes, resolved "auto" keys, a changed default."""
     parts = [
         f"{count_of(batch.total, 'sample')} a step = {batch.micro} in a micro-batch * "
         f"{count_of(batch.accumulation, 'micro-batch', 'micro-batches')} * {count_of(world_size, 'rank')}"

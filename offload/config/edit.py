@@ -43,13 +43,8 @@ def set_in_block(text: str, name: str, values: Mapping[str, Any], older: Mapping
     """Returns a config's text with `values` in the block `name`; all else is as it was.
 
     Order, indentation, line ends, comments and commas stay. Keys that are new follow the others of their block, and a
-    block that is new follows the other keys of the file.
-
-    Args:
-        text: JSON with comments and trailing commas that `read_json` accepts: an object.
-        name: key of the block; a value that is no object is replaced by one.
-        values: keys of the block, and their values.
-        older: older names of keys of the block, each with the newer name that replaces it.
+    block that is new follows the other keys of the file. A value `name` that is no object is replaced by one. `older`
+    maps older names of keys of the block to the newer names that replace them.
     """
     root = _object_at(text, _skip(text, 0))
     member = root.members.get(name)

@@ -36,10 +36,6 @@ def content_of(config: Any) -> dict[str, Any]:
 def filled(content: Mapping[str, Any], values: Iterable[ScriptValue]) -> dict[str, Any]:
     """Returns a copy of `content`: values of the script replace "auto", null and missing keys.
 
-    Args:
-        content: the config.
-        values: values of the script.
-
     Raises:
         ConfigError: if a value of the config differs from that of the script; the message lists all such keys.
     """
@@ -107,19 +103,13 @@ def refuse_blocks(content: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def refuse_commits(content: Mapping[str, Any], trainer: str, resumes_by: str, interval: str) -> None:
-    """Checks that a config does not ask for commits, or for a resume from swap files.
+    """Raises `ConfigError` if a config asks for commits, or for a resume from swap files.
 
     [Note: two ways to resume] A Trainer resumes from a folder that it has written itself, with its own counters, log
     and callbacks. Swap files contain none of these, so commits would cost writes and be of no use.
 
-    Args:
-        content: the config.
-        trainer: name of the Trainer, for the error.
-        resumes_by: call that makes the Trainer resume.
-        interval: argument that says after how many steps the Trainer saves.
-
-    Raises:
-        ConfigError: if the config asks for one of them.
+    For the error, `resumes_by` is the call that makes the Trainer resume, and `interval` the argument that says after
+    how many steps the Trainer saves.
     """
     block = content.get("offload")
     for key, fine in (("resume", (None, "never")), ("durability", (None, "auto", "none"))):
@@ -132,15 +122,7 @@ def refuse_commits(content: Mapping[str, Any], trainer: str, resumes_by: str, in
 
 
 def refuse_sequences(content: Mapping[str, Any], trainer: str) -> None:
-    """Checks that ranks do not share sequences, for a trainer whose loaders give each rank samples of its own.
-
-    Args:
-        content: the config.
-        trainer: name of the trainer, for the error.
-
-    Raises:
-        ConfigError: if the config asks for it.
-    """
+    """Raises `ConfigError` if ranks share sequences, for a trainer whose loaders give each rank samples of its own."""
     size = value_of(content, "sequence_parallel_size")
     if size not in (None, 1):
         raise ConfigError(

@@ -25,12 +25,13 @@ from offload.engine.optimizer import Optimizer
 from offload.engine.params import handle_of
 from offload.engine.setup import initialize
 from offload.errors import BudgetError, ConfigError, UsageError
-from offload.hf.auto_values import as_reference
+from offload.hf.arguments import as_reference
 from offload.sizes import count_of, format_size, parse_size
 
-# -- engine optimizer ----------------------------------------------------------------------------------
-#
-# An engine's optimizer as Accelerate's loop holds it.
+logger = logging.getLogger("offload")
+
+_PREPARED = "_is_accelerate_prepared"
+"""Accelerate's mark of objects that `prepare` returns unchanged."""
 
 
 class EngineOptimizer(AcceleratedOptimizer):
@@ -49,23 +50,14 @@ class EngineOptimizer(AcceleratedOptimizer):
         super().step(closure)
         if self.gradient_state.sync_gradients:
             norm = self.engine.get_global_grad_norm()
-            for given in self.norms:
-                given.fill_(math.nan if norm is None else norm)
+            for tensor in self.norms:
+                tensor.fill_(math.nan if norm is None else norm)
             self.norms.clear()
 
     @property
     def step_was_skipped(self) -> bool:
         """True if the last step was not applied: an overflow in fp16, otherwise `"on_nonfinite": "skip"`."""
         return bool(self.optimizer.overflow)
-
-
-# -- accelerator ---------------------------------------------------------------------------------------
-
-
-logger = logging.getLogger("offload")
-
-_PREPARED = "_is_accelerate_prepared"
-"""Accelerate's mark of objects that `prepare` returns unchanged."""
 
 
 class Accelerator(accelerate.Accelerator):
@@ -107,21 +99,27 @@ class Accelerator(accelerate.Accelerator):
         self._make_engine(args)
         return super().prepare(*args, device_placement=device_placement)
 
-    def _make_engine(self, given: Iterable[Any]) -> None:
-        """Builds the engine if `given` contains a model that trains, or takes the engine that it contains."""
-        engines = [item for item in given if isinstance(item, Engine)]
+    def _make_engine(self, objects: Iterable[Any]) -> None:
+        """Builds the engine if `objects` contain a model that trains, or takes the engine that they contain."""
+        engines = [item for item in objects if isinstance(item, Engine)]
         if engines:
-            if any(each is not (engines[0] if self.engine is None else self.engine) for each in engines):
+            if any(engine is not (self.engine or engines[0]) for engine in engines):
                 raise _second_engine()
-            _check_accumulation(engines[0], self.gradient_accumulation_steps)
+            accumulation = engines[0].gradient_accumulation_steps()
+            if accumulation != self.gradient_accumulation_steps:
+                raise ConfigError(
+                    f"gradient_accumulation_steps is {accumulation} in the engine's config and "
+                    f"{self.gradient_accumulation_steps} in the Accelerator; make them equal"
+                )
             # The wrapper of an engine that was prepared before is in the user's loop, and must stay.
             if self.engine is None:
                 self.use(engines[0])
             return
-        models = [item for item in given if isinstance(item, nn.Module) and not self._is_mine(item)]
+        trained = None if self.engine is None else self.engine.module
+        models = [item for item in objects if isinstance(item, nn.Module) and item is not trained]
         # A frozen model, such as a reference, may come in the same call and is prepared as in Accelerate.
         models = [model for model in models if any(p.requires_grad for p in model.parameters())]
-        optimizers = [item for item in given if isinstance(item, torch.optim.Optimizer)]
+        optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
         if self.offload_config is None or not models:
             return
         if self.engine is not None:
@@ -132,7 +130,7 @@ class Accelerator(accelerate.Accelerator):
                 f"{len(optimizers)}: prepare(model, optimizer, loader). A second model that trains needs an "
                 f"Accelerator of its own; a model that does not train needs requires_grad_(False)"
             )
-        loaders = [item for item in given if isinstance(item, torch.utils.data.DataLoader)]
+        loaders = [item for item in objects if isinstance(item, torch.utils.data.DataLoader)]
         # References were built first and share the device memory of the config with the model that trains.
         config = self.beside_references(self._config(self._micro_batch(loaders[0]) if loaders else None))
         self.use(initialize(model=models[0], optimizer=optimizers[0], config=config).engine)
@@ -144,54 +142,32 @@ class Accelerator(accelerate.Accelerator):
         return size // self.num_processes if size and self.split_batches else size
 
     def use(self, engine: Engine) -> None:
-        """Trains by an engine from now on.
-
-        Args:
-            engine: the engine.
-        """
+        """Trains by an engine from now on."""
         self.engine = engine
         # A frozen engine has an optimizer without parameters, which nothing can step.
         # Of several groups the first may be empty: a Trainer puts what decays there, and norms and biases do not.
         trains = any(group["params"] for group in engine.optimizer.param_groups)
         self._optimizer = EngineOptimizer(engine) if trains else None
 
-    def _is_mine(self, model: Any) -> bool:
-        """Returns True if `model` is that of the engine that trains."""
-        return self.engine is not None and model is self.engine.module
-
     def _is_paged(self, model: nn.Module) -> bool:
         """Returns True if a parameter of `model` belongs to an engine."""
         return any(handle_of(parameter) is not None for parameter in model.parameters())
 
-    def _page(self, model: nn.Module) -> None:
-        """Puts a model that does not train under an engine of its own."""
-        config = self._config(None)
-        if self.engine is not None and value_of(config, "offload.device_memory") is not None:
-            raise UsageError(
-                "the model that trains occupies all of device_memory already: call prepare_model(model, "
-                'evaluation_mode=True) before prepare, or take "device_memory" out of the "offload" block'
-            )
-        model.requires_grad_(False)
-        engine = initialize(model=model, config=as_reference(config, len(self.references))).engine
-        self.references = (*self.references, engine)
-
     def beside_references(self, config: Any) -> dict[str, Any]:
         """Returns the config of the model that trains, with `device_memory` reduced by that of the references.
-
-        Args:
-            config: a path or a dict.
 
         Raises:
             BudgetError: if the references leave no device memory.
         """
         content = content_of(config)
-        given, taken = value_of(content, "offload.device_memory"), sum(each.device_memory for each in self.references)
-        if given is None or not taken:
+        budget = value_of(content, "offload.device_memory")
+        taken = sum(engine.device_memory for engine in self.references)
+        if budget is None or not taken:
             return content
-        leftover = parse_size(given) - taken
+        leftover = parse_size(budget) - taken
         if leftover <= 0:
             raise BudgetError(
-                f'"device_memory" is {format_size(parse_size(given))}, of which the models that do not train take '
+                f'"device_memory" is {format_size(parse_size(budget))}, of which the models that do not train take '
                 f'{format_size(taken)}; raise it, or move "offload_param" from the device to cpu or nvme'
             )
         content["offload"] = {**content["offload"], "device_memory": leftover}
@@ -213,7 +189,16 @@ class Accelerator(accelerate.Accelerator):
                 engine takes all of the device memory that is left.
         """
         if evaluation_mode and self.offload_config is not None and not self._is_paged(model):
-            self._page(model)
+            # A frozen engine of its own.
+            config = self._config(None)
+            if self.engine is not None and value_of(config, "offload.device_memory") is not None:
+                raise UsageError(
+                    "the model that trains occupies all of device_memory already: call prepare_model(model, "
+                    'evaluation_mode=True) before prepare, or take "device_memory" out of the "offload" block'
+                )
+            model.requires_grad_(False)
+            engine = initialize(model=model, config=as_reference(config, len(self.references))).engine
+            self.references = (*self.references, engine)
         if self._is_paged(model):
             # Accelerate returns a marked object as it is; it moves an unmarked model to the device, or wraps it in DDP.
             setattr(model, _PREPARED, True)
@@ -223,18 +208,14 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """Returns the wrapper of the engine's optimizer, for this one or the optimizer from which the engine was built.
 
-        Args:
-            optimizer: the optimizer.
-            device_placement: as in Accelerate.
-
         Raises:
             UsageError: if the optimizer belongs to an engine that was not prepared here.
         """
-        mine = self._optimizer
+        wrapper = self._optimizer
         # Accelerate's own wrapper of the one that the engine replaced would copy all states to RAM, and know no norm.
-        if mine is not None and optimizer in (mine.optimizer, mine.optimizer.replaced):
-            setattr(mine, _PREPARED, True)
-            optimizer = mine
+        if wrapper is not None and optimizer in (wrapper.optimizer, wrapper.optimizer.replaced):
+            setattr(wrapper, _PREPARED, True)
+            optimizer = wrapper
         elif isinstance(optimizer, Optimizer):
             raise UsageError(
                 "this optimizer belongs to an engine that the Accelerator does not have; prepare the engine too"
@@ -242,11 +223,7 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare_optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Returns Accelerate's wrapper of a schedule, which the engine's commits and checkpoints contain from then on.
-
-        Args:
-            scheduler: the schedule.
-        """
+        """Returns Accelerate's wrapper of a schedule, which becomes part of the engine's commits and checkpoints."""
         known = scheduler in self._schedulers
         prepared = super().prepare_scheduler(scheduler)
         # `save_state` of Accelerate saves schedules too. The engine saves its own, and steps it.
@@ -261,23 +238,13 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model inside a wrapper; an engine counts as a wrapper.
-
-        Args:
-            model: a model, a wrapper or an engine.
-            *args: as in Accelerate.
-            **kwargs: as in Accelerate.
-        """
+        """Returns the model inside a wrapper; an engine counts as a wrapper."""
         return super().unwrap_model(model.module if isinstance(model, Engine) else model, *args, **kwargs)
 
     def _config(self, micro: int | None) -> dict[str, Any]:
         """Returns the config with the values of the Accelerator.
 
-        Args:
-            micro: the loader's batch size, or None if there is no loader.
-
-        Raises:
-            ConfigError: if the config contradicts the Accelerator, or has a block that has no effect with it.
+        `micro` is the loader's batch size; None without a loader.
         """
         content = content_of(self.offload_config)
         refuse_sequences(content, "Accelerate")
@@ -335,8 +302,8 @@ class Accelerator(accelerate.Accelerator):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         if norm_type != 2:
             raise UsageError(f"the engine clips the 2-norm, got norm_type={norm_type}")
-        given = {id(p) for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
-        leftover = sum(p.requires_grad and id(p) not in given for p in self.engine.module.parameters())
+        clipped = {id(p) for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        leftover = sum(p.requires_grad and id(p) not in clipped for p in self.engine.module.parameters())
         if leftover:
             raise UsageError(
                 f"the engine clips the norm of all parameters that train, and "
@@ -363,10 +330,6 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clips as Accelerate does if no engine trains. An engine holds the gradients and clips only their norm.
 
-        Args:
-            parameters: as in Accelerate.
-            clip_value: as in Accelerate.
-
         Raises:
             UsageError: if an engine trains.
         """
@@ -379,10 +342,6 @@ class Accelerator(accelerate.Accelerator):
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Saves, and returns, as Accelerate does if no engine trains. An engine saves checkpoints of its own.
-
-        Args:
-            *args: as in Accelerate.
-            **kwargs: as in Accelerate.
 
         Raises:
             UsageError: if an engine trains.
@@ -397,10 +356,6 @@ class Accelerator(accelerate.Accelerator):
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
         """Loads, and returns, as Accelerate does if no engine trains. An engine loads checkpoints of its own.
 
-        Args:
-            *args: as in Accelerate.
-            **kwargs: as in Accelerate.
-
         Raises:
             UsageError: if an engine trains.
         """
@@ -412,12 +367,3 @@ class Accelerator(accelerate.Accelerator):
 def _second_engine() -> UsageError:
     """Returns the error for a second model that trains."""
     return UsageError("this Accelerator has an engine already; make another Accelerator for a second model")
-
-
-def _check_accumulation(engine: Engine, accumulation: int) -> None:
-    """Raises `ConfigError` if the engine and the Accelerator accumulate different numbers of micro-batches."""
-    if engine.gradient_accumulation_steps() != accumulation:
-        raise ConfigError(
-            f"gradient_accumulation_steps is {engine.gradient_accumulation_steps()} in the engine's config and "
-            f"{accumulation} in the Accelerator; make them equal"
-        )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from offload.config import OPTIMIZER_DEFAULTS, SCHEDULES
 from offload.config.script_values import ScriptValue, refuse_commits, refuse_sequences, value_of
 from offload.engine.engine import Engine
 from offload.engine.params import handle_of
 from offload.errors import ConfigError
-from offload.hf.auto_values import DEFAULT_OPTIMIZER, batch_values, optimizer_values
+from offload.sizes import count_of
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adagrad", "sgd", "rmsprop", "adafactor")
 """Values of `optim` that an engine supports: the first four by a kernel, the others by running torch's own code."""
@@ -33,14 +34,7 @@ _REFUSED = {
 
 
 def check_arguments(args: Any) -> None:
-    """Checks that the arguments are compatible with an engine.
-
-    Args:
-        args: transformers' `TrainingArguments`.
-
-    Raises:
-        ConfigError: if an argument is not compatible; the message names the argument and the reason.
-    """
+    """Raises `ConfigError` if `TrainingArguments` contain one that an engine cannot honour."""
     for name, reason in _REFUSED.items():
         value = getattr(args, name, None)
         if value:
@@ -54,14 +48,7 @@ def check_arguments(args: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Checks that an engine can be built for the model.
-
-    Args:
-        model: the Trainer's model; None if `model_init` makes the model later.
-
-    Raises:
-        ConfigError: if `model` is an engine, or an engine holds its parameters.
-    """
+    """Raises `ConfigError` if an engine cannot be built for the model; None if `model_init` makes the model later."""
     if isinstance(model, Engine):
         raise ConfigError("OffloadTrainer makes the engine itself; give it the model, before offload.initialize")
     if model is not None and any(handle_of(parameter) is not None for parameter in model.parameters()):
@@ -81,16 +68,9 @@ def check_optim(name: str) -> None:
 
 
 def check_kinds(content: Mapping[str, Any], args: Any) -> None:
-    """Checks that config and arguments name the same optimizer and the same schedule.
+    """Raises `ConfigError` if a block of the config names another optimizer or schedule than the arguments.
 
     An argument with its default value is compatible with every config, since the script may not have set it.
-
-    Args:
-        content: the config.
-        args: transformers' `TrainingArguments`.
-
-    Raises:
-        ConfigError: if a block of the config names another kind than the arguments.
     """
     for block, argument, defaults, kinds in (
         ("optimizer", "optim", _ADAMW, _OPTIMIZER_KINDS),
@@ -116,10 +96,6 @@ def check_kinds(content: Mapping[str, Any], args: Any) -> None:
 def values_of_arguments(content: Mapping[str, Any], args: Any) -> list[ScriptValue]:
     """Returns all config values that the arguments determine, except those of the schedule.
 
-    Args:
-        content: the config.
-        args: transformers' `TrainingArguments`.
-
     Raises:
         ConfigError: if the config asks for commits or a resume from swap files; the Trainer has checkpoints for that.
     """
@@ -137,3 +113,74 @@ def values_of_arguments(content: Mapping[str, Any], args: Any) -> list[ScriptVal
         ScriptValue("offload.durability", "none", "the durability of a Trainer, which resumes from its checkpoints,")
     )
     return values
+
+
+DEFAULT_OPTIMIZER = "AdamW"
+"""The `optimizer.type` of a config whose block `optimizer` has no type."""
+
+
+def batch_values(content: Mapping[str, Any], micro: int, accumulation: int, ranks: int) -> list[ScriptValue]:
+    """Returns the batch sizes that `TrainingArguments` determine; the total only if the config names it."""
+    values = [
+        ScriptValue("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size"),
+        ScriptValue("gradient_accumulation_steps", accumulation, "gradient_accumulation_steps"),
+    ]
+    # The engine computes the total if the config leaves it out.
+    if content.get("train_batch_size") is not None:
+        total = f"per_device_train_batch_size * gradient_accumulation_steps * {count_of(ranks, 'rank')}"
+        values.append(ScriptValue("train_batch_size", micro * accumulation * ranks, total))
+    return values
+
+
+def optimizer_values(content: Mapping[str, Any], args: Any) -> list[ScriptValue]:
+    """Returns the values of `TrainingArguments` for the config's optimizer.
+
+    Adam and AdamW take all of them; other optimizers take the learning rate and the weight decay.
+    """
+    block = content.get("optimizer")
+    if not isinstance(block, Mapping):
+        return []
+    # Types may be written in any case.
+    chosen = value_of(content, "optimizer.type") or DEFAULT_OPTIMIZER
+    kind = {name.lower(): name for name in OPTIMIZER_DEFAULTS}.get(str(chosen).lower(), "")
+    values = [
+        ScriptValue("optimizer.params.lr", args.learning_rate, "learning_rate"),
+        ScriptValue("optimizer.params.weight_decay", args.weight_decay, "weight_decay"),
+    ]
+    if kind in ("Adam", "AdamW"):
+        betas = [args.adam_beta1, args.adam_beta2]
+        values.append(ScriptValue("optimizer.params.betas", betas, "adam_beta1, adam_beta2"))
+        values.append(ScriptValue("optimizer.params.eps", args.adam_epsilon, "adam_epsilon"))
+    return values
+
+
+def schedule_values(content: Mapping[str, Any], args: Any, steps: int) -> list[ScriptValue]:
+    """Returns the values of `TrainingArguments` for the config's schedule of a training of so many steps."""
+    block = content.get("scheduler")
+    if not isinstance(block, Mapping):
+        return []
+    kind = next((name for name in SCHEDULES if name.lower() == str(block.get("type")).lower()), None)
+    known = SCHEDULES[kind].model_fields if kind else {}
+    values = {
+        "total_num_steps": (steps, "the steps of the training"),
+        # The Trainer allows a warm-up of 0 steps; 1 is the least that the schedules accept.
+        "warmup_num_steps": (max(1, args.get_warmup_steps(steps)), "warmup_steps"),
+        "warmup_max_lr": (args.learning_rate, "learning_rate"),
+    }
+    return [ScriptValue(f"scheduler.params.{name}", *pair) for name, pair in values.items() if name in known]
+
+
+def as_reference(config: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Returns the config of a model that does not train; `index` such models exist before it.
+
+    Weights have the tiers of the model that trains; keys that concern steps are dropped. The run has a name of its own
+    and is never resumed. Without `device_memory` the engine takes no more device memory than it needs.
+    """
+    kept = ("zero_optimization", "aio", "bf16", "fp16", "torch_autocast")
+    block = dict(config.get("offload") or {})
+    for name in ("device_memory", "trace", "log", "drive_tbw"):
+        block.pop(name, None)
+    name = "reference" if index == 0 else f"reference{index + 1}"
+    block |= {"run": f"{value_of(block, 'run') or 'default'}-{name}", "durability": "none", "resume": "never"}
+    content = {key: config[key] for key in kept if key in config}
+    return {**content, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "offload": block}

@@ -23,9 +23,6 @@ from offload.notices import announce
 from offload.records import parse
 from offload.sizes import MIB
 
-# -- checkpoint folder ---------------------------------------------------------------------------------
-
-
 logger = logging.getLogger("offload")
 
 SCHEDULER = "scheduler.pt"
@@ -37,10 +34,6 @@ _TRAINERS_STATE, _STOCK_OPTIMIZER = "trainer_state.json", "optimizer.pt"
 
 def check_resumable(folder: Path, args: Any) -> None:
     """Checks a checkpoint before a training resumes from it.
-
-    Args:
-        folder: a checkpoint of the Trainer.
-        args: transformers' `TrainingArguments`.
 
     Raises:
         StoreError: if the folder does not exist, is incomplete, or was written by the stock Trainer.
@@ -56,18 +49,10 @@ def check_resumable(folder: Path, args: Any) -> None:
 
 
 def load_into(engine: Engine, folder: str, device: torch.device) -> dict[str, Any]:
-    """Loads the engine's checkpoint in a checkpoint of the Trainer, but for the random generators.
+    """Loads the engine's checkpoint in a checkpoint of the Trainer, and returns the client state.
 
-    The Trainer restores those itself, when it fetches the first batch. Until then a sampler draws the order of the rows
-    again, as at the start of the epoch.
-
-    Args:
-        engine: the Trainer's engine.
-        folder: a checkpoint of the Trainer.
-        device: where the model computes, which has a generator of its own.
-
-    Returns:
-        The client state.
+    It leaves the random generators alone: the Trainer restores those itself, when it fetches the first batch. Until
+    then a sampler draws the order of the rows again, as at the start of the epoch.
     """
     generators = GeneratorStates.of(device)
     _, state = engine.load_checkpoint(folder)
@@ -80,14 +65,7 @@ def last_complete(resume: Any, args: Any) -> Any:
     """Returns what a training resumes from: in place of True the last checkpoint whose save has ended.
 
     The Trainer writes its state as the last file, so a kill while it saves leaves a folder without one, and the
-    checkpoint before is whole.
-
-    Args:
-        resume: `resume_from_checkpoint` of a call of `train`.
-        args: transformers' `TrainingArguments`.
-
-    Returns:
-        The folder; `resume` itself if it is not True, or if no checkpoint is complete.
+    checkpoint before is whole. If no checkpoint is complete, the result is `resume` itself.
     """
     newest = get_last_checkpoint(args.output_dir) if resume is True and Path(args.output_dir).is_dir() else None
     if newest is None or _is_whole(Path(newest)):
@@ -102,7 +80,8 @@ def last_complete(resume: Any, args: Any) -> Any:
 def _whole_before(folder: Path) -> Path | None:
     """Returns the newest complete checkpoint beside a folder, of an earlier step; None if there is none."""
     number = _number(folder)
-    whole = [each for each in folder.parent.glob("checkpoint-*") if _number(each) < number and _is_whole(each)]
+    siblings = folder.parent.glob("checkpoint-*")
+    whole = [sibling for sibling in siblings if _number(sibling) < number and _is_whole(sibling)]
     return max(whole, key=_number, default=None)
 
 
@@ -133,24 +112,12 @@ def has_engine(folder: Path) -> bool:
 
 
 def has_adapters(model: Any) -> bool:
-    """Returns True if a model has adapters of peft: only these are saved, since frozen weights are the base model's.
-
-    Args:
-        model: the Trainer's model.
-    """
+    """Returns True if a model has adapters of peft: only these are saved, since frozen weights are the base model's."""
     return hasattr(model, "peft_config")
 
 
 def _check_complete(folder: Path, args: Any) -> None:
-    """Checks the files that the Trainer itself reads. Missing random states cause only a warning.
-
-    Args:
-        folder: a checkpoint of the Trainer.
-        args: transformers' `TrainingArguments`.
-
-    Raises:
-        StoreError: if a file is missing or truncated.
-    """
+    """Raises `StoreError` if a file that the Trainer reads is missing or truncated; random states may be missing."""
     rng = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
     resumes = has_engine(folder)  # otherwise only its weights are loaded
     needed = (_TRAINERS_STATE, SCHEDULER) if resumes else (_TRAINERS_STATE,)
@@ -193,32 +160,17 @@ class LastCheckpoint(TrainerCallback):
     """The checkpoint from which a training that ends now would resume."""
 
     def __init__(self) -> None:
-        """Starts without a checkpoint."""
         self.folder: Path | None = None
         """The last checkpoint that is complete: the one that was resumed from, or a later one; None without any."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Forgets the checkpoints of an earlier training, which did not begin where this one does.
-
-        Args:
-            args: transformers' `TrainingArguments`.
-            state: the Trainer's state.
-            control: not used.
-            **kwargs: not used.
-        """
+        """Forgets the checkpoints of an earlier training, which did not begin where this one does."""
         # A training that resumes has loaded its checkpoint by now, and has made that checkpoint's steps.
         if not state.global_step:
             self.folder = None
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Notes a checkpoint that was saved. The Trainer calls this behind the last file of the checkpoint.
-
-        Args:
-            args: transformers' `TrainingArguments`.
-            state: the Trainer's state.
-            control: not used.
-            **kwargs: not used.
-        """
+        """Notes a checkpoint that was saved. The Trainer calls this after it has written the last file."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         # A search of hyperparameters saves elsewhere, and resumes nothing.
         self.folder = folder if folder.is_dir() else None
@@ -226,12 +178,7 @@ class LastCheckpoint(TrainerCallback):
 
 @contextmanager
 def announced_end(trainer: Any, last: LastCheckpoint) -> Iterator[None]:
-    """A context for a training, of which an error or a Ctrl-C that ends it is told with what is kept.
-
-    Args:
-        trainer: the Trainer.
-        last: its last checkpoint.
-    """
+    """A context for a training: an error or a Ctrl-C that ends it is announced with what remains of the training."""
     try:
         yield
     except BaseException as error:
@@ -242,14 +189,7 @@ def announced_end(trainer: Any, last: LastCheckpoint) -> Iterator[None]:
 
 
 def line_of_the_end(error: BaseException, steps: int, last: LastCheckpoint, args: Any) -> str:
-    """Returns what is kept of a training that an exception ends, and how it goes on.
-
-    Args:
-        error: the exception, a Ctrl-C too.
-        steps: steps that were trained, those before a resume included.
-        last: the last checkpoint.
-        args: transformers' `TrainingArguments`.
-    """
+    """Returns what remains of a training that an exception ends after `steps` steps, and how the training goes on."""
     ended = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__
     line = f"the training ended after step {steps} by {ended}"
     if last.folder is None:

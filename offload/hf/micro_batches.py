@@ -43,19 +43,18 @@ _DRAWS = (
     '"schedule": "layer_major" in the "offload" block moves fewer bytes, and draws others'
 )
 
-_HANDED: contextvars.ContextVar[list[torch.Tensor] | None] = contextvars.ContextVar("_HANDED", default=None)
+_LOSSES: contextvars.ContextVar[list[torch.Tensor] | None] = contextvars.ContextVar("_LOSSES", default=None)
 
 
 def losses_to_hand_over() -> list[torch.Tensor] | None:
     """Returns where `accelerator.backward` appends the loss of the micro-batch; None if it runs the backward itself."""
-    return _HANDED.get()
+    return _LOSSES.get()
 
 
 class StepAtOnce:
     """The step under way of one Trainer."""
 
     def __init__(self) -> None:
-        """Begins with no step."""
         self._batches: list[Any] = []
         """Micro-batches of the step that run as one call, and whose `training_step` comes next."""
         self._results: list[torch.Tensor] = []
@@ -64,19 +63,14 @@ class StepAtOnce:
         """Whether a micro-batch has drawn random numbers; None before one was watched."""
         self._watches = False
         """True during a step whose micro-batches are watched."""
-        self._told = False
+        self._announced = False
 
     def fetched(self, trainer: Any, batches: Sequence[Any]) -> None:
-        """Begins a step.
-
-        Args:
-            trainer: the Trainer.
-            batches: its micro-batches, which the calls of `training_step` receive one by one.
-        """
+        """Begins a step of these micro-batches, which the calls of `training_step` receive one by one."""
         if self._watches and self._draws is not None:
             # Ranks pass through the blocks in one order, also where the model of one alone draws.
-            mine = torch.tensor([float(self._draws)], dtype=torch.float32, device=trainer.accelerator.device)
-            self._draws = bool(trainer.accelerator.gather(mine).max() > 0)
+            draws = torch.tensor([float(self._draws)], dtype=torch.float32, device=trainer.accelerator.device)
+            self._draws = bool(trainer.accelerator.gather(draws).max() > 0)
         at_once = len(batches) > 1 and self._is_possible(trainer)
         self._watches = at_once and self._draws is None and _is_auto(trainer.accelerator.engine)
         self._batches = list(batches) if at_once and not self._watches else []
@@ -85,10 +79,7 @@ class StepAtOnce:
     def result(self, trainer: Any, inputs: Any, step: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         """Returns the result of `training_step` for a micro-batch, after running all of the step if it is the first.
 
-        Args:
-            trainer: the Trainer.
-            inputs: the micro-batch.
-            step: the method of the Trainer, which runs forward and backward of a micro-batch.
+        `step` is the method of the Trainer, which runs forward and backward of a micro-batch.
         """
         batches = self._batches
         if not batches or inputs is not batches[0]:
@@ -106,8 +97,8 @@ class StepAtOnce:
         if engine is None or engine.schedule != "layer_major":
             return False
         reason = _DRAWS if self._draws else _own_code(trainer)
-        if reason is not None and not self._told:
-            self._told = True
+        if reason is not None and not self._announced:
+            self._announced = True
             announce(f"micro-batches pass through the model one after the other: {reason}")
         return reason is None
 
@@ -131,11 +122,11 @@ def _run(engine: Engine, batches: Sequence[Any], step: Callable[[Any], torch.Ten
 
     def loss_of(number: int) -> torch.Tensor:
         losses: list[torch.Tensor] = []
-        token = _HANDED.set(losses)
+        token = _LOSSES.set(losses)
         try:
             results[number] = step(batches[number])
         finally:
-            _HANDED.reset(token)
+            _LOSSES.reset(token)
         (loss,) = losses
         return loss
 
@@ -147,12 +138,7 @@ def _run(engine: Engine, batches: Sequence[Any], step: Callable[[Any], torch.Ten
 
 
 def own_method(trainer: Any, name: str) -> Any:
-    """Returns the function that a Trainer runs in place of transformers' own; None if it runs that.
-
-    Args:
-        trainer: a Trainer, of which a script may have replaced the method.
-        name: the method.
-    """
+    """Returns the function that a Trainer runs in place of transformers' own; None if it runs that."""
     function = _methods(trainer, name)[0]
     return None if function is vars(Trainer)[name] and is_of(function, "transformers") else function
 
@@ -160,8 +146,8 @@ def own_method(trainer: Any, name: str) -> Any:
 def _methods(trainer: Any, name: str) -> list[Any]:
     """Returns the functions that a method of a Trainer may run, the first one first, other than this package's."""
     of_classes = [vars(kind)[name] for kind in type(trainer).__mro__ if name in vars(kind)]
-    found = [vars(trainer)[name]] if name in vars(trainer) else []
-    return found + [each for each in of_classes if not is_of(each, "offload.hf")]
+    own = [vars(trainer)[name]] if name in vars(trainer) else []
+    return own + [function for function in of_classes if not is_of(function, "offload.hf")]
 
 
 def _own_code(trainer: Any) -> str | None:
@@ -171,7 +157,7 @@ def _own_code(trainer: Any) -> str | None:
     plain = _is_sft(step, "training_step") and isinstance(trainer.maybe_activation_offload_context, nullcontext)
     if step is not None and not plain:
         return f"{_class_of(step)} has a training_step of its own, which would run in parts"
-    losses = [each for each in _methods(trainer, "compute_loss") if not _is_known(each)]
+    losses = [function for function in _methods(trainer, "compute_loss") if not _is_known(function)]
     if losses and _is_auto(trainer.accelerator.engine):
         return (
             f"{losses[0].__qualname__} is code of its own, which may keep values of one micro-batch while others run. "
@@ -209,9 +195,9 @@ def _stored_in(function: Callable[..., Any]) -> str | None:
     for node in ast.walk(tree):
         # A sum, `self.tokens += n`, is complete before another micro-batch runs.
         targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, _ASSIGNS) else []
-        for each in (part for target in targets for part in ast.walk(target)):
-            if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "self":
-                return f"stores self.{each.attr}"
+        for part in (part for target in targets for part in ast.walk(target)):
+            if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "self":
+                return f"stores self.{part.attr}"
     return None
 
 

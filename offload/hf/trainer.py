@@ -9,7 +9,7 @@ the engine's part of the Trainer's checkpoints, and refuses arguments that an en
 [Note: names that are not public] The mixin overrides these methods, although transformers does not promise them:
 
     _move_model_to_device            the engine places weights: a model larger than the device never moves as a whole
-    _wrap_model                      the last call before the engine is built: the loss is chosen (`loss.py`)
+    _wrap_model                      the last call before the engine is built: the loss is chosen (`_choose_loss`)
     _save                            weights are streamed into safetensors
     _save_optimizer_and_scheduler    writes the engine's checkpoint in place of optimizer.pt
     _load_from_checkpoint            loads nothing yet: the engine does not exist
@@ -25,6 +25,7 @@ losses until the next log, `_tr_loss`, becomes fp32 where transformers has it in
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +40,14 @@ from offload.engine.engine import Engine
 from offload.engine.setup import initialize
 from offload.errors import ConfigError
 from offload.hf.accelerator import Accelerator
-from offload.hf.arguments import check_arguments, check_kinds, check_model, check_optim, values_of_arguments
-from offload.hf.auto_values import schedule_values
+from offload.hf.arguments import (
+    check_arguments,
+    check_kinds,
+    check_model,
+    check_optim,
+    schedule_values,
+    values_of_arguments,
+)
 from offload.hf.checkpoint_folder import (
     SCHEDULER,
     LastCheckpoint,
@@ -51,10 +58,10 @@ from offload.hf.checkpoint_folder import (
     last_complete,
     load_into,
 )
-from offload.hf.loss import evaluation_of, loss_of, resumed, state_of
-from offload.hf.micro_batches import StepAtOnce, losses_to_hand_over
+from offload.hf.micro_batches import StepAtOnce, losses_to_hand_over, own_method
 from offload.losses.causal_model import without_logits
-from offload.losses.choice import ChosenLoss
+from offload.losses.choice import ChosenLoss, as_begun, choose_loss
+from offload.provenance import is_of
 
 logger = logging.getLogger("offload")
 
@@ -89,12 +96,7 @@ class _TrainersAccelerator(Accelerator):
         return config
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Runs the backward of a loss, or hands the loss to the step that runs all micro-batches at once.
-
-        Args:
-            loss: a tensor of one element.
-            **kwargs: keywords of `Engine.backward`.
-        """
+        """Runs the backward of a loss, or hands the loss to the step that runs all micro-batches at once."""
         losses = losses_to_hand_over()
         if losses is None:
             super().backward(loss, **kwargs)
@@ -151,13 +153,7 @@ class OffloadMixin(_Base):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Trains as the Trainer does, and says what is kept if a Ctrl-C or an error ends the training.
 
-        Args:
-            resume_from_checkpoint: as in the Trainer; True is the last checkpoint whose save was not cut short.
-            *args: as in the Trainer.
-            **kwargs: as in the Trainer.
-
-        Returns:
-            The output of the Trainer's method.
+        `resume_from_checkpoint=True` is the last checkpoint whose save was not cut short.
         """
         with announced_end(self, self._last_checkpoint):
             return super().train(last_complete(resume_from_checkpoint, self.args), *args, **kwargs)
@@ -197,16 +193,11 @@ class OffloadMixin(_Base):
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Chooses the loss if the engine will be built next, and returns what the Trainer returns."""
         if self.engine is None:
-            self._loss = loss_of(self, self._chunked_loss)
+            self._loss = _choose_loss(self, self._chunked_loss)
         return super()._wrap_model(model, *args, **kwargs)
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
-        """Ends the engine of the previous model, removes its run, and returns a new model.
-
-        Args:
-            *args: as in the Trainer.
-            **kwargs: as in the Trainer.
-        """
+        """Ends the engine of the previous model, removes its run, and returns a new model."""
         if self.accelerator.engine is not None:
             # Otherwise two engines would use the same run folder and the same device memory.
             self.accelerator.engine.destroy(remove=True)
@@ -214,15 +205,7 @@ class OffloadMixin(_Base):
         return super().call_model_init(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Creates the config's optimizer over all trainable parameters, or that of the Trainer's arguments.
-
-        Args:
-            *args: as in the Trainer.
-            **kwargs: as in the Trainer.
-
-        Returns:
-            The optimizer.
-        """
+        """Creates the config's optimizer over all trainable parameters, or that of the Trainer's arguments."""
         if self.optimizer is None:
             config = self._config(self.state.max_steps)  # raises now if the schedule is invalid
             if config.optimizer is not None:
@@ -233,16 +216,7 @@ class OffloadMixin(_Base):
         return super().create_optimizer(*args, **kwargs)
 
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
-        """Creates the config's schedule, or that of the arguments.
-
-        Args:
-            num_training_steps: steps of the whole training.
-            *args: as in the Trainer.
-            **kwargs: as in the Trainer.
-
-        Returns:
-            The schedule.
-        """
+        """Creates the config's schedule, or that of the arguments."""
         block = self._config(num_training_steps).scheduler
         if block is None:
             return super().create_scheduler(num_training_steps, *args, **kwargs)
@@ -258,15 +232,7 @@ class OffloadMixin(_Base):
         return load_config(filled(self._content, schedule_values(self._content, self.args, steps)))
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Fetches the micro-batches of a step as the Trainer does.
-
-        Args:
-            *args: as in the Trainer.
-            **kwargs: as in the Trainer.
-
-        Returns:
-            The micro-batches, and the number of their items.
-        """
+        """Fetches the micro-batches of a step, and the number of their items, as the Trainer does."""
         batches, items = super().get_batch_samples(*args, **kwargs)
         self._step_at_once.fetched(self, batches)
         return batches, items
@@ -283,14 +249,7 @@ class OffloadMixin(_Base):
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs forward and backward of a micro-batch, or of all micro-batches of the step if this is the first.
 
-        Args:
-            model: as in the Trainer.
-            inputs: the micro-batch.
-            *args: as in the Trainer.
-            **kwargs: as in the Trainer.
-
-        Returns:
-            The loss of this micro-batch, detached.
+        Returns the loss of this micro-batch, detached.
         """
         step = super().training_step
         sums = vars(self).get("_tr_loss")
@@ -300,19 +259,11 @@ class OffloadMixin(_Base):
             return self._step_at_once.result(self, inputs, lambda each: step(model, each, *args, **kwargs))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates as the Trainer does. A call before `train()` builds the engine, which `train()` then uses.
-
-        Args:
-            *args: as in the Trainer.
-            **kwargs: as in the Trainer.
-
-        Returns:
-            The output of the Trainer's loop.
-        """
+        """Evaluates as the Trainer does. A call before `train()` builds the engine, which `train()` then uses."""
         if self.engine is None:
             # An engine is built only once for a model, so it must have the optimizer that `train()` will need.
             if any(p.requires_grad for p in self.model.parameters()):
-                self._loss = loss_of(self, self._chunked_loss)
+                self._loss = _choose_loss(self, self._chunked_loss)
                 _, self.optimizer = self.accelerator.prepare(self.model, self.create_optimizer())
             else:
                 config = self.accelerator.beside_references(self.accelerator.offload_config)
@@ -325,29 +276,15 @@ class OffloadMixin(_Base):
         return output
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates a batch, without logits if only the loss is asked for.
-
-        Args:
-            model: as in the Trainer.
-            inputs: as in the Trainer.
-            prediction_loss_only: as in the Trainer.
-            *args: as in the Trainer.
-            **kwargs: as in the Trainer.
-
-        Returns:
-            The output of the Trainer's method.
-        """
+        """Evaluates a batch, without logits if only the loss is asked for."""
         step = super().prediction_step
-        with evaluation_of(self.model, step, prediction_loss_only):
+        # The method of transformers reads no logits if only the loss is asked for; another one may.
+        plain = getattr(step, "__func__", None) is Trainer.prediction_step and is_of(step, "transformers")
+        with without_logits(self.model) if prediction_loss_only and plain else nullcontext():
             return step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the context for each forward: autocast if `torch_autocast` of the config enables it.
-
-        Args:
-            *args: as in the Trainer.
-            **kwargs: as in the Trainer.
-        """
+        """Returns the context for each forward: autocast if `torch_autocast` of the config enables it."""
         if self.engine is None:
             return super().autocast_smart_context_manager(*args, **kwargs)
         return self.engine.autocast()
@@ -355,12 +292,7 @@ class OffloadMixin(_Base):
     # -- checkpoints --------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Saves the model by the engine, and the tokenizer and arguments as the Trainer does.
-
-        Args:
-            output_dir: the folder; the Trainer's by default.
-            state_dict: weights to save in place of the engine's.
-        """
+        """Saves the model by the engine, or the weights `state_dict`, and the rest as the Trainer does."""
         if self.engine is None or state_dict is not None:
             super()._save(output_dir, state_dict)
             return
@@ -375,21 +307,13 @@ class OffloadMixin(_Base):
         """Writes the engine's checkpoint and the schedule's state into the Trainer's checkpoint `output_dir`."""
         assert self.engine is not None
         self.engine.save_checkpoint(
-            output_dir, client_state=state_of(self._loss), exclude_frozen_parameters=has_adapters(self.model)
+            output_dir, client_state={_CHUNKED: self._loss.chunked}, exclude_frozen_parameters=has_adapters(self.model)
         )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Checks a checkpoint that will be loaded as soon as the engine exists.
-
-        Args:
-            resume_from_checkpoint: the folder.
-            model: as in the Trainer; not used.
-
-        Raises:
-            StoreError: if the folder does not exist, is incomplete, or was written by the stock Trainer.
-        """
+        """Checks a checkpoint that will be loaded as soon as the engine exists; raises `StoreError`."""
         check_resumable(Path(resume_from_checkpoint), self.args)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -405,7 +329,10 @@ class OffloadMixin(_Base):
             return
         state = load_into(self.engine, checkpoint, self.args.device)
         self._last_checkpoint.folder = Path(checkpoint)
-        self._loss = resumed(self._loss, self._chunked_loss, state)
+        # By default the loss with which the training began; checkpoints of earlier versions say nothing of it.
+        begun = as_begun(self._loss, self._chunked_loss, bool(state.get(_CHUNKED)))
+        if begun is not self._loss:
+            self._loss = _logged(begun)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
         if hasattr(self.lr_scheduler, "get_last_lr"):
             self.engine.set_lr(self.lr_scheduler.get_last_lr())
@@ -418,6 +345,40 @@ class OffloadMixin(_Base):
             return
         logger.info("the best model is that of %s, with a metric of %s", best, self.state.best_metric)
         self.engine.load_checkpoint(best, load_module_only=True)
+
+
+OFF = "chunked_loss=False"
+"""The argument that turns the chunks off."""
+_CHUNKED = "chunked_loss"
+"""Key of the loss in the state of the engine's checkpoint."""
+
+
+def _choose_loss(trainer: Any, wanted: bool | None) -> ChosenLoss:
+    """Returns the loss of a Trainer's model, before its engine is built, and logs a line about it."""
+    # An argument of the Trainer may need all logits, or bring a loss.
+    reason = None
+    if trainer.compute_loss_func is not None:
+        reason = "compute_loss_func receives all logits"
+    elif trainer.label_smoother is not None:
+        reason = "label_smoothing_factor is computed from all logits"
+    elif trainer.args.use_liger_kernel:
+        reason = "use_liger_kernel brings a loss of its own"
+    if wanted and reason is not None:
+        raise ConfigError(f"chunked_loss=True computes no logits, but {reason}; leave one of the two out")
+    # Code of a subclass may read the logits. Only its author knows, who says so by the argument.
+    if wanted is None and reason is None:
+        for name in ("compute_loss", "training_step"):
+            if own_method(trainer, name) is not None:
+                reason = f"{type(trainer).__name__}.{name} may read the logits (chunked_loss=True if it does not)"
+                break
+    # By default the Trainer's own steps alone: a callback that calls the model may read the logits.
+    return _logged(choose_loss(trainer.model, wanted, off=OFF, training=wanted is True, reason=reason))
+
+
+def _logged(loss: ChosenLoss) -> ChosenLoss:
+    if loss.line is not None:
+        logger.info(loss.line)
+    return loss
 
 
 class OffloadTrainer(OffloadMixin, Trainer):

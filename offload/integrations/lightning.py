@@ -53,12 +53,6 @@ class EnginePrecision(Precision):
     """Lightning's plugin for backward, clip and step, all of which are the engine's."""
 
     def __init__(self, engine: Engine, precision: Any) -> None:
-        """Creates the plugin.
-
-        Args:
-            engine: the engine.
-            precision: the `precision` of Lightning's Trainer.
-        """
         self._engine = engine
         self.precision = precision
 
@@ -139,14 +133,11 @@ class OffloadStrategy(DDPStrategy):
             before.restore(self.root_device)
 
     def setup(self, trainer: Any) -> None:
-        """Builds the engine, or checks that there may be another call of the Trainer on that of the call before.
-
-        Args:
-            trainer: Lightning's Trainer.
+        """Builds the engine, or checks that the engine of the call before can serve another call of the Trainer.
 
         Raises:
             ConfigError: if the config and the Trainer disagree.
-            UsageError: if the call needs another engine than there is.
+            UsageError: if the call needs another engine.
         """
         self.accelerator.setup(trainer)
         # Else the loader would have the sampler for ranks, which shuffles, in one process too. Not public in Lightning.
@@ -194,11 +185,7 @@ class OffloadStrategy(DDPStrategy):
         self.precision_plugin = EnginePrecision(self.engine, self.precision_plugin.precision)
 
     def _config(self) -> dict[str, Any]:
-        """Returns the config with the values of the Trainer.
-
-        Raises:
-            ConfigError: if the two disagree, or if the Trainer has an argument that an engine cannot honour.
-        """
+        """Returns the config with the values of the Trainer; raises `ConfigError` if the two disagree."""
         trainer, plugin = self.lightning_module.trainer, self.precision_plugin
         plain = type(plugin) in (Precision, HalfPrecision, MixedPrecision, EnginePrecision)
         if not plain or plugin.precision not in _PRECISION:
@@ -257,14 +244,9 @@ class OffloadStrategy(DDPStrategy):
         """Does nothing: `load_checkpoint` has loaded the weights."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes the folder `filepath`: the engine's checkpoint, and beside it Lightning's loops and callbacks.
+        """Writes the folder `filepath`.
 
-        All ranks call it.
-
-        Args:
-            checkpoint: the content of a checkpoint of Lightning.
-            filepath: the folder, such as `epoch=0-step=100.ckpt`.
-            storage_options: as in Lightning, for the file of loops and callbacks.
+        Collective: the engine writes its checkpoint, and Lightning its loops and callbacks.
         """
         assert self.engine is not None
         folder, tag = Path(self.broadcast(filepath)), f"global_step{self.engine.global_steps}"
@@ -280,12 +262,8 @@ class OffloadStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a folder of `save_checkpoint` into the engine: all of it for `fit`, weights alone for an evaluation.
 
-        Args:
-            checkpoint_path: the folder.
-            weights_only: ignored: the file of loops and callbacks is always read by torch's restricted unpickler.
-
-        Returns:
-            Lightning's part of the checkpoint.
+        Returns Lightning's part of the checkpoint. `weights_only` is ignored: the file of loops and callbacks is always
+        read by torch's restricted unpickler.
 
         Raises:
             StoreError: if there is no checkpoint of this strategy, or it is damaged or that of another model.

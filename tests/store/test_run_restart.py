@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import offload
 from offload import testing
 from offload.cli.main import app
-from offload.deepspeed.runtime.engine import DeepSpeedEngine
+from offload.deepspeed.engine import DeepSpeedEngine
 from offload.errors import StoreError
 from tests.support.drives.fault_injection import die
 from tests.support.models import GPT2, MIXTURE

@@ -13,7 +13,7 @@ import torch
 import offload
 from offload import testing
 from offload.aio import resident_bytes
-from offload.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from offload.deepspeed.zero import OffloadDeviceEnum, OffloadStateTypeEnum
 from offload.errors import BudgetError, UsageError
 from tests import device
 from tests.support import models
