@@ -120,13 +120,9 @@ def blocks_with_key(model: type[Block], key: str, path: str) -> str:
 
 
 def unknown_key(model: type[Block], near: str | None, matches: str, dotted: str) -> str:
-    """Returns the message about an unknown key.
+    """Returns the message about an unknown key of a block.
 
-    Args:
-        model: the block that contains the key.
-        near: a known key of similar spelling, or None.
-        matches: dotted names of the same key in inner blocks, or "".
-        dotted: dotted name of the unknown key.
+    `near` is a known key of similar spelling; `matches` are dotted names of the same key in inner blocks, or "".
     """
     if matches:
         return f"unknown key {dotted}; did you mean {matches}?"
@@ -166,9 +162,7 @@ _ADVICE = {
 def explain(error: pydantic.ValidationError, path: str = "") -> list[str]:
     """Returns a message for each wrong key: its path, what was expected, what was given, and what to do.
 
-    Args:
-        error: the error of pydantic.
-        path: dotted prefix of the block that was validated; "" for the whole config.
+    `path` is the dotted prefix of the block that was validated; "" for the whole config.
     """
     # pydantic reports an error for each type that a value may have; all of them belong to one key.
     of_key: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
@@ -297,12 +291,7 @@ P = TypeVar("P", bound=ScheduleParams)
 
 
 def schedule_params(model: type[P], content: Mapping[Any, Any], path: str = "") -> P:
-    """Validates the params of a schedule, from a file or from a script.
-
-    Args:
-        model: the schedule's params.
-        content: the keys that were given.
-        path: dotted prefix of the keys in the file, for messages; "" for a script.
+    """Validates the params of a schedule, from a file or from a script, whose `path` is "".
 
     Raises:
         ConfigError: a key is unknown, a value is out of range, or a pair is in the wrong order.
@@ -332,11 +321,7 @@ def _read_params(model: type[P], content: Mapping[Any, Any], path: str, findings
 def check_order(low: str, lows: Any, high: str, highs: Any) -> None:
     """Raises `ConfigError` if a value of `lows` exceeds the matching value of `highs`. "auto" exceeds nothing.
 
-    Args:
-        low: name of the lower bound, for the message.
-        lows: a number, or one for each group of parameters.
-        high: name of the upper bound, for the message.
-        highs: a number or "auto", or one for each group of parameters.
+    Both are a number, or one for each group of parameters.
     """
     of_each = isinstance(lows, list | tuple) and isinstance(highs, list | tuple)  # one for each group
     low_rates, high_rates = (rates if isinstance(rates, list | tuple) else (rates,) for rates in (lows, highs))
@@ -351,8 +336,7 @@ def check_order(low: str, lows: Any, high: str, highs: Any) -> None:
 def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the content of a config file: JSON with comments, without a key that appears twice.
 
-    Args:
-        source: a path, or the content in base64, as DeepSpeed's autotuner passes it.
+    The source is a path, or the content in base64, as DeepSpeed's autotuner passes it.
 
     Raises:
         ConfigError: the file cannot be read, or its content is no JSON object.
@@ -505,14 +489,7 @@ def _known_content(
 
 
 def _why_off(model: type[Block], name: str, value: Any, on: bool) -> str | None:
-    """Returns the reason why a key that the block knows asks for nothing; None if it asks for something.
-
-    Args:
-        model: the block.
-        name: the key's name of today.
-        value: the key's value.
-        on: True unless the block is off.
-    """
+    """Returns the reason why a key that the block knows asks for nothing; None if it asks for something."""
     if value == {} and name in model.model_fields:
         return "an empty block"
     known = name in model.model_fields or name in model.TUNING

@@ -17,8 +17,7 @@ from offload.layout.memory_plan import rule_name
 from offload.layout.modes import ADAM
 from offload.layout.optimizer_states import make
 from offload.optimizers.registry import RULES, rule_of
-from offload.schedules import MADE_BY
-from offload.schedules.base import Schedule
+from offload.schedules import MADE_BY, Schedule
 from offload.sizes import count_of
 
 # -- build optimizer -----------------------------------------------------------------------------------

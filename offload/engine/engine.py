@@ -59,7 +59,7 @@ from offload.notices import Headline, announce
 from offload.parallel.stage_run import stage_run_of
 from offload.parallel.stages import PipelineStages
 from offload.passes.generators import MicroBatchGenerators
-from offload.schedules.base import set_values
+from offload.schedules import set_values
 from offload.sizes import count_of, format_size
 from offload.swapper.prefetch import PrefetchStats
 from offload.swapper.store import DriveWrites

@@ -22,7 +22,7 @@ from offload.fileio.plain_json import from_plain, to_plain
 from offload.layout.flat_layout import StateField
 from offload.layout.optimizer_states import WITHOUT_KERNEL
 from offload.notices import announce
-from offload.schedules.base import set_values
+from offload.schedules import set_values
 from offload.sizes import count_of
 from offload.swapper.memory.device import Device
 

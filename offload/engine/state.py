@@ -38,7 +38,7 @@ from offload.errors import OffloadError, StoreError, UsageError
 from offload.fileio.plain_json import from_plain, to_plain
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import DeviceNeed
-from offload.schedules.base import Schedule, set_values
+from offload.schedules import Schedule, set_values
 from offload.sizes import count_of
 
 # -- registered objects --------------------------------------------------------------------------------

@@ -59,12 +59,7 @@ def _open_new(path: str, flags: int) -> int:
 
 
 def keep_mode_and_owner(before: os.stat_result, new: int | Path) -> None:
-    """Gives a new file or folder the mode of the one that it replaces, and the owner if that is permitted.
-
-    Args:
-        before: `stat` of the one that is replaced.
-        new: Descriptor or path of the new one.
-    """
+    """Gives a new file or folder the mode of the one that it replaces, and the owner if that is permitted."""
     with contextlib.suppress(PermissionError):  # the old one is another user's; the new one is this user's
         os.chown(new, before.st_uid, before.st_gid)
     # Second, because a change of the owner clears bits of the mode.

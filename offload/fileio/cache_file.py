@@ -37,9 +37,6 @@ def cache_file(name: str) -> Path:
 def read_cache(path: Path) -> str:
     """Returns the text of a file in the user's cache folder. What is there is trusted, as machine code must be.
 
-    Args:
-        path: A path below `cache_folder`.
-
     Raises:
         OSError: If there is no such file, or it or a folder of it may be another user's.
         ValueError: If it is no text.

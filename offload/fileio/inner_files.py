@@ -44,12 +44,11 @@ def inner_name(name: str) -> str:
 
 @contextlib.contextmanager
 def inner_folder(path: Path, depth: int, ours: bool = False) -> Iterator[int]:
-    """Yields the descriptor of a folder, of which the last `depth` names are not followed where they are links.
+    """Yields the descriptor of a folder.
 
-    Args:
-        path: The folder.
-        depth: Number of names at the end of `path` that the user has not given; 0 for none.
-        ours: True if each of these folders must be this user's alone; see the module's text.
+    Links among the last `depth` names, which the user has not given, are not followed.
+
+    With `ours` each of these folders must be this user's alone; see the module's text.
 
     Raises:
         OSError: If there is no such folder, or a link in the place of one.
@@ -74,12 +73,7 @@ def inner_folder(path: Path, depth: int, ours: bool = False) -> Iterator[int]:
 def open_inner(path: Path, depth: int, flags: int = os.O_RDONLY, mode: int = 0o600, *, ours: bool = False) -> int:
     """Returns the descriptor of a regular file, reached without links; see the module's text.
 
-    Args:
-        path: The file.
-        depth: Number of names at the end of `path` that the user has not given, 1 for the file's own.
-        flags: Flags of `os.open`. With O_CREAT a missing file is made.
-        mode: Mode of a file that is made.
-        ours: True if the file and its folders must be this user's alone.
+    `flags` are those of `os.open`: with O_CREAT a missing file is made, with `mode`.
 
     Raises:
         OSError: If there is no such file, or something else in the place of one.
@@ -114,11 +108,7 @@ def inner_opener(depth: int, *, ours: bool = False) -> Callable[[str, int, int],
 def read_inner(path: Path, depth: int, most: int, *, whole: bool = True) -> bytes:
     """Returns the bytes of a regular file that may be anybody's, reached without links.
 
-    Args:
-        path: The file.
-        depth: See `open_inner`.
-        most: Bytes that such a file has at most.
-        whole: True if a larger file is an error; otherwise its first `most` bytes are returned.
+    More than `most` bytes are an error, or, without `whole`, left out.
 
     Raises:
         OSError: If there is no such file, or it is too large, or something else is in its place.
@@ -173,10 +163,7 @@ def real_path(path: Path) -> Path:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a regular file for reading. The open of a pipe would wait for a writer.
-
-    Args:
-        path: The file, or a link to it.
+    """Opens a regular file, or a link to one, for reading. The open of a pipe would wait for a writer.
 
     Raises:
         OSError: If there is no regular file.
@@ -207,15 +194,11 @@ def open_data(path: Path) -> BinaryIO:
 
 
 def read_bounded(path: Path, most_nbytes: int) -> bytes:
-    """Returns the bytes of a regular file.
-
-    Args:
-        path: The file.
-        most_nbytes: Bytes that the file may have; a sparse file may claim terabytes.
+    """Returns the bytes of a regular file; a sparse file may claim terabytes.
 
     Raises:
         OSError: If there is no regular file, or it cannot be read.
-        ValueError: If the file is larger.
+        ValueError: If the file is larger than `most_nbytes`.
     """
     with open_regular(path) as file:
         data = file.read(most_nbytes + 1)
@@ -230,10 +213,7 @@ def read_bounded(path: Path, most_nbytes: int) -> bytes:
 def check_ours(path: Path, descriptor: int, owner: int = 0) -> None:
     """Checks that a file or folder is this user's, or root's, and takes the right to write it from others.
 
-    Args:
-        path: For the message.
-        descriptor: The open file or folder.
-        owner: The owner of a file's folder, which was checked before.
+    `owner` is that of a file's folder, which was checked before.
 
     Raises:
         StoreError: If it is another user's, or others may write it and this user cannot change that.

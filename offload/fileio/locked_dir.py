@@ -123,13 +123,11 @@ class DirLock:
 
 
 def lock_folder(descriptor: int, tries: int = 11) -> bool:
-    """Locks an open folder itself, until the descriptor is closed. Returns False if the file system locks no folders.
+    """Locks an open folder itself, until the descriptor is closed.
+
+    Returns False if the file system locks no folders.
 
     Unlike the name of a file, that of a folder with files in it cannot be deleted.
-
-    Args:
-        descriptor: The folder.
-        tries: Number of attempts while another process holds the lock.
 
     Raises:
         LockHeldError: If another process holds the lock.
@@ -154,12 +152,7 @@ def this_process() -> str:
 
 
 def holder_of(path: Path, opener: Callable[[str, int, int], int] = os.open) -> str | None:
-    """Returns the text that the holder of the lock on `path` has written; None if it is free or unreadable.
-
-    Args:
-        path: The file of the lock.
-        opener: See `DirLock`.
-    """
+    """Returns the text that the holder of the lock on `path` has written; None if it is free or unreadable."""
     try:
         # O_NONBLOCK: opening a FIFO would otherwise wait for a writer.
         descriptor = opener(str(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0)

@@ -108,10 +108,7 @@ def from_plain(
 ) -> Any:
     """Returns a copy of the value that `to_plain` received.
 
-    Args:
-        value: The result of `to_plain`.
-        tensors: The tensors outside of it, by their numbers.
-        device: Receives those of them that were on an accelerator; None for the CPU.
+    `tensors` are those outside of it, by their numbers; `device` receives those that were on an accelerator.
 
     Raises:
         StoreError: If `to_plain` makes no such value, as one from a file of somebody else may be.

@@ -75,11 +75,7 @@ def plan(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[by
     """Returns the head of a file and the location of each tensor.
 
     Tensors are stored in the order given. The first begins at a multiple of 4096 bytes, so that direct I/O can access
-    it.
-
-    Args:
-        tensors: The tensors of the file, by name.
-        metadata: The `__metadata__` entry of the header; omitted if empty.
+    it. Empty `metadata` are omitted.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -302,12 +298,7 @@ class Writer:
 
 
 def shard(tensors: Mapping[str, Tensor], most_nbytes: int) -> Sequence[dict[str, Tensor]]:
-    """Splits `tensors`, in their order, into files.
-
-    Args:
-        tensors: The tensors to split, by name.
-        most_nbytes: Limit of each file's tensors in bytes. A tensor that is larger gets a file of its own.
-    """
+    """Splits `tensors`, in their order, into files of at most `most_nbytes`. A larger tensor gets a file of its own."""
     shards: list[dict[str, Tensor]] = []
     room = 0
     for name, tensor in tensors.items():

@@ -170,9 +170,7 @@ def plain(value: Any) -> Any:
 def read_torch_file(path: Path, part: range | None = None) -> Any:
     """Returns the object that `torch.save` has written, with a `StoredTensor` for each tensor. Runs nothing of it.
 
-    Args:
-        path: The file.
-        part: Bytes of the file that `torch.save` has written; None for all.
+    `part` are the bytes of the file that `torch.save` has written; None for all.
 
     Raises:
         StoreError: If the file is missing, not complete, of the format before torch 1.6, or no such file at all.
@@ -200,10 +198,9 @@ def read_torch_file(path: Path, part: range | None = None) -> Any:
 
 
 def read_pickle(path: Path) -> Any:
-    """Returns the object of a pickle without tensors, with a `Record` for each object of a class. Runs nothing of it.
+    """Returns the object of a pickle without tensors, with a `Record` for each object of a class.
 
-    Args:
-        path: The file.
+    Runs nothing of it.
 
     Raises:
         StoreError: If the file is missing, not complete, or no pickle.
@@ -308,13 +305,7 @@ def _records(archive: zipfile.ZipFile) -> dict[str, _Place]:
 
 
 class _Storages:
-    """The storages of a file.
-
-    Args:
-        path: The file.
-        file: The bytes of it that `records` are in.
-        records: Places by name.
-    """
+    """The storages of a file, whose records have places by name."""
 
     def __init__(self, path: Path, file: _Part, records: dict[str, _Place]) -> None:
         self._path, self._file, self._records = path, file, records
@@ -390,11 +381,7 @@ class _Program:
         self._steps = self._copied = 0
 
     def run(self, data: Any, nbytes: int) -> Any:
-        """Returns the object of a pickle.
-
-        Args:
-            data: The open pickle.
-            nbytes: Its length.
+        """Returns the object of an open pickle.
 
         Raises:
             ValueError: If the pickle is not one that `torch.save` writes. Almost any other error is possible, too.
@@ -622,7 +609,7 @@ def _check_size(content: Any, most: int) -> None:
 
 _ROOT = "archive"
 _PROTOCOL = 2  # that of torch.save
-_torch_file_writer_STORAGES = {
+_STORAGE_NAMES = {
     torch.float32: torch.FloatStorage,
     torch.float16: torch.HalfStorage,
     torch.bfloat16: torch.BFloat16Storage,
@@ -662,7 +649,7 @@ class _Pickler(pickle.Pickler):
         shape = tuple(value.shape)
         strides = tuple(torch.empty(shape, device="meta").stride())
         numel = torch.Size(shape).numel()
-        storage = _Storage(_torch_file_writer_STORAGES[value.dtype], str(len(self.tensors)), numel)
+        storage = _Storage(_STORAGE_NAMES[value.dtype], str(len(self.tensors)), numel)
         self.tensors.append(value)
         return rebuild_tensor, (storage, 0, shape, strides, False, OrderedDict())
 
@@ -735,10 +722,6 @@ class TorchFileWriter:
 
 def write_torch_file(path: Path, content: Any) -> None:
     """Writes a file of `torch.save` whose tensors are all in memory; durable afterwards.
-
-    Args:
-        path: Path of the new file.
-        content: Containers, plain values and tensors.
 
     Raises:
         IoError: If the file cannot be written.

@@ -2,7 +2,7 @@
 
 options ──► job ──► loop        options and config; checks and construction; steps, with one report each
              │
-             ├─ data: documents ─ packing, or token_stream; evaluation: held-out sequences
-             ├─ model ─ lora
-             └─ identity, output: owner of the run and of the output folder
+             ├─ data: documents ─ packing, or token_stream, with held-out sequences
+             ├─ model, with adapters of --lora
+             └─ output: identity of the job, owner of the run and of the output folder
 """

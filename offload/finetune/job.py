@@ -23,18 +23,20 @@ from offload.engine.engine import Engine
 from offload.engine.setup import initialize
 from offload.errors import ConfigError, OffloadError, StoreError
 from offload.fileio.jsonl import check_log, cut_log
-from offload.finetune.corpus.byte_tokenizer import byte_tokenizer
 from offload.finetune.corpus.data import Data, Share, find_files, read_files, steps_of
-from offload.finetune.identity import Identity, differences, is_identity, other_model, weights_of
-from offload.finetune.lora import Lora, adapt, parse_lora, require_peft
 from offload.finetune.model import (
+    Lora,
+    adapt,
     build_model,
+    byte_tokenizer,
     check_model,
     decay_groups,
     find_folder,
     keeps_documents_apart,
     make_ready,
+    parse_lora,
     read_tokenizer,
+    require_peft,
     without_cache,
 )
 from offload.finetune.options import (
@@ -52,17 +54,22 @@ from offload.finetune.options import (
 from offload.finetune.output import (
     MARK,
     Finished,
+    Identity,
     check_apart,
     check_output,
+    differences,
     find_finished,
     has_mark,
+    is_identity,
     is_marked,
+    other_model,
     output_of,
+    weights_of,
 )
 from offload.hardware import probe
 from offload.hardware.system import folder_notices
 from offload.launch.environment import rank_number
-from offload.losses.choice import ChosenLoss, as_begun, choose_loss, would_be_chunked
+from offload.losses.causal_model import ChosenLoss, as_begun, choose_loss, would_be_chunked
 from offload.notices import Remark
 from offload.planner.model_shape import config_of
 from offload.planner.output import in_short
@@ -108,10 +115,9 @@ class Job:
                 (self.output / MARK).unlink(missing_ok=True)
 
     def finish(self, remove: bool) -> None:
-        """Closes the engine after the last step. All ranks must call.
+        """Closes the engine after the last step; `remove` deletes the swap files, and notes that the job is finished.
 
-        Args:
-            remove: True to delete the swap files and to write a note that the job is finished.
+        Collective.
         """
         if remove:
             self.engine.finish({"job": self.identity._asdict()})
@@ -125,13 +131,8 @@ class Job:
 def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str], None]) -> Job | Finished:
     """Checks options, config and files, then builds the model and the engine. All ranks must call.
 
-    Args:
-        options: options of the command.
-        file: content of the config file; None without one.
-        say: receives lines for the user, one at a time.
-
-    Returns:
-        The job, or a `Finished` if an identical job has ended under `--resume auto`.
+    `file` is the content of the config file; `say` receives lines for the user, one at a time. The result is a
+    `Finished` if an identical job has ended under `--resume auto`.
 
     Raises:
         ConfigError: options, config, data or model are wrong.
@@ -215,9 +216,7 @@ def _new_folders(config: Config) -> list[str]:
 def _warnings_last(notices: Sequence[str], others: Sequence[str]) -> Iterator[str]:
     """Yields the lines of the start: what informs, then what warns, after which nothing but the steps is printed.
 
-    Args:
-        notices: lines of the engine, of which those that are no `Remark` warn.
-        others: lines of this command.
+    Lines of the engine that are no `Remark` warn.
     """
     yield from (line for line in notices if isinstance(line, Remark))
     yield from others
@@ -333,15 +332,8 @@ def _identity(options: Options, folder: Path | None, data: Data, steps: int, con
 def _resumed(engine: Engine, mine: Identity, loss: ChosenLoss) -> tuple[tuple[str, ...], Identity]:
     """Stores the job's identity in the engine for its commits. A resumed run computes its loss as it began.
 
-    A resumed run may have other data or adapters, but not another model.
-
-    Args:
-        engine: the engine, which may have resumed a run.
-        mine: the identity of this job by its options.
-        loss: the loss that was chosen for the model.
-
-    Returns:
-        Lines on the loss and on each difference from the run, and the identity with the loss that is computed.
+    Returns lines on the loss and on each difference from the run, and the identity with the loss that is computed. A
+    resumed run may have other data or adapters, but not another model.
 
     Raises:
         StoreError: the run belongs to another model.

@@ -14,7 +14,7 @@ import torch
 
 from offload.engine.engine import Engine, IoBytes
 from offload.fileio import atomic_write
-from offload.finetune.evaluation import Evaluation
+from offload.finetune.corpus.token_stream import Evaluation
 from offload.finetune.job import Job
 from offload.finetune.output import MARK
 
@@ -79,10 +79,8 @@ def steps(
 ) -> Iterator[StepReport | Evaluation | Saved]:
     """Trains from the step after the last committed one, and yields a report of each step, evaluation and save.
 
-    Args:
-        job: the prepared job. All ranks must iterate alike.
-        hold: returns a context in which no signal raises. The context spans the end of a step and the caller's use of
-            the report, so that every step that a stopped run has committed is reported too.
+    All ranks must iterate alike. `hold` returns a context in which no signal raises. The context spans the end of a
+    step and the caller's use of the report, so that every step that a stopped run has committed is reported too.
     """
     engine, accumulation = job.engine, job.engine.gradient_accumulation_steps()
     engine.train()

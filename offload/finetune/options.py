@@ -133,25 +133,15 @@ KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
 def merge(
     file: Mapping[str, Any] | None, options: Options, start: Start = Start.SCRATCH, world_size: int = 1
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Merges a config file's content with the options.
+    """Returns a config file's content merged with the options, and a line for each key that an option overrides.
 
     Without a file, the command's defaults apply. With a file, an absent key means the same as in DeepSpeed, with these
     exceptions: the learning rate may be "auto" or absent, and so may the optimizer's type (AdamW), the ZeRO stage (3),
     the batch size (8) and the swap folder (./swap); bf16.enabled "auto" means --dtype auto; `schedule` sets an absent
     schedule once the number of steps is known.
 
-    Args:
-        file: content of the config file, which stays as it is; None without one.
-        options: the options; they override the file.
-        start: determines the default learning rate.
-        world_size: number of ranks, by which a line tells a total batch size that changes from one that stays.
-
-    Returns:
-        The merged config, and lines for the user: one for each key of the file that an option overrides, and one if
-        keys that print a line per step are turned off.
-
-    Raises:
-        ConfigError: a block of the file is not an object.
+    `start` determines the default learning rate. By `world_size` a line tells a total batch size that changes from one
+    that stays.
     """
     # A deep copy of plain JSON: the caller's content must not change.
     merged: dict[str, Any] = json.loads(json.dumps(dict(file or {})))
@@ -244,18 +234,10 @@ def _merge_batch(merged: dict[str, Any], options: Options, world_size: int, line
 
 
 def schedule(content: Mapping[str, Any], options: Options, steps: int) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Sets the learning-rate schedule of a merged config.
+    """Returns a merged config with its learning-rate schedule, and a line if an option overrides the file's schedule.
 
     A file's schedule stays unless --schedule or --warmup is given; either replaces the file's schedule completely. A
     file for a Trainer that creates its own schedule has none. The default is a cosine after a warm-up of 3 %.
-
-    Args:
-        content: a merged config, which stays as it is.
-        options: the options.
-        steps: steps of the training.
-
-    Returns:
-        A config with the schedule, and a line if an option overrides the file's schedule.
 
     Raises:
         ConfigError: the warm-up is longer than the training.
@@ -416,14 +398,10 @@ _ASIDE = re.compile(r"(?: there)? \(offload train: [^)]*\)")
 
 
 def in_options(message: str, options: Options) -> str:
-    """Returns a message in which options of the command stand for the keys that they set.
+    """Returns the message of an error with options of the command in place of the keys that they set.
 
     Without a config file every value came from an option or from the command's defaults. With one, only keys whose
     option was given are replaced: the user may have written the others.
-
-    Args:
-        message: the text of an error.
-        options: the options as they were typed.
     """
     found = message
     for flag, path in _replaced(options):
@@ -507,11 +485,6 @@ def check(options: Options) -> None:
 
 def batch_of(config: Config, seq_len: int, world_size: int) -> Batch:
     """Returns the batch sizes of a run, whose token ids of a step fit into the free memory.
-
-    Args:
-        config: the config.
-        seq_len: tokens of a sequence.
-        world_size: number of ranks.
 
     Raises:
         ConfigError: the sizes contradict each other, or the ids alone do not fit.

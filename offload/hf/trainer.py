@@ -59,8 +59,7 @@ from offload.hf.checkpoint_folder import (
     load_into,
 )
 from offload.hf.micro_batches import StepAtOnce, losses_to_hand_over, own_method
-from offload.losses.causal_model import without_logits
-from offload.losses.choice import ChosenLoss, as_begun, choose_loss
+from offload.losses.causal_model import ChosenLoss, as_begun, choose_loss, without_logits
 from offload.provenance import is_of
 
 logger = logging.getLogger("offload")

@@ -52,18 +52,9 @@ def lamb(partition: Partition, segments: Sequence[LambSegment]) -> None:
 def lamb_moments(partition: Partition, segments: Sequence[LambSegment]) -> list[torch.Tensor]:
     """Updates the moments, and sums the squares of weights and directions: the first pass.
 
-    Args:
-        partition: tensors of one length; the moments are exp_avg and exp_avg_sq, both fp32, both bf16 or both codes.
-        segments: ordered and disjoint.
-
-    Returns:
-        One (blocks, 2) float64 tensor for each segment, with a row [weight, direction] for each `BLOCK` elements from
-        the segment's start. For a parameter in several segments, pass all their tensors to `lamb_ratio` in order: the
-        ratio then has the bits that it would have in one segment.
-
-    Raises:
-        ValueError: segments out of order, or a tensor of a wrong shape.
-        TypeError: a tensor of a wrong dtype.
+    Returns one (blocks, 2) float64 tensor for each segment, with a row [weight, direction] for each `BLOCK` elements
+    from the segment's start. For a parameter in several segments, pass all their tensors to `lamb_ratio` in order: the
+    ratio then has the bits that it would have in one segment. Arguments and errors are those of `lamb`.
     """
     arrays = addresses("lamb", 2, partition)
     _check(segments, arrays.numel)
@@ -82,9 +73,7 @@ def lamb_moments(partition: Partition, segments: Sequence[LambSegment]) -> list[
 def lamb_ratio(step: LambStep, sums: Sequence[torch.Tensor]) -> float:
     """Returns the trust ratio |weight| / |direction| within the bounds of `step`, or 1 if either norm is zero.
 
-    Args:
-        step: hyperparameters; only the bounds are used.
-        sums: results of `lamb_moments` for all segments of one parameter, in order.
+    `sums` are results of `lamb_moments` for all segments of one parameter, in order.
     """
     weight = direction = 0.0
     # Added in double, one after the other: the order fixes the bits, however many segments the parameter has.

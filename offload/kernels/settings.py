@@ -57,10 +57,6 @@ def threads_beside_device(environment: dict[str, str] | os._Environ[str], cores:
     millisecond in which the device is idle. From 16 cores on a second one is left, for the threads that receive
     gradients and start reads: an update is bound by the memory long before all of so many cores compute. With fewer
     than 4 cores a core is a large part of the update's speed, and none is left.
-
-    Args:
-        environment: the environment of the process.
-        cores: the cores that this process may use.
     """
     if environment.get("OFFLOAD_THREADS", ""):
         return threads_from(environment)

@@ -56,13 +56,7 @@ def keyed(start: int, stop: int, noise: Noise) -> Iterator[Keyed]:
 
 
 def noise_stream(seed: int, unit: int, step: int) -> int:
-    """Returns the stream of one update of a parameter.
-
-    Args:
-        seed: the seed of the run.
-        unit: index of the parameter's unit.
-        step: number of updates of the parameter, this one included.
-    """
+    """Returns the stream of an update of a unit's parameter; `step` is the number of its updates, this one included."""
     # SplitMix64: streams of neighbouring numbers have nothing in common.
     stream = 0
     for part in (seed, unit, step):
@@ -229,15 +223,7 @@ def element(dtype: torch.dtype) -> int:
 
 
 def length(name: str, tensor: torch.Tensor) -> int:
-    """Returns the number of elements of `tensor`.
-
-    Args:
-        name: name of the argument, for the message.
-        tensor: any tensor.
-
-    Raises:
-        TypeError: the argument is no tensor.
-    """
+    """Returns the number of elements of `tensor`; raises `TypeError` if the argument is no tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     return tensor.numel()
@@ -246,12 +232,7 @@ def length(name: str, tensor: torch.Tensor) -> int:
 def address(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], numel: int, when: str = "") -> int:
     """Returns the address of the data of `tensor`, once every property that the native code relies on is checked.
 
-    Args:
-        name: name of the argument, for messages.
-        tensor: (numel,), contiguous, on the CPU; the caller remains its owner.
-        dtypes: dtypes that are allowed.
-        numel: expected number of elements.
-        when: words for messages that explain under which condition `dtypes` holds.
+    `when` are words for messages that explain under which condition `dtypes` holds.
 
     Raises:
         TypeError: wrong type or dtype.
@@ -393,15 +374,7 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
 
 
 def probe(partition: Partition) -> None:
-    """Reads and writes the bytes of an AdamW step as they are: the lower bound of a step's time, for benchmarks.
-
-    Args:
-        partition: CPU tensors of one length, with two moments.
-
-    Raises:
-        TypeError: a tensor of a wrong dtype.
-        ValueError: a tensor of a wrong shape, stride or device.
-    """
+    """Reads and writes the bytes of an AdamW step as they are: the lower bound of a step's time, for benchmarks."""
     numel = length("weight", partition.weight)
     run("probe", 2, partition, [(0, numel, (0.0,), None)])
 
@@ -456,14 +429,7 @@ def native_segment(segment: NativeSegment) -> tuple[int, int, list[float], tuple
 
 
 def run(rule: str, moments: int, partition: Partition, segments: Sequence[NativeSegment]) -> None:
-    """Runs a native rule over segments.
-
-    Args:
-        rule: name of the rule in native/module.cpp.
-        moments: number of its moments.
-        partition: CPU tensors of one length.
-        segments: the elements and settings of each.
-    """
+    """Runs a native rule of native/module.cpp, which has `moments` moments, over segments."""
     arrays = addresses(rule, moments, partition)
     if arrays.numel:
         _native.update(rule, *arrays, [native_segment(segment) for segment in segments])

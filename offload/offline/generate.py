@@ -37,12 +37,7 @@ def encode_fitting(
 ) -> np.ndarray:
     """Returns the tokens of a prompt, (n,) int32, which has room for its completion.
 
-    Args:
-        prompt: the prompt.
-        tokenizer: the model's tokenizer.
-        config: the model's config.
-        max_new_tokens: most tokens of the completion.
-        cached: most tokens of both; None for no limit but the model's positions.
+    `cached` is the most tokens of both; None for no limit but the model's positions.
 
     Raises:
         ConfigError: the prompt is malformed, empty or too long.
@@ -80,19 +75,12 @@ def completions(
     cache_on_host: bool = False,
     **sampling: Any,
 ) -> Iterator[Completed]:
-    """Yields the text that continues each prompt, in order.
+    """Yields the text that continues each prompt, in order. Prompts are read as they are needed.
 
-    The weights cross to the device once for each token of a batch of prompts.
-
-    Args:
-        model: the model.
-        prompts: the prompts, read as they are needed.
-        batch_size: prompts that are continued at a time.
-        max_new_tokens: most tokens of a completion.
-        cached: most tokens of a prompt and its completion, for which each batch takes memory before its first token;
-            None for a cache that grows.
-        cache_on_host: True to keep that memory on the host, and each layer's part of it on the device for its use.
-        **sampling: keywords of the model's `generate`, such as `do_sample` and `temperature`.
+    The weights cross to the device once for each token of a batch of prompts. `cached` is the most tokens of a prompt
+    and its completion, for which each batch takes memory before its first token; None for a cache that grows.
+    `cache_on_host` keeps that memory on the host, and each layer's part of it on the device for its use. `sampling` are
+    keywords of the model's `generate`, such as `do_sample` and `temperature`.
 
     Raises:
         ConfigError: A prompt is malformed or empty, has tokens that the model does not know, or leaves too few

@@ -37,10 +37,8 @@ _MOVING = 3
 def static_cache(config: Any, length: int, paged: bool = False) -> Any:
     """Returns an empty cache of transformers, whose memory is taken at the first token.
 
-    Args:
-        config: Config of the model.
-        length: Most tokens of a prompt and its continuation.
-        paged: True if transformers shall keep each layer's part in host memory between its uses on a GPU.
+    `length` is the most tokens of a prompt and its continuation. A paged cache keeps each layer's part in host memory
+    between its uses on a GPU.
 
     Raises:
         ConfigError: The model keeps other values from token to token than keys and values of its heads.
@@ -64,11 +62,7 @@ def static_cache(config: Any, length: int, paged: bool = False) -> Any:
 
 
 def is_paged(on_host: bool, device: torch.device) -> bool:
-    """Returns whether the parts of a static cache move between host and device.
-
-    Args:
-        on_host: True if the cache shall be in host memory.
-        device: Where the model computes. A CPU's memory is the host's.
+    """Returns True if the parts of a static cache move between host and device. A CPU's memory is the host's.
 
     Raises:
         ConfigError: transformers moves caches to GPUs of CUDA alone.
@@ -82,14 +76,7 @@ def is_paged(on_host: bool, device: torch.device) -> bool:
 
 
 def device_nbytes(config: Any, length: int, nbytes: int, on_host: bool) -> int:
-    """Returns the bytes of a static cache that are on the device at a time.
-
-    Args:
-        config: Config of the model.
-        length: Most tokens of a prompt and its continuation.
-        nbytes: Bytes of the whole cache, as `cache_nbytes` gives them.
-        on_host: True if the cache is in host memory.
-    """
+    """Returns the bytes of a static cache of `nbytes` that are on the device at a time."""
     if not on_host:
         return nbytes
     tokens: list[int] = [layer.max_cache_len for layer in static_cache(config, length).layers]
@@ -97,16 +84,9 @@ def device_nbytes(config: Any, length: int, nbytes: int, on_host: bool) -> int:
 
 
 def cache_nbytes(config: Any, length: int, rows: int, itemsize: int) -> int:
-    """Returns the bytes of the static cache of a batch.
+    """Returns the bytes of the static cache of a batch, for values of `itemsize` bytes.
 
-    Args:
-        config: Config of the model.
-        length: Most tokens of a prompt and its continuation; layers with a sliding window keep no more than it.
-        rows: Prompts of a batch.
-        itemsize: Bytes of a value.
-
-    Raises:
-        ConfigError: See `static_cache`.
+    Layers with a sliding window keep no more tokens than the window.
     """
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -116,12 +96,7 @@ def cache_nbytes(config: Any, length: int, rows: int, itemsize: int) -> int:
 
 
 def value_nbytes(content: Mapping[str, Any], config: Any) -> int:
-    """Returns the bytes of a key's value: those of the dtype in which the model computes.
-
-    Args:
-        content: Config of the engine.
-        config: Config of the model, which says the dtype of its files.
-    """
+    """Returns the bytes of a key's value: those of the dtype in which the model computes, by the engine's config."""
     for name in ("bf16", "bfloat16", "fp16"):
         if name in content:
             return 2 if content[name].get("enabled") else 4
@@ -130,10 +105,6 @@ def value_nbytes(content: Mapping[str, Any], config: Any) -> int:
 
 def beside_cache(content: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
     """Returns the config of the engine, with a device budget, if there is one, for what the cache leaves of it.
-
-    Args:
-        content: Config of the engine.
-        nbytes: Bytes of the cache on the device.
 
     Raises:
         BudgetError: The cache leaves nothing.
@@ -222,13 +193,9 @@ class OpenModel:
 def open_model(
     name: str, placement: Placement, *, scores: bool, check: Callable[[Any, Any], object] | None = None
 ) -> OpenModel:
-    """Returns the model of a folder under an engine.
+    """Returns the model of a folder under an engine, to score records or to generate.
 
-    Args:
-        name: path of the folder.
-        placement: where the model runs.
-        scores: True to score records, False to generate.
-        check: called with tokenizer and config before the weights are opened, which may take long; may raise.
+    `check` is called with tokenizer and config before the weights are opened, which may take long; it may raise.
 
     Raises:
         ConfigError: The folder contains no model that can do that, or an option is wrong.
@@ -323,14 +290,10 @@ class Row(NamedTuple):
 
 
 def rows_of(document: Document, length: int) -> list[Row]:
-    """Returns the rows of a record, each of at most `length` tokens.
+    """Returns the rows of a record, each of at most `length` tokens, which are at least 2.
 
-    A text is cut into windows, of which the next begins with the last token of the one before: so each token but the
-    first counts once. A chat or a completion is one row, of its first tokens.
-
-    Args:
-        document: tokens of the record.
-        length: most tokens of a row, at least 2.
+    A text is cut into windows; the next begins with the last token of the one before. So each token but the first
+    counts once. A chat or a completion is one row, of its first tokens.
     """
     # The label of a row's first token is ignored by the shift of the loss, as nothing precedes that token.
     labels = np.where(document.learned, document.ids, np.int32(IGNORED))
@@ -379,7 +342,6 @@ class FiniteLogits:
     """A logits processor of transformers that changes nothing."""
 
     def __init__(self, places: Sequence[str]) -> None:
-        """Takes the places of a batch's prompts, each of which has as many rows."""
         self._places = places
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

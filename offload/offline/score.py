@@ -114,16 +114,10 @@ class _Open:
 def scores(
     model: OpenModel, records: Iterable[Record], *, seq_len: int, batch_size: int, micro_batch_size: int
 ) -> Iterator[Score]:
-    """Yields the score of each record, in order.
+    """Yields the score of each record, in order. Records are read as they are needed.
 
-    The weights cross to the device once for a batch, whose rows pass through each block in micro-batches.
-
-    Args:
-        model: the model.
-        records: the records, read as they are needed.
-        seq_len: most tokens of a row.
-        batch_size: rows of a batch.
-        micro_batch_size: rows that a block computes at a time.
+    The weights cross to the device once for a batch of `batch_size` rows of at most `seq_len` tokens. The rows pass
+    through each block in micro-batches.
 
     Raises:
         ConfigError: A record is malformed, or has tokens that the model does not know.

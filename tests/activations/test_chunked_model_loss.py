@@ -23,7 +23,7 @@ from transformers.loss import loss_utils
 
 import offload
 from offload.losses import causal_model, chunk_loss_of
-from offload.losses.choice import choose_loss
+from offload.losses.causal_model import choose_loss
 from tests.support import models
 from tests.support.modules.older_libraries import older
 from tests.support.oracle import Job, same_bits

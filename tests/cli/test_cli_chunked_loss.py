@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from offload.finetune.identity import Identity
+from offload.finetune.output import Identity
 from offload.losses import causal_model, chunked
 from tests.support import models, rounding_bounds
 from tests.support.model_folders import make_folder

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload.finetune.corpus import packing, token_stream
-from offload.finetune.evaluation import HeldOut, choose
+from offload.finetune.corpus.token_stream import HeldOut, choose
 from offload.report.log import read_log
 from tests.support.processes.cli_in_process import all_lines, call, facts, log, run_folder
 

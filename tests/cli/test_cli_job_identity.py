@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.errors import StoreError
-from offload.finetune.identity import weights_of
-from offload.finetune.output import check_output
+from offload.finetune.output import check_output, weights_of
 from tests.support.model_folders import make_folder
 from tests.support.processes.cli_in_process import call, facts, log, run_folder, swap_files
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.finetune import model as language_model
-from offload.finetune.lora import adapt, parse_lora
+from offload.finetune.model import adapt, parse_lora
 from offload.hardware import probe
 from offload.hardware.probe.disturb import Others
 from offload.model_io.load import init

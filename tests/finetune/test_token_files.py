@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from offload.errors import ConfigError
-from offload.finetune.corpus import packing, token_memory, token_stream
+from offload.finetune.corpus import packing, token_stream
 from offload.finetune.corpus.documents import Completion, Record, Text
 from tests.support.processes import warm_process
 
@@ -61,7 +61,7 @@ def make() -> Made:
 def test_in_files_they_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = make()
     for name, value in (("_IN_RAM", 100), ("_BLOCK", 1 << 12), ("_AT_ONCE", 300)):
-        monkeypatch.setattr(token_memory, name, value)
+        monkeypatch.setattr(token_stream, name, value)
     found = make()
     assert (found.checksum, found.learned) == (expected.checksum, expected.learned)
     for one, other in zip(found.batches, expected.batches, strict=True):
@@ -83,16 +83,16 @@ def test_texts_in_files_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     expected = read()
     assert bytes(expected[0]) == b"\n".join(file.read_bytes() for file in files)
-    monkeypatch.setattr(token_memory, "_IN_RAM", 100)
+    monkeypatch.setattr(token_stream, "_IN_RAM", 100)
     found = read()
     assert mapped() >= 4, "tokens, and those that are learned, of each"
     assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
 
 
 def test_a_pool_makes_no_file_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_memory, "_IN_RAM", 80)
-    monkeypatch.setattr(token_memory, "_BLOCK", 4096)
-    pool, values = token_memory.Pool(np.int32), np.arange(10, dtype=np.int32)
+    monkeypatch.setattr(token_stream, "_IN_RAM", 80)
+    monkeypatch.setattr(token_stream, "_BLOCK", 4096)
+    pool, values = token_stream.Pool(np.int32), np.arange(10, dtype=np.int32)
     assert pool.keep(values) is values
     kept = [pool.keep(values + number) for number in range(1, 400)]
     assert mapped() == 4, "4,096 bytes each"
@@ -104,18 +104,18 @@ def test_a_full_disk_is_an_error_and_not_a_signal(monkeypatch: pytest.MonkeyPatc
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(token_memory, "_IN_RAM", 100)
+    monkeypatch.setattr(token_stream, "_IN_RAM", 100)
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ConfigError, match=r"do not fit in .*: No space left on device; .* set TMPDIR"):
-        token_memory.make_array((100,), np.int32)
+        token_stream.make_array((100,), np.int32)
 
 
 _LIMITED = """
 import json, resource, sys
 from pathlib import Path
-from offload.finetune.corpus import data, token_memory
+from offload.finetune.corpus import data, token_stream
 from offload.finetune.options import Options
-token_memory._IN_RAM = int(sys.argv[2])
+token_stream._IN_RAM = int(sys.argv[2])
 options = Options(data=(Path(sys.argv[1]),), seq_len=512)
 files = data.find_files(options)
 used = 4096 * int(Path("/proc/self/statm").read_text().split()[5])  # what RLIMIT_DATA counts: not what files back

@@ -10,7 +10,7 @@ import transformers
 
 import offload
 from offload.errors import ConfigError
-from offload.finetune.lora import Lora, adapt, parse_lora
+from offload.finetune.model import Lora, adapt, parse_lora
 from tests.support.model_folders import llama_config
 from tests.support.models import gpt2
 

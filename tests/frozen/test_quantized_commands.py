@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.errors import ConfigError
-from offload.finetune.lora import adapt, parse_lora
-from offload.finetune.model import find_folder
+from offload.finetune.model import adapt, find_folder, parse_lora
 from offload.planner.model_shape import Adapters, from_adapted, from_name, from_training
 from offload.presets import quantized_bits
 from tests.frozen.quantized_models import WITH_BITSANDBYTES, folder, in_values, loaded, settings

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from offload.cli.main import app
-from offload.finetune.corpus.byte_tokenizer import byte_tokenizer, learned_bytes
 from offload.finetune.corpus.packing import encode_text
+from offload.finetune.model import byte_tokenizer, learned_bytes
 
 TEXT = "Ċ is a letter; é, 漢 and 😀 are several bytes.\n\n\ttabs\r\n \x01"
 

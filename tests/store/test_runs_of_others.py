@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 from offload.aio import IoQueue
 from offload.cli.main import app
 from offload.errors import ConfigError, StoreError
-from offload.finetune.identity import Identity
 from offload.finetune.options import Options
-from offload.finetune.output import MARK, is_marked, output_of
+from offload.finetune.output import MARK, Identity, is_marked, output_of
 from offload.swapper.store import Store, find_removal, remove_run
 from offload.swapper.store.folder import FILES
 from tests.store.test_store import SPEC, blob, created, update

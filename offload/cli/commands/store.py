@@ -223,7 +223,7 @@ def _note_saved(source: Source, path: Path) -> None:
 
 def _tokenizer_writer(client_state: Mapping[str, Any]) -> Callable[[Path], None] | None:
     """Returns the function that writes the tokenizer of a run that has learned bytes; None for any other run."""
-    from offload.finetune.corpus.byte_tokenizer import byte_tokenizer, learned_bytes
+    from offload.finetune.model import byte_tokenizer, learned_bytes
 
     # A machine without transformers exports too, and needs no tokenizer for that.
     if not learned_bytes(client_state) or importlib.util.find_spec("transformers") is None:

@@ -496,7 +496,7 @@ class Training:
 
     def _between_steps(self, report: Any, log: StepLog, line: ProgressLine) -> None:
         """Reports an evaluation or a save between two steps."""
-        from offload.finetune.evaluation import Evaluation
+        from offload.finetune.corpus.token_stream import Evaluation
 
         if isinstance(report, Evaluation):
             self.evaluations.append(report)

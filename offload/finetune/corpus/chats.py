@@ -171,14 +171,9 @@ class Marking(NamedTuple):
 
 
 def marking_template(tokenizer: Any, tools: Any = None) -> Marking | None:
-    """Returns the template by which transformers masks the assistant's tokens.
+    """Returns the template by which transformers masks the assistant's tokens; None if there is none.
 
-    Args:
-        tokenizer: a transformers tokenizer with a chat template.
-        tools: the tools of a chat, for which a tokenizer may have a template of its own.
-
-    Returns:
-        The template; None if the tokenizer's marks nothing and is of no known family.
+    A tokenizer may have a template of its own for chats with tools.
     """
     own: str = tokenizer.get_chat_template(None, tools)
     if _GENERATION.search(own):
@@ -207,12 +202,9 @@ _CURE = (
 
 
 def encode_chat(chat: Chat, tokenizer: Any, whole: bool = False) -> tuple[list[int], list[bool]]:
-    """Returns the tokens of a chat, and for each whether it is learned.
+    """Returns the tokens of a chat, and for each whether it is learned: all with `whole`, else the assistant's.
 
-    Args:
-        chat: the chat.
-        tokenizer: a transformers tokenizer; None for bytes, which have no chat template.
-        whole: True to learn every token, False to learn what the assistant wrote.
+    Bytes, whose tokenizer is None, have no chat template.
 
     Raises:
         ConfigError: There is no chat template, it refuses the chat, or nothing tells the assistant's tokens apart.
@@ -346,13 +338,7 @@ class Example(str):
 
     @classmethod
     def of(cls, ids: Sequence[int], learned: Sequence[bool], tokenizer: Any) -> Example:
-        """Returns the example of a document.
-
-        Args:
-            ids: tokens of the document.
-            learned: for each token whether it is learned.
-            tokenizer: a transformers tokenizer; None for bytes.
-        """
+        """Returns the example of a document from its tokens, and for each whether it is learned."""
         parts = parts_of(ids, learned, tokenizer)
         example = cls("".join(f"[[{part.text}]]" if part.learned else part.text for part in parts))
         example.parts = parts
@@ -360,13 +346,7 @@ class Example(str):
 
 
 def parts_of(ids: Sequence[int], learned: Sequence[bool], tokenizer: Any) -> tuple[Part, ...]:
-    """Returns the text of a document in parts, shortened, and with nothing in it that a terminal would obey.
-
-    Args:
-        ids: tokens of the document.
-        learned: for each token whether it is learned.
-        tokenizer: a transformers tokenizer; None for bytes.
-    """
+    """Returns the text of a document in parts, shortened, and with nothing in it that a terminal would obey."""
     runs = [
         (flag, [token for token, _ in tokens])
         for flag, tokens in itertools.groupby(zip(ids, learned, strict=True), key=lambda each: bool(each[1]))

@@ -15,7 +15,7 @@ from offload.errors import ConfigError
 from offload.finetune.corpus import packing, token_stream
 from offload.finetune.corpus.chats import Example
 from offload.finetune.corpus.documents import Record, find_data, read_records
-from offload.finetune.evaluation import HeldOut
+from offload.finetune.corpus.token_stream import HeldOut
 from offload.finetune.options import Options
 from offload.sizes import count_of
 
@@ -65,14 +65,9 @@ def find_files(options: Options) -> Files:
 
 
 def read_files(options: Options, files: Files, tokenizer: Any, share: Share, apart: bool) -> Data:
-    """Reads and tokenizes the data files.
+    """Reads and tokenizes the data files; `apart` is True if the model masks documents of one row from each other.
 
-    Args:
-        options: sequence length, evaluation and the kind of the data.
-        files: the data files.
-        tokenizer: tokenizer of the model's folder; None for bytes.
-        share: this rank's part of each step.
-        apart: True if the model masks documents of one row from each other.
+    A tokenizer of None is that of bytes.
 
     Raises:
         ConfigError: a file is malformed, or contains nothing to learn.

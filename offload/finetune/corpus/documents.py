@@ -49,9 +49,7 @@ def read_csv(file: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, 
 
     All values are strings.
 
-    Args:
-        file: The file, for messages.
-        lines: Lines of the file, with their ends. The first names the columns; a quoted field may span several lines.
+    The first line names the columns; a quoted field may span several lines.
 
     Raises:
         ConfigError: There is no column of `COLUMNS`, a row has another number of fields than the first line, or quotes
@@ -173,10 +171,6 @@ Record = Text | Chat | Completion
 
 def find_data(paths: Sequence[Path]) -> list[Path]:
     """Returns the files of `paths`, those of a folder sorted by path.
-
-    Args:
-        paths: Files of any kind, and folders that are searched for *.jsonl, *.ndjson, *.parquet, *.csv, *.txt, *.md
-            and *.py.
 
     Raises:
         ConfigError: A path does not exist, a folder contains no such file, or pyarrow is missing and a file is Parquet.

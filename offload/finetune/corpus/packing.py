@@ -22,8 +22,7 @@ import torch
 from offload.errors import ConfigError
 from offload.finetune.corpus.chats import Example, encode_chat, encode_chat_prompt, learned_words
 from offload.finetune.corpus.documents import Chat, Completion, Prompt, Record, Text
-from offload.finetune.corpus.token_memory import Pool, make_array, pieces_of, take_rows
-from offload.finetune.evaluation import choose
+from offload.finetune.corpus.token_stream import Pool, choose, make_array, pieces_of, take_rows
 from offload.sizes import count_of
 
 # Of torch's cross entropy.
@@ -47,12 +46,12 @@ class Document(NamedTuple):
 
 
 def encode(records: Iterable[Record], tokenizer: Any, whole: bool = False) -> list[Document]:
-    """Returns the records as documents. Texts and completions end with the end-of-text token, chats as templates say.
+    """Returns the records as documents.
 
-    Args:
-        records: the records, read once.
-        tokenizer: a transformers tokenizer; None for bytes, with a newline as the end-of-text token.
-        whole: True to learn prompts and the messages of all roles too.
+    Texts and completions end with the end-of-text token, chats as templates say.
+
+    A tokenizer of None is that of bytes, with a newline as the end-of-text token. With `whole`, prompts and the
+    messages of all roles are learned too.
 
     Raises:
         ConfigError: There is no chat template, it refuses a chat, nothing tells the assistant's tokens apart, or there
@@ -163,12 +162,9 @@ class Packed(NamedTuple):
 
 
 def pack(documents: Sequence[Document], length: int, together: bool = True) -> Packed:
-    """Packs documents into rows. The result is deterministic.
+    """Packs documents into rows of `length` tokens. The result is deterministic.
 
-    Args:
-        documents: the documents.
-        length: tokens of a row.
-        together: True to put several indivisible documents into one row; False to give each its own row.
+    With `together`, several indivisible documents share a row; otherwise each has its own.
 
     Raises:
         ConfigError: no token would be learned.
@@ -286,16 +282,7 @@ class Rows:
     def __init__(
         self, packed: Packed, size: int, accumulation: int, seed: int, rank: int = 0, world_size: int = 1
     ) -> None:
-        """Stores the rows by reference.
-
-        Args:
-            packed: the rows.
-            size: rows of a micro-batch on each rank.
-            accumulation: micro-batches of a step.
-            seed: seed of the shuffling; must be the same on all ranks.
-            rank: this rank.
-            world_size: number of ranks.
-        """
+        """Stores the rows by reference. A micro-batch has `size` rows on each rank; all ranks have the same seed."""
         self._packed, self._accumulation, self._seed = packed, accumulation, seed
         self._first, self._size, self._stride = rank * size, size, size * world_size
         # The order of one pass is cached: to compute it for each row would take time linear in the data.
@@ -348,15 +335,7 @@ def example(documents: Iterable[Document], length: int, tokenizer: Any) -> Examp
 def notices(
     packed: Packed, rows: Rows, kinds: Mapping[type[Record], int], tokenizer: Any, whole: bool = False
 ) -> tuple[str, ...]:
-    """Returns lines on the data for the user.
-
-    Args:
-        packed: the packed documents.
-        rows: the batches.
-        kinds: number of records of each kind.
-        tokenizer: the tokenizer; None for bytes.
-        whole: True if prompts and the messages of all roles are learned too.
-    """
+    """Returns lines on the data for the user; `kinds` are the numbers of records of each kind."""
     lines = [
         f"data: {count_of(sum(kinds.values()), 'document')} in {count_of(rows.row_count, 'row')} of "
         f"{packed.ids.shape[1]} tokens, {packed.learned:.0%} of them learned; a pass over all rows takes "

@@ -1,20 +1,28 @@
-"""Text files as training data: a flat array of token ids, and batches determined by the seed."""
+"""Text files as training data, held-out sequences, and the memory of both.
+
+Text is a flat array of token ids; batches are determined by the seed. Small arrays are in RAM, large ones, which may
+exceed the RAM, in temporary files: a file is mapped and unlinked, so the file disappears with the process. The kernel
+keeps pages in RAM while there is room and writes them out otherwise.
+"""
 
 from __future__ import annotations
 
+import math
+import mmap
+import os
 import sysconfig
+import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from offload.errors import ConfigError
 from offload.fileio.inner_files import open_data
-from offload.finetune.corpus.token_memory import Pool, join
-from offload.finetune.evaluation import choose
-from offload.sizes import count_of
+from offload.sizes import count_of, format_size
 
 
 def standard_library() -> list[Path]:
@@ -29,8 +37,7 @@ _INSTALLED = {"site-packages", "dist-packages"}
 def find_files(paths: Sequence[Path]) -> list[Path]:
     """Returns the files of `paths` in a deterministic order.
 
-    Args:
-        paths: files of any kind, and folders that are searched for *.py, *.txt and *.md, except in installed packages.
+    Folders are searched for *.py, *.txt and *.md, except in installed packages.
 
     Raises:
         ConfigError: a path does not exist or is a JSON lines file, or no file is found.
@@ -121,20 +128,7 @@ class Batches:
         world_size: int = 1,
         accumulation: int = 1,
     ) -> None:
-        """Stores the tokens by reference.
-
-        Args:
-            tokens: token ids, (n,).
-            size: sequences of a micro-batch on each rank.
-            length: tokens of a sequence.
-            seed: seed of the positions; must be the same on all ranks.
-            rank: this rank.
-            world_size: number of ranks.
-            accumulation: micro-batches of a step.
-
-        Raises:
-            ConfigError: the text is shorter than one sequence.
-        """
+        """Stores the tokens, (n,), by reference; raises `ConfigError` if the text is shorter than one sequence."""
         if len(tokens) < length:
             raise ConfigError(
                 f"the text contains {count_of(len(tokens), 'token')}, a sequence needs {length}; give more text"
@@ -159,3 +153,139 @@ class Batches:
         """Returns the keyword arguments of the model for a micro-batch; every token is learned."""
         ids = self.batch(step, micro_batch)
         return {"input_ids": ids, "labels": ids}
+
+
+_IN_RAM = 256 << 20
+"""Bytes of an array, or of all arrays of a pool, up to which RAM is used."""
+_BLOCK = 64 << 20
+"""Smallest size of a pool's file."""
+_AT_ONCE = 16 << 20
+"""Bytes of an array that are scanned or copied at a time."""
+
+
+def make_array(shape: tuple[int, ...], dtype: Any, fill: int = 0) -> np.ndarray:
+    """Returns an array filled with `fill`; the array owns its memory.
+
+    Raises:
+        ConfigError: The array needs a file, and the folder of temporary files has no room.
+    """
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if nbytes <= _IN_RAM:
+        return np.full(shape, fill, dtype)
+    array: np.ndarray = _map(nbytes).view(dtype).reshape(shape)
+    if fill:
+        array.fill(fill)
+    return array
+
+
+def take_rows(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Returns a copy of `array[rows]` in memory of `make_array`, copied about 16 MiB at a time."""
+    taken = make_array((len(rows), *array.shape[1:]), array.dtype)
+    for some in pieces_of(taken):
+        taken[some] = array[rows[some]]
+    return taken
+
+
+def join(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    """Returns the concatenation of the arrays, (n,) of `dtype`, in memory of `make_array`."""
+    return np.concatenate(arrays, out=make_array((sum(map(len, arrays)),), dtype))
+
+
+def pieces_of(array: np.ndarray) -> Iterator[slice]:
+    """Returns an iterator over slices of an array's rows; a copy of one slice takes about 16 MiB."""
+    step = max(_AT_ONCE // array[:1].nbytes, 1) if len(array) else 1
+    return (slice(begin, begin + step) for begin in range(0, len(array), step))
+
+
+class Pool:
+    """Memory for many small arrays of one dtype. A file of the pool is freed with the last array in it."""
+
+    def __init__(self, dtype: Any) -> None:
+        self._free = np.empty(0, dtype)
+        self._kept = 0
+
+    def keep(self, values: np.ndarray) -> np.ndarray:
+        """Returns `values`, (n,) of the pool's dtype, while the pool is small, else a copy of `values` in a file."""
+        self._kept += values.nbytes
+        if self._kept <= _IN_RAM:
+            return values
+        if len(values) > len(self._free):
+            self._free = _map(max(values.nbytes, _BLOCK)).view(self._free.dtype)
+        place, self._free = self._free[: len(values)], self._free[len(values) :]
+        place[:] = values
+        return place
+
+
+def _map(nbytes: int) -> np.ndarray:
+    """Returns zeros, (nbytes,) uint8, in a mapped file without a name."""
+    try:
+        with tempfile.TemporaryFile(prefix="offload-tokens-") as file:
+            # Reserves the blocks now: on a full disk a later write to the mapping would raise SIGBUS.
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)
+    except OSError as error:
+        raise ConfigError(
+            f"{format_size(nbytes)} of the data's tokens do not fit in {tempfile.gettempdir()}: {error.strerror}; free "
+            f"some of it, or set TMPDIR to a folder of a larger disk"
+        ) from error
+
+
+MOST = 16
+"""Upper limit of held-out sequences: a few thousand tokens show a trend and cost few forwards."""
+_SHARE = 20
+"""One sequence in this many is held out."""
+_IGNORED = -100  # of torch's cross entropy
+
+
+def choose(count: int) -> np.ndarray:
+    """Returns the indices of held-out sequences, (k,), evenly spread over `count`: one in twenty, at most 16."""
+    k = min(count // _SHARE, MOST)
+    return (np.arange(k) * count // max(k, 1) + count // max(2 * k, 1)).astype(int)
+
+
+class Evaluation(NamedTuple):
+    """Result of an evaluation after `step` steps."""
+
+    step: int
+    loss: float
+    """Mean over all tokens whose label is not -100."""
+    seconds: float
+
+    def line(self) -> dict[str, Any]:
+        """Returns the evaluation's line for the log."""
+        return {"step": self.step, "eval_loss": self.loss, "eval_seconds": self.seconds}
+
+
+class HeldOut:
+    """Batches of held-out sequences. Each rank evaluates its own rows of every batch."""
+
+    def __init__(self, inputs: Mapping[str, np.ndarray], size: int, rank: int = 0, world_size: int = 1) -> None:
+        """Stores the keyword arguments of the model, (n, length) each, by reference; uncounted labels are -100."""
+        self._inputs, self._size, self._rank, self._world_size = inputs, size, rank, world_size
+        self.count = len(inputs["labels"])
+        self.largest_id = int(inputs["input_ids"].max())
+
+    def batches(self) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
+        """Yields batches of this rank, each with the number of tokens that count.
+
+        Every rank yields the same number of batches, since a forward gathers weights from all ranks. A rank that has no
+        rows left yields the first row, of which no token counts then.
+        """
+        for begin in range(0, self.count, self._size * self._world_size):
+            first = begin + self._rank * self._size
+            rows = slice(first, min(first + self._size, self.count)) if first < self.count else slice(0, 1)
+            inputs = {name: torch.from_numpy(array[rows].astype(np.int64)) for name, array in self._inputs.items()}
+            counted = int((inputs["labels"][:, 1:] != _IGNORED).sum()) if first < self.count else 0
+            yield inputs, counted
+
+    def loss(self, loss_of: Callable[[dict[str, torch.Tensor]], float], mean: Callable[[float], float]) -> float:
+        """Returns the mean loss over all counted tokens of all ranks. All ranks must call together.
+
+        `loss_of` returns the mean loss of a batch; `mean` returns the mean of a number over ranks, and is a collective.
+        """
+        total, tokens = 0.0, 0
+        for inputs, counted in self.batches():
+            found = loss_of(inputs)
+            if counted:  # the mean loss of no tokens is NaN
+                total, tokens = total + found * counted, tokens + counted
+        return mean(total) / mean(float(tokens))

@@ -84,14 +84,7 @@ class Driver:
         self.call("cuInit", 0)
 
     def primary_context(self, device: int) -> Context:
-        """Returns the primary context of a device.
-
-        Args:
-            device: index of the device in torch.
-
-        Raises:
-            RuntimeError: the driver refuses.
-        """
+        """Returns the primary context of a device of torch. Raises `RuntimeError` if the driver refuses."""
         number, handle = c_int(), c_void_p()
         self.call("cuDeviceGet", byref(number), device)
         # Never released: torch keeps its own use of the context for as long as the process runs.
@@ -129,14 +122,7 @@ class Context:
         self._driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     def load(self, image: bytes) -> Module:
-        """Loads a program, which stays loaded.
-
-        Args:
-            image: a cubin, or PTX with its final zero.
-
-        Raises:
-            RuntimeError: the driver refuses.
-        """
+        """Loads a cubin, or PTX with its final zero; it stays loaded. Raises `RuntimeError` if the driver refuses."""
         handle = c_void_p()
         with self:
             self._driver.call("cuModuleLoadData", byref(handle), image)
@@ -170,12 +156,6 @@ class Function:
     def launch(self, *, blocks: int, threads: int, stream: int, arguments: Arguments) -> None:
         """Queues the kernel on a stream. The kernel's context must be current.
 
-        Args:
-            blocks: number of blocks.
-            threads: number of threads of a block.
-            stream: `torch.cuda.Stream.cuda_stream`.
-            arguments: values of all arguments, with the kernel's signature.
-
         Raises:
             RuntimeError: the driver refuses, or an earlier kernel has failed.
         """
@@ -185,10 +165,7 @@ class Function:
 
 
 def load(name: str = "libcuda.so.1") -> Driver:
-    """Returns the driver API.
-
-    Args:
-        name: file name of the library, a part of NVIDIA's driver, which torch has loaded if there is a device.
+    """Returns the driver API of the library in NVIDIA's driver, which torch has loaded if there is a device.
 
     Raises:
         ConfigError: there is no such library.
@@ -212,7 +189,7 @@ _FOLDERS = (("nvidia", "cuda_nvrtc/lib"), ("nvidia", "cu{major}/lib"), ("torch",
 """Packages and the library's folder in each: up to CUDA 12, from CUDA 13, and in torch wheels that bring it."""
 
 _TEXT, _SIZE = c_char_p, POINTER(c_size_t)
-_nvrtc_SIGNATURES: dict[str, tuple[type, ...]] = {
+_NVRTC_SIGNATURES: dict[str, tuple[type, ...]] = {
     "nvrtcVersion": (POINTER(c_int), POINTER(c_int)),
     "nvrtcGetNumSupportedArchs": (POINTER(c_int),),
     "nvrtcGetSupportedArchs": (POINTER(c_int),),
@@ -232,16 +209,13 @@ class Compiler:
     """One loaded NVRTC."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Declares the functions that are used, and asks the library for its version and architectures.
-
-        Args:
-            library: NVRTC of CUDA 12 or later.
+        """Declares the functions of NVRTC of CUDA 12 or later, and asks it for its version and architectures.
 
         Raises:
             ConfigError: the library lacks a function, or refuses.
         """
         self._library = library
-        for name, types in _nvrtc_SIGNATURES.items():
+        for name, types in _NVRTC_SIGNATURES.items():
             function = getattr(library, name, None)
             if function is None:
                 raise ConfigError(f"{library._name} has no {name}: kernels on the GPU need NVRTC of CUDA 12 or later")
@@ -259,11 +233,6 @@ class Compiler:
 
     def compile(self, name: str, source: str, options: Sequence[str]) -> bytes:
         """Returns a program that the driver can load: a cubin if the architecture in the options is `sm_…`, else PTX.
-
-        Args:
-            name: name of the program, for messages.
-            source: CUDA C++.
-            options: options of NVRTC, with exactly one --gpu-architecture.
 
         Raises:
             ConfigError: NVRTC refuses the program; the message contains the compiler's log.
@@ -303,10 +272,7 @@ class Compiler:
 
 
 def load_nvrtc(cuda: str) -> Compiler:
-    """Returns the NVRTC of the CUDA that torch was built for.
-
-    Args:
-        cuda: `torch.version.cuda`, such as "12.8".
+    """Returns the NVRTC of the CUDA that torch was built for, such as "12.8".
 
     Raises:
         ConfigError: the library is not found, or is too old.
@@ -325,10 +291,6 @@ def load_nvrtc(cuda: str) -> Compiler:
 
 def target(capability: tuple[int, int], architectures: Sequence[int]) -> str:
     """Returns the architecture to compile for: the device's own, or the nearest lower one, which the driver translates.
-
-    Args:
-        capability: compute capability of the device, such as (9, 0).
-        architectures: architectures that NVRTC supports, such as 90.
 
     Raises:
         ConfigError: NVRTC supports only later architectures.

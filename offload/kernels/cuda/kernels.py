@@ -18,7 +18,6 @@ import torch
 from offload.errors import ConfigError
 from offload.fileio import cache_folder, read_cache, write_cache
 from offload.kernels.cuda import driver
-from offload.kernels.cuda import driver as nvrtc
 from offload.kernels.cuda.driver import (
     ADDRESS,
     COUNT,
@@ -56,13 +55,9 @@ from offload.records import fields, read, text
 
 
 def machine_code(compiler: Compiler, name: str, source: str, options: Sequence[str]) -> bytes:
-    """Returns a compiled program from the cache. A program that is missing there, or damaged, is compiled and cached.
+    """Returns a compiled program from the cache.
 
-    Args:
-        compiler: NVRTC.
-        name: name of the program; part of the cache file's name.
-        source: CUDA C++.
-        options: options of NVRTC, including the architecture.
+    A program that is missing there, or damaged, is compiled and cached.
 
     Raises:
         ConfigError: NVRTC refuses the program.
@@ -202,10 +197,7 @@ class Kernels:
     def update(self, partition: Partition, segments: Sequence[Segment], stream: int) -> None:
         """Queues an AdamW step for each segment, all on one stream, which orders them with the work around.
 
-        Args:
-            partition: (numel,) contiguous tensors of the device; two moments, and their scales if they are codes.
-            segments: ranges of elements, each with an `AdamWStep`.
-            stream: `torch.cuda.Stream.cuda_stream`.
+        The tensors are contiguous, on the device, with two moments, and their scales if they are codes.
         """
         types = _types(partition)
         kernel, coded = self._kernel("adamw", *types), types[2] == _CODES
@@ -228,10 +220,7 @@ class Kernels:
     def sum_squares(self, values: torch.Tensor, chunk: int, stream: int) -> torch.Tensor:
         """Queues the sum of squares of each chunk, and returns the (ceil(numel / chunk),) float64 tensor for the sums.
 
-        Args:
-            values: (numel,) contiguous bf16, fp16 or fp32 of the device.
-            chunk: elements of a chunk; the last one may be shorter.
-            stream: `torch.cuda.Stream.cuda_stream`, torch's current one.
+        The stream is torch's current one. The last chunk may be shorter.
         """
         numel = values.numel()
         chunk = max(min(chunk, numel), 1)
@@ -429,6 +418,6 @@ def _kernels(device: int) -> Kernels:
     if torch.version.hip is not None:
         raise ConfigError("kernels on the GPU need CUDA: torch is built for ROCm, on which they were never tested")
     assert torch.version.cuda is not None  # the tensors are on a CUDA device
-    compiler = nvrtc.load_nvrtc(torch.version.cuda)
+    compiler = driver.load_nvrtc(torch.version.cuda)
     context = driver.load().primary_context(device)
     return Kernels(context=context, compiler=compiler, capability=torch.cuda.get_device_capability(device))

@@ -201,7 +201,7 @@ def _adapters(typed: PlanOptions) -> Adapters | None:
             "--lora needs the layers of a model: give --model, a preset as llama-13b or a folder with a config.json"
         )
     from offload.config import load_config, read_json
-    from offload.finetune.lora import adapt, parse_lora
+    from offload.finetune.model import adapt, parse_lora
     from offload.planner.model_shape import Adapters
 
     if typed.config is not None:
