@@ -7,9 +7,9 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#define OFFLOAD_CRC_TARGET __attribute__((target("sse4.2")))
+#define OFFLOAD_CRC_TARGET __attribute__((target("sse4.2,crc32")))
 #define OFFLOAD_FOLD_TARGET \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,vpclmulqdq,sse4.2")))
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,vpclmulqdq,sse4.2,crc32")))
 #elif defined(__aarch64__)
 #include <sys/auxv.h>
 #define OFFLOAD_CRC_TARGET

@@ -29,8 +29,8 @@ constexpr std::size_t kSmallestRegion = std::size_t{2} << 20;
 constexpr std::size_t kLargestTransfer = 0x7ffff000;
 
 // The kernel writes the head of one ring and the tail of the other concurrently.
-std::uint32_t load(const std::uint32_t* index) {
-    return std::atomic_ref<const std::uint32_t>(*index).load(std::memory_order_acquire);
+std::uint32_t load(std::uint32_t* index) {
+    return std::atomic_ref<std::uint32_t>(*index).load(std::memory_order_acquire);
 }
 
 void store(std::uint32_t* index, std::uint32_t value) {
@@ -310,7 +310,7 @@ class Uring final : public Backend {
     std::uint32_t* tail_;
     std::uint32_t mask_;
     std::uint32_t* completed_head_;
-    const std::uint32_t* completed_tail_;
+    std::uint32_t* completed_tail_;
     std::uint32_t completed_mask_;
     const Completion* completions_;
     std::uint32_t added_ = 0;      // entries after the tail
