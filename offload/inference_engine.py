@@ -27,7 +27,7 @@ from offload.distributed.world import World
 from offload.engine import build_optimizer
 from offload.engine.assembly import STARTING, assemble
 from offload.engine.deferred import is_deferred, origin_of
-from offload.engine.engine import EngineCore, RunningApi
+from offload.engine.engine import EngineCore, ModelEngine
 from offload.engine.opaque import PagedTensor, with_adopted_buffers
 from offload.engine.optimizer import Optimizer
 from offload.engine.plan import Plan, decide
@@ -130,7 +130,7 @@ _Batch = TypeVar("_Batch")
 _T = TypeVar("_T")
 
 
-class InferenceEngine(RunningApi):
+class InferenceEngine(ModelEngine):
     """A model whose weights are paged, and that does not train. Created by `offload.inference`.
 
     All methods belong to the thread that runs the model; in a forked child every call raises. After an error on a
