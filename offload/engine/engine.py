@@ -1078,7 +1078,7 @@ class Engine(ModelEngine):
         # A dtype that the engine chose because a step had one micro-batch may be too narrow to add several up.
         dtype = None if self._settings.config.data_types.grad_accum_dtype else self._core.components.gradients.dtype
         ranks = self._core.components.world.data_ranks
-        self._core.state.change_settings(resized(self._settings, train_batch_size, ranks, dtype))
+        self._core.state.settings = resized(self._settings, train_batch_size, ranks, dtype)
 
     # -- progress ----------------------------------------------------------------------------------------
 
@@ -1126,7 +1126,7 @@ class Engine(ModelEngine):
 
     @client_state.setter
     def client_state(self, value: dict[str, Any]) -> None:
-        self._core.state.set_client_state(value)
+        self._core.state.client_state = value
 
     @property
     def lr_scheduler(self) -> Any:
@@ -1135,7 +1135,7 @@ class Engine(ModelEngine):
 
     @lr_scheduler.setter
     def lr_scheduler(self, value: Any) -> None:
-        self._core.state.set_lr_scheduler(value)
+        self._core.state.lr_scheduler = value
 
     @property
     def measured(self) -> Mapping[str, float]:
