@@ -47,7 +47,7 @@ from offload.sizes import count_of
 #
 #     a new run        objects may be registered at any time; each commit after that contains them
 #     a resumed run    as many objects as the commit contains must be registered before the first step, of the same
-#                      types and in the same order; each receives its state at once. More may be registered after that step
+#                      types and in the same order; each receives its state at once. More may follow after that step
 #     a load           each registered object receives its state at once. Further objects of the checkpoint must be
 #                      registered as in a resumed run; objects that the checkpoint lacks stay as they are
 #
