@@ -156,7 +156,7 @@ def initialize(
                 # From now on the weights leave the model, and no error could bring them back.
                 taken.keep()
                 schedule, notices = build_optimizer.choose_scheduler(settings.scheduler, lr_scheduler, groups)
-                notices = (*plan.notices, *notices, *groups.notices())
+                notices = (*plan.notices, *notices, *groups.rule.notices())
                 if optimizer is not None and settings.optimizer is not None:  # the user's wins, as in DeepSpeed
                     unused = settings.optimizer.type
                     notices += (f"the optimizer {unused} of the config is not used, because optimizer= is given",)

@@ -155,7 +155,7 @@ class StateTile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tile:
+class UpdateTile:
     """Elements of a unit in flight in the worker: read, computed, written."""
 
     job: UnitJob
@@ -189,7 +189,7 @@ class TilePipeline:
         self._weights = shards.pager.weight_updates
         self.free = list(buffers)
         """Buffers that no tile uses."""
-        self.reading, self.writing = deque[Tile](), deque[Tile]()
+        self.reading, self.writing = deque[UpdateTile](), deque[UpdateTile]()
         """Tiles that are read or wait for the kernel, and tiles that are written."""
         self._begun: tuple[UnitJob | None, bool] = None, False
         """The job of the last tile, and whether its tiles need a buffer."""
@@ -241,7 +241,7 @@ class TilePipeline:
             wait_for_all(reads)  # without a tile `drain` cannot find them
             raise
         self.reading.append(
-            Tile(
+            UpdateTile(
                 job=job,
                 elements=elements,
                 last=last,
@@ -424,7 +424,7 @@ class TilePipeline:
         for tile in [*self.reading, *self.writing]:
             wait_for_all([*tile.reads, *(write for _, write in tile.writes.values())])
 
-    def _take_back(self, tile: Tile) -> None:
+    def _take_back(self, tile: UpdateTile) -> None:
         if tile.buffer is not None:
             self.free.append(tile.buffer)
 
