@@ -27,9 +27,8 @@ from offload.distributed.world import World
 from offload.engine import build_optimizer
 from offload.engine.assembly import STARTING, assemble
 from offload.engine.deferred import is_deferred, origin_of
-from offload.engine.engine import EngineCore, RunningApi
+from offload.engine.engine import EngineCore, ModelEngine
 from offload.engine.opaque import PagedTensor, with_adopted_buffers
-from offload.engine.optimizer import Optimizer
 from offload.engine.plan import Plan, decide
 from offload.errors import ConfigError, UsageError
 from offload.fileio.cache_file import Stamp
@@ -130,7 +129,7 @@ _Batch = TypeVar("_Batch")
 _T = TypeVar("_T")
 
 
-class InferenceEngine(RunningApi):
+class InferenceEngine(ModelEngine):
     """A model whose weights are paged, and that does not train. Created by `offload.inference`.
 
     All methods belong to the thread that runs the model; in a forked child every call raises. After an error on a
@@ -139,13 +138,6 @@ class InferenceEngine(RunningApi):
     """
 
     def __init__(self, core: EngineCore, notices: Sequence[str], meter: PassMeter) -> None:
-        """Creates the engine over a complete core.
-
-        Args:
-            core: components and state.
-            notices: lines that were reported at the start.
-            meter: adds up the forwards.
-        """
         super().__init__(core)
         self.notices = tuple(notices)
         """Lines that were reported at the start: where the weights are, and why some are not read in place."""
@@ -222,9 +214,9 @@ class InferenceEngine(RunningApi):
         first = 2 if order is not None and order.possible and not order.watched else 0
         results: list[_T] = []
         with torch.no_grad():
-            for some in (works[:first], works[first:]):
-                if some:
-                    results += self._core.run_micro_batches(some, len(some), trains=False)
+            for batch_works in (works[:first], works[first:]):
+                if batch_works:
+                    results += self._core.run_micro_batches(batch_works, len(batch_works), trains=False)
         return results
 
     def pass_seconds(self) -> PassSeconds:
@@ -258,12 +250,7 @@ class TensorPlaces:
     """Places of a model's tensors in its files. Made before an engine takes the model over."""
 
     def __init__(self, model: nn.Module, small_numel: int) -> None:
-        """Collects the files.
-
-        Args:
-            model: the model, whose parameters may be deferred.
-            small_numel: units of at most so many elements stay on the device, and are read once.
-        """
+        """Collects the files. Units of at most `small_numel` elements stay on the device, and are read once."""
         self._model, self._small_numel = model, small_numel
         self.stamps: dict[str, Stamp] = {}
         """Stamp of each file as its header was read, by path without links."""
@@ -275,15 +262,17 @@ class TensorPlaces:
 
     def images(self, layouts: Sequence[UnitLayout], mode: Mode) -> tuple[UnitImage | None, ...]:
         """Returns each unit as it lies in the files; None for a unit that is not read there."""
-        return tuple(self._image(layout, layout.mode_in(mode).weight_dtype) for layout in layouts)
-
-    def _image(self, layout: UnitLayout, dtype: torch.dtype) -> UnitImage | None:
-        small = layout.device_numel <= self._small_numel
-        if small or any(self.why_not(segment, dtype) is not None for segment in layout.segments):
-            return None
-        tensors = [byte_range for segment in layout.segments for byte_range in self._ranges(segment, dtype.itemsize)]
-        image = image_of(tensors, {path: stamp.nbytes for path, stamp in self.stamps.items()})
-        return image if image.nbytes else None  # empty parameters need no file
+        sizes = {path: stamp.nbytes for path, stamp in self.stamps.items()}
+        images: list[UnitImage | None] = []
+        for layout in layouts:
+            dtype, segments = layout.mode_in(mode).weight_dtype, layout.segments
+            image = None
+            small = layout.device_numel <= self._small_numel
+            if not small and all(self.why_not(segment, dtype) is None for segment in segments):
+                tensors = [place for segment in segments for place in self._ranges(segment, dtype.itemsize)]
+                image = image_of(tensors, sizes)
+            images.append(image if image is not None and image.nbytes else None)  # empty parameters need no file
+        return tuple(images)
 
     def _ranges(self, segment: Segment, itemsize: int) -> Iterator[tuple[FileRange, int]]:
         """Yields the bytes in the files that make up a parameter, each with their first byte in the unit."""
@@ -307,12 +296,7 @@ class TensorPlaces:
         return origin.runs(range(segment.first, segment.first + segment.numel))
 
     def why_not(self, segment: Segment, dtype: torch.dtype) -> str | None:
-        """Returns the reason, a clause after the parameter's name, why it cannot be read in place; None if it can.
-
-        Args:
-            segment: the parameter in its unit.
-            dtype: dtype of the model's compute.
-        """
+        """Returns the reason, a clause after the parameter's name, why it cannot be read in place; None if it can."""
         if segment.form:
             return "is quantized"
         if segment.inner:
@@ -409,7 +393,16 @@ def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwar
             plan = decide(loaded, Batch(1, 1, 1), model, device, World(), optimizer.rule, {}, None, find_images)
             # Before the parameters lose their origins.
             lines = _lines(plan, places) if in_place else ()
-            engine = _build(plan, model, optimizer, places, lines)
+            meter = PassMeter()
+
+            def make(core: EngineCore, notices: tuple[str, ...]) -> InferenceEngine:
+                return InferenceEngine(core, (*notices, *lines), meter)
+
+            def open_source(queue: Queue, spans: DriveSpans, files: contextlib.ExitStack) -> WeightSource:
+                return files.enter_context(contextlib.closing(ModelFiles(plan.images, places.stamps, queue, spans)))
+
+            source = open_source if plan.in_place else None
+            engine = assemble(plan, model, optimizer, make, open_source=source, listener=meter)
     except BaseException:
         # The caller's model is as it was, if an error came before the engine took it over.
         for parameter in trained:
@@ -421,28 +414,10 @@ def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwar
     return engine
 
 
-def _build(
-    plan: Plan, model: nn.Module, optimizer: Optimizer, places: TensorPlaces, lines: Sequence[str]
-) -> InferenceEngine:
-    """Carries a plan out, and returns the engine, which reports `lines` too."""
-    meter = PassMeter()
-
-    def make(core: EngineCore, notices: tuple[str, ...]) -> InferenceEngine:
-        return InferenceEngine(core, (*notices, *lines), meter)
-
-    def open_source(queue: Queue, spans: DriveSpans, files: contextlib.ExitStack) -> WeightSource:
-        return files.enter_context(contextlib.closing(ModelFiles(plan.images, places.stamps, queue, spans)))
-
-    return assemble(plan, model, optimizer, make, open_source=open_source if plan.in_place else None, listener=meter)
-
-
 def read_model(path: Path, model_class: Any, kwargs: Mapping[str, Any]) -> nn.Module:
     """Returns the model of a folder or a file, with deferred parameters.
 
-    Args:
-        path: The folder or the file.
-        model_class: Class of transformers; None for the architecture that the folder's config names.
-        kwargs: Keywords of `load_pretrained`.
+    `model_class` None stands for the architecture that the folder's config names; `kwargs` go to `load_pretrained`.
 
     Raises:
         ConfigError: If the folder's config names no class of transformers, or the files lack a weight.
@@ -492,8 +467,14 @@ def _config_of(content: dict[str, Any], model: nn.Module) -> tuple[Config, bool]
     # A training's JSON serves as it is: its blocks about steps have nothing to say here.
     content = {key: value for key, value in content.items() if key not in _OF_TRAINING}
     if not any(name in content for name in ("bf16", "bfloat16", "fp16")):
+        # The dtype of a parameter's values, in its file if they are still there.
+        origins = ((parameter, origin_of(parameter)) for parameter in model.parameters())
         dtype = _most_bytes(
-            (_dtype_of(parameter), parameter.numel() * parameter.element_size()) for parameter in model.parameters()
+            (
+                origin.dtype if isinstance(origin, Stored) else parameter.dtype,
+                parameter.numel() * parameter.element_size(),
+            )
+            for parameter, origin in origins
         )
         if dtype != "fp32":
             content[dtype] = {"enabled": True}
@@ -521,18 +502,8 @@ def _config_of(content: dict[str, Any], model: nn.Module) -> tuple[Config, bool]
     return loaded, in_place
 
 
-def _dtype_of(parameter: torch.Tensor) -> torch.dtype:
-    """Returns the dtype of a parameter's values, in its file if they are still there."""
-    origin = origin_of(parameter)
-    return origin.dtype if isinstance(origin, Stored) else parameter.dtype
-
-
-def _most_bytes(tensors: Any) -> str:
-    """Returns the name of the dtype with most bytes of weights; "fp32" if there are none.
-
-    Args:
-        tensors: pairs of dtype and bytes.
-    """
+def _most_bytes(tensors: Iterable[tuple[torch.dtype, int]]) -> str:
+    """Returns the name of the dtype with most bytes of weights; "fp32" if there are none."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     counted: Counter[str] = Counter()
     for dtype, nbytes in tensors:

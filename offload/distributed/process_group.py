@@ -6,7 +6,7 @@
     across     sums of gradients of all replicas, in the same way, between the ranks that hold the same shard
 
 One thread at a time may call: the thread that runs the model, or its backward, and the update worker while that thread
-waits for it in `step()` (`optimizers.matrices.Exchange`). Every wait is a series of waits of one
+waits for it in `step()` (`optimizers.matrices.ParameterExchange`). Every wait is a series of waits of one
 second, so that Ctrl-C can end it (but not inside of a backward that torch runs on a thread of its own, as on a GPU:
 there the main thread waits in C++). Each rank also counts up every second in torch's own key-value store (`Heartbeat`).
 When a connection breaks, these counts show the remaining ranks which rank has ended.

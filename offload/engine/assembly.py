@@ -38,6 +38,7 @@ from offload.engine.callbacks import EngineCallbacks, Extension
 from offload.engine.components import EngineComponents, close_all
 from offload.engine.data import Loader
 from offload.engine.deferred import forget
+from offload.engine.early_updates import run_may_speculate
 from offload.engine.edits import WeightEdits
 from offload.engine.engine import EngineCore
 from offload.engine.experts import StackHandle
@@ -60,7 +61,7 @@ from offload.engine.snapshot import Snapshot, scheduler_state
 from offload.engine.state import LossScaler, StepSettings, job_of
 from offload.engine.torch_functions import RULES
 from offload.engine.unit_views import UnitViews
-from offload.engine.update import RunFacts, UpdateWorker, run_may_speculate
+from offload.engine.update import UpdateWorker
 from offload.engine.update_strategy import UpdateSetting, UpdateStrategy
 from offload.errors import StoreError
 from offload.hardware.probe import kept_window
@@ -829,7 +830,7 @@ def gradient_accumulator(
                 *places,
                 timeline=timeline,
                 compute=compute,
-                completion=UnitCompletion(callbacks) if run_may_speculate(_run_facts(plan)) else None,
+                completion=UnitCompletion(callbacks) if _may_speculate(plan) else None,
             )
         else:
             assert isinstance(agreement, Rounds), "only several ranks reduce"
@@ -861,9 +862,9 @@ def _gradient_places(
     return GradientPlaces(spill=spill, on_device=on_device, totals=totals, downloads=downloads)
 
 
-def _run_facts(plan: Plan) -> RunFacts:
-    """Returns the facts that decide whether updates may be made under the backward."""
-    return RunFacts(
+def _may_speculate(plan: Plan) -> bool:
+    """Returns True if updates may be made under the backward."""
+    return run_may_speculate(
         wanted=makes_early_updates(plan.config.offload.speculate, plan.device.host_addressable)
         and plan.config.offload.debug.overlap,
         ranks=plan.world.everyone.size,

@@ -255,14 +255,14 @@ def _check_covers(optimizer: Optimizer, model: nn.Module) -> None:
 # Construction of an engine's learning-rate schedule: the one that the user passed, or the config's.
 
 
-class Chosen(NamedTuple):
+class ChosenSchedule(NamedTuple):
     """The schedule of an engine, or None, and notices for the user."""
 
     schedule: Any
     notices: tuple[str, ...]
 
 
-def choose_scheduler(block: SchedulerBlock | None, scheduler: Any, optimizer: torch.optim.Optimizer) -> Chosen:
+def choose_scheduler(block: SchedulerBlock | None, scheduler: Any, optimizer: torch.optim.Optimizer) -> ChosenSchedule:
     """Returns the engine's schedule: the user's, one made by the user's function, or that of the config's block.
 
     Raises:
@@ -276,14 +276,14 @@ def choose_scheduler(block: SchedulerBlock | None, scheduler: Any, optimizer: to
         )
         schedule = scheduler(optimizer) if _is_factory(scheduler) else scheduler
         _check_given(schedule, optimizer)
-        return Chosen(schedule, lines)
+        return ChosenSchedule(schedule, lines)
     if block is None:
-        return Chosen(None, ())
+        return ChosenSchedule(None, ())
     if block.type not in MADE_BY:
-        return Chosen(_of_torch(block, optimizer), ())
+        return ChosenSchedule(_of_torch(block, optimizer), ())
     params = {name: value for name, value in block.params.items() if value is not None}
     made = MADE_BY[block.type](optimizer, **params)
-    return Chosen(made, _unused_rates(made))
+    return ChosenSchedule(made, _unused_rates(made))
 
 
 def _is_factory(scheduler: Any) -> bool:

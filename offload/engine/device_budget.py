@@ -181,7 +181,7 @@ class DeviceBudget:
         A forward is repeated only where the repetition changes nothing but the time: no other rank takes part in it
         (`alone`), neither a buffer of the model nor an input was changed, and the random generators are restored first.
         """
-        before = _State.of(self._buffers, inputs, self._device.torch) if self._history.grown and alone else None
+        before = _ForwardState.of(self._buffers, inputs, self._device.torch) if self._history.grown and alone else None
         try:
             return forward()
         except torch.OutOfMemoryError as error:
@@ -212,7 +212,7 @@ class DeviceBudget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _State:
+class _ForwardState:
     """The state that a forward could change in addition to its outputs, as it was before the forward."""
 
     generators: GeneratorStates
@@ -220,7 +220,7 @@ class _State:
     """Buffers of the model and tensors among the inputs, each with its version."""
 
     @classmethod
-    def of(cls, buffers: Sequence[Buffers], inputs: Any, device: torch.device) -> _State | None:
+    def of(cls, buffers: Sequence[Buffers], inputs: Any, device: torch.device) -> _ForwardState | None:
         """Returns the present state; None if a change of an input or a buffer would not be noticed."""
         tensors = _versions(buffers, inputs)
         return None if tensors is None else cls(generators=GeneratorStates.of(device), tensors=tensors)

@@ -3,6 +3,10 @@
     gradients of a unit complete ─► the update that an unclipped step would make ─► offered to the update worker
     step()                       ─► equal updates are confirmed, all others dropped, and `auto` learns from it
 
+An update under the backward is a guess: that no further gradient of its unit arrives, that the norm clips nothing,
+and that no number of the optimizer changes before `step()`. It writes the slot that the last commit does not name. So
+the guess costs time and bytes if it fails, and never a bit of the result.
+
 Threads. `complete` and `changed` run on autograd's threads, everything else on the thread that calls `step()`. One
 backward runs at a time, and none during `step()`.
 """
@@ -10,17 +14,79 @@ backward runs at a time, and none during `step()`.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from offload.engine.gradients import GradientAccumulator
 from offload.engine.optimizer import Optimizer
-from offload.engine.update import HELD_IN_A_ROW, AutoSpeculation, SpeculationCounts, UpdateWorker
+from offload.engine.update import SpeculationCounts, UpdateWorker
 from offload.engine.update_strategy import UpdateBuilder
 from offload.errors import UsageError
 from offload.sizes import count_of
 
 logger = logging.getLogger("offload")
+
+# -- rules ---------------------------------------------------------------------------------------------
+
+
+HELD_IN_A_ROW = 8
+"""Steps that must hold in a row, after a miss, before `auto` guesses again.
+
+By Laplace's rule of succession the next step fails with a chance of 1 in n + 2 after n that held: 1 in 10. A miss reads
+and writes the states of a unit once more, so the expected extra traffic stays below a tenth of an update's. A smaller
+number would guess within the bursts of large gradients that bring clipped steps, and a larger one would give up more
+steps that hold than it saves.
+"""
+
+
+def run_may_speculate(*, wanted: bool, ranks: int, one_pass: bool, commits: bool, on_disk: bool) -> bool:
+    """Returns True if updates of the run may be made under the backward.
+
+    Args:
+        wanted: True if the config allows them.
+        ranks: number of processes that train together.
+        one_pass: True if the update rule is one of ours, and needs one pass.
+        commits: True if the store has two slots of each state, and commits them.
+        on_disk: True if all states of some unit are on DISK.
+    """
+    # Ranks would have to agree on every guess. A rule of two passes needs norms first, and a tile of torch's optimizers
+    # is an entire unit, without room for a copy of its old states.
+    return wanted and ranks == 1 and one_pass and commits and on_disk
+
+
+def reason_to_clip(norm: float, clip: float, scale: float, loss_scale: float) -> str | None:
+    """Returns why a step does not apply its gradients as they are; None if it does.
+
+    `scale` is the factor of every gradient, `loss_scale` that of the loss.
+    """
+    if not math.isfinite(norm):
+        return f"the gradient norm is {norm}"
+    if scale != 1.0 / loss_scale:
+        return f"the gradient of norm {norm:.4g} was clipped to {clip:g}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class AutoSpeculation:
+    """The state of `"speculate"` between steps: whether the next backward may guess."""
+
+    speculate: Literal["auto"] | bool
+    steps_that_held: int = HELD_IN_A_ROW
+    """Steps in a row that held, or would have; at most `HELD_IN_A_ROW`."""
+
+    @property
+    def on(self) -> bool:
+        """True if the next backward may guess."""
+        return self.speculate is True or (self.speculate == "auto" and self.steps_that_held == HELD_IN_A_ROW)
+
+    def after(self, held: bool) -> AutoSpeculation:
+        """Returns the state after a step; `held` if every guess of the step was right, or would have been."""
+        return replace(self, steps_that_held=min(self.steps_that_held + 1, HELD_IN_A_ROW) if held else 0)
+
+
+# -- early updates -------------------------------------------------------------------------------------
 
 
 class EarlyUpdates:
@@ -46,13 +112,7 @@ class EarlyUpdates:
         """Counts of the last step."""
 
     def complete(self, unit: int, counts: Sequence[int], loss_scale: float) -> None:
-        """Offers the update of a unit whose gradients are complete.
-
-        Args:
-            unit: the unit.
-            counts: number of updates of each parameter of the unit so far.
-            loss_scale: factor of the loss.
-        """
+        """Offers the update of a unit with complete gradients; `counts` are the updates of its parameters so far."""
         if not self._auto.on:
             return
         if self._settings is None:
@@ -80,12 +140,7 @@ class EarlyUpdates:
         self._forget()
 
     def end_step(self, step: int, reason: str | None) -> None:
-        """Learns from a step whose updates have been scheduled.
-
-        Args:
-            step: number of the step.
-            reason: why the step did not apply its gradients as they are; None if it did.
-        """
+        """Learns from a step whose updates have been scheduled; see `reason_to_clip`."""
         self._worker.offers.drop_all()  # of a step that schedules nothing
         now, before, changed = self._worker.offers.counts, self._before, self._changed
         hits, misses = now.hits - before.hits, now.misses - before.misses

@@ -66,9 +66,11 @@ from offload.swapper.store import DriveWrites
 from offload.timeline import Row
 from offload.torch_internals import inside_backward
 
+logger = logging.getLogger("offload")
+
+_T = TypeVar("_T")
+
 # -- core ----------------------------------------------------------------------------------------------
-#
-# The core of an engine: its components, its training state, and the order that a call enters them in.
 #
 #     Engine (what users call) ─► EngineCore ─► components ─► EngineCallbacks, implemented by the core
 #
@@ -77,13 +79,8 @@ from offload.torch_internals import inside_backward
 # Threads. Every method belongs to the thread that runs the model, except where `EngineCallbacks` says otherwise.
 
 
-logger = logging.getLogger("offload")
-
-_T = TypeVar("_T")
-
-
 class EngineCore(EngineCallbacks):
-    """The components of one engine and the training state that they share."""
+    """The components of one engine, the training state that they share, and the order that a call enters them in."""
 
     def __init__(
         self,
@@ -98,19 +95,9 @@ class EngineCore(EngineCallbacks):
         commits: bool,
         assemble: Callable[[EngineCallbacks], EngineComponents],
     ) -> None:
-        """Builds the components and takes over the model and the optimizer.
+        """Builds the components by `assemble`, and takes over the model and the optimizer.
 
-        Args:
-            module: the model that is trained.
-            device: the device that the model computes on.
-            optimizer: the optimizer that `initialize` returns, with the groups of the model's parameters.
-            lr_scheduler: a schedule with `step()`, or None.
-            loader: batches of `training_data`, or None.
-            settings: settings of a step.
-            layouts: the segments of each unit.
-            commits: True if steps are committed.
-            assemble: builds the components, which store the callbacks that they receive. If a later step of this
-                constructor fails, the components are closed.
+        If a later step of this constructor fails, the components are closed.
         """
         self.module, self.device, self.optimizer = module, device, optimizer
         self.state = TrainingState(module, device, optimizer, lr_scheduler, loader, settings, layouts, commits)
@@ -182,10 +169,7 @@ class EngineCore(EngineCallbacks):
         return layer_major is not None and layer_major.on_this_thread
 
     def enter_between_steps(self, call: str) -> None:
-        """Enters the engine and waits for the updates and the commit of the last step.
-
-        Args:
-            call: the name of the public method, for the error.
+        """Enters the engine for the public method `call`, and waits for the updates and the commit of the last step.
 
         Raises:
             UsageError: if a forward or a backward is running.
@@ -201,7 +185,7 @@ class EngineCore(EngineCallbacks):
         self.check() if self.sleeping.asleep else self.enter()
 
     def sleep(self, host: bool) -> FreedBytes:
-        """Gives the memory of the arenas back; see `RunningApi.sleep`."""
+        """Gives the memory of the arenas back; see `ModelEngine.sleep`."""
         self.check() if self.sleeping.asleep else self.enter_between_steps("sleep")
         return self.sleeping.sleep(host, self.accumulation.count)
 
@@ -232,20 +216,16 @@ class EngineCore(EngineCallbacks):
         Raises:
             UsageError: a module computes in fp32 with a 16-bit weight, which torch refuses.
         """
+        alone = self.components.world.everyone.size == 1
         try:
-            return self._run_model(args, kwargs)
+            if self._in_turn:  # the other micro-batches keep memory and views, so a repetition would not help
+                return self.module(*args, **kwargs)
+            return self.device_budget.run(lambda: self.module(*args, **kwargs), (args, kwargs), alone)
         except RuntimeError as error:
             explained = fp32_needed(error, self.module, self.components.shards.mode.weight_dtype)
             if explained is None:
                 raise
             raise explained from error
-
-    def _run_model(self, args: Any, kwargs: Any) -> Any:
-        if self._in_turn:  # the other micro-batches keep memory and views, so a repetition would not help
-            return self.module(*args, **kwargs)
-        return self.device_budget.run(
-            lambda: self.module(*args, **kwargs), (args, kwargs), self.components.world.everyone.size == 1
-        )
 
     @uninterrupted
     def run_backward(self, begin: Callable[[], None]) -> None:
@@ -278,12 +258,8 @@ class EngineCore(EngineCallbacks):
     def run_micro_batches(self, works: Iterable[Callable[[], _T]], most: int, trains: bool = True) -> list[_T]:
         """Runs micro-batches in the order of the schedule, and returns what each returns.
 
-        Each draws from random generators of its own, so that the order changes no bits.
-
-        Args:
-            works: run the forward and the backward of a micro-batch each.
-            most: number of micro-batches, at most.
-            trains: False if no work runs a backward.
+        Each of at most `most` works draws from random generators of its own, so that the order changes no bits. With
+        `trains` False no work runs a backward.
         """
         generators = MicroBatchGenerators(self.device, most)
         layer_major = self.components.layer_major
@@ -443,9 +419,7 @@ class EngineCore(EngineCallbacks):
         self.components.gradients.serve_reduce(unit, holders)
 
 
-# -- running api ---------------------------------------------------------------------------------------
-#
-# The API of any engine, whether it trains or not: the call of the model, its attributes, and what the engine takes.
+# -- any engine ----------------------------------------------------------------------------------------
 
 
 class IoBytes(NamedTuple):
@@ -455,8 +429,8 @@ class IoBytes(NamedTuple):
     written: int
 
 
-class RunningApi:
-    """Methods that run the model, and getters that read the core."""
+class ModelEngine:
+    """An engine, whether it trains or not: the call of the model, its attributes, and what the engine takes."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -608,729 +582,7 @@ class RunningApi:
         return self._core.components.pager.counts()
 
 
-# -- deepspeed api -------------------------------------------------------------------------------------
-#
-# The part of the engine's API that mirrors DeepSpeed: counters, learning rates, batch sizes, the config.
-#
-# Nothing of it runs the model, waits for an update or communicates with other ranks.
-
-
-class DeepSpeedApi(RunningApi):
-    """Getters and setters of DeepSpeed's engine that read the core and run nothing."""
-
-    def __init__(self, core: EngineCore) -> None:
-        super().__init__(core)
-        self.optimizer = core.optimizer
-        """The optimizer that `initialize` returns with the engine."""
-
-    # -- progress -----------------------------------------------------------------------------------
-
-    @property
-    def global_steps(self) -> int:
-        """Optimizer steps so far, including skipped ones; after a resume, the committed ones."""
-        return self._core.state.global_steps
-
-    @property
-    def skipped_steps(self) -> int:
-        """Optimizer steps that updated nothing because the gradient norm was inf or NaN."""
-        return self._core.state.skipped_steps
-
-    @property
-    def loss_scale(self) -> float:
-        """Factor that multiplies the loss of the next backward; 1 except in fp16."""
-        return self._core.state.loss_scale
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro-batches so far, counted by `step()`.
-
-        A micro-batch whose `step()` the loop omitted is counted by the next call. After a resume, the count is that of
-        the committed optimizer step.
-        """
-        return self._core.state.micro_steps
-
-    @property
-    def global_samples(self) -> int:
-        """Samples of all optimizer steps so far, on all ranks."""
-        return self._core.state.global_samples
-
-    @property
-    def client_state(self) -> dict[str, Any]:
-        """Values of the user that each commit includes: numbers, strings, lists and dicts.
-
-        The commit of step k includes them as they are at the first call of the engine after step k.
-        """
-        return self._core.state.client_state
-
-    @client_state.setter
-    def client_state(self, value: dict[str, Any]) -> None:
-        self._core.state.set_client_state(value)
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """The schedule that `initialize` received, or None."""
-        return self._core.state.lr_scheduler
-
-    @lr_scheduler.setter
-    def lr_scheduler(self, value: Any) -> None:
-        self._core.state.set_lr_scheduler(value)
-
-    def was_step_applied(self) -> bool:
-        """Returns True if the last `step()` updated the weights.
-
-        False before the first step, after a `step()` that only ended a micro-batch, and if the norm was inf or NaN.
-        """
-        return self._core.optimizer_step.applied
-
-    def get_global_grad_norm(self) -> float | None:
-        """Returns the gradient norm of the last step before the clip; None before the first step and after a load."""
-        return self._core.optimizer_step.grad_norm
-
-    @property
-    def micro_batches(self) -> int:
-        """Backwards since the last optimizer step."""
-        return self._core.accumulation.count
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Returns True if the `step()` of the current micro-batch updates the weights.
-
-        The answer is known before the forward of the micro-batch and holds until its `step()` has ended. Always True
-        without accumulation, always False in `no_sync`.
-        """
-        return self._core.accumulation.is_boundary(self._settings.accumulation)
-
-    # -- the optimizer ------------------------------------------------------------------------------
-
-    def get_lr(self) -> list[float]:
-        """Returns the learning rate of each group for the next step."""
-        # torch allows a tensor as learning rate.
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def set_lr(self, lr: float | Sequence[float]) -> None:
-        """Sets the learning rate of all groups. A schedule overwrites the values when it steps.
-
-        Args:
-            lr: one number for all groups, or a list of one number for each group; tensors of no dimension count.
-
-        Raises:
-            UsageError: if a number is negative or not finite, or if a list has another length than the groups.
-        """
-        groups = self.optimizer.param_groups
-        rates = list(map(unpacked, lr)) if isinstance(lr, list | tuple) else [unpacked(lr)] * len(groups)
-        if len(rates) != len(groups):
-            raise UsageError(
-                f"set_lr expects one number, or {len(groups)} numbers, one for each group, got {len(rates)}"
-            )
-        # All values are checked before the first is set, so that a refused call changes nothing.
-        for rate in rates:
-            if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= sys.float_info.max:
-                raise UsageError(f"set_lr expects a finite number of at least 0, got {rate!r}")
-        for group, rate in zip(groups, rates, strict=True):
-            set_values(group, {"lr": float(rate)})
-
-    def get_mom(self) -> list[Any]:
-        """Returns the betas of each group, or its momentum if the optimizer has no betas (SGD; 0.0 for Adagrad)."""
-        return [
-            group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in self.optimizer.param_groups
-        ]
-
-    def get_type(self) -> list[str]:
-        """Returns the name of each group's optimizer as the config spells it."""
-        return [self.optimizer.rule.title(group) for group in self.optimizer.param_groups]
-
-    def clip_grad_norm_(self, max_norm: float) -> None:
-        """Clips the gradient of the next step to `max_norm` instead of to the config's `gradient_clipping`.
-
-        The norm is computed by the step: call `get_global_grad_norm()` after it.
-
-        Args:
-            max_norm: largest 2-norm over all parameters; 0 or inf for no clip.
-
-        Raises:
-            UsageError: if `max_norm` is no number of at least 0.
-        """
-        if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm >= 0:
-            raise UsageError(f"clip_grad_norm_ expects a number of at least 0, got {max_norm!r}")
-        # 0 is the core's value for "no clip"; a norm of inf clips nothing either.
-        self._core.optimizer_step.clip_next(float(max_norm) if max_norm <= sys.float_info.max else 0.0)
-
-    # -- the config ---------------------------------------------------------------------------------
-
-    @property
-    def _settings(self) -> StepSettings:
-        # Read through the state each time: `set_train_batch_size` replaces the object.
-        return self._core.state.settings
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """A copy of the config with its defaults and all three batch sizes, as JSON values.
-
-        Changes of the copy have no effect. The config of the model, if the model has one, is `engine.module.config`.
-        """
-        settings = self._settings
-        # The settings, not the config, hold the sizes: `set_train_batch_size` may have changed them since.
-        return settings.config.model_dump(mode="json") | {
-            "train_batch_size": settings.total_batch_size,
-            "train_micro_batch_size_per_gpu": settings.micro_batch_size,
-            "gradient_accumulation_steps": settings.accumulation,
-        }
-
-    def zero_optimization_stage(self) -> int:
-        """Returns the stage of ZeRO that the config names."""
-        return self._settings.config.zero_optimization.stage
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Returns False if the config sets the key to false, so that `save_16bit_model` writes nothing in stage 3."""
-        return self._settings.config.zero_optimization.stage3_gather_16bit_weights_on_model_save is not False
-
-    def fp16_enabled(self) -> bool:
-        """Returns True if weights are fp16."""
-        return self._settings.config.dtype == "fp16"
-
-    def bfloat16_enabled(self) -> bool:
-        """Returns True if weights are bf16."""
-        return self._settings.config.dtype == "bf16"
-
-    def gradient_accumulation_steps(self) -> int:
-        """Returns the number of micro-batches of a step."""
-        return self._settings.accumulation
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Returns the number of samples of a micro-batch on this rank."""
-        return self._settings.micro_batch_size
-
-    def train_batch_size(self) -> int:
-        """Returns the number of samples of a step on all ranks."""
-        return self._settings.total_batch_size
-
-    def deepspeed_io(
-        self, dataset: Dataset[Any], batch_size: int | None = None, collate_fn: Callable[[list[Any]], Any] | None = None
-    ) -> Loader:
-        """Returns a loader like that of `training_data`: this rank's rows of each batch, shuffled by the config's seed.
-
-        No commit includes the position of this loader; commits include that of `training_data` only.
-
-        Args:
-            dataset: a dataset with a length.
-            batch_size: samples of a batch on this rank; the micro-batch size by default.
-            collate_fn: makes a batch of a list of samples; torch's default if None.
-
-        Raises:
-            UsageError: if an argument is invalid.
-            ConfigError: if the dataset has no length, or less than one batch.
-        """
-        if dataset is None:
-            raise UsageError("deepspeed_io expects a data set, got None")
-        check_data(dataset, collate_fn)
-        settings = self._settings
-        size = settings.micro_batch_size if batch_size is None else batch_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise UsageError(f"deepspeed_io expects a batch_size of at least 1, got {size!r}")
-        drop_last = settings.config.dataloader_drop_last
-        rank, count = self._core.components.world.data_rank, self._core.components.world.data_ranks
-        return load(dataset, size, rank, count, settings.seed, collate_fn, self.device, drop_last)
-
-    # -- where it runs ------------------------------------------------------------------------------
-
-    @property
-    def global_rank(self) -> int:
-        """The rank of this process among those that train together."""
-        return self._core.components.world.everyone.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes that train together."""
-        return self._core.components.world.everyone.size
-
-    @property
-    def local_rank(self) -> int:
-        """The rank of this process on its machine, from the launcher's LOCAL_RANK."""
-        # LOCAL_RANK may be set in the environment of a process that trains alone.
-        return rank_number(os.environ, "LOCAL_RANK", 0) if self.world_size > 1 else 0
-
-    def drive_writes(self) -> tuple[DriveWrites, ...]:
-        """Returns the bytes that this rank has written to each drive, in this process and in the life of the run."""
-        return self._core.components.written.drives()
-
-    @property
-    def measured(self) -> Mapping[str, float]:
-        """Numbers of the last step, by the names of reference/metrics.md; empty before it, or if none were requested.
-
-        `wall_clock_breakdown` requests all of them, on the first rank.
-        """
-        meter = self._core.components.meter
-        return {} if meter is None or meter.last is None else meter.last.values
-
-
-# -- persistence api -----------------------------------------------------------------------------------
-#
-# The engine's API for data that outlives a step: weights, checkpoints, model files, the end of the run.
-
-
-_STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
-"""DeepSpeed's names of the states that `offload_states` may move."""
-
-
-class PersistenceApi(DeepSpeedApi):
-    """Methods that read weights out, save and load, and end an engine."""
-
-    def __init__(self, core: EngineCore, notices: Sequence[str]) -> None:
-        super().__init__(core)
-        self.notices = tuple(notices)
-        """Lines reported at the start: placements, budgets, keys without an effect, the result of a resume."""
-
-    # -- weights ------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the weights and persistent buffers by the model's names, as ordinary tensors on the CPU.
-
-        Weights are copies in the compute dtype, read one parameter after the other; tied weights stay tied. One rank
-        may call this alone.
-
-        Raises:
-            BudgetError: if the copies would not fit into the RAM.
-        """
-        return self.module_state_dict()
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """Returns the result of `state_dict`, optionally without frozen parameters.
-
-        Args:
-            exclude_frozen_parameters: True to leave out parameters that do not require a gradient.
-
-        Raises:
-            BudgetError: if the copies would not fit into the RAM.
-        """
-        self._core.check()
-        return self._core.param_access.state_dict(self.module, exclude_frozen_parameters)
-
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the name and a copy of each weight and persistent buffer, one after the other.
-
-        A copy is in the compute dtype, on the engine's device. No more than the copy and its unit is in memory, so this
-        hands a model of any size to an engine that generates. A tied weight comes once, under its first name. One rank
-        may call this alone, between steps.
-
-        Raises:
-            EngineFailed: if an error has stopped the engine.
-        """
-        self._core.check()
-        for name, parameter in self.module.named_parameters():
-            # A placeholder's `detach` is a placeholder, and its `clone` reads the weights.
-            yield name, parameter.detach().clone()
-        for name, buffer in persistent_buffers(self.module).items():
-            yield name, buffer.clone()
-
-    def offload_states(
-        self,
-        include: Iterable[Any] | None = None,
-        device: Any = "cpu",
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """Gives the engine's device memory back, as `sleep()` does: DeepSpeed's name for it.
-
-        Args:
-            include: DeepSpeed's names of states, or None for all. The arena is one allocation and goes as a whole,
-                whichever are named.
-            device: "cpu". States on disk stay there.
-            pin_memory: True or False; the memory of states is not pinned meanwhile.
-            non_blocking: True or False; the call waits for the copies.
-
-        Raises:
-            UsageError: if an argument has another value; otherwise as in `sleep`.
-            BudgetError: as in `sleep`.
-        """
-        names = [str(getattr(item, "value", item)) for item in (() if include is None else include)]
-        if unknown := [name for name in names if name not in _STATES]:
-            raise UsageError(f"offload_states expects include of {', '.join(_STATES)}, got {unknown[0]!r}")
-        where = str(getattr(device, "value", device))
-        if where != "cpu":
-            raise UsageError(f'offload_states expects device="cpu", got {where!r}: the config places states on nvme')
-        for name, value in (("pin_memory", pin_memory), ("non_blocking", non_blocking)):
-            if not isinstance(value, bool):
-                raise UsageError(f"offload_states expects True or False as {name}, got {value!r}")
-        self.sleep()
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Takes the device memory again, as `wake()` does: DeepSpeed's name for it.
-
-        Args:
-            non_blocking: True or False; the call waits for the copies.
-
-        Raises:
-            BudgetError: as in `wake`.
-        """
-        self.wake()
-
-    # -- checkpoints --------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: Any = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-        keep_last: int | None = None,
-    ) -> bool:
-        """Writes weights, optimizer states and training state to `save_dir`/`tag` atomically.
-
-        Every rank calls it, between steps. Gradients of micro-batches since the last step are not saved.
-
-        Args:
-            save_dir: folder of the checkpoints, created if it does not exist; not the folder of a run.
-            tag: name of the checkpoint; "global_step<N>" by default. A checkpoint of that name is replaced.
-            client_state: values that `load_checkpoint` returns: numbers, strings, tensors on the CPU of at most 64 KiB,
-                such as the state of a generator, and lists and dicts of them.
-            save_latest: True to make this checkpoint the one that a load without a tag takes.
-            exclude_frozen_parameters: True to leave out the weights of frozen parameters.
-            keep_last: number of checkpoints to keep in `save_dir`; the oldest others are deleted. None keeps all.
-
-        Returns:
-            True.
-
-        Raises:
-            StoreError: before anything is written, if the disk has no room, if a folder that is no checkpoint has the
-                name, or if another save into `save_dir` is under way; on the other ranks also if one rank fails.
-            IoError: if a write fails.
-            UsageError: if an argument is invalid, or if a forward or a backward is running.
-        """
-        self._core.enter_between_steps("save_checkpoint")
-        name = f"global_step{self.global_steps}" if tag is None else tag
-        self._core.checkpoints.save(
-            # Checked inside of the collective: an argument that is invalid on one rank fails the call on all ranks.
-            lambda: SaveRequest.checked(save_dir, name, save_latest, not exclude_frozen_parameters, keep_last),
-            self.micro_batches,
-            client_state,
-        )
-        self._core.state.mark_saved()
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: Any = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Resumes from a checkpoint that was saved with any placement and number of ranks.
-
-        Every rank calls it, between steps. Everything is read and checked before the engine changes. Gradients are
-        dropped, and the loaded state is committed at once. `engine.client_state`, the values of the optimizer's groups
-        and the position of `training_data` are restored, and registered objects receive their states. Objects that are
-        registered later receive theirs then, as in a resumed run; objects that the checkpoint does not hold stay as
-        they are.
-
-        Args:
-            load_dir: the folder that `save_checkpoint` received as `save_dir`.
-            tag: name of the checkpoint; the latest by default.
-            load_module_strict: True to refuse a checkpoint whose parameters are not those of the model.
-            load_optimizer_states: False to load weights without optimizer states. The groups of the optimizer keep
-                their values too, unless a schedule is loaded.
-            load_lr_scheduler_states: False to leave the schedule that `initialize` received and the groups' values as
-                they are. Registered objects are loaded in any case.
-            load_module_only: True to load weights and buffers only.
-            custom_load_fn: DeepSpeed's keyword; must be None.
-
-        Returns:
-            The folder of the checkpoint and the `client_state` that was saved; (None, {}) if no tag is given and
-            `load_dir` names no latest checkpoint.
-
-        Raises:
-            StoreError: if the named checkpoint does not exist, is damaged, or belongs to another model or to other
-                registered objects.
-            UsageError: if an argument is invalid, or if a forward or a backward is running.
-        """
-        refuse(custom_load_fn=custom_load_fn)
-        self._core.enter_between_steps("load_checkpoint")
-        # A frozen engine keeps neither states nor a schedule: it loads the weights only, whatever was asked for.
-        trains = self._core.components.update_worker is not None and not load_module_only
-        options = LoadOptions(
-            load_module_strict, trains and load_optimizer_states, load_lr_scheduler_states, not trains
-        )
-        loaded = self._core.checkpoints.load(load_dir, tag, options)
-        if loaded is None:
-            return None, {}
-        # Micro-batches that ran before the load belong to gradients that are gone.
-        self._core.accumulation.reset()
-        if not options.module_only:
-            self._core.optimizer_step.forget_norm()
-        self.notices += loaded.notices
-        if self.global_rank == 0:
-            outcome = f"training goes on after step {self.global_steps}{self._core.state.where_data_goes_on()}"
-            outcome = "weights alone, as asked" if options.module_only else outcome
-            announce(Headline(f"loaded {loaded.folder}: {outcome}"))
-        return loaded.folder, loaded.client_state
-
-    # -- files that others load ---------------------------------------------------------------------
-
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "50GB",
-        dtype: str | torch.dtype | None = None,
-        tokenizer: Any = None,
-    ) -> None:
-        """Writes the model as `from_pretrained` of transformers loads it: safetensors, their index and the configs.
-
-        Weights are streamed from their tier: the RAM holds no more than a few chunks. A model of peft writes its
-        adapters, as peft does. In an existing folder, files of the same names are replaced atomically and other files
-        stay. Every rank calls it, between steps; rank 0 writes.
-
-        Args:
-            save_directory: the folder to write.
-            max_shard_size: upper bound of one safetensors file, in bytes or as text such as "50GB".
-            dtype: "bf16", "fp16", "fp32" or a torch dtype; by default that of the weights. fp32 gives the exact
-                masters.
-            tokenizer: a tokenizer of transformers to save with the model, or None.
-
-        Raises:
-            StoreError: if the disk has no room, before anything is written.
-            IoError: if a write fails.
-            UsageError: if an argument is invalid, or if a forward or a backward is running.
-            ConfigError: if an argument has a value that is not supported.
-        """
-        self._core.enter_between_steps("save_pretrained")
-        self._core.pretrained_writer.save(
-            SaveOptions(save_directory, max_shard_size, dtype, tokenizer), self.global_steps
-        )
-        self._core.state.mark_saved()
-
-    def save_16bit_model(
-        self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "model.safetensors",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Writes the weights in the compute dtype into one safetensors file, and no other file. Every rank calls it.
-
-        Tied weights are stored under each of their names if the model has no transformers config, so that a strict
-        `load_state_dict` takes the file. Weights that transformers ties itself are stored under their first name, as in
-        its own files.
-
-        Args:
-            save_dir: the folder of the file.
-            save_filename: name of the file; must end with ".safetensors". DeepSpeed's default, the name of a pickle, is
-                an error.
-            exclude_frozen_parameters: True to leave out the weights of frozen parameters.
-
-        Returns:
-            True; False, after a warning, if nothing was written because stage 3 is configured with
-            `"stage3_gather_16bit_weights_on_model_save": false`.
-
-        Raises:
-            StoreError: if the disk has no room, before anything is written.
-            IoError: if a write fails.
-            UsageError: if an argument is invalid, or if a forward or a backward is running.
-        """
-        self._core.enter_between_steps("save_16bit_model")
-        if not self.zero_gather_16bit_weights_on_model_save() and self.zero_optimization_stage() == 3:
-            logger.warning(
-                "save_16bit_model wrote nothing, because the config sets stage3_gather_16bit_weights_on_model_save to "
-                "false; take that key out of the config, or call save_pretrained"
-            )
-            return False
-        frozen = not exclude_frozen_parameters
-        self._core.pretrained_writer.save(
-            SaveOptions(save_dir, frozen=frozen, file_name=save_filename), self.global_steps
-        )
-        self._core.state.mark_saved()
-        return True
-
-    def destroy(self, remove: bool | None = None) -> None:
-        """Finishes and commits complete steps, joins every thread and closes the store.
-
-        With several ranks the call waits until all ranks make it, and serves them until then. Idempotent; may be
-        called again after an interruption. The model's parameters stay placeholders. If an error has stopped the
-        engine, nothing is finished and the run is kept, with a warning if `remove` is True. An error of finishing is
-        raised after everything is closed. Only an error about values of `client_state` or registered objects that
-        cannot be committed is raised before, so that the caller can correct the values.
-
-        Args:
-            remove: True deletes the run from the disk. False keeps the run, and a later start under the same name that
-                does not resume it is refused. None keeps the run too, but such a start replaces it, with a notice, if
-                the job is the same or the last step was saved.
-                `"resume": "auto"` resumes a run that was kept.
-
-        Raises:
-            UsageError: before anything is closed, if `client_state` or a registered object cannot be committed.
-        """
-        self._core.shutdown.destroy(remove)
-
-    def finish(self, facts: Mapping[str, Any]) -> None:
-        """Ends the engine as `destroy(remove=True)` does, but leaves a note that the run has ended. All ranks call it.
-
-        A later start of the same name with `"resume"` set to `"auto"` or `"must"` is then refused.
-
-        Args:
-            facts: contents of `finished.json` in addition to its steps and date; plain JSON values.
-        """
-        self._core.shutdown.finish(facts)
-
-    @property
-    def resumable(self) -> str | None:
-        """The run folder that a later process can resume from, or None."""
-        return self._core.shutdown.resumable
-
-
-# -- micro batches api ---------------------------------------------------------------------------------
-#
-# The engine's API for steps of several micro-batches, and the backward of one.
-
-
-class MicroBatchesApi(PersistenceApi):
-    """Methods on which `accumulate` and `train_batch` are built, and those that say where a step ends."""
-
-    def _run_backward(self, loss: torch.Tensor, retain_graph: bool, scale_wrt_gas: bool) -> torch.Tensor:
-        """Runs the backward of `loss`, and returns the loss after the division; for the rest see `backward`."""
-        self._core.enter()
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise UsageError(f"backward expects the loss, a tensor of one element, got {what}")
-        if not loss.requires_grad:
-            trains = any(parameter.requires_grad for parameter in self.module.parameters())
-            why = (
-                " (no_grad? detach?)"
-                if trains
-                else (
-                    ": none of this model trains. Give an optimizer, by the config or as optimizer=, without which "
-                    "deepspeed.initialize freezes the model; or set requires_grad before initialize"
-                )
-            )
-            raise UsageError(f"backward got a loss that does not depend on any trainable parameter{why}")
-        if self._core.stage_run is not None:
-            raise UsageError(
-                "this engine has stages of a pipeline, whose backwards a schedule runs: make one of "
-                "torch.distributed.pipelining over engine.pipeline_stages(), call its step(...), and engine.step()"
-            )
-        divided = loss / self._settings.accumulation if scale_wrt_gas else loss
-        scaled = self.scale(divided)
-        self._core.run_backward(lambda: scaled.backward(retain_graph=retain_graph))
-        return divided
-
-    def pipeline_stages(self) -> list[Any]:
-        """Returns this process's stages of a pipeline, to make a schedule of `torch.distributed.pipelining` over.
-
-        The model must be `offload.PipelineStages`. `schedule.step(...)` runs the forwards and backwards of a step, and
-        `engine.step()` follows. Each loss is divided by gradient_accumulation_steps, the schedule's `n_microbatches`,
-        and multiplied by the loss scale in fp16.
-
-        Returns:
-            A `torch.distributed.pipelining.PipelineStage` for each stage, in their order: one for a schedule of one
-            stage a process, which takes it by itself, or all for one of several.
-
-        Raises:
-            UsageError: if the model is not stages of a pipeline, or torch.distributed has no process group.
-        """
-        self._core.check()
-        stages, run = self.module, self._core.stage_run
-        if run is None or not isinstance(stages, PipelineStages):
-            raise UsageError(
-                "pipeline_stages() needs an engine over stages of a pipeline: give initialize "
-                "model=offload.PipelineStages({index: module}, num_stages, group)"
-            )
-        if not dist.is_initialized():
-            raise UsageError("pipeline_stages() needs a process group: call torch.distributed.init_process_group first")
-        # Here, since torch's pipelines take a while to import.
-        from offload.parallel.pipeline import EngineStage, StageCalls
-
-        calls = StageCalls(
-            accumulation=lambda: self._settings.accumulation,
-            divided=self._divided,
-            run_backward=self._core.run_backward,
-        )
-        return [
-            EngineStage(stages[index], index, stages.num_stages, self.device, stages.group, calls, run)
-            for index in stages.indices
-        ]
-
-    def _divided(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of a pipeline's micro-batch as its backward begins with it, and reports it to the meter."""
-        divided = loss / self._settings.accumulation
-        self._add_losses([divided], first=not self.micro_batches)
-        return self.scale(divided)
-
-    def _add_losses(self, losses: Sequence[torch.Tensor], first: bool) -> None:
-        """Reports divided losses to the meter of steps; `first` if no micro-batch of the step came before."""
-        if self._core.components.meter is not None:
-            for number, loss in enumerate(losses):
-                self._core.components.meter.add_loss(loss, first=first and not number)
-
-    @property
-    def schedule(self) -> Schedule:
-        """Order of the micro-batches in `accumulate` and `train_batch`: "layer_major" or "micro_batch_major".
-
-        It changes after the first step if the model turns out to keep values on its modules between blocks.
-        """
-        layer_major = self._core.components.layer_major
-        return MICRO_BATCH_MAJOR if layer_major is None or not layer_major.takes_turns else LAYER_MAJOR
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns `loss` times the loss scale in fp16, and `loss` itself otherwise.
-
-        For loops that call `.backward()` themselves.
-
-        Args:
-            loss: the loss of a micro-batch, divided by gradient_accumulation_steps if gradients accumulate.
-        """
-        return loss if self._core.state.scaler is None else self._core.state.scaler.multiply(loss)
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Changes the number of samples of a step on all ranks, and with it the number of micro-batches.
-
-        Between steps only.
-
-        Args:
-            train_batch_size: samples of a step on all ranks; a multiple of train_micro_batch_size_per_gpu * ranks.
-
-        Raises:
-            UsageError: if a micro-batch of the current step has run, if the number is no such multiple, or if several
-                micro-batches would have to be added up in a 16-bit dtype.
-        """
-        self._core.enter_between_steps("set_train_batch_size")
-        if self.micro_batches:
-            ran = count_of(self.micro_batches, "micro-batch", "micro-batches")
-            raise UsageError(
-                f"set_train_batch_size must be called between steps, but {ran} of this step ran: call it after step()"
-            )
-        # A dtype that the engine chose because a step had one micro-batch may be too narrow to add several up.
-        dtype = None if self._settings.config.data_types.grad_accum_dtype else self._core.components.gradients.dtype
-        ranks = self._core.components.world.data_ranks
-        self._core.state.change_settings(resized(self._settings, train_batch_size, ranks, dtype))
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Sets whether the next `step()` updates the weights, regardless of the count of micro-batches.
-
-        The setting holds until the next call. A loop that sets it may omit the `step()` of other micro-batches, as
-        `accelerate` does. `backward` still divides by gradient_accumulation_steps.
-
-        Args:
-            is_boundary: True or False; None returns to the count.
-
-        Raises:
-            UsageError: if `is_boundary` is anything else.
-        """
-        self._core.check()
-        self._core.accumulation.declare(is_boundary)
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context for micro-batches that do not end a step.
-
-        Each backward in the context counts as a micro-batch. `step()` never updates weights in the context. Results do
-        not change, since the config decides when ranks reduce, inside of the context and outside. In ZeRO stages 0 and
-        1 with several micro-batches gradients add up on each rank until the last one. In stages 2 and 3 they are
-        reduced as they come, or with the last of several that take turns. Gradients for which the GPU has room
-        accumulate on the GPU in all cases, and are copied to the host with the last micro-batch.
-        """
-        self._core.check()
-        return self._core.accumulation.no_sync()
-
-
-# -- engine --------------------------------------------------------------------------------------------
+# -- an engine that trains -----------------------------------------------------------------------------
 
 
 @dataclass
@@ -1341,7 +593,11 @@ class Evaluation:
     """The mean loss; None for an evaluation without one."""
 
 
-class Engine(MicroBatchesApi):
+_STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
+"""DeepSpeed's names of the states that `offload_states` may move."""
+
+
+class Engine(ModelEngine):
     """A model whose weights and optimizer states are paged. Created by `offload.initialize`.
 
     All methods belong to the thread that runs the model; in a forked child every call raises. An error on a background
@@ -1350,27 +606,14 @@ class Engine(MicroBatchesApi):
     `engine.generate`, `engine.parameters`.
     """
 
-    # -- training -----------------------------------------------------------------------------------
+    def __init__(self, core: EngineCore, notices: Sequence[str]) -> None:
+        super().__init__(core)
+        self.optimizer = core.optimizer
+        """The optimizer that `initialize` returns with the engine."""
+        self.notices = tuple(notices)
+        """Lines reported at the start: placements, budgets, keys without an effect, the result of a resume."""
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Raises `UsageError`: an engine is not compiled as a whole.
-
-        Blocks are compiled before `initialize`, so that the hooks that fetch weights stay outside of the graphs.
-        Defined because DeepSpeed has the call. Without it the call would reach `compile` of the model, which would
-        trace through the hooks.
-
-        Args:
-            *args: ignored.
-            **kwargs: ignored.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(
-            "an engine cannot be compiled as one graph, because weights are paged between its blocks: call "
-            "block.compile() for each block of the model before offload.initialize, as `for block in model.layers: "
-            "block.compile()`, with the backend and other keywords there"
-        )
+    # -- training ----------------------------------------------------------------------------------------
 
     def backward(
         self,
@@ -1407,6 +650,43 @@ class Engine(MicroBatchesApi):
         self._add_losses([divided], first=self.micro_batches <= 1)
         return divided
 
+    def _run_backward(self, loss: torch.Tensor, retain_graph: bool, scale_wrt_gas: bool) -> torch.Tensor:
+        """Runs the backward of `loss`, and returns the loss after the division; for the rest see `backward`."""
+        self._core.enter()
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise UsageError(f"backward expects the loss, a tensor of one element, got {what}")
+        if not loss.requires_grad:
+            trains = any(parameter.requires_grad for parameter in self.module.parameters())
+            why = (
+                " (no_grad? detach?)"
+                if trains
+                else (
+                    ": none of this model trains. Give an optimizer, by the config or as optimizer=, without which "
+                    "deepspeed.initialize freezes the model; or set requires_grad before initialize"
+                )
+            )
+            raise UsageError(f"backward got a loss that does not depend on any trainable parameter{why}")
+        if self._core.stage_run is not None:
+            raise UsageError(
+                "this engine has stages of a pipeline, whose backwards a schedule runs: make one of "
+                "torch.distributed.pipelining over engine.pipeline_stages(), call its step(...), and engine.step()"
+            )
+        divided = loss / self._settings.accumulation if scale_wrt_gas else loss
+        scaled = self.scale(divided)
+        self._core.run_backward(lambda: scaled.backward(retain_graph=retain_graph))
+        return divided
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns `loss` times the loss scale in fp16, and `loss` itself otherwise.
+
+        For loops that call `.backward()` themselves.
+
+        Args:
+            loss: the loss of a micro-batch, divided by gradient_accumulation_steps if gradients accumulate.
+        """
+        return loss if self._core.state.scaler is None else self._core.state.scaler.multiply(loss)
+
     def step(self, lr_kwargs: None = None) -> None:
         """Ends a micro-batch. If it completes a step, clips, schedules the updates and advances the learning rates.
 
@@ -1429,9 +709,6 @@ class Engine(MicroBatchesApi):
         if not self._core.accumulation.ends_step(self._settings.accumulation):
             self._core.optimizer_step.pass_micro_batch()
             return
-        self._step_and_schedule()
-
-    def _step_and_schedule(self) -> None:
         # The count shows below whether the optimizer step itself went through: only then are weights ahead of the
         # schedule.
         before = self.global_steps
@@ -1545,6 +822,89 @@ class Engine(MicroBatchesApi):
                 raise StopIteration
         return torch.stack([loss.float() for loss in losses]).mean()
 
+    def _add_losses(self, losses: Sequence[torch.Tensor], first: bool) -> None:
+        """Reports divided losses to the meter of steps; `first` if no micro-batch of the step came before."""
+        if self._core.components.meter is not None:
+            for number, loss in enumerate(losses):
+                self._core.components.meter.add_loss(loss, first=first and not number)
+
+    def pipeline_stages(self) -> list[Any]:
+        """Returns this process's stages of a pipeline, to make a schedule of `torch.distributed.pipelining` over.
+
+        The model must be `offload.PipelineStages`. `schedule.step(...)` runs the forwards and backwards of a step, and
+        `engine.step()` follows. Each loss is divided by gradient_accumulation_steps, the schedule's `n_microbatches`,
+        and multiplied by the loss scale in fp16.
+
+        Returns:
+            A `torch.distributed.pipelining.PipelineStage` for each stage, in their order: one for a schedule of one
+            stage a process, which takes it by itself, or all for one of several.
+
+        Raises:
+            UsageError: if the model is not stages of a pipeline, or torch.distributed has no process group.
+        """
+        self._core.check()
+        stages, run = self.module, self._core.stage_run
+        if run is None or not isinstance(stages, PipelineStages):
+            raise UsageError(
+                "pipeline_stages() needs an engine over stages of a pipeline: give initialize "
+                "model=offload.PipelineStages({index: module}, num_stages, group)"
+            )
+        if not dist.is_initialized():
+            raise UsageError("pipeline_stages() needs a process group: call torch.distributed.init_process_group first")
+        # Here, since torch's pipelines take a while to import.
+        from offload.parallel.pipeline import EngineStage, StageCalls
+
+        def begin_backward(loss: torch.Tensor) -> torch.Tensor:
+            divided = loss / self._settings.accumulation
+            self._add_losses([divided], first=not self.micro_batches)
+            return self.scale(divided)
+
+        calls = StageCalls(
+            accumulation=lambda: self._settings.accumulation,
+            divided=begin_backward,
+            run_backward=self._core.run_backward,
+        )
+        return [
+            EngineStage(stages[index], index, stages.num_stages, self.device, stages.group, calls, run)
+            for index in stages.indices
+        ]
+
+    @property
+    def schedule(self) -> Schedule:
+        """Order of the micro-batches in `accumulate` and `train_batch`: "layer_major" or "micro_batch_major".
+
+        It changes after the first step if the model turns out to keep values on its modules between blocks.
+        """
+        layer_major = self._core.components.layer_major
+        return MICRO_BATCH_MAJOR if layer_major is None or not layer_major.takes_turns else LAYER_MAJOR
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Sets whether the next `step()` updates the weights, regardless of the count of micro-batches.
+
+        The setting holds until the next call. A loop that sets it may omit the `step()` of other micro-batches, as
+        `accelerate` does. `backward` still divides by gradient_accumulation_steps.
+
+        Args:
+            is_boundary: True or False; None returns to the count.
+
+        Raises:
+            UsageError: if `is_boundary` is anything else.
+        """
+        self._core.check()
+        self._core.accumulation.declare(is_boundary)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context for micro-batches that do not end a step.
+
+        Each backward in the context counts as a micro-batch. `step()` never updates weights in the context. Results do
+        not change, since the config decides when ranks reduce, inside of the context and outside. In ZeRO stages 0 and
+        1 with several micro-batches gradients add up on each rank until the last one. In stages 2 and 3 they are
+        reduced as they come, or with the last of several that take turns. Gradients for which the GPU has room
+        accumulate on the GPU in all cases, and are copied to the host with the last micro-batch.
+        """
+        self._core.check()
+        return self._core.accumulation.no_sync()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients since the last optimizer step, and their micro-batches.
 
@@ -1557,70 +917,27 @@ class Engine(MicroBatchesApi):
         self._core.refuse_in_turn("zero_grad")
         self._core.forget_gradients()
 
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Includes the states of `objects` in each commit, as `accelerate` does.
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Raises `UsageError`: an engine is not compiled as a whole.
 
-        Example: a schedule that the user steps. In a resumed run as many objects as the run had must be registered in
-        the same order before the first step. Each receives its state at once. Then the values of the optimizer's
-        groups, such as learning rates, become those of the commit again, because the constructor of a schedule may have
-        overwritten them.
+        Blocks are compiled before `initialize`, so that the hooks that fetch weights stay outside of the graphs.
+        Defined because DeepSpeed has the call. Without it the call would reach `compile` of the model, which would
+        trace through the hooks.
 
         Args:
-            *objects: objects with `load_state_dict(state)` and `state_dict()`, which returns plain values and tensors
-                of the CPU of at most 64 KiB. What can be iterated is a loader: its state is that of the step's end.
+            *args: ignored.
+            **kwargs: ignored.
 
         Raises:
-            UsageError: if an object lacks one of the methods, its state is not plain, or it is not the object that the
-                resumed run holds at this position.
+            UsageError: always.
         """
-        self._core.check()
-        self._core.state.registered.add(objects)
-        # The constructor of a schedule writes its first learning rates into the groups, over the committed ones.
-        self._core.state.put_values()
+        raise UsageError(
+            "an engine cannot be compiled as one graph, because weights are paged between its blocks: call "
+            "block.compile() for each block of the model before offload.initialize, as `for block in model.layers: "
+            "block.compile()`, with the backend and other keywords there"
+        )
 
-    def restore_generators(self) -> None:
-        """Restores the random generators of the end of the last step, for loops with their own DataLoader.
-
-        Call it in a resumed run, or after `load_checkpoint`, when the loop has skipped the batches that were trained on
-        and is about to fetch the next one. Random numbers drawn between this call and the first call of the engine then
-        equal those of the uninterrupted run. In a new run, and from the first step on, the call does nothing.
-        """
-        self._core.check()
-        self._core.state.restore_generators()
-
-    def mean(self, value: float) -> float:
-        """Returns the mean of a number over all ranks, such as a loss to log.
-
-        A collective: every rank calls it at the same place.
-
-        Args:
-            value: the number of this rank.
-
-        Raises:
-            RankError: if another rank is gone or does something else.
-        """
-        self._core.enter()
-        return self._core.components.agreement.mean(value)
-
-    def train(self, mode: bool = True) -> Engine:
-        """Sets the model's training mode, as `nn.Module.train` does.
-
-        Args:
-            mode: True for training, False for evaluation.
-
-        Returns:
-            The engine.
-        """
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Engine:
-        """Sets the model to evaluation, as `nn.Module.eval` does.
-
-        Returns:
-            The engine.
-        """
-        return self.train(False)
+    # -- between steps -----------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
         """Waits until the updates of the last step are done and committed as far as the config's durability asks.
@@ -1659,6 +976,20 @@ class Engine(MicroBatchesApi):
         if meter is not None and result.loss is not None:
             meter.evaluated(self.global_steps, self.global_samples, float(result.loss), time.perf_counter() - began)
 
+    def mean(self, value: float) -> float:
+        """Returns the mean of a number over all ranks, such as a loss to log.
+
+        A collective: every rank calls it at the same place.
+
+        Args:
+            value: the number of this rank.
+
+        Raises:
+            RankError: if another rank is gone or does something else.
+        """
+        self._core.enter()
+        return self._core.components.agreement.mean(value)
+
     def empty_partition_cache(self) -> int:
         """Gives device memory back before an evaluation or a generation that needs much of it, between steps.
 
@@ -1674,3 +1005,608 @@ class Engine(MicroBatchesApi):
         """
         self._core.enter_between_steps("empty_partition_cache")
         return self._core.device_budget.release()
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Includes the states of `objects` in each commit, as `accelerate` does.
+
+        Example: a schedule that the user steps. In a resumed run as many objects as the run had must be registered in
+        the same order before the first step. Each receives its state at once. Then the values of the optimizer's
+        groups, such as learning rates, become those of the commit again, because the constructor of a schedule may have
+        overwritten them.
+
+        Args:
+            *objects: objects with `load_state_dict(state)` and `state_dict()`, which returns plain values and tensors
+                of the CPU of at most 64 KiB. What can be iterated is a loader: its state is that of the step's end.
+
+        Raises:
+            UsageError: if an object lacks one of the methods, its state is not plain, or it is not the object that the
+                resumed run holds at this position.
+        """
+        self._core.check()
+        self._core.state.registered.add(objects)
+        # The constructor of a schedule writes its first learning rates into the groups, over the committed ones.
+        self._core.state.put_values()
+
+    def restore_generators(self) -> None:
+        """Restores the random generators of the end of the last step, for loops with their own DataLoader.
+
+        Call it in a resumed run, or after `load_checkpoint`, when the loop has skipped the batches that were trained on
+        and is about to fetch the next one. Random numbers drawn between this call and the first call of the engine then
+        equal those of the uninterrupted run. In a new run, and from the first step on, the call does nothing.
+        """
+        self._core.check()
+        self._core.state.restore_generators()
+
+    def train(self, mode: bool = True) -> Engine:
+        """Sets the model's training mode, as `nn.Module.train` does.
+
+        Args:
+            mode: True for training, False for evaluation.
+
+        Returns:
+            The engine.
+        """
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Sets the model to evaluation, as `nn.Module.eval` does.
+
+        Returns:
+            The engine.
+        """
+        return self.train(False)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes the number of samples of a step on all ranks, and with it the number of micro-batches.
+
+        Between steps only.
+
+        Args:
+            train_batch_size: samples of a step on all ranks; a multiple of train_micro_batch_size_per_gpu * ranks.
+
+        Raises:
+            UsageError: if a micro-batch of the current step has run, if the number is no such multiple, or if several
+                micro-batches would have to be added up in a 16-bit dtype.
+        """
+        self._core.enter_between_steps("set_train_batch_size")
+        if self.micro_batches:
+            ran = count_of(self.micro_batches, "micro-batch", "micro-batches")
+            raise UsageError(
+                f"set_train_batch_size must be called between steps, but {ran} of this step ran: call it after step()"
+            )
+        # A dtype that the engine chose because a step had one micro-batch may be too narrow to add several up.
+        dtype = None if self._settings.config.data_types.grad_accum_dtype else self._core.components.gradients.dtype
+        ranks = self._core.components.world.data_ranks
+        self._core.state.settings = resized(self._settings, train_batch_size, ranks, dtype)
+
+    # -- progress ----------------------------------------------------------------------------------------
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps so far, including skipped ones; after a resume, the committed ones."""
+        return self._core.state.global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps that updated nothing because the gradient norm was inf or NaN."""
+        return self._core.state.skipped_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches so far, counted by `step()`.
+
+        A micro-batch whose `step()` the loop omitted is counted by the next call. After a resume, the count is that of
+        the committed optimizer step.
+        """
+        return self._core.state.micro_steps
+
+    @property
+    def micro_batches(self) -> int:
+        """Backwards since the last optimizer step."""
+        return self._core.accumulation.count
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all optimizer steps so far, on all ranks."""
+        return self._core.state.global_samples
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor that multiplies the loss of the next backward; 1 except in fp16."""
+        return self._core.state.loss_scale
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        """Values of the user that each commit includes: numbers, strings, lists and dicts.
+
+        The commit of step k includes them as they are at the first call of the engine after step k.
+        """
+        return self._core.state.client_state
+
+    @client_state.setter
+    def client_state(self, value: dict[str, Any]) -> None:
+        self._core.state.client_state = value
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The schedule that `initialize` received, or None."""
+        return self._core.state.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, value: Any) -> None:
+        self._core.state.lr_scheduler = value
+
+    @property
+    def measured(self) -> Mapping[str, float]:
+        """Numbers of the last step, by the names of reference/metrics.md; empty before it, or if none were requested.
+
+        `wall_clock_breakdown` requests all of them, on the first rank.
+        """
+        meter = self._core.components.meter
+        return {} if meter is None or meter.last is None else meter.last.values
+
+    def drive_writes(self) -> tuple[DriveWrites, ...]:
+        """Returns the bytes that this rank has written to each drive, in this process and in the life of the run."""
+        return self._core.components.written.drives()
+
+    # -- weights, checkpoints, and files that others load ------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the weights and persistent buffers by the model's names, as ordinary tensors on the CPU.
+
+        Weights are copies in the compute dtype, read one parameter after the other; tied weights stay tied. One rank
+        may call this alone.
+
+        Raises:
+            BudgetError: if the copies would not fit into the RAM.
+        """
+        return self.module_state_dict()
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """Returns the result of `state_dict`, optionally without frozen parameters.
+
+        Args:
+            exclude_frozen_parameters: True to leave out parameters that do not require a gradient.
+
+        Raises:
+            BudgetError: if the copies would not fit into the RAM.
+        """
+        self._core.check()
+        return self._core.param_access.state_dict(self.module, exclude_frozen_parameters)
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the name and a copy of each weight and persistent buffer, one after the other.
+
+        A copy is in the compute dtype, on the engine's device. No more than the copy and its unit is in memory, so this
+        hands a model of any size to an engine that generates. A tied weight comes once, under its first name. One rank
+        may call this alone, between steps.
+
+        Raises:
+            EngineFailed: if an error has stopped the engine.
+        """
+        self._core.check()
+        for name, parameter in self.module.named_parameters():
+            # A placeholder's `detach` is a placeholder, and its `clone` reads the weights.
+            yield name, parameter.detach().clone()
+        for name, buffer in persistent_buffers(self.module).items():
+            yield name, buffer.clone()
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        keep_last: int | None = None,
+    ) -> bool:
+        """Writes weights, optimizer states and training state to `save_dir`/`tag` atomically.
+
+        Every rank calls it, between steps. Gradients of micro-batches since the last step are not saved.
+
+        Args:
+            save_dir: folder of the checkpoints, created if it does not exist; not the folder of a run.
+            tag: name of the checkpoint; "global_step<N>" by default. A checkpoint of that name is replaced.
+            client_state: values that `load_checkpoint` returns: numbers, strings, tensors on the CPU of at most 64 KiB,
+                such as the state of a generator, and lists and dicts of them.
+            save_latest: True to make this checkpoint the one that a load without a tag takes.
+            exclude_frozen_parameters: True to leave out the weights of frozen parameters.
+            keep_last: number of checkpoints to keep in `save_dir`; the oldest others are deleted. None keeps all.
+
+        Returns:
+            True.
+
+        Raises:
+            StoreError: before anything is written, if the disk has no room, if a folder that is no checkpoint has the
+                name, or if another save into `save_dir` is under way; on the other ranks also if one rank fails.
+            IoError: if a write fails.
+            UsageError: if an argument is invalid, or if a forward or a backward is running.
+        """
+        self._core.enter_between_steps("save_checkpoint")
+        name = f"global_step{self.global_steps}" if tag is None else tag
+        self._core.checkpoints.save(
+            # Checked inside of the collective: an argument that is invalid on one rank fails the call on all ranks.
+            lambda: SaveRequest.checked(save_dir, name, save_latest, not exclude_frozen_parameters, keep_last),
+            self.micro_batches,
+            client_state,
+        )
+        self._core.state.mark_saved()
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Resumes from a checkpoint that was saved with any placement and number of ranks.
+
+        Every rank calls it, between steps. Everything is read and checked before the engine changes. Gradients are
+        dropped, and the loaded state is committed at once. `engine.client_state`, the values of the optimizer's groups
+        and the position of `training_data` are restored, and registered objects receive their states. Objects that are
+        registered later receive theirs then, as in a resumed run; objects that the checkpoint does not hold stay as
+        they are.
+
+        Args:
+            load_dir: the folder that `save_checkpoint` received as `save_dir`.
+            tag: name of the checkpoint; the latest by default.
+            load_module_strict: True to refuse a checkpoint whose parameters are not those of the model.
+            load_optimizer_states: False to load weights without optimizer states. The groups of the optimizer keep
+                their values too, unless a schedule is loaded.
+            load_lr_scheduler_states: False to leave the schedule that `initialize` received and the groups' values as
+                they are. Registered objects are loaded in any case.
+            load_module_only: True to load weights and buffers only.
+            custom_load_fn: DeepSpeed's keyword; must be None.
+
+        Returns:
+            The folder of the checkpoint and the `client_state` that was saved; (None, {}) if no tag is given and
+            `load_dir` names no latest checkpoint.
+
+        Raises:
+            StoreError: if the named checkpoint does not exist, is damaged, or belongs to another model or to other
+                registered objects.
+            UsageError: if an argument is invalid, or if a forward or a backward is running.
+        """
+        refuse(custom_load_fn=custom_load_fn)
+        self._core.enter_between_steps("load_checkpoint")
+        # A frozen engine keeps neither states nor a schedule: it loads the weights only, whatever was asked for.
+        trains = self._core.components.update_worker is not None and not load_module_only
+        options = LoadOptions(
+            load_module_strict, trains and load_optimizer_states, load_lr_scheduler_states, not trains
+        )
+        loaded = self._core.checkpoints.load(load_dir, tag, options)
+        if loaded is None:
+            return None, {}
+        # Micro-batches that ran before the load belong to gradients that are gone.
+        self._core.accumulation.reset()
+        if not options.module_only:
+            self._core.optimizer_step.forget_norm()
+        self.notices += loaded.notices
+        if self.global_rank == 0:
+            outcome = f"training goes on after step {self.global_steps}{self._core.state.where_data_goes_on()}"
+            outcome = "weights alone, as asked" if options.module_only else outcome
+            announce(Headline(f"loaded {loaded.folder}: {outcome}"))
+        return loaded.folder, loaded.client_state
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "50GB",
+        dtype: str | torch.dtype | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        """Writes the model as `from_pretrained` of transformers loads it: safetensors, their index and the configs.
+
+        Weights are streamed from their tier: the RAM holds no more than a few chunks. A model of peft writes its
+        adapters, as peft does. In an existing folder, files of the same names are replaced atomically and other files
+        stay. Every rank calls it, between steps; rank 0 writes.
+
+        Args:
+            save_directory: the folder to write.
+            max_shard_size: upper bound of one safetensors file, in bytes or as text such as "50GB".
+            dtype: "bf16", "fp16", "fp32" or a torch dtype; by default that of the weights. fp32 gives the exact
+                masters.
+            tokenizer: a tokenizer of transformers to save with the model, or None.
+
+        Raises:
+            StoreError: if the disk has no room, before anything is written.
+            IoError: if a write fails.
+            UsageError: if an argument is invalid, or if a forward or a backward is running.
+            ConfigError: if an argument has a value that is not supported.
+        """
+        self._core.enter_between_steps("save_pretrained")
+        self._core.pretrained_writer.save(
+            SaveOptions(save_directory, max_shard_size, dtype, tokenizer), self.global_steps
+        )
+        self._core.state.mark_saved()
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes the weights in the compute dtype into one safetensors file, and no other file. Every rank calls it.
+
+        Tied weights are stored under each of their names if the model has no transformers config, so that a strict
+        `load_state_dict` takes the file. Weights that transformers ties itself are stored under their first name, as in
+        its own files.
+
+        Args:
+            save_dir: the folder of the file.
+            save_filename: name of the file; must end with ".safetensors". DeepSpeed's default, the name of a pickle, is
+                an error.
+            exclude_frozen_parameters: True to leave out the weights of frozen parameters.
+
+        Returns:
+            True; False, after a warning, if nothing was written because stage 3 is configured with
+            `"stage3_gather_16bit_weights_on_model_save": false`.
+
+        Raises:
+            StoreError: if the disk has no room, before anything is written.
+            IoError: if a write fails.
+            UsageError: if an argument is invalid, or if a forward or a backward is running.
+        """
+        self._core.enter_between_steps("save_16bit_model")
+        if not self.zero_gather_16bit_weights_on_model_save() and self.zero_optimization_stage() == 3:
+            logger.warning(
+                "save_16bit_model wrote nothing, because the config sets stage3_gather_16bit_weights_on_model_save to "
+                "false; take that key out of the config, or call save_pretrained"
+            )
+            return False
+        frozen = not exclude_frozen_parameters
+        self._core.pretrained_writer.save(
+            SaveOptions(save_dir, frozen=frozen, file_name=save_filename), self.global_steps
+        )
+        self._core.state.mark_saved()
+        return True
+
+    # -- the end -----------------------------------------------------------------------------------------
+
+    def destroy(self, remove: bool | None = None) -> None:
+        """Finishes and commits complete steps, joins every thread and closes the store.
+
+        With several ranks the call waits until all ranks make it, and serves them until then. Idempotent; may be
+        called again after an interruption. The model's parameters stay placeholders. If an error has stopped the
+        engine, nothing is finished and the run is kept, with a warning if `remove` is True. An error of finishing is
+        raised after everything is closed. Only an error about values of `client_state` or registered objects that
+        cannot be committed is raised before, so that the caller can correct the values.
+
+        Args:
+            remove: True deletes the run from the disk. False keeps the run, and a later start under the same name that
+                does not resume it is refused. None keeps the run too, but such a start replaces it, with a notice, if
+                the job is the same or the last step was saved.
+                `"resume": "auto"` resumes a run that was kept.
+
+        Raises:
+            UsageError: before anything is closed, if `client_state` or a registered object cannot be committed.
+        """
+        self._core.shutdown.destroy(remove)
+
+    def finish(self, facts: Mapping[str, Any]) -> None:
+        """Ends the engine as `destroy(remove=True)` does, but leaves a note that the run has ended. All ranks call it.
+
+        A later start of the same name with `"resume"` set to `"auto"` or `"must"` is then refused.
+
+        Args:
+            facts: contents of `finished.json` in addition to its steps and date; plain JSON values.
+        """
+        self._core.shutdown.finish(facts)
+
+    @property
+    def resumable(self) -> str | None:
+        """The run folder that a later process can resume from, or None."""
+        return self._core.shutdown.resumable
+
+    # -- names of DeepSpeed ------------------------------------------------------------------------------
+
+    # They read the core and run nothing; `deepspeed.runtime.engine` has those that DeepSpeed's engine alone has.
+
+    def was_step_applied(self) -> bool:
+        """Returns True if the last `step()` updated the weights.
+
+        False before the first step, after a `step()` that only ended a micro-batch, and if the norm was inf or NaN.
+        """
+        return self._core.optimizer_step.applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Returns the gradient norm of the last step before the clip; None before the first step and after a load."""
+        return self._core.optimizer_step.grad_norm
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Returns True if the `step()` of the current micro-batch updates the weights.
+
+        The answer is known before the forward of the micro-batch and holds until its `step()` has ended. Always True
+        without accumulation, always False in `no_sync`.
+        """
+        return self._core.accumulation.is_boundary(self._settings.accumulation)
+
+    def get_lr(self) -> list[float]:
+        """Returns the learning rate of each group for the next step."""
+        # torch allows a tensor as learning rate.
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def set_lr(self, lr: float | Sequence[float]) -> None:
+        """Sets the learning rate of all groups. A schedule overwrites the values when it steps.
+
+        Args:
+            lr: one number for all groups, or a list of one number for each group; tensors of no dimension count.
+
+        Raises:
+            UsageError: if a number is negative or not finite, or if a list has another length than the groups.
+        """
+        groups = self.optimizer.param_groups
+        rates = list(map(unpacked, lr)) if isinstance(lr, list | tuple) else [unpacked(lr)] * len(groups)
+        if len(rates) != len(groups):
+            raise UsageError(
+                f"set_lr expects one number, or {len(groups)} numbers, one for each group, got {len(rates)}"
+            )
+        # All values are checked before the first is set, so that a refused call changes nothing.
+        for rate in rates:
+            if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= sys.float_info.max:
+                raise UsageError(f"set_lr expects a finite number of at least 0, got {rate!r}")
+        for group, rate in zip(groups, rates, strict=True):
+            set_values(group, {"lr": float(rate)})
+
+    def get_mom(self) -> list[Any]:
+        """Returns the betas of each group, or its momentum if the optimizer has no betas (SGD; 0.0 for Adagrad)."""
+        return [
+            group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in self.optimizer.param_groups
+        ]
+
+    def get_type(self) -> list[str]:
+        """Returns the name of each group's optimizer as the config spells it."""
+        return [self.optimizer.rule.title(group) for group in self.optimizer.param_groups]
+
+    def clip_grad_norm_(self, max_norm: float) -> None:
+        """Clips the gradient of the next step to `max_norm` instead of to the config's `gradient_clipping`.
+
+        The norm is computed by the step: call `get_global_grad_norm()` after it.
+
+        Args:
+            max_norm: largest 2-norm over all parameters; 0 or inf for no clip.
+
+        Raises:
+            UsageError: if `max_norm` is no number of at least 0.
+        """
+        if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm >= 0:
+            raise UsageError(f"clip_grad_norm_ expects a number of at least 0, got {max_norm!r}")
+        # 0 is the core's value for "no clip"; a norm of inf clips nothing either.
+        self._core.optimizer_step.clip_next(float(max_norm) if max_norm <= sys.float_info.max else 0.0)
+
+    @property
+    def _settings(self) -> StepSettings:
+        # Read through the state each time: `set_train_batch_size` replaces the object.
+        return self._core.state.settings
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """A copy of the config with its defaults and all three batch sizes, as JSON values.
+
+        Changes of the copy have no effect. The config of the model, if the model has one, is `engine.module.config`.
+        """
+        settings = self._settings
+        # The settings, not the config, hold the sizes: `set_train_batch_size` may have changed them since.
+        return settings.config.model_dump(mode="json") | {
+            "train_batch_size": settings.total_batch_size,
+            "train_micro_batch_size_per_gpu": settings.micro_batch_size,
+            "gradient_accumulation_steps": settings.accumulation,
+        }
+
+    def zero_optimization_stage(self) -> int:
+        """Returns the stage of ZeRO that the config names."""
+        return self._settings.config.zero_optimization.stage
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Returns False if the config sets the key to false, so that `save_16bit_model` writes nothing in stage 3."""
+        return self._settings.config.zero_optimization.stage3_gather_16bit_weights_on_model_save is not False
+
+    def fp16_enabled(self) -> bool:
+        """Returns True if weights are fp16."""
+        return self._settings.config.dtype == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        """Returns True if weights are bf16."""
+        return self._settings.config.dtype == "bf16"
+
+    def gradient_accumulation_steps(self) -> int:
+        """Returns the number of micro-batches of a step."""
+        return self._settings.accumulation
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Returns the number of samples of a micro-batch on this rank."""
+        return self._settings.micro_batch_size
+
+    def train_batch_size(self) -> int:
+        """Returns the number of samples of a step on all ranks."""
+        return self._settings.total_batch_size
+
+    def deepspeed_io(
+        self, dataset: Dataset[Any], batch_size: int | None = None, collate_fn: Callable[[list[Any]], Any] | None = None
+    ) -> Loader:
+        """Returns a loader like that of `training_data`: this rank's rows of each batch, shuffled by the config's seed.
+
+        No commit includes the position of this loader; commits include that of `training_data` only.
+
+        Args:
+            dataset: a dataset with a length.
+            batch_size: samples of a batch on this rank; the micro-batch size by default.
+            collate_fn: makes a batch of a list of samples; torch's default if None.
+
+        Raises:
+            UsageError: if an argument is invalid.
+            ConfigError: if the dataset has no length, or less than one batch.
+        """
+        if dataset is None:
+            raise UsageError("deepspeed_io expects a data set, got None")
+        check_data(dataset, collate_fn)
+        settings = self._settings
+        size = settings.micro_batch_size if batch_size is None else batch_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise UsageError(f"deepspeed_io expects a batch_size of at least 1, got {size!r}")
+        drop_last = settings.config.dataloader_drop_last
+        rank, count = self._core.components.world.data_rank, self._core.components.world.data_ranks
+        return load(dataset, size, rank, count, settings.seed, collate_fn, self.device, drop_last)
+
+    @property
+    def global_rank(self) -> int:
+        """The rank of this process among those that train together."""
+        return self._core.components.world.everyone.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes that train together."""
+        return self._core.components.world.everyone.size
+
+    @property
+    def local_rank(self) -> int:
+        """The rank of this process on its machine, from the launcher's LOCAL_RANK."""
+        # LOCAL_RANK may be set in the environment of a process that trains alone.
+        return rank_number(os.environ, "LOCAL_RANK", 0) if self.world_size > 1 else 0
+
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Gives the engine's device memory back, as `sleep()` does: DeepSpeed's name for it.
+
+        Args:
+            include: DeepSpeed's names of states, or None for all. The arena is one allocation and goes as a whole,
+                whichever are named.
+            device: "cpu". States on disk stay there.
+            pin_memory: True or False; the memory of states is not pinned meanwhile.
+            non_blocking: True or False; the call waits for the copies.
+
+        Raises:
+            UsageError: if an argument has another value; otherwise as in `sleep`.
+            BudgetError: as in `sleep`.
+        """
+        names = [str(getattr(item, "value", item)) for item in (() if include is None else include)]
+        if unknown := [name for name in names if name not in _STATES]:
+            raise UsageError(f"offload_states expects include of {', '.join(_STATES)}, got {unknown[0]!r}")
+        where = str(getattr(device, "value", device))
+        if where != "cpu":
+            raise UsageError(f'offload_states expects device="cpu", got {where!r}: the config places states on nvme')
+        for name, value in (("pin_memory", pin_memory), ("non_blocking", non_blocking)):
+            if not isinstance(value, bool):
+                raise UsageError(f"offload_states expects True or False as {name}, got {value!r}")
+        self.sleep()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Takes the device memory again, as `wake()` does: DeepSpeed's name for it.
+
+        Args:
+            non_blocking: True or False; the call waits for the copies.
+
+        Raises:
+            BudgetError: as in `wake`.
+        """
+        self.wake()

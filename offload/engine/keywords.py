@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -80,24 +80,15 @@ class PlainKeywords(TypedDict, total=False):
     """Micro-batches of a step."""
 
 
-class _Key(NamedTuple):
-    """A key of the config, as the path of its blocks."""
-
-    path: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return ".".join(self.path)
-
-
 _KEYS = {
-    "weights": _Key(("zero_optimization", "offload_param", "device")),
-    "states": _Key(("zero_optimization", "offload_optimizer", "device")),
-    "path": _Key(("offload", "nvme_path")),
-    "host_memory": _Key(("offload", "host_memory")),
-    "device_memory": _Key(("offload", "device_memory")),
-    "gradient_accumulation_steps": _Key(("gradient_accumulation_steps",)),
+    "weights": ("zero_optimization", "offload_param", "device"),
+    "states": ("zero_optimization", "offload_optimizer", "device"),
+    "path": ("offload", "nvme_path"),
+    "host_memory": ("offload", "host_memory"),
+    "device_memory": ("offload", "device_memory"),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
 }
-"""The key that each keyword sets, except for `dtype`."""
+"""The key of the config that each keyword sets, as the path of its blocks, except for `dtype`."""
 _TIERS = ("none", "cpu", "nvme")
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -119,7 +110,10 @@ def plain_config(model: Any, config: Any, keywords: Mapping[str, Any]) -> Any:
     if not keywords_given:
         return config
     _check_tiers(keywords_given, config)
-    content: dict[str, Any] = {} if config is None else _copy(config)
+    # A copy down to the blocks: the caller's dict must not change.
+    content: dict[str, Any] = {}
+    if config is not None:
+        content = _blocks_of(config if isinstance(config, Mapping) else read_json(config))
     dtype = keywords_given.pop("dtype", None)
     # With a config its own blocks say the dtype and the clip; a loop of plain PyTorch clips nothing by itself.
     if config is None:
@@ -135,7 +129,7 @@ def plain_config(model: Any, config: Any, keywords: Mapping[str, Any]) -> Any:
         if wanted not in _DTYPES.values():
             raise ConfigError(f'dtype must be "bf16", "fp16" or "fp32", got {dtype!r}')
         for precision in ("bf16", "fp16"):
-            _put(content, _Key((precision, "enabled")), "dtype", precision == wanted, said=str(wanted))
+            _put(content, (precision, "enabled"), "dtype", precision == wanted, said=str(wanted))
     return content
 
 
@@ -149,32 +143,26 @@ def _check_tiers(keywords: Mapping[str, Any], config: Any) -> None:
             raise ConfigError(f'{name}="nvme" needs path=, the folder of the swap files on the drive')
 
 
-def _copy(config: Any) -> dict[str, Any]:
-    content = dict(config) if isinstance(config, Mapping) else read_json(config)
-
-    # Deep, down to the blocks: the caller's dict must not change.
-    def blocks(block: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: blocks(value) if isinstance(value, Mapping) else value for name, value in block.items()}
-
-    return blocks(content)
+def _blocks_of(block: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _blocks_of(value) if isinstance(value, Mapping) else value for name, value in block.items()}
 
 
-def _put(content: dict[str, Any], key: _Key, name: str, value: Any, said: str | None = None) -> None:
+def _put(content: dict[str, Any], key: Sequence[str], name: str, value: Any, said: str | None = None) -> None:
     """Sets a key, or compares what the config says with the keyword."""
-    block = content
-    for part in key.path[:-1]:
+    block, dotted = content, ".".join(key)
+    for part in key[:-1]:
         block = block.setdefault(part, {})
         if not isinstance(block, dict):
-            raise ConfigError(f"the config has no block for {key}, but {block!r}: make it a dict")
+            raise ConfigError(f"the config has no block for {dotted}, but {block!r}: make it a dict")
     # "auto" leaves the value to whoever knows it, as in transformers.
-    before = block.setdefault(key.path[-1], value)
+    before = block.setdefault(key[-1], value)
     same = before == value or [before] == value or before == "auto"
     if not same:
         raise ConfigError(
-            f"initialize got {name}={value if said is None else said!r} and a config in which {key} is {before!r}: "
+            f"initialize got {name}={value if said is None else said!r} and a config in which {dotted} is {before!r}: "
             "leave one of them out"
         )
-    block[key.path[-1]] = value
+    block[key[-1]] = value
 
 
 def _of_model(model: Any) -> str:

@@ -537,10 +537,6 @@ class Optimizer(torch.optim.Optimizer):
         groups = [numbers_of(group) for group in self.param_groups]
         return zlib.crc32(repr([clip, *(sorted(group.items()) for group in groups)]).encode())
 
-    def notices(self) -> tuple[str, ...]:
-        """Returns lines about the optimizer's way to run that a user should read."""
-        return self.rule.notices()
-
     def values(self) -> list[dict[str, Any]]:
         """Returns the numbers of each group that may change between steps, also lists such as the betas."""
         rule = self.rule

@@ -1,5 +1,7 @@
 """The plan of an engine: all decisions, made from config, model, free memory and drives before anything is changed.
 
+    checks of the model ─► units, layouts ─► tiers that fit the free memory ─► runs on the drives, slots ─► Plan
+
 `initialize` carries a plan out. With several ranks each makes its own plan, and the ranks compare the facts that must
 be equal.
 """
@@ -36,7 +38,7 @@ from offload.errors import ConfigError, StoreError, UsageError
 from offload.hardware.system import check_folders, folder_notices
 from offload.kernels import cuda
 from offload.layout.experts import rows_of
-from offload.layout.flat_layout import Segment, StateField, UnitLayout, laid_out_for, layouts_of
+from offload.layout.flat_layout import StateField, UnitLayout, laid_out_for, layouts_of
 from offload.layout.frozen import frozen_notices, is_of_bitsandbytes, is_packed, stored_weights, waits_for_quantization
 from offload.layout.memory_plan import (
     MemoryPlan,
@@ -78,542 +80,6 @@ from offload.swapper.store.format import layout_difference
 from offload.swapper.store.inspection import look
 from offload.swapper.store.model_files import UnitImage
 from offload.torch_internals import inner_tensors
-
-# -- checks --------------------------------------------------------------------------------------------
-#
-# Checks of a model before an engine takes it over, and of the equality of all ranks' arguments.
-
-
-def check_alone(config: Config, model: nn.Module, world: World) -> None:
-    """Checks what a rank can check without the others.
-
-    Raises:
-        ConfigError: If the model, a tier or a folder for swap files cannot be used.
-    """
-    check_model(model)
-    _check_partitioned_activations(config, world)
-    _check_precision(config, world)
-    check_tier(config.activation_tier, bool(config.drives))
-    if config.wants_store or config.activation_tier not in (None, "device"):
-        check_folders(config.drives)
-
-
-def _check_partitioned_activations(config: Config, world: World) -> None:
-    """Raises `ConfigError` if inputs are to be partitioned over ranks that share a batch.
-
-    Data-parallel ranks have inputs of their own: there is nothing to partition, in DeepSpeed either.
-    """
-    if config.activation_checkpointing.partition_activations and world.tensor_size > 1:
-        raise ConfigError(
-            "activation_checkpointing.partition_activations divides an input over the ranks of a model-parallel group, "
-            f"of which this run has {world.tensor_size}; that is not supported: leave it out, and set "
-            '"activations" to "cpu" in the "offload" block to free device memory'
-        )
-
-
-def _check_precision(config: Config, world: World) -> None:
-    names = config.offload.keep_in_fp32
-    if world.divides_model and config.dtype != "fp32" and names != "auto" and names:
-        raise ConfigError(
-            f'"keep_in_fp32" names {names[0]}, but tensor parallelism and pipelines have all weights in one dtype: '
-            "leave the key out, or train with ZeRO alone"
-        )
-
-
-def check_same(
-    world: World,
-    config: Config,
-    batch: Batch,
-    mode: Mode,
-    layouts: Sequence[UnitLayout],
-    model: nn.Module,
-    facts_of_rule: Mapping[str, Any],
-) -> None:
-    """Compares config and model of all processes. Collective.
-
-    Called before the disks are inspected: ranks with different configs would look for different runs.
-
-    Raises:
-        ConfigError: If the ranks differ, on every rank.
-    """
-    if world.everyone.size == 1:
-        return
-    # Facts that decide the layout, the collectives or the numbers. Values of weights and buffers are not among them:
-    # all ranks receive those of rank 0. Paths may differ: each machine has its own drives.
-    facts = {
-        "batch": list(batch),
-        "weights": config.weight_tier,
-        "states": config.optimizer_tier,
-        "mode": mode.name,
-        "accumulation dtype": config.data_types.grad_accum_dtype,
-        "clip": config.gradient_clipping,
-        "torch_autocast": config.torch_autocast.model_dump(),
-        "auto_cast": config.casts_inputs is not False,
-        "fp16": config.fp16.model_dump(exclude={"auto_cast"}) if config.dtype == "fp16" else None,
-        "buffer_dtype": config.data_types.buffer_dtype,
-        "seed": config.offload.seed,
-        "on_nonfinite": config.offload.on_nonfinite,
-        # The columns of tensor parallelism have runs of their own.
-        "run": config.offload.run.removesuffix(world.suffix),
-        "durability": repr(config.offload.durability),
-        "resume": config.offload.resume,
-        "blocks computed again": [
-            config.activation_tier is not None,
-            config.activation_checkpointing.number_checkpoints,
-        ],
-        "units": [layout.name for layout in layouts],
-        "parameters": [_compared(segment, world) for layout in layouts for segment in layout.segments],
-        "frozen": config.offload.frozen,
-        # What decides the order, the lengths and the dtypes of what ranks send.
-        **{name: getattr(config.zero_optimization, name) for name in _OF_COLLECTIVES},
-        "communication_data_type": config.communication_data_type,
-        "schedule": config.offload.schedule,
-        **facts_of_rule,
-        "quantized weights": [[s.name, s.kind, *s.inner] for layout in layouts for s in layout.segments if s.inner],
-        "buffers": [[name, str(b.dtype), list(b.shape)] for name, b in model.named_buffers()],
-        "weights given": [name for name, parameter in model.named_parameters() if not parameter.is_meta],
-        "weights to be read": [
-            name for name, parameter in model.named_parameters() if origin_of(parameter) is not None
-        ],
-    }
-    # Every rank receives all facts and raises the same error, so that no rank waits for another.
-    _compare(world.everyone.share(facts), world)
-
-
-_OF_COLLECTIVES = (
-    *("stage", "overlap_comm", "zero_hpz_partition_size"),
-    *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
-)
-"""Keys of ZeRO that decide what ranks send each other, and when."""
-_SHORT = 4
-"""Most items of a list that a message repeats in full."""
-_OF_LAYERS = (
-    *("blocks computed again", "units", "parameters", "quantized weights", "buffers"),
-    *("weights given", "weights to be read"),
-)
-"""Facts that differ between the stages of a pipeline."""
-
-
-def _compare(everyone: Sequence[dict[str, Any]], world: World) -> None:
-    for name in everyone[0]:
-        for rank, facts in enumerate(everyone):
-            first = world.first_of_stage(rank) if name in _OF_LAYERS else 0
-            expected = everyone[first][name]
-            if facts[name] != expected:
-                theirs, own = _first_difference(facts[name], expected)
-                raise ConfigError(
-                    f"the {name} of rank {rank} and of rank {first} differ: {theirs}, not {own}; "
-                    "give every rank the same model and config"
-                )
-
-
-def _first_difference(theirs: Any, own: Any) -> tuple[str, str]:
-    """Returns two values that differ as short texts; of lists, the first items that differ."""
-    if isinstance(theirs, list) and isinstance(own, list) and max(len(theirs), len(own)) > _SHORT:
-        pairs = itertools.zip_longest(theirs, own, fillvalue="none more")
-        theirs, own = next((one, own_entry) for one, own_entry in pairs if one != own_entry)
-    return _brief(theirs), _brief(own)
-
-
-def _compared(segment: Segment, world: World) -> list[Any]:
-    """Returns what all processes must have alike of a parameter. Shards of tensor parallelism may differ in size."""
-    sharded = world.is_sharded(segment.parameter)
-    return [segment.name, "sharded" if sharded else list(segment.shape), segment.trainable]
-
-
-def check_groups(world: World, shards: FoundShards, device: torch.device) -> None:
-    """Raises `ConfigError` if the groups of tensor parallelism are not those that an engine forms."""
-    for name, form in shards.dtensors.items():
-        if form.mesh.device_type != device.type:
-            raise ConfigError(
-                f"parameter {name} is a DTensor on a mesh of {form.mesh.device_type}, and this engine computes on "
-                f'{device.type}: make the mesh by init_device_mesh("{device.type}", …)'
-            )
-    if not world.divides_model or shards.data_ranks is None:
-        return
-    column = world.ranks.members
-    if set(shards.data_ranks) != set(column):
-        raise ConfigError(
-            f"mpu= has the data-parallel group {list(shards.data_ranks)}; expected {list(column)}, the processes with "
-            "the same place in their groups of model parallelism"
-        )
-
-
-def check_tensor_parallel(
-    world: World,
-    mode: Mode,
-    layouts: Sequence[UnitLayout],
-    experts: bool,
-    tiled: bool,
-    codes: bool,
-) -> None:
-    """Raises `ConfigError` for features that tensor parallelism does not support."""
-    if world.tensor_size == 1:
-        return
-    segments = [segment for layout in layouts for segment in layout.segments]
-    whole = not mode.rule.elementwise
-    refused = (
-        (whole, "an optimizer that needs whole parameters", "take AdamW, Adam, Lion, Adagrad or SGD with a kernel"),
-        (any(segment.form or segment.inner for segment in segments), "quantized frozen weights", 'leave "frozen" out'),
-        (experts, "experts that are units of their own", 'name the class of their module in "units"'),
-        (tiled, "tiled MLPs", 'leave "tile_mlp" out'),
-        # A block may span a parameter that is divided and one that is whole, whose copies in a row would differ.
-        (codes, "codes of weights and gradients", 'leave the keys "zero_quantized_..." out'),
-    )
-    for holds, what, cure in refused:
-        if holds:
-            raise ConfigError(f"tensor parallelism does not go together with {what} here: {cure}")
-
-
-def check_nodes(config: Config, world: World) -> None:
-    """Raises `ConfigError` if the processes cannot be divided into nodes that keep a secondary partition."""
-    size = config.zero_optimization.zero_hpz_partition_size
-    if size == 1:
-        return
-    if world.divides_model:
-        raise ConfigError(
-            "zero_optimization.zero_hpz_partition_size divides all processes into nodes, and with tensor parallelism "
-            "or a pipeline not all of them share weights: leave it out"
-        )
-    check_node(size, world.ranks.size)
-
-
-def _brief(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 100 else f"{text[:80]}…"
-
-
-def check_model(model: nn.Module) -> None:
-    """Raises `ConfigError` or `UsageError` if an engine cannot take over `model`."""
-    _check_values(model)
-    _check_renormed(model)
-    _check_quantized(model)
-    check_shared_memory(model)
-    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if lost:
-        raise ConfigError(
-            f"buffer {lost[0]} is on the meta device, so its values are gone; build the model inside offload.init, "
-            "which leaves buffers real, but a module that computes buffers from weights (spectral_norm, pruning) "
-            "outside of it, on the CPU"
-        )
-    sparse = next(
-        (name for name, buffer in persistent_buffers(model).items() if buffer.layout is not torch.strided), None
-    )
-    if sparse is not None:
-        raise ConfigError(
-            f"buffer {sparse} is sparse, and files hold dense tensors: register it with persistent=False where the "
-            "constructor makes its values, or register its indices and values"
-        )
-    left = next((name for name, parameter in model.named_parameters() if is_dtensor(parameter)), None)
-    if left is not None:
-        raise ConfigError(
-            f"parameter {left} is a DTensor, which offload.initialize takes alone: give this call a model before "
-            "parallelize_module"
-        )
-    _check_absent(model)
-    if any(isinstance(parameter, PagedParameter) or is_under_engine(parameter) for parameter in model.parameters()):
-        raise UsageError(
-            "this model is under an engine already, and destroy() does not restore its weights: build a new model"
-        )
-
-
-def _check_values(model: nn.Module) -> None:
-    """Raises `ConfigError` if a parameter has no values yet, or complex ones, which a cast would make real."""
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.UninitializedParameter):
-            raise ConfigError(
-                f"parameter {name} belongs to a lazy module and has no shape yet: call the model once with a batch "
-                "before offload.initialize"
-            )
-        if parameter.is_complex():
-            raise ConfigError(
-                f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, and offload stores real numbers; "
-                "make the parameter of torch.view_as_real(values), and use torch.view_as_complex(parameter.float()) in "
-                "the forward (complex buffers stay as they are)"
-            )
-
-
-def _check_renormed(model: nn.Module) -> None:
-    """Raises `ConfigError` if an embedding changes its own weight in its forward, as one with `max_norm` does."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            raise ConfigError(
-                f"{name or 'the model'} is an embedding with max_norm={module.max_norm:g}, which changes its weight in "
-                "each forward; set max_norm to None, and shorten long rows between steps, under torch.no_grad()"
-            )
-
-
-def _check_quantized(model: nn.Module) -> None:
-    """Raises `ConfigError` if a quantized parameter is not quantized yet, or shall train."""
-    named = dict(model.named_parameters())
-    waiting = [name for name, parameter in named.items() if waits_for_quantization(parameter)]
-    if waiting:
-        raise ConfigError(
-            f"{count_of(len(waiting), 'weight is', 'weights are')} of a class of bitsandbytes and not quantized yet, "
-            f'the first is {waiting[0]}: move the model to a device, model.to("cpu") for one, before offload.initialize'
-        )
-    packed = [name for name, parameter in named.items() if is_packed(parameter)]
-    if packed:
-        raise ConfigError(
-            f"{count_of(len(packed), 'weight was', 'weights were')} packed for the CPU by bitsandbytes, as the model "
-            f"ran in evaluation mode, the first is {packed[0]}; load the model anew and call offload.initialize "
-            "before the model runs"
-        )
-    training = [
-        name
-        for name, parameter in named.items()
-        if parameter.requires_grad and (is_of_bitsandbytes(parameter) or inner_tensors(parameter) is not None)
-    ]
-    if training:
-        raise ConfigError(
-            f"{count_of(len(training), 'parameter that shall train is', 'parameters that shall train are')} quantized, "
-            f"the first is {training[0]}; offload trains bf16, fp16 and fp32 weights: freeze quantized ones by "
-            "requires_grad_(False) and train adapters on them, or give the model before quantization"
-        )
-
-
-def _check_absent(model: nn.Module) -> None:
-    """Raises `ConfigError` if a parameter has lost its values, or its shape differs from its file's.
-
-    Values are also lost in a module that is made from another module's weights before these are read.
-    """
-    named = dict(model.named_parameters())
-    lost = [name for name, parameter in named.items() if parameter.is_meta and not is_deferred(parameter)]
-    if lost and any(map(is_deferred, named.values())):
-        raise ConfigError(
-            f"parameter {lost[0]} was put on the meta device outside of offload.init and load_pretrained, or computed "
-            "from another parameter inside, so its values are gone; create the parameter on the CPU, or inside of "
-            "offload.init; build a model that computes parameters from others outside of it"
-        )
-    for name, parameter in named.items():
-        origin = origin_of(parameter)
-        if origin is not None and origin.shape != tuple(parameter.shape):
-            raise ConfigError(
-                f"parameter {name} has shape {list(parameter.shape)} now, but load_pretrained found shape "
-                f"{list(origin.shape)} in the folder; resize the model before its folder is written, or build the "
-                "model in its new size and load with ignore_mismatched_sizes=True"
-            )
-
-
-def check_batch_norm(
-    model: nn.Module,
-    mode: Mode,
-    device: torch.device,
-    buffer_dtype: torch.dtype | None,
-    in_fp32: Collection[str] = (),
-) -> None:
-    """Raises `ConfigError` if a BatchNorm on the CPU has statistics in another dtype than its weights.
-
-    torch's CPU kernel refuses them too, but only in the first forward.
-    """
-    if device.type != "cpu":
-        return
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and isinstance(module.running_mean, torch.Tensor):
-            # `buffer_dtype` is applied when the engine takes the model over, so it decides if given.
-            have = buffer_dtype or module.running_mean.dtype
-            dtype = torch.float32 if f"{name}.weight" in in_fp32 else mode.weight_dtype
-            if module.weight is not None and have != dtype:
-                raise ConfigError(
-                    f"{name} is a BatchNorm, whose statistics are {have} and whose weights are {dtype}, which torch "
-                    f'cannot compute with on the CPU; set "data_types": {{"buffer_dtype": "{dtype_name(dtype)}"}}'
-                )
-
-
-# -- resume --------------------------------------------------------------------------------------------
-#
-# Inspection of the drives at the start: the run to resume or replace, room for two slots, leftovers of other runs.
-
-
-_COLUMN = re.compile(r"(?:-pp\d+of(\d+))?(?:-tp\d+of(\d+))?")
-"""End of the name of a run that is a column of a pipeline and of tensor parallelism."""
-_SHOWN = 5
-"""Number of names in a notice."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FoundRun:
-    """The run of the configured name on the drives, as all ranks agree on it."""
-
-    on_disk: bool
-    """True if any rank has states whose tier is DISK."""
-    resume: bool
-    replaced: tuple[str, ...]
-    """Notice about the run that this start replaces; empty if there is none."""
-
-
-def find_run(config: Config, on_disk: bool, ranks: Ranks) -> FoundRun:
-    """Returns the run that a start finds. Collective.
-
-    Raises:
-        StoreError: If the run on the drives and the configured "resume" contradict each other.
-    """
-    # Tiers may differ between ranks with different free memory, but either all ranks have a store or none.
-    on_disk = any(ranks.share(on_disk))
-    resume, replaced = _resume(config, on_disk)
-    # One rank's drive may be empty, if a kill interrupted the first start: `initialize` decides then by the commits.
-    return FoundRun(on_disk=on_disk, resume=any(ranks.share(resume)), replaced=replaced)
-
-
-def check_division(drives: Sequence[str], run: str, own: str, resume: str) -> None:
-    """Raises `StoreError` if a start would resume a run that is divided otherwise by tensor parallelism or a pipeline.
-
-    `own` is the end of the run's name that names this column, such as "-tp0of2" or "-pp0of2"; empty without.
-    """
-    if not drives or resume not in ("auto", "must"):
-        return
-    for folder in sorted(Path(drives[0]).glob(f"{run}*")):
-        end = folder.name.removeprefix(run)
-        # Columns of one grid have one size, and differ in their coordinate alone.
-        is_ours = _COLUMN.fullmatch(end) is not None
-        if not is_ours or _size(end) == _size(own) or not run_status(drives, folder.name).exists:
-            continue
-        raise StoreError(
-            f"{folder} is a run with {_size(end)}, and this start has {_size(own)}: resume with "
-            "the division that the run had, or choose another run name"
-        )
-
-
-def _size(end: str) -> str:
-    """Returns the sizes of the pipeline and of tensor parallelism that the end of a run's name states, in words."""
-    match = _COLUMN.fullmatch(end)
-    assert match is not None, "the names of other runs were left out"
-    pipeline, tensor = match.groups()
-    tensors = f"tensor parallelism of {tensor}" if tensor else "no tensor parallelism"
-    return f"a pipeline of {pipeline} and {tensors}" if pipeline else tensors
-
-
-def no_room(config: Config, placed: PlacedStates, ranks: Ranks) -> str | None:
-    """Returns a notice if the drives of any rank have no room for two slots, else None. Collective."""
-    shortages = ranks.share(find_shortage(config.drives, placed.two_slots_nbytes * ranks.here))
-    short = next((Shortage(*shortage) for shortage in shortages if shortage is not None), None)
-    if short is None:
-        return None
-    return (
-        f"durability none: two slots need {format_size(short.need)}, {short.path} has {format_size(short.free)} free; "
-        "one slot is used and overwritten in place, so a killed run cannot be resumed"
-    )
-
-
-def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
-    """Returns True to resume, and a notice about the run that this start replaces."""
-    offload = config.offload
-    if not config.drives or not (on_disk or offload.wants_store):
-        return _resume_without_store(config), ()
-    status = run_status(config.drives, offload.run)
-    folder = os.path.join(config.drives[0], offload.run)
-    if status.exists and offload.resume in ("never", "restart"):
-        _check_ended(folder, closed=status.closed, restart=offload.resume == "restart")
-        size = format_size(find_removal(Path(folder)).nbytes)
-        how = "which was closed at its end" if status.closed else "which did not end"
-        keeps = '"resume": "auto" would resume such a run, another run name keeps it'
-        return False, (f"the run in {folder} ({size}), {how}, is replaced; {keeps}",)
-    if status.finished is not None and not status.exists and offload.resume not in ("never", "restart"):
-        raise StoreError(
-            f"{folder} was finished at step {status.finished.get('steps')}, so no step is left to resume; choose "
-            'another run name, or start over with "resume": "never" in the "offload" block (offload train: '
-            "--resume never)"
-        )
-    if not status.exists and offload.resume == "must":
-        raise StoreError(f'"resume" is must, but {folder} holds no committed step')
-    return status.exists, ()
-
-
-def _resume_without_store(config: Config) -> bool:
-    """Returns True if a start that needs no store keeps that of the run it finds, and resumes it."""
-    offload = config.offload
-    # Nothing of such a run is committed, so no later start can resume it either.
-    if offload.resume == "must":
-        raise StoreError('"resume" is must, but this configuration keeps no store to resume from')
-    if offload.resume != "auto" or not config.drives or not run_status(config.drives, offload.run).exists:
-        return False
-    if offload.durability == "auto":
-        return True  # the machine has more memory now, or tiers changed: keep the store
-    raise StoreError(
-        f"{os.path.join(config.drives[0], offload.run)} contains a run, but this configuration keeps no "
-        'store: give the config the tiers of the run, or set "durability": "step", or choose another run name'
-    )
-
-
-def _check_ended(folder: str, *, closed: bool, restart: bool) -> None:
-    """Raises `StoreError` if a start may not replace the run in `folder`."""
-    # A run in use must not be deleted under the process that trains it.
-    check_unused(Path(folder))
-    # A run that was closed may go; `check_replaced` asks later whether its last step was saved.
-    if not (closed or restart):
-        raise StoreError(
-            f"{folder} holds a run that did not end, or that was kept (--keep, destroy(remove=False)); resume the run "
-            'with "resume": "auto" in the "offload" block, or start over with "resume": "restart" there (offload '
-            "train: --resume auto, --resume restart), or "
-            f"delete the run with `{shell_command('rm', folder)}`, or choose another run name"
-        )
-
-
-def check_replaced(folder: Path, spec: StoreSpec, job: Mapping[str, Any]) -> None:
-    """Checks that nothing is lost if this start replaces the run in `folder`, which was closed at its end.
-
-    Nothing is if the user has saved the last step, or if this start does the same job: it makes the run again.
-
-    Raises:
-        StoreError: if the run was another job, or if that is unknown. Nothing was changed.
-    """
-    note = read_closed(folder)
-    if note is None or note.get("saved"):
-        return
-    manifest = next(
-        (run_folder.manifest for run_folder in map(look, rank_folders(folder)) if run_folder.manifest is not None), None
-    )
-    layout = "its manifest cannot be read" if manifest is None else layout_difference(spec, manifest.spec)
-    differences = [str(Differences(note.get("job", {}), job)), layout or ""]
-    if "job" not in note:
-        differences = [f"its note {CLOSED} does not say what it was"]
-    if not any(differences):
-        return
-    raise StoreError(
-        f"{folder} holds a run that ended at step {note.get('steps', '?')} and that nothing has saved since, such as "
-        f"save_checkpoint or save_pretrained, and this start is another job: {', '.join(filter(None, differences))}. "
-        'Give this start another run name ("run" in the "offload" block, offload train: --run) or another nvme_path, '
-        'or replace the run with "resume": "restart" there (--resume restart). '
-        f"`{shell_command('export', folder, 'FOLDER')}` writes its weights, and any start may then replace it"
-    )
-
-
-def about_folders(config: Config) -> tuple[str, ...]:
-    """Returns warnings of folders that may be on the wrong drive, and a notice of other runs in them."""
-    misplaced = (line for line in folder_notices(config.drives) if not isinstance(line, Remark))
-    return (*(misplaced if config.wants_store else ()), *_leftovers(config))
-
-
-def _leftovers(config: Config) -> tuple[str, ...]:
-    """Returns a notice if other runs that no process uses take room on the drives. They are never deleted here."""
-    runs = other_runs(config.drives, config.offload.run)
-    if not runs:
-        return ()
-    shown = ", ".join(f"{run.path} ({format_size(run.nbytes)})" for run in runs[:_SHOWN])
-    more = f" and {len(runs) - _SHOWN} more" if len(runs) > _SHOWN else ""
-    are = "other run that no process uses takes" if len(runs) == 1 else "other runs that no process uses take"
-    return (
-        Remark(
-            f"{len(runs)} {are} {format_size(sum(run.nbytes for run in runs))}: {shown}{more}; "
-            f"`{shell_command('inspect', runs[0].path.parent)}` describes them, `offload rm` deletes one"
-        ),
-    )
-
-
-def check_fits(progress: Snapshot, model: nn.Module, optimizer: Optimizer) -> None:
-    """Raises `StoreError` if buffers, further entries of the state dict or parameter groups differ from the run's."""
-    shapes = {name: list(buffer.shape) for name, buffer in persistent_buffers(model).items()}
-    theirs = {name: list(buffer.shape) for name, buffer in progress.buffers.items()}
-    if shapes != theirs:
-        name = next(name for name in {**shapes, **theirs} if shapes.get(name) != theirs.get(name))
-        raise StoreError(f"buffer {name} has shape {theirs.get(name)} in the run and {shapes.get(name)} in this model")
-    ModuleEntries(model, commits=False).check_fits(progress.entries, "the run")
-    if len(progress.facts["groups"]) != len(optimizer.param_groups):
-        raise StoreError(
-            f"the run contains {count_of(len(progress.facts['groups']), 'group')} of parameters, this optimizer "
-            f"contains {len(optimizer.param_groups)}"
-        )
-
 
 # -- plan ----------------------------------------------------------------------------------------------
 
@@ -706,24 +172,61 @@ def decide(
     """
     mesh, everyone = world.ranks.mesh, world.everyone
     # What needs no other rank comes first, so that its error is the one that is reported.
-    check_alone(config, model, world)
+    _check_alone(config, model, world)
     tiled_mlps = choose_mlps(model, config.offload.tile_mlp)
     mode, buffers = mode_of(config, rule.name), buffer_dtype(config)
     division = division_of(config, rule.name)
-    if world.divides_model:  # refused if the config names weights: `check_alone`
+    if world.divides_model:  # refused if the config names weights: `_check_alone`
         division = dataclasses.replace(division, keep_in_fp32=())
     units, stacks, experts = divide(model, division)
     stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, rows_of(stacks), units.in_fp32)
     layouts = laid_out_for(layouts_of(model, units, mesh.shards, kept_states, stored, matrices), mode, mesh.shards)
-    tiles = tile_notices(model, tiled_mlps, config.offload.tile_mlp)
-    more = (*frozen_notices(config.offload.frozen, layouts, mode.weight_dtype.itemsize), *experts, *tiles)
-    check_batch_norm(model, mode, device.torch, buffers, units.in_fp32)
-    check_same(world, config, batch, mode, layouts, model, rule.facts(device))
+    _check_batch_norm(model, mode, device.torch, buffers, units.in_fp32)
+    # Before the disks are inspected: ranks with different configs would look for different runs.
+    _check_same(world, config, batch, mode, layouts, model, rule.facts(device))
+
+    # The tiers of the states, by the memory that is free: the ranks of one machine divide it evenly.
     device_kernels, why_not = _device_kernels(device)
     images = () if find_images is None else find_images(layouts, mode)
-    request = _request(config, layouts, rule.name, batch, device, world, device_kernels, images)
-    memory, former_run = _with_disks(place_states(request), everyone)
-    schedule, schedule_notices = _schedule(config, batch, model, memory, request.machine, everyone)
+    machine = Machine(
+        free_host=free_host_memory() // everyone.here,
+        free_device=device.free_bytes(),
+        host_addressable=device.host_addressable,
+        # Units that are not read from the model's files stay in host memory: without swap files there is no store.
+        drives=bool(config.drives) and not images,
+        other_engines=process_memory().needed_bytes,
+        device_kernels=device_kernels,
+    )
+    placed = place_states(
+        MemoryRequest(
+            config=config,
+            layouts=layouts,
+            optimizer=rule.name,
+            accumulation=batch.accumulation,
+            machine=machine,
+            rank=world.ranks.shard,
+            world_size=mesh.shards,
+            replicas=mesh.replicas,
+            images=images,
+        )
+    )
+
+    # The run on the drives. Tiers may differ between ranks with different free memory, but either all have a store or
+    # none. One rank's drive may be empty, if a kill interrupted the first start: `assemble` decides by the commits.
+    on_disk = any(everyone.share(placed.placement.on_disk and not images))
+    resumes_here, replaced = _resume(config, on_disk)
+    resume = any(everyone.share(resumes_here))
+    # Room is measured only if it can change the result.
+    wanted = wanted_slots(placed, on_disk=on_disk, resume=resume)
+    memory = plan_memory(placed, wanted, _no_room(placed, everyone) if wanted.depends_on_room else None)
+
+    schedule, schedule_notices = _schedule(config, batch, model, memory, machine, everyone)
+    notices = (*config.notices, *memory.notices, *why_not)
+    if everyone.rank == 0:  # every rank finds the same run, and one notice is enough
+        folders = _about_folders(config)
+        notices = (*config.notices, *_mesh_notices(mesh), *replaced, *memory.notices, *why_not, *folders)
+    frozen = frozen_notices(config.offload.frozen, layouts, mode.weight_dtype.itemsize)
+    tiles = tile_notices(model, tiled_mlps, config.offload.tile_mlp)
     return Plan(
         config=config,
         batch=batch,
@@ -737,36 +240,12 @@ def decide(
         slots=memory.slots,
         buffer_dtype=buffers,
         commit_every=memory.commit_every,
-        resume=former_run.resume,
-        replace=config.offload.resume == "restart" or bool(former_run.replaced),
+        resume=resume,
+        replace=config.offload.resume == "restart" or bool(replaced),
         device_kernels=device_kernels,
         tiled_mlps=tiled_mlps,
         schedule=schedule,
-        notices=(*_notices(config, former_run, memory, why_not, everyone, mesh), *more, *schedule_notices),
-        images=images,
-    )
-
-
-def _request(
-    config: Config,
-    layouts: tuple[UnitLayout, ...],
-    optimizer: str,
-    batch: Batch,
-    device: Device,
-    world: World,
-    device_kernels: bool,
-    images: tuple[UnitImage | None, ...],
-) -> MemoryRequest:
-    return MemoryRequest(
-        config=config,
-        layouts=layouts,
-        optimizer=optimizer,
-        accumulation=batch.accumulation,
-        # Units that are not read from the model's files stay in host memory: without swap files there is no store.
-        machine=_machine(device, world.everyone, device_kernels, bool(config.drives) and not images),
-        rank=world.ranks.shard,
-        world_size=world.ranks.mesh.shards,
-        replicas=world.ranks.mesh.replicas,
+        notices=(*notices, *frozen, *experts, *tiles, *schedule_notices),
         images=images,
     )
 
@@ -810,27 +289,6 @@ def _schedule(
     return choice, (Remark(line),)
 
 
-def _notices(
-    config: Config,
-    former_run: FoundRun,
-    memory: MemoryPlan,
-    why_not: tuple[str, ...],
-    everyone: Ranks,
-    mesh: Mesh,
-) -> tuple[str, ...]:
-    if everyone.rank:
-        # Every rank finds the same run, and one notice is enough.
-        return (*config.notices, *memory.notices, *why_not)
-    return (
-        *config.notices,
-        *_mesh_notices(mesh),
-        *former_run.replaced,
-        *memory.notices,
-        *why_not,
-        *about_folders(config),
-    )
-
-
 def _mesh_notices(mesh: Mesh) -> tuple[str, ...]:
     if mesh.replicas == 1:
         return ()
@@ -839,27 +297,6 @@ def _mesh_notices(mesh: Mesh) -> tuple[str, ...]:
     if mesh.shards == 1:
         line = "gradients are added up over all ranks; ZeRO stages 1 to 3 without mics_shard_size divide all of them"
     return (Remark(f"{mesh}: each rank has {part} of the weights, gradients and states; {line}"),)
-
-
-def _with_disks(placed: PlacedStates, ranks: Ranks) -> tuple[MemoryPlan, FoundRun]:
-    config = placed.request.config
-    former_run = find_run(config, placed.placement.on_disk and not placed.request.images, ranks)
-    # Room is measured only if it can change the result.
-    wanted = wanted_slots(placed, on_disk=former_run.on_disk, resume=former_run.resume)
-    full = no_room(config, placed, ranks) if wanted.depends_on_room else None
-    return plan_memory(placed, wanted, full), former_run
-
-
-def _machine(device: Device, ranks: Ranks, device_kernels: bool, drives: bool) -> Machine:
-    return Machine(
-        # The ranks of one machine divide its free memory evenly.
-        free_host=free_host_memory() // ranks.here,
-        free_device=device.free_bytes(),
-        host_addressable=device.host_addressable,
-        drives=drives,
-        other_engines=process_memory().needed_bytes,
-        device_kernels=device_kernels,
-    )
 
 
 def _device_kernels(device: Device) -> tuple[bool, tuple[str, ...]]:
@@ -877,17 +314,14 @@ def _device_kernels(device: Device) -> tuple[bool, tuple[str, ...]]:
     return False, (f"{slower}: {why_not}",)
 
 
-def _durability(plan: Plan) -> str:
-    if not plan.commit_every:
-        return ""
-    often = "each step" if plan.commit_every == 1 else f"every {plan.commit_every} steps"
-    without = plan.placement.store(plan.parts, 1).nbytes
-    return f" (durable {often}; {format_size(without)} with durability none)"
-
-
 def summary(plan: Plan) -> str:
     """Returns one line about the tier and the size of each kind of state; without states if nothing trains."""
     placement = plan.placement
+    durable = ""
+    if plan.commit_every:
+        often = "each step" if plan.commit_every == 1 else f"every {plan.commit_every} steps"
+        without = placement.store(plan.parts, 1).nbytes
+        durable = f" (durable {often}; {format_size(without)} with durability none)"
     stored = placement.store(plan.parts, plan.slots).nbytes
     states, clipped = "", ""
     if any(plan.parts.trainable_numel):
@@ -900,5 +334,482 @@ def summary(plan: Plan) -> str:
     return Headline(
         f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}{states}; "
         f"host {format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
-        f"{format_size(stored)}{_durability(plan)}{clipped}"
+        f"{format_size(stored)}{durable}{clipped}"
     )
+
+
+# -- checks --------------------------------------------------------------------------------------------
+#
+# Checks of a model before an engine takes it over, and of the equality of all ranks' arguments.
+
+
+def _check_alone(config: Config, model: nn.Module, world: World) -> None:
+    """Checks what a rank can check without the others.
+
+    Raises:
+        ConfigError: If the model, a tier or a folder for swap files cannot be used.
+    """
+    check_model(model)
+    # Data-parallel ranks have inputs of their own: there is nothing to partition, in DeepSpeed either.
+    if config.activation_checkpointing.partition_activations and world.tensor_size > 1:
+        raise ConfigError(
+            "activation_checkpointing.partition_activations divides an input over the ranks of a model-parallel group, "
+            f"of which this run has {world.tensor_size}; that is not supported: leave it out, and set "
+            '"activations" to "cpu" in the "offload" block to free device memory'
+        )
+    names = config.offload.keep_in_fp32
+    if world.divides_model and config.dtype != "fp32" and names != "auto" and names:
+        raise ConfigError(
+            f'"keep_in_fp32" names {names[0]}, but tensor parallelism and pipelines have all weights in one dtype: '
+            "leave the key out, or train with ZeRO alone"
+        )
+    check_tier(config.activation_tier, bool(config.drives))
+    if config.wants_store or config.activation_tier not in (None, "device"):
+        check_folders(config.drives)
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises `ConfigError` or `UsageError` if an engine cannot take over `model`."""
+    # No values yet, or complex ones, which a cast would make real.
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ConfigError(
+                f"parameter {name} belongs to a lazy module and has no shape yet: call the model once with a batch "
+                "before offload.initialize"
+            )
+        if parameter.is_complex():
+            raise ConfigError(
+                f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, and offload stores real numbers; "
+                "make the parameter of torch.view_as_real(values), and use torch.view_as_complex(parameter.float()) in "
+                "the forward (complex buffers stay as they are)"
+            )
+    # An embedding with `max_norm` changes its own weight in its forward.
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ConfigError(
+                f"{name or 'the model'} is an embedding with max_norm={module.max_norm:g}, which changes its weight in "
+                "each forward; set max_norm to None, and shorten long rows between steps, under torch.no_grad()"
+            )
+    _check_quantized(model)
+    check_shared_memory(model)
+    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if lost:
+        raise ConfigError(
+            f"buffer {lost[0]} is on the meta device, so its values are gone; build the model inside offload.init, "
+            "which leaves buffers real, but a module that computes buffers from weights (spectral_norm, pruning) "
+            "outside of it, on the CPU"
+        )
+    sparse = next(
+        (name for name, buffer in persistent_buffers(model).items() if buffer.layout is not torch.strided), None
+    )
+    if sparse is not None:
+        raise ConfigError(
+            f"buffer {sparse} is sparse, and files hold dense tensors: register it with persistent=False where the "
+            "constructor makes its values, or register its indices and values"
+        )
+    left = next((name for name, parameter in model.named_parameters() if is_dtensor(parameter)), None)
+    if left is not None:
+        raise ConfigError(
+            f"parameter {left} is a DTensor, which offload.initialize takes alone: give this call a model before "
+            "parallelize_module"
+        )
+    _check_absent(model)
+    if any(isinstance(parameter, PagedParameter) or is_under_engine(parameter) for parameter in model.parameters()):
+        raise UsageError(
+            "this model is under an engine already, and destroy() does not restore its weights: build a new model"
+        )
+
+
+def _check_quantized(model: nn.Module) -> None:
+    """Raises `ConfigError` if a quantized parameter is not quantized yet, or shall train."""
+    named = dict(model.named_parameters())
+    waiting = [name for name, parameter in named.items() if waits_for_quantization(parameter)]
+    if waiting:
+        raise ConfigError(
+            f"{count_of(len(waiting), 'weight is', 'weights are')} of a class of bitsandbytes and not quantized yet, "
+            f'the first is {waiting[0]}: move the model to a device, model.to("cpu") for one, before offload.initialize'
+        )
+    packed = [name for name, parameter in named.items() if is_packed(parameter)]
+    if packed:
+        raise ConfigError(
+            f"{count_of(len(packed), 'weight was', 'weights were')} packed for the CPU by bitsandbytes, as the model "
+            f"ran in evaluation mode, the first is {packed[0]}; load the model anew and call offload.initialize "
+            "before the model runs"
+        )
+    training = [
+        name
+        for name, parameter in named.items()
+        if parameter.requires_grad and (is_of_bitsandbytes(parameter) or inner_tensors(parameter) is not None)
+    ]
+    if training:
+        raise ConfigError(
+            f"{count_of(len(training), 'parameter that shall train is', 'parameters that shall train are')} quantized, "
+            f"the first is {training[0]}; offload trains bf16, fp16 and fp32 weights: freeze quantized ones by "
+            "requires_grad_(False) and train adapters on them, or give the model before quantization"
+        )
+
+
+def _check_absent(model: nn.Module) -> None:
+    """Raises `ConfigError` if a parameter has lost its values, or its shape differs from its file's.
+
+    Values are also lost in a module that is made from another module's weights before these are read.
+    """
+    named = dict(model.named_parameters())
+    lost = [name for name, parameter in named.items() if parameter.is_meta and not is_deferred(parameter)]
+    if lost and any(map(is_deferred, named.values())):
+        raise ConfigError(
+            f"parameter {lost[0]} was put on the meta device outside of offload.init and load_pretrained, or computed "
+            "from another parameter inside, so its values are gone; create the parameter on the CPU, or inside of "
+            "offload.init; build a model that computes parameters from others outside of it"
+        )
+    for name, parameter in named.items():
+        origin = origin_of(parameter)
+        if origin is not None and origin.shape != tuple(parameter.shape):
+            raise ConfigError(
+                f"parameter {name} has shape {list(parameter.shape)} now, but load_pretrained found shape "
+                f"{list(origin.shape)} in the folder; resize the model before its folder is written, or build the "
+                "model in its new size and load with ignore_mismatched_sizes=True"
+            )
+
+
+def _check_batch_norm(
+    model: nn.Module,
+    mode: Mode,
+    device: torch.device,
+    buffer_dtype: torch.dtype | None,
+    in_fp32: Collection[str] = (),
+) -> None:
+    """Raises `ConfigError` if a BatchNorm on the CPU has statistics in another dtype than its weights.
+
+    torch's CPU kernel refuses them too, but only in the first forward.
+    """
+    if device.type != "cpu":
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and isinstance(module.running_mean, torch.Tensor):
+            # `buffer_dtype` is applied when the engine takes the model over, so it decides if given.
+            have = buffer_dtype or module.running_mean.dtype
+            dtype = torch.float32 if f"{name}.weight" in in_fp32 else mode.weight_dtype
+            if module.weight is not None and have != dtype:
+                raise ConfigError(
+                    f"{name} is a BatchNorm, whose statistics are {have} and whose weights are {dtype}, which torch "
+                    f'cannot compute with on the CPU; set "data_types": {{"buffer_dtype": "{dtype_name(dtype)}"}}'
+                )
+
+
+def _check_same(
+    world: World,
+    config: Config,
+    batch: Batch,
+    mode: Mode,
+    layouts: Sequence[UnitLayout],
+    model: nn.Module,
+    facts_of_rule: Mapping[str, Any],
+) -> None:
+    """Raises `ConfigError`, on every rank, if config or model of two processes differ. Collective."""
+    if world.everyone.size == 1:
+        return
+    # Facts that decide the layout, the collectives or the numbers. Values of weights and buffers are not among them:
+    # all ranks receive those of rank 0. Paths may differ: each machine has its own drives.
+    facts = {
+        "batch": list(batch),
+        "weights": config.weight_tier,
+        "states": config.optimizer_tier,
+        "mode": mode.name,
+        "accumulation dtype": config.data_types.grad_accum_dtype,
+        "clip": config.gradient_clipping,
+        "torch_autocast": config.torch_autocast.model_dump(),
+        "auto_cast": config.casts_inputs is not False,
+        "fp16": config.fp16.model_dump(exclude={"auto_cast"}) if config.dtype == "fp16" else None,
+        "buffer_dtype": config.data_types.buffer_dtype,
+        "seed": config.offload.seed,
+        "on_nonfinite": config.offload.on_nonfinite,
+        # The columns of tensor parallelism have runs of their own.
+        "run": config.offload.run.removesuffix(world.suffix),
+        "durability": repr(config.offload.durability),
+        "resume": config.offload.resume,
+        "blocks computed again": [
+            config.activation_tier is not None,
+            config.activation_checkpointing.number_checkpoints,
+        ],
+        "units": [layout.name for layout in layouts],
+        # Shards of tensor parallelism may differ in size.
+        "parameters": [
+            [
+                segment.name,
+                "sharded" if world.is_sharded(segment.parameter) else list(segment.shape),
+                segment.trainable,
+            ]
+            for layout in layouts
+            for segment in layout.segments
+        ],
+        "frozen": config.offload.frozen,
+        # What decides the order, the lengths and the dtypes of what ranks send.
+        **{name: getattr(config.zero_optimization, name) for name in _OF_COLLECTIVES},
+        "communication_data_type": config.communication_data_type,
+        "schedule": config.offload.schedule,
+        **facts_of_rule,
+        "quantized weights": [[s.name, s.kind, *s.inner] for layout in layouts for s in layout.segments if s.inner],
+        "buffers": [[name, str(b.dtype), list(b.shape)] for name, b in model.named_buffers()],
+        "weights given": [name for name, parameter in model.named_parameters() if not parameter.is_meta],
+        "weights to be read": [
+            name for name, parameter in model.named_parameters() if origin_of(parameter) is not None
+        ],
+    }
+    # Every rank receives all facts and raises the same error, so that no rank waits for another.
+    everyone = world.everyone.share(facts)
+    for name in everyone[0]:
+        for rank, theirs in enumerate(everyone):
+            first = world.first_of_stage(rank) if name in _OF_LAYERS else 0
+            if theirs[name] != everyone[first][name]:
+                found, expected = _first_difference(theirs[name], everyone[first][name])
+                raise ConfigError(
+                    f"the {name} of rank {rank} and of rank {first} differ: {found}, not {expected}; "
+                    "give every rank the same model and config"
+                )
+
+
+_OF_COLLECTIVES = (
+    *("stage", "overlap_comm", "zero_hpz_partition_size"),
+    *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
+)
+"""Keys of ZeRO that decide what ranks send each other, and when."""
+_SHORT = 4
+"""Most items of a list that a message repeats in full."""
+_OF_LAYERS = (
+    *("blocks computed again", "units", "parameters", "quantized weights", "buffers"),
+    *("weights given", "weights to be read"),
+)
+"""Facts that differ between the stages of a pipeline."""
+
+
+def _first_difference(theirs: Any, own: Any) -> tuple[str, ...]:
+    """Returns two values that differ as short texts; of lists, the first items that differ."""
+    if isinstance(theirs, list) and isinstance(own, list) and max(len(theirs), len(own)) > _SHORT:
+        pairs = itertools.zip_longest(theirs, own, fillvalue="none more")
+        theirs, own = next((one, own_entry) for one, own_entry in pairs if one != own_entry)
+    return tuple(text if len(text) <= 100 else f"{text[:80]}…" for text in (str(theirs), str(own)))
+
+
+def check_groups(world: World, shards: FoundShards, device: torch.device) -> None:
+    """Raises `ConfigError` if the groups of tensor parallelism are not those that an engine forms."""
+    for name, form in shards.dtensors.items():
+        if form.mesh.device_type != device.type:
+            raise ConfigError(
+                f"parameter {name} is a DTensor on a mesh of {form.mesh.device_type}, and this engine computes on "
+                f'{device.type}: make the mesh by init_device_mesh("{device.type}", …)'
+            )
+    if not world.divides_model or shards.data_ranks is None:
+        return
+    column = world.ranks.members
+    if set(shards.data_ranks) != set(column):
+        raise ConfigError(
+            f"mpu= has the data-parallel group {list(shards.data_ranks)}; expected {list(column)}, the processes with "
+            "the same place in their groups of model parallelism"
+        )
+
+
+def check_tensor_parallel(
+    world: World,
+    mode: Mode,
+    layouts: Sequence[UnitLayout],
+    experts: bool,
+    tiled: bool,
+    codes: bool,
+) -> None:
+    """Raises `ConfigError` for features that tensor parallelism does not support."""
+    if world.tensor_size == 1:
+        return
+    segments = [segment for layout in layouts for segment in layout.segments]
+    whole = not mode.rule.elementwise
+    refused = (
+        (whole, "an optimizer that needs whole parameters", "take AdamW, Adam, Lion, Adagrad or SGD with a kernel"),
+        (any(segment.form or segment.inner for segment in segments), "quantized frozen weights", 'leave "frozen" out'),
+        (experts, "experts that are units of their own", 'name the class of their module in "units"'),
+        (tiled, "tiled MLPs", 'leave "tile_mlp" out'),
+        # A block may span a parameter that is divided and one that is whole, whose copies in a row would differ.
+        (codes, "codes of weights and gradients", 'leave the keys "zero_quantized_..." out'),
+    )
+    for holds, what, cure in refused:
+        if holds:
+            raise ConfigError(f"tensor parallelism does not go together with {what} here: {cure}")
+
+
+def check_nodes(config: Config, world: World) -> None:
+    """Raises `ConfigError` if the processes cannot be divided into nodes that keep a secondary partition."""
+    size = config.zero_optimization.zero_hpz_partition_size
+    if size == 1:
+        return
+    if world.divides_model:
+        raise ConfigError(
+            "zero_optimization.zero_hpz_partition_size divides all processes into nodes, and with tensor parallelism "
+            "or a pipeline not all of them share weights: leave it out"
+        )
+    check_node(size, world.ranks.size)
+
+
+# -- runs on the drives --------------------------------------------------------------------------------
+#
+# Inspection of the drives at the start: the run to resume or replace, room for two slots, leftovers of other runs.
+
+
+_COLUMN = re.compile(r"(?:-pp\d+of(\d+))?(?:-tp\d+of(\d+))?")
+"""End of the name of a run that is a column of a pipeline and of tensor parallelism."""
+_SHOWN = 5
+"""Number of names in a notice."""
+
+
+def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
+    """Returns True to resume, and a notice about the run that this start replaces."""
+    offload = config.offload
+    if not config.drives or not (on_disk or offload.wants_store):
+        return _resume_without_store(config), ()
+    status = run_status(config.drives, offload.run)
+    folder = os.path.join(config.drives[0], offload.run)
+    if status.exists and offload.resume in ("never", "restart"):
+        # A run in use must not be deleted under the process that trains it.
+        check_unused(Path(folder))
+        # A run that was closed may go; `check_replaced` asks later whether its last step was saved.
+        if not (status.closed or offload.resume == "restart"):
+            raise StoreError(
+                f"{folder} holds a run that did not end, or that was kept (--keep, destroy(remove=False)); resume the "
+                'run with "resume": "auto" in the "offload" block, or start over with "resume": "restart" there '
+                "(offload train: --resume auto, --resume restart), or delete the run with "
+                f"`{shell_command('rm', folder)}`, or choose another run name"
+            )
+        size = format_size(find_removal(Path(folder)).nbytes)
+        how = "which was closed at its end" if status.closed else "which did not end"
+        keeps = '"resume": "auto" would resume such a run, another run name keeps it'
+        return False, (f"the run in {folder} ({size}), {how}, is replaced; {keeps}",)
+    if status.finished is not None and not status.exists and offload.resume not in ("never", "restart"):
+        raise StoreError(
+            f"{folder} was finished at step {status.finished.get('steps')}, so no step is left to resume; choose "
+            'another run name, or start over with "resume": "never" in the "offload" block (offload train: '
+            "--resume never)"
+        )
+    if not status.exists and offload.resume == "must":
+        raise StoreError(f'"resume" is must, but {folder} holds no committed step')
+    return status.exists, ()
+
+
+def _resume_without_store(config: Config) -> bool:
+    """Returns True if a start that needs no store keeps that of the run it finds, and resumes it."""
+    offload = config.offload
+    # Nothing of such a run is committed, so no later start can resume it either.
+    if offload.resume == "must":
+        raise StoreError('"resume" is must, but this configuration keeps no store to resume from')
+    if offload.resume != "auto" or not config.drives or not run_status(config.drives, offload.run).exists:
+        return False
+    if offload.durability == "auto":
+        return True  # the machine has more memory now, or tiers changed: keep the store
+    raise StoreError(
+        f"{os.path.join(config.drives[0], offload.run)} contains a run, but this configuration keeps no "
+        'store: give the config the tiers of the run, or set "durability": "step", or choose another run name'
+    )
+
+
+def check_division(drives: Sequence[str], run: str, own: str, resume: str) -> None:
+    """Raises `StoreError` if a start would resume a run that is divided otherwise by tensor parallelism or a pipeline.
+
+    `own` is the end of the run's name that names this column, such as "-tp0of2" or "-pp0of2"; empty without.
+    """
+    if not drives or resume not in ("auto", "must"):
+        return
+    for folder in sorted(Path(drives[0]).glob(f"{run}*")):
+        end = folder.name.removeprefix(run)
+        # Columns of one grid have one size, and differ in their coordinate alone.
+        is_ours = _COLUMN.fullmatch(end) is not None
+        if not is_ours or _size(end) == _size(own) or not run_status(drives, folder.name).exists:
+            continue
+        raise StoreError(
+            f"{folder} is a run with {_size(end)}, and this start has {_size(own)}: resume with "
+            "the division that the run had, or choose another run name"
+        )
+
+
+def _size(end: str) -> str:
+    """Returns the sizes of the pipeline and of tensor parallelism that the end of a run's name states, in words."""
+    match = _COLUMN.fullmatch(end)
+    assert match is not None, "the names of other runs were left out"
+    pipeline, tensor = match.groups()
+    tensors = f"tensor parallelism of {tensor}" if tensor else "no tensor parallelism"
+    return f"a pipeline of {pipeline} and {tensors}" if pipeline else tensors
+
+
+def _no_room(placed: PlacedStates, ranks: Ranks) -> str | None:
+    """Returns a notice if the drives of any rank have no room for two slots, else None. Collective."""
+    drives = placed.request.config.drives
+    shortages = ranks.share(find_shortage(drives, placed.two_slots_nbytes * ranks.here))
+    short = next((Shortage(*shortage) for shortage in shortages if shortage is not None), None)
+    if short is None:
+        return None
+    return (
+        f"durability none: two slots need {format_size(short.need)}, {short.path} has {format_size(short.free)} free; "
+        "one slot is used and overwritten in place, so a killed run cannot be resumed"
+    )
+
+
+def check_replaced(folder: Path, spec: StoreSpec, job: Mapping[str, Any]) -> None:
+    """Checks that nothing is lost if this start replaces the run in `folder`, which was closed at its end.
+
+    Nothing is if the user has saved the last step, or if this start does the same job: it makes the run again.
+
+    Raises:
+        StoreError: if the run was another job, or if that is unknown. Nothing was changed.
+    """
+    note = read_closed(folder)
+    if note is None or note.get("saved"):
+        return
+    manifest = next(
+        (run_folder.manifest for run_folder in map(look, rank_folders(folder)) if run_folder.manifest is not None), None
+    )
+    layout = "its manifest cannot be read" if manifest is None else layout_difference(spec, manifest.spec)
+    differences = [str(Differences(note.get("job", {}), job)), layout or ""]
+    if "job" not in note:
+        differences = [f"its note {CLOSED} does not say what it was"]
+    if not any(differences):
+        return
+    raise StoreError(
+        f"{folder} holds a run that ended at step {note.get('steps', '?')} and that nothing has saved since, such as "
+        f"save_checkpoint or save_pretrained, and this start is another job: {', '.join(filter(None, differences))}. "
+        'Give this start another run name ("run" in the "offload" block, offload train: --run) or another nvme_path, '
+        'or replace the run with "resume": "restart" there (--resume restart). '
+        f"`{shell_command('export', folder, 'FOLDER')}` writes its weights, and any start may then replace it"
+    )
+
+
+def _about_folders(config: Config) -> tuple[str, ...]:
+    """Returns warnings of folders that may be on the wrong drive, and a notice of other runs in them.
+
+    Runs that no process uses take room. They are never deleted here.
+    """
+    misplaced = [line for line in folder_notices(config.drives) if not isinstance(line, Remark)]
+    lines = misplaced if config.wants_store else []
+    runs = other_runs(config.drives, config.offload.run)
+    if not runs:
+        return tuple(lines)
+    shown = ", ".join(f"{run.path} ({format_size(run.nbytes)})" for run in runs[:_SHOWN])
+    more = f" and {len(runs) - _SHOWN} more" if len(runs) > _SHOWN else ""
+    are = "other run that no process uses takes" if len(runs) == 1 else "other runs that no process uses take"
+    return (
+        *lines,
+        Remark(
+            f"{len(runs)} {are} {format_size(sum(run.nbytes for run in runs))}: {shown}{more}; "
+            f"`{shell_command('inspect', runs[0].path.parent)}` describes them, `offload rm` deletes one"
+        ),
+    )
+
+
+def check_fits(progress: Snapshot, model: nn.Module, optimizer: Optimizer) -> None:
+    """Raises `StoreError` if buffers, further entries of the state dict or parameter groups differ from the run's."""
+    shapes = {name: list(buffer.shape) for name, buffer in persistent_buffers(model).items()}
+    theirs = {name: list(buffer.shape) for name, buffer in progress.buffers.items()}
+    if shapes != theirs:
+        name = next(name for name in {**shapes, **theirs} if shapes.get(name) != theirs.get(name))
+        raise StoreError(f"buffer {name} has shape {theirs.get(name)} in the run and {shapes.get(name)} in this model")
+    ModuleEntries(model, commits=False).check_fits(progress.entries, "the run")
+    if len(progress.facts["groups"]) != len(optimizer.param_groups):
+        raise StoreError(
+            f"the run contains {count_of(len(progress.facts['groups']), 'group')} of parameters, this optimizer "
+            f"contains {len(optimizer.param_groups)}"
+        )

@@ -27,7 +27,7 @@ EXTRA_STATE = "_extra_state"
 """torch's name of the entry of `get_extra_state` in a module."""
 
 
-class Part(NamedTuple):
+class SavedPart(NamedTuple):
     """Consecutive elements of a parameter or a buffer."""
 
     source: str
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 class SavedState:
     """Entries of a state dict, in its order."""
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, SavedPart]
     others: Mapping[str, Any]
     """Entries that are no part of a parameter or buffer, such as those of `get_extra_state`."""
     computed: str | None
@@ -91,7 +91,7 @@ def saved_state(model: nn.Module, also: Any = None) -> SavedState:
             for path, module in model.named_modules(remove_duplicate=False)
             if any(map(_is_quantized, module.parameters(recurse=False)))
         )
-        parts: dict[str, Part] = {}
+        parts: dict[str, SavedPart] = {}
         plain: dict[str, Any] = {}
         computed = None
         for name, value in state.items():
@@ -103,7 +103,7 @@ def saved_state(model: nn.Module, also: Any = None) -> SavedState:
             if part is not None:
                 parts[name] = part
             elif buffer is not None and _same_view(value, buffer):
-                parts[name] = Part(source, 0, tuple(value.shape))
+                parts[name] = SavedPart(source, 0, tuple(value.shape))
             elif value.is_meta:
                 computed = computed or f"entry {name} of its state_dict() is computed from weights"
             else:
@@ -113,12 +113,12 @@ def saved_state(model: nn.Module, also: Any = None) -> SavedState:
     return SavedState(parts=parts, others=plain, computed=computed)
 
 
-def _part(value: torch.Tensor, sources: Mapping[int, tuple[str, torch.Tensor]]) -> Part | None:
+def _part(value: torch.Tensor, sources: Mapping[int, tuple[str, torch.Tensor]]) -> SavedPart | None:
     """Returns the elements of a stand-in that a tensor on meta consists of; None if they are not consecutive."""
     source = sources.get(storage_key(value))
     if source is None or value.dtype != source[1].dtype or not value.is_contiguous():
         return None
-    return Part(source[0], int(value.storage_offset()), tuple(value.shape))
+    return SavedPart(source[0], int(value.storage_offset()), tuple(value.shape))
 
 
 def _same_view(value: torch.Tensor, buffer: torch.Tensor) -> bool:

@@ -156,12 +156,24 @@ def initialize(
                 # From now on the weights leave the model, and no error could bring them back.
                 taken.keep()
                 schedule, notices = build_optimizer.choose_scheduler(settings.scheduler, lr_scheduler, groups)
-                notices = (*plan.notices, *notices, *groups.notices(), *_unused(settings, optimizer))
+                notices = (*plan.notices, *notices, *groups.rule.notices())
+                if optimizer is not None and settings.optimizer is not None:  # the user's wins, as in DeepSpeed
+                    unused = settings.optimizer.type
+                    notices += (f"the optimizer {unused} of the config is not used, because optimizer= is given",)
                 plan = dataclasses.replace(plan, notices=notices)
-                loader = _loader(plan, training_data, collate_fn)
+                loader: Loader | None = None
+                if training_data is not None:
+                    rows = batch.micro, world.data_rank, world.data_ranks
+                    seed, drop_last = settings.offload.seed, settings.dataloader_drop_last
+                    loader = load(training_data, *rows, seed, collate_fn, device.torch, drop_last)
                 engine = assemble(plan, model, groups, Engine, schedule, loader)
             release_heap()  # the model's first weights were made and freed unit by unit
-            _announce(engine, plan)
+            if world.everyone.rank == 0:
+                warn_if_slow(settings, device.torch, plan.resume)
+                logger.info(effective(settings, batch, world.data_ranks))
+                for notice in engine.notices:
+                    announce(notice)
+                logger.debug("the complete config: %s", json.dumps(engine.config, indent=2))
             # A step of another optimizer on these parameters would have no effect, so it raises from now on.
             refuse_others()
             return Initialized(engine, groups, loader, schedule)
@@ -214,44 +226,15 @@ def make_plan(
     check_tensor_parallel(world, plan.mode, plan.layouts, experts, bool(plan.tiled_mlps), codes)
     check_units(world.sequence.size, experts)
     world = dataclasses.replace(world, node=form_node(world.ranks, plan.parts.secondary))
-    plan = dataclasses.replace(plan, sites=tuple(sites), world=world)
     ModuleEntries(model, commits=bool(plan.commit_every))  # what no commit could contain is refused
-    lines = (*_as_trained(plan, model), *_as_saved(plan, model), *let_segments_grow(config.offload.device))
-    return dataclasses.replace(plan, notices=(*plan.notices, *lines))
-
-
-def _unused(config: Config, optimizer: Any) -> tuple[str, ...]:
-    """Returns a notice if the user's optimizer wins over that of the config, as in DeepSpeed."""
-    if optimizer is None or config.optimizer is None:
-        return ()
-    return (f"the optimizer {config.optimizer.type} of the config is not used, because optimizer= is given",)
-
-
-def _loader(
-    plan: Plan, training_data: Dataset[Any] | None, collate_fn: Callable[[list[Any]], Any] | None
-) -> Loader | None:
-    if training_data is None:
-        return None
-    config, world = plan.config, plan.world
-    return load(
-        training_data,
-        plan.batch.micro,
-        world.data_rank,
-        world.data_ranks,
-        config.offload.seed,
-        collate_fn,
-        plan.device.torch,
-        config.dataloader_drop_last,
-    )
-
-
-def _announce(engine: Engine, plan: Plan) -> None:
-    if plan.world.everyone.rank == 0:
-        warn_if_slow(plan.config, plan.device.torch, plan.resume)
-        logger.info(effective(plan.config, plan.batch, plan.world.data_ranks))
-        for notice in engine.notices:
-            announce(notice)
-        logger.debug("the complete config: %s", json.dumps(engine.config, indent=2))
+    notices = (*plan.notices, *_as_trained(plan, model))
+    if world.divides_model and saved_names(model) is not None:
+        notices += (
+            f"{type(model).__name__} saves entries of its own, or under names of its own: with tensor parallelism or a "
+            "pipeline, model files and exports have the names of the parameters, and no other entries",
+        )
+    notices += let_segments_grow(config.offload.device)
+    return dataclasses.replace(plan, sites=tuple(sites), world=world, notices=notices)
 
 
 def _of_a_column(loaded: Config, world: World, one_at_a_time: bool) -> Config:
@@ -288,16 +271,6 @@ def _check_same_data(everyone: Ranks, data: Any) -> None:
                 f"training_data= contains {count_of(counted[first], 'sample')} on rank {first} and {length} on rank "
                 f"{rank}: give every rank the same data set, of which the loader takes each rank's own rows"
             )
-
-
-def _as_saved(plan: Plan, model: nn.Module) -> tuple[str, ...]:
-    """Returns a notice if a model that is divided among processes is not saved as its class says."""
-    if not plan.world.divides_model or saved_names(model) is None:
-        return ()
-    return (
-        f"{type(model).__name__} saves entries of its own, or under names of its own: with tensor parallelism or a "
-        "pipeline, model files and exports have the names of the parameters, and no other entries",
-    )
 
 
 def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:

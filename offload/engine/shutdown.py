@@ -30,7 +30,6 @@ from offload.engine.state import TrainingState
 from offload.errors import OffloadError, UsageError
 from offload.interrupts import restore_signals
 from offload.notices import announce, exception_line, shell_command
-from offload.swapper.store import Store
 
 # -- exit status ---------------------------------------------------------------------------------------
 #
@@ -46,6 +45,7 @@ class _Exit:
         functools.update_wrapper(self, exit)
         self._exit = exit
         self.failure = ""
+        """The exception that was handled when the script called `sys.exit` with a failure, or that call; or empty."""
 
     def __call__(self, status: Any = None, /) -> NoReturn:
         done = status is None or (isinstance(status, int) and status == 0)
@@ -56,26 +56,11 @@ class _Exit:
 
 
 @functools.cache
-def _watched() -> _Exit:
+def watched_exit() -> _Exit:
     """Replaces `sys.exit`, once. It stays replaced, since others may wrap it later."""
     watched = _Exit(sys.exit)
     sys.exit = watched
     return watched
-
-
-def watch() -> None:
-    """Begins to remember failures of this process."""
-    _watched()
-
-
-def exit_failure() -> str:
-    """Returns the exception that was handled when `sys.exit` was called with a failure, or that call; empty if none."""
-    return _watched().failure
-
-
-def forget() -> None:
-    """Forgets a failure: the script has caught the `SystemExit`, and goes on."""
-    _watched().failure = ""
 
 
 # -- shutdown ------------------------------------------------------------------------------------------
@@ -107,7 +92,7 @@ class Shutdown:
         self._ended_child: BaseException | None = None
         """The exception that ends this child of `multiprocessing`."""
         atexit.register(self.at_exit)
-        watch()
+        self._exit = watched_exit()
         self._look_at_end: Finalize | None = None
         if multiprocessing.parent_process() is not None:
             # Its child prints an exception itself, or hands it to the parent, and ends as if there were none. It calls
@@ -123,7 +108,7 @@ class Shutdown:
 
     def go_on(self) -> None:
         """Learns that the script goes on: one that has called `sys.exit` has caught its `SystemExit`."""
-        forget()
+        self._exit.failure = ""
 
     @property
     def resumable(self) -> str | None:
@@ -182,7 +167,7 @@ class Shutdown:
             return
         # `sys.last_value` is set by now if an exception ends this process. The other ranks are not served then: they
         # learn from the lost connection, rather than waiting for a rank that fails.
-        failure = _line(getattr(sys, "last_value", self._ended_child)) or exit_failure()
+        failure = _line(getattr(sys, "last_value", self._ended_child)) or self._exit.failure
         try:
             self._explain(failure)
             self._end(remove=False, meet=not failure, keep=bool(failure))
@@ -216,11 +201,36 @@ class Shutdown:
         """
         if self._closed or os.getpid() != self._pid:
             return
+        components, world = self._components, self._components.world
         finished = False
         try:
-            if self._alive and not self._components.pager.failed:
-                self._finish()
-                self._end_together(remove, meet, facts)
+            if self._alive and not components.pager.failed:
+                self._enter()
+                # update thread: its updates and a commit that is due come first. A commit of edits would otherwise name
+                # slots that are being written.
+                if components.update_worker is not None:
+                    components.update_worker.come_to_rest()
+                # Processes of a grid meet in each step, but not at an edit. So one may have ended before its last
+                # commit, and another one, which commits edits now, would be two commits ahead: no resume could go back
+                # to the first's.
+                self._commit(edits=not world.divides_model)
+                if meet:  # otherwise an exception ends this rank, whose run stays: nothing is agreed
+                    if remove or not (world.ranks.lost or components.agreement.interrupted):
+                        # other ranks: each serves gathers and reductions until all have come here, so the wait ends
+                        # when the last one does, or is lost.
+                        components.agreement.end(remove)
+                        if world.divides_model and not world.everyone.lost:
+                            world.end(remove)
+                            if not remove:
+                                self._commit(edits=True)
+                        if remove:
+                            # The note marks stores as leftovers, so it exists before any is deleted.
+                            self._noted = True
+                            if components.store is not None and world.ranks.rank == 0:
+                                components.store.note_end({"steps": self._state.global_steps, **(facts or {})})
+                            world.ranks.share(None, "delete its store")
+                    else:
+                        world.ranks.look()  # names a lost rank now: a launcher's signal may end this process next
                 finished = True
                 if not remove:
                     self._report_end(keep)
@@ -228,41 +238,7 @@ class Shutdown:
             self._alive = False
             self._close(remove and finished, notes=facts is None)
 
-    def _end_together(self, remove: bool, meet: bool, facts: Mapping[str, Any] | None) -> None:
-        """Ends together with the processes that can be reached, and leaves the note of a removed run.
-
-        The arguments are those of `_end`.
-        """
-        ranks, agreement = self._components.world.ranks, self._components.agreement
-        if not meet:  # an exception ends this rank, whose run stays: nothing is agreed
-            return
-        if remove or not (ranks.lost or agreement.interrupted):
-            agreement.end(remove)
-            self._meet_all(remove)
-            if remove:  # the note marks stores as leftovers, so it exists before any is deleted
-                self._note_end(facts or {})
-                ranks.share(None, "delete its store")
-        else:
-            ranks.look()  # names a lost rank in the log now: a launcher's signal may end this process next
-
-    def _meet_all(self, remove: bool) -> None:
-        """Waits until every process of a grid is about to close its engine, and commits edits then; see `_end`."""
-        world = self._components.world
-        if world.divides_model and not world.everyone.lost:
-            world.end(remove)
-            if not remove:
-                self._commit(edits=True)
-
     # -- finishing ----------------------------------------------------------------------------------
-
-    def _finish(self) -> None:
-        """Completes and commits pending updates and edits."""
-        self._enter()
-        if self._components.update_worker is not None:
-            self._components.update_worker.come_to_rest()
-        # Processes of a grid meet in each step, but not at an edit. So one may have ended before its last commit, and
-        # another one, which commits edits now, would be two commits ahead: no resume could go back to the first's.
-        self._commit(edits=not self._components.world.divides_model)
 
     def _commit(self, edits: bool) -> None:
         """Commits steps that the durability setting left uncommitted and, with `edits`, edits since the last step."""
@@ -276,8 +252,7 @@ class Shutdown:
     def _report_end(self, keep: bool) -> None:
         """Reports, on the first rank, the run that is left on the disk.
 
-        Args:
-            keep: False to note on the disk that a later start may replace the run.
+        Without `keep` a note there says that a later start may replace the run.
         """
         store = self._components.store
         if self._components.world.ranks.rank != 0:
@@ -292,18 +267,8 @@ class Shutdown:
                 keep = True
         self._report_run(keep)
 
-    def _note_end(self, facts: Mapping[str, Any]) -> None:
-        """Writes a note that the run has ended. The first rank writes for all."""
-        self._noted = True
-        if self._components.store is not None and self._components.world.ranks.rank == 0:
-            self._components.store.note_end({"steps": self._state.global_steps, **facts})
-
     def _report_run(self, keep: bool) -> None:
-        """Reports the run folder and what the next start does with it; nothing if the run cannot be resumed.
-
-        Args:
-            keep: True if a start that does not resume the run is refused.
-        """
+        """Reports the run folder and what the next start does with it; nothing if the run cannot be resumed."""
         self._reported = True
         store, folder, steps = self._components.store, self.resumable, self._state.global_steps
         if store is None or folder is None:
@@ -325,46 +290,35 @@ class Shutdown:
     def _close(self, remove: bool, notes: bool = False) -> None:
         """Releases everything. The store is kept if it can be resumed from, unless `remove` is True.
 
-        Args:
-            remove: True to delete the store.
-            notes: True to delete the notes of the run's end with the store.
+        With `notes` the notes of the run's end are deleted with the store.
         """
+        components, steps = self._components, self._state.global_steps
         try:
-            self._close_components(remove, notes)
-        finally:
-            self._components.timeline.close()
-            if self._components.meter is not None:
-                self._components.meter.close()
-
-    def _close_components(self, remove: bool, notes: bool) -> None:
-        """Closes the components, then the process group, then the store. See `_close` for the arguments."""
-        components = self._components
-        # The registration would keep the memory of the engine alive until the process exits.
-        atexit.unregister(self.at_exit)
-        if self._look_at_end is not None:
-            self._look_at_end.cancel()
-        self._module.__dict__.pop("zero_grad", None)
-        restore_signals(self._state)
-        closing = components.closing()
-        # The process group closes after the arena, so that no collective is in flight.
-        steps = self._state.global_steps
-        closing.append(lambda: components.world.everyone.close(f"its engine was closed at step {steps}{self._after}"))
-        if components.store is not None:
+            # The registration would keep the memory of the engine alive until the process exits.
+            atexit.unregister(self.at_exit)
+            if self._look_at_end is not None:
+                self._look_at_end.cancel()
+            self._module.__dict__.pop("zero_grad", None)
+            restore_signals(self._state)
+            closing = components.closing()
+            # The process group closes after the arena, so that no collective is in flight.
+            words = f"its engine was closed at step {steps}{self._after}"
+            closing.append(lambda: components.world.everyone.close(words))
             store = components.store
-            closing.append(lambda: self._close_store(store, remove, notes))
-        try:
-            close_all(*closing)
-        except Exception:
+            if store is not None:
+                # Without commits the store contains nothing to resume from.
+                removes = remove or not self._state.commits
+                closing.append(lambda: store.remove(notes and remove) if removes else store.close())
+            try:
+                close_all(*closing)
+            except Exception:
+                self._closed = True
+                raise
             self._closed = True
-            raise
-        self._closed = True
-
-    def _close_store(self, store: Store, remove: bool, notes: bool) -> None:
-        """Closes the store, or deletes it if `remove` is True or the run makes no commits; for `notes` see `_close`."""
-        if remove or not self._state.commits:  # without commits the store holds nothing to resume from
-            store.remove(notes and remove)
-        else:
-            store.close()
+        finally:
+            components.timeline.close()
+            if components.meter is not None:
+                components.meter.close()
 
 
 def _line(error: BaseException | None) -> str:

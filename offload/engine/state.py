@@ -45,12 +45,11 @@ from offload.sizes import count_of
 #
 # Registered objects of the user, whose states each commit contains, in the order of their registration.
 #
-# a new run        objects may be registered at any time; each commit after that contains them a resumed run    as many
-# objects as the commit contains must be registered before the first step, of the same types and
-#                  in the same order; each receives its state at once. After that step more may be registered
-# a load           each registered object receives its state at once. Further objects of the checkpoint must be
-# registered
-#                  as in a resumed run; objects that the checkpoint lacks stay as they are
+#     a new run        objects may be registered at any time; each commit after that contains them
+#     a resumed run    as many objects as the commit contains must be registered before the first step, of the same
+#                      types and in the same order; each receives its state at once. More may follow after that step
+#     a load           each registered object receives its state at once. Further objects of the checkpoint must be
+#                      registered as in a resumed run; objects that the checkpoint lacks stay as they are
 #
 # A commit contains a loader's state as of the step's end, since the loop draws the next batch before it calls the
 # engine again; of all other objects as of the first call after the step.
@@ -518,8 +517,11 @@ class TrainingState:
         """States that `restore_generators` restores; None in a new run, and from the first step on."""
         self._at_end: Mapping[str, torch.Tensor] | None = None
         """States at the end of the last step, if user code loads the batches."""
-        self._after_step: Snapshot | None = None
-        """Content of a commit of the last step: the state as of the first engine call after that step."""
+        self.after_step: Snapshot | None = None
+        """Content of a commit of the last step: the state as of the first engine call after that step.
+
+        None until that call, or in a run without commits.
+        """
         self.after_step_is_due = False  # True from a step to the next engine call, if the run makes commits
         self.edited = False
         """True if the user has set weights or states since the last step or commit."""
@@ -558,8 +560,11 @@ class TrainingState:
             "configured": self._configured if self._due is None else self._due["configured"],
             "settings": self._settings(),
             **self._members(),
-            **self._changed_options(),
         }
+        # Groups need the fact `options` only if their entries have changed since `initialize`.
+        changes = self._options.changes() if self._due is None else self._due.get("options", ())
+        if any(changes):
+            facts["options"] = changes
         generators = read_generators(self.device)
         before = self._at_end if self.loader is None else self.loader.before_next
         if before is not None:
@@ -568,7 +573,7 @@ class TrainingState:
                 for name, state in before.items()
                 if name not in generators or not torch.equal(state, generators[name])
             }
-        # Clones, because a forward may change the buffers before the commit writes them.
+        # update thread: writes the buffers with the commit, while a forward may change them. So it receives clones.
         buffers = {
             name: buffer.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, buffer in persistent_buffers(self._module).items()
@@ -611,7 +616,7 @@ class TrainingState:
         scheduled = (facts["scheduler"] is not None and same_schedule) or bool(facts["registered"])
         changed = Differences(then, settings, scheduled, self.optimizer.param_groups)
         # Until the first step a commit contains exactly what was restored; the parameters of a group are this script's.
-        self._after_step = progress._replace(facts={**facts, **self._members()})
+        self.after_step = progress._replace(facts={**facts, **self._members()})
         if changed:
             notices.append(f"resumed with other settings than the run had: {changed}; {changed.consequences()}")
         self.global_steps, self.skipped_steps = facts["global_steps"], facts["skipped_steps"]
@@ -636,10 +641,28 @@ class TrainingState:
         takes = then["optimizer"] == settings["optimizer"] and (states or scheduled)
         self._due = facts if takes and (same_schedule or self.lr_scheduler is None) else None
         self.put_values()
-        self._restore_generators(progress.generators)
+        generators = {name: t for name, t in progress.generators.items() if not name.startswith(_BEFORE_NEXT)}
+        before_next = {
+            name.removeprefix(_BEFORE_NEXT): t for name, t in progress.generators.items() if name not in generators
+        }
+        self._at_end, self._before_next = None, None
+        if self.global_steps:
+            self._generators = generators
+            self._before_next = {**generators, **before_next}
+        else:
+            write_generators(generators, self.device)  # a new run takes its first snapshot at this point too
         write_buffers(persistent_buffers(self._module), progress.buffers)
         notices += self.entries.restore(progress.entries, self.device)
-        return notices + self._restore_data(facts["data"])
+        # The loader continues at its saved position, which a run without training_data does not have.
+        notice = None
+        if self.loader is None:
+            self._data = facts["data"]
+        elif facts["data"] is not None:
+            notice = self.loader.go_on(facts["data"], self._before_next)
+            self._data = self.loader.where()
+        elif self.global_steps:
+            notice = "the run had no training_data: the training_data of this engine begins at its first pass"
+        return [*notices, *([notice] if notice else [])]
 
     def _restore_schedule(self, saved: Mapping[str, Any] | None) -> list[str]:
         """Restores the state of the same schedule, None if it was not saved; returns notices for the user."""
@@ -661,29 +684,6 @@ class TrainingState:
             ]
         return []
 
-    def _restore_data(self, saved: dict[str, int] | None) -> list[str]:
-        """Continues the loader at its saved position, None if the run had no loader; returns notices for the user."""
-        notice = None
-        if self.loader is None:
-            self._data = saved
-        elif saved is not None:
-            notice = self.loader.go_on(saved, self._before_next)
-            self._data = self.loader.where()
-        elif self.global_steps:
-            notice = "the run had no training_data: the training_data of this engine begins at its first pass"
-        return [notice] if notice else []
-
-    def _restore_generators(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Restores random generators at the next engine call or load of a batch; those of step 0 at once."""
-        generators = {name: t for name, t in states.items() if not name.startswith(_BEFORE_NEXT)}
-        before = {n.removeprefix(_BEFORE_NEXT): t for n, t in states.items() if n not in generators}
-        self._at_end, self._before_next = None, None
-        if self.global_steps:
-            self._generators = generators
-            self._before_next = {**generators, **before}
-        else:
-            write_generators(generators, self.device)  # a new run takes its first snapshot at this point too
-
     def enter(self) -> None:
         """Prepares an engine call: restores generators of a resumed run, and takes the state after a step, if due."""
         if self._generators is not None:
@@ -693,7 +693,7 @@ class TrainingState:
                 write_generators(self._generators, self.device)
             self._generators = None
         if self.after_step_is_due:
-            self._after_step, self.after_step_is_due = self.take(), False
+            self.after_step, self.after_step_is_due = self.take(), False
 
     def restore_generators(self) -> None:
         """Restores the generators as before the load of a resumed run's next batch: `Engine.restore_generators`."""
@@ -706,24 +706,19 @@ class TrainingState:
         if self.loader is None and self.after_step_is_due:
             self._at_end = read_generators(self.device)
 
-    @property
-    def after_step(self) -> Snapshot | None:
-        """Content of a commit of the last step; None until an engine call takes it, or in a run without commits."""
-        return self._after_step
-
     def for_commit(self) -> Snapshot:
         """Returns the content of a commit made now.
 
         This is the state after the last step: a forward that was abandoned since may have drawn random numbers and
         changed buffers. If weights were edited since, it is the present state, except for the generators.
         """
-        if self._after_step is None:
+        if self.after_step is None:
             return self.take()
-        return self.take()._replace(generators=self._after_step.generators) if self.edited else self._after_step
+        return self.take()._replace(generators=self.after_step.generators) if self.edited else self.after_step
 
     def stepped(self, micro_batches: int, overflow: bool) -> None:
         """Counts an optimizer step, and drops the snapshot that was taken after the step before."""
-        self._after_step, self.after_step_is_due, self.edited = None, self.commits, False
+        self.after_step, self.after_step_is_due, self.edited = None, self.commits, False
         self._before_next = self._at_end = None
         self.global_steps += 1
         # A commit counts the micro-batches up to here; later ones are repeated by a resumed run.
@@ -756,18 +751,6 @@ class TrainingState:
     def count_micro_steps(self, passed: int) -> None:
         """Adds the micro-batches of a `step()` to the count."""
         self.micro_steps += passed
-
-    def change_settings(self, settings: StepSettings) -> None:
-        """Continues with other settings of a step."""
-        self.settings = settings
-
-    def set_client_state(self, value: dict[str, Any]) -> None:
-        """Replaces the user's dict that each commit contains."""
-        self.client_state = value
-
-    def set_lr_scheduler(self, value: Any) -> None:
-        """Replaces the schedule that each step advances."""
-        self.lr_scheduler = value
 
     def put_values(self) -> None:
         """Gives the groups the committed values if all objects of the resumed run are registered, else does nothing.
@@ -832,11 +815,6 @@ class TrainingState:
         # Asked for anew each time: a user may move parameters from one group into another between steps.
         names_by_group = [[self._names.get(id(parameter)) for parameter in group["params"]] for group in groups]
         return {"members": [[name for name in names if name] for names in names_by_group]}
-
-    def _changed_options(self) -> dict[str, Any]:
-        """Returns the fact `options`, which groups need whose entries have changed since `initialize`."""
-        changes = self._options.changes() if self._due is None else self._due.get("options", ())
-        return {"options": changes} if any(changes) else {}
 
     def _settings(self) -> dict[str, Any]:
         return named_settings(self.settings, self.optimizer, self._configured, self.lr_scheduler)

@@ -19,11 +19,11 @@ from torch import nn
 
 from offload.engine.callbacks import GradientStats
 from offload.engine.components import EngineComponents
-from offload.engine.early_updates import EarlyUpdates
+from offload.engine.early_updates import EarlyUpdates, reason_to_clip
 from offload.engine.expert_zeros import ZeroGradients, zero_gradients
 from offload.engine.optimizer import Optimizer
 from offload.engine.state import TrainingState
-from offload.engine.update import UpdateWorker, reason_to_clip
+from offload.engine.update import UpdateWorker
 from offload.engine.update_strategy import UnitUpdate, UpdateBuilder, grad_scale
 from offload.errors import EngineFailed, NumericsError, RankError, UsageError
 from offload.metrics.meter import Stepped

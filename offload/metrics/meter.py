@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from offload.metrics.writers import Evaluated, Record, Reporter
+from offload.metrics.writers import EvaluationRecord, Reporter, StepRecord
 from offload.swapper.store import DriveWrites
 from offload.timeline import OFF, Phase, Row, Timeline, now
 from offload.torch_internals import inside_backward
@@ -102,7 +102,7 @@ class StepMeter:
         self._device, self._io_bytes, self._drives = device, io_bytes, drives
         self._sent = sent
         self._breakdown, self._reporter = breakdown, reporter
-        self.last: Record | None = None
+        self.last: StepRecord | None = None
         """Record of the last step."""
         self._sums = dict.fromkeys((*_SECONDS, *_BYTES, Phase.EVALUATION.value), 0)
         self._last: dict[str, int] = {}
@@ -178,7 +178,7 @@ class StepMeter:
             for what in ("reads", "writes"):
                 values["update_waits_seconds"] += values[f"update_waits_for_{what}_seconds"]
         drives = {drive.path: drive.life_bytes for drive in self._drives()}
-        self.last = Record(stepped.step, stepped.samples, values, drives)
+        self.last = StepRecord(stepped.step, stepped.samples, values, drives)
         self._reporter.report(self.last)
 
     @contextmanager
@@ -191,7 +191,7 @@ class StepMeter:
 
     def evaluated(self, step: int, samples: int, loss: float, seconds: float) -> None:
         """Passes an evaluation after `step` steps to the reporter."""
-        self._reporter.report_evaluation(Evaluated(step, samples, loss, seconds))
+        self._reporter.report_evaluation(EvaluationRecord(step, samples, loss, seconds))
 
     def _taken(self) -> dict[str, int]:
         read, written = self._io_bytes()

@@ -1,7 +1,7 @@
 """Destinations of the numbers of each step: a line for people, TensorBoard, CSV files, JSON lines, Weights & Biases.
 
-    Meter ─► Record ─► Reporter ─┬─► Line                          at once, on the thread that trains
-                                 └─► all others   on a thread of its own, one record after the other
+    StepMeter ─► StepRecord ─► Reporter ─┬─► ConsoleWriter    at once, on the thread that trains
+                                         └─► all others       on a thread of its own, one record after the other
 
 A record contains numbers by name; `events` gives them the names of DeepSpeed's files. The x axis of all events is
 samples, as in DeepSpeed. Only rank 0 has a reporter.
@@ -45,7 +45,7 @@ from offload.sizes import format_size
 # Files and services that receive the numbers of each step.
 
 
-class Record(NamedTuple):
+class StepRecord(NamedTuple):
     """The numbers of one step."""
 
     step: int
@@ -57,7 +57,7 @@ class Record(NamedTuple):
     """Bytes that the run has written to each drive so far, including those before a resume."""
 
 
-class Evaluated(NamedTuple):
+class EvaluationRecord(NamedTuple):
     """The numbers of an evaluation between two steps."""
 
     step: int
@@ -73,13 +73,13 @@ class Evaluated(NamedTuple):
         return {"eval_loss": self.loss, "eval_seconds": self.seconds}
 
 
-class Writer(Protocol):
+class MetricWriter(Protocol):
     """Interface of a destination of records. All calls come from one thread; another thread may create the writer."""
 
-    def write(self, record: Record) -> None:
+    def write(self, record: StepRecord) -> None:
         """Writes one more record. An exception ends this writer, and nothing else."""
 
-    def write_evaluation(self, evaluation: Evaluated) -> None:
+    def write_evaluation(self, evaluation: EvaluationRecord) -> None:
         """Writes an evaluation after the record of its step. Exceptions are those of `write`."""
 
     def close(self) -> None:
@@ -97,24 +97,24 @@ _DEEPSPEED: dict[str, tuple[str, float]] = {
 """Numbers that DeepSpeed writes too: DeepSpeed's name, and the factor to its unit."""
 
 
-def events(record: Record | Evaluated) -> dict[str, float]:
+def events(record: StepRecord | EvaluationRecord) -> dict[str, float]:
     """Returns the numbers of a record by event name: DeepSpeed's name if it has one, otherwise `Offload/` and ours."""
     named: dict[str, float] = {}
     for name, value in record.values.items():
         if name in _DEEPSPEED:
-            theirs, unit = _DEEPSPEED[name]
-            named[f"Train/Samples/{theirs}"] = value * unit
+            deepspeed_name, unit = _DEEPSPEED[name]
+            named[f"Train/Samples/{deepspeed_name}"] = value * unit
         else:
             named[f"Offload/{name}"] = value
     return named
 
 
-def _replaces(first: Record) -> int:
+def _replaces(first: StepRecord) -> int:
     """Returns the samples from which a sequence of steps replaces older data: 0, hence all, if it begins at step 1."""
     return first.samples if first.step > 1 else 0
 
 
-class TensorBoard:
+class TensorBoardWriter:
     """Writer of event files in `folder`, by torch's own writer."""
 
     def __init__(self, folder: Path) -> None:
@@ -122,7 +122,7 @@ class TensorBoard:
         self._files: Any = None
         self._last = 0
 
-    def write(self, record: Record) -> None:
+    def write(self, record: StepRecord) -> None:
         """Writes a record. After a return to an earlier step, a new file tells the viewer to drop later points."""
         if self._files is None or record.samples <= self._last:  # the viewer drops its points from here on
             self.close()
@@ -132,12 +132,12 @@ class TensorBoard:
         self._add(record)
         self._last = record.samples
 
-    def write_evaluation(self, evaluation: Evaluated) -> None:
+    def write_evaluation(self, evaluation: EvaluationRecord) -> None:
         """Writes an evaluation. One before the first record of this process is left out: the viewer would drop it."""
         if self._files is not None:
             self._add(evaluation)
 
-    def _add(self, record: Record | Evaluated) -> None:
+    def _add(self, record: StepRecord | EvaluationRecord) -> None:
         for name, value in events(record).items():
             self._files.add_scalar(name, value, record.samples)
         # Flushed after each step, so that the viewer follows and a kill loses little.
@@ -150,14 +150,14 @@ class TensorBoard:
             self._files = None
 
 
-class CsvFiles:
+class CsvWriter:
     """Writer of a CSV file for each event in `folder`, with lines `step,value`; step counts samples."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._last: int | None = None
 
-    def write(self, record: Record) -> None:
+    def write(self, record: StepRecord) -> None:
         """Writes a record. The first one, and one after a return to an earlier step, cuts the files first."""
         if self._last is None or record.samples <= self._last:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -166,12 +166,12 @@ class CsvFiles:
         self._add(record)
         self._last = record.samples
 
-    def write_evaluation(self, evaluation: Evaluated) -> None:
+    def write_evaluation(self, evaluation: EvaluationRecord) -> None:
         """Writes an evaluation. One before the first record of this process is left out: that record cuts the files."""
         if self._last is not None:
             self._add(evaluation)
 
-    def _add(self, record: Record | Evaluated) -> None:
+    def _add(self, record: StepRecord | EvaluationRecord) -> None:
         for event, value in events(record).items():
             path, header = self._folder / f"{event.replace('/', '_')}.csv", ("step", event.rpartition("/")[2])
             # Opened for each record, so that a kill loses at most one line.
@@ -182,7 +182,7 @@ class CsvFiles:
                 lines.writerow((record.samples, value))
 
     def close(self) -> None:
-        """Does nothing: each record closes its files."""
+        pass  # each record closes its files
 
 
 def cut(path: Path, samples: int) -> None:
@@ -220,17 +220,17 @@ def _samples_of(text: str) -> float:
         return math.inf
 
 
-class JsonLines:
+class JsonWriter:
     """Writer of a file with a JSON object for each step, from which `offload report` makes a page."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         """Prepares the writer. Each process writes the facts `about` the run into its first line."""
         self._path, self._about = path, about
         self._last: int | None = None
-        self._held: IO[str] | None = None
+        self._lock: IO[str] | None = None
         """The file, open while no other run may write to it."""
 
-    def write(self, record: Record) -> None:
+    def write(self, record: StepRecord) -> None:
         """Writes a record. The first one, and one after a return to an earlier step, cuts the file first."""
         # The facts may differ between the processes of a run, so each process writes them again.
         more: dict[str, Any] = {} if self._last is not None else {"about": self._about}
@@ -238,7 +238,7 @@ class JsonLines:
             self.close()  # a log that is cut is a new file, whose lock is another one
             if (earlier := cut_log(self._path, record.step - 1)) is not None:
                 announce(Headline(f"the log of an earlier run is now {earlier}"))
-            self._held = hold_log(self._path)
+            self._lock = hold_log(self._path)
         self._add(
             {"step": record.step, "samples": record.samples, "time": time.time()},
             record.values,
@@ -247,7 +247,7 @@ class JsonLines:
         )
         self._last = record.step
 
-    def write_evaluation(self, evaluation: Evaluated) -> None:
+    def write_evaluation(self, evaluation: EvaluationRecord) -> None:
         """Writes an evaluation. One before the first record of this process is left out: that record cuts the file."""
         if self._last is not None:
             self._add({"step": evaluation.step, "time": time.time()}, evaluation.values)
@@ -259,12 +259,12 @@ class JsonLines:
 
     def close(self) -> None:
         """Lets other runs write to the file."""
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
 
-class Wandb:
+class WandbWriter:
     """Writer to a run of Weights & Biases: the run that the user has begun, or one of our own, which `close` ends."""
 
     def __init__(self, **settings: str | None) -> None:
@@ -283,11 +283,11 @@ class Wandb:
                 '"wandb" block out'
             ) from error
 
-    def write(self, record: Record) -> None:
+    def write(self, record: StepRecord) -> None:
         """Writes a record at `step=samples`."""
         self._run.log(events(record), step=record.samples)  # wandb ignores a step below its newest
 
-    def write_evaluation(self, evaluation: Evaluated) -> None:
+    def write_evaluation(self, evaluation: EvaluationRecord) -> None:
         """Writes an evaluation at `step=samples`."""
         self._run.log(events(evaluation), step=evaluation.samples)
 
@@ -308,16 +308,16 @@ logger = logging.getLogger("offload")
 _PHASES = ("forward", "backward", "step")
 
 
-class Line:
+class ConsoleWriter:
     """Writer of a line every `steps` steps: to the log if a handler takes lines of level INFO, otherwise to stderr."""
 
     def __init__(self, steps: int, samples: int, memory: bool) -> None:
         self._every, self._samples, self._memory = steps, samples, memory
         self._since: defaultdict[str, float] = defaultdict(float)
         self._steps = 0
-        self._last: Record | None = None
+        self._last: StepRecord | None = None
 
-    def write(self, record: Record) -> None:
+    def write(self, record: StepRecord) -> None:
         """Adds a record to the means, and writes a line if one is due."""
         if self._last is not None and record.samples > self._last.samples:  # otherwise a load went back
             self._samples = record.samples - self._last.samples
@@ -333,14 +333,14 @@ class Line:
             self._steps = 0
             show(line(record, mean, mean["samples"], self._memory), logger)
 
-    def write_evaluation(self, evaluation: Evaluated) -> None:
-        """Does nothing: the loop that evaluates shows its result itself."""
+    def write_evaluation(self, evaluation: EvaluationRecord) -> None:
+        pass  # the loop that evaluates shows its result itself
 
     def close(self) -> None:
-        """Does nothing: every line is written at once."""
+        pass  # every line is written at once
 
 
-def line(record: Record, mean: Mapping[str, float], samples: float, memory: bool) -> str:
+def line(record: StepRecord, mean: Mapping[str, float], samples: float, memory: bool) -> str:
     """Returns the line for a person: numbers of this step; seconds, bytes, collectives and samples as means."""
     values = record.values
     texts = [f"{name.replace('_', ' ')} {values[name]:.4g}" for name in ("loss", "lr", "grad_norm") if name in values]
@@ -377,7 +377,9 @@ _PACKAGES = {"tensorboard": "offload[monitor]", "wandb": "wandb"}
 def check_monitor(config: Config) -> None:
     """Raises `ConfigError` if a configured writer is not installed, or cannot write. Creates nothing."""
     for package, what in _PACKAGES.items():
-        if getattr(config, package).enabled and not _is_installed(package):
+        spec = importlib.util.find_spec(package)
+        # A folder of that name, such as wandb makes, is no package.
+        if getattr(config, package).enabled and (spec is None or spec.origin is None):
             raise ConfigError(
                 f'"{package}" is enabled, but the package {package} is not installed: run `pip install "{what}"`, or '
                 f'set "enabled": false'
@@ -396,12 +398,6 @@ def check_monitor(config: Config) -> None:
                 )
 
 
-def _is_installed(package: str) -> bool:
-    """Returns True if a package can be imported. A folder of that name, such as wandb makes, is no package."""
-    spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None
-
-
 def _folder(config: Config, key: str) -> Path:
     block = getattr(config, key)
     job = config.offload.run if block.job_name is None else block.job_name
@@ -410,19 +406,21 @@ def _folder(config: Config, key: str) -> Path:
 
 def make_reporter(config: Config, samples: int, facts: Mapping[str, Any]) -> Reporter | None:
     """Returns the reporter for everything that the config names, or None if nothing is to be measured."""
-    writers: dict[str, Callable[[], Writer]] = {}
+    writers: dict[str, Callable[[], MetricWriter]] = {}
     if config.tensorboard.enabled:
-        writers["tensorboard"] = lambda: TensorBoard(_folder(config, "tensorboard"))
+        writers["tensorboard"] = lambda: TensorBoardWriter(_folder(config, "tensorboard"))
     if config.csv_monitor.enabled:
-        writers["csv_monitor"] = lambda: CsvFiles(_folder(config, "csv_monitor"))
+        writers["csv_monitor"] = lambda: CsvWriter(_folder(config, "csv_monitor"))
     if config.wandb.enabled:
         block = config.wandb
-        writers["wandb"] = lambda: Wandb(project=block.project, entity=block.team, group=block.group, name=block.name)
+        writers["wandb"] = lambda: WandbWriter(
+            project=block.project, entity=block.team, group=block.group, name=block.name
+        )
     log = config.offload.log
     if log is not None:
-        writers["log"] = lambda: JsonLines(Path(log).absolute(), facts)
+        writers["log"] = lambda: JsonWriter(Path(log).absolute(), facts)
     steps = config.steps_per_line
-    shown = Line(steps, samples, config.memory_breakdown) if steps else None
+    shown = ConsoleWriter(steps, samples, config.memory_breakdown) if steps else None
     return Reporter(shown, writers) if shown is not None or writers or config.wall_clock_breakdown else None
 
 
@@ -436,11 +434,11 @@ _MOST_PENDING = 1024
 class Reporter:
     """Distributor of each record to a line and to writers. All methods belong to the thread that trains."""
 
-    def __init__(self, shown: Writer | None, writers: Mapping[str, Callable[[], Writer]]) -> None:
+    def __init__(self, shown: MetricWriter | None, writers: Mapping[str, Callable[[], MetricWriter]]) -> None:
         """Stores the line and the factory of each writer by its name in warnings; `open` calls the factories."""
         self._shown, self._makers = shown, writers
         # None ends the thread.
-        self._records: queue.Queue[Record | Evaluated | None] = queue.Queue(_MOST_PENDING)
+        self._records: queue.Queue[StepRecord | EvaluationRecord | None] = queue.Queue(_MOST_PENDING)
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
@@ -449,7 +447,7 @@ class Reporter:
         Raises:
             ConfigError: if a writer cannot be created.
         """
-        writers: dict[str, Writer] = {}
+        writers: dict[str, MetricWriter] = {}
         try:
             for name, make in self._makers.items():
                 writers[name] = make()
@@ -461,7 +459,7 @@ class Reporter:
             self._thread = threading.Thread(target=self._run, args=(writers,), name="offload-monitor", daemon=True)
             self._thread.start()
 
-    def report(self, record: Record) -> None:
+    def report(self, record: StepRecord) -> None:
         """Shows the record, and queues it for the writers."""
         if self._shown is not None:
             try:
@@ -472,7 +470,7 @@ class Reporter:
         if self._thread is not None:
             self._records.put(record)
 
-    def report_evaluation(self, evaluation: Evaluated) -> None:
+    def report_evaluation(self, evaluation: EvaluationRecord) -> None:
         """Queues an evaluation for the writers."""
         if self._thread is not None:
             self._records.put(evaluation)
@@ -484,12 +482,12 @@ class Reporter:
             self._thread.join()
             self._thread = None
 
-    def _run(self, writers: dict[str, Writer]) -> None:
+    def _run(self, writers: dict[str, MetricWriter]) -> None:
         while (record := self._records.get()) is not None:
             # A copy of the items, since a writer that fails is removed in the loop.
             for name, writer in list(writers.items()):
                 try:
-                    if isinstance(record, Record):
+                    if isinstance(record, StepRecord):
                         writer.write(record)
                     else:
                         writer.write_evaluation(record)
@@ -497,7 +495,7 @@ class Reporter:
                     logger.warning(
                         'writing to "%s" stopped after step %d, training continues: %s',
                         name,
-                        record.step - isinstance(record, Record),
+                        record.step - isinstance(record, StepRecord),
                         error,
                     )
                     del writers[name]
@@ -508,7 +506,7 @@ class Reporter:
             _close(name, writer)
 
 
-def _close(name: str, writer: Writer) -> None:
+def _close(name: str, writer: MetricWriter) -> None:
     try:
         writer.close()
     except Exception as error:

@@ -33,7 +33,7 @@ from offload.checkpoint.files import check_folder
 from offload.checkpoint.save import own_or_shared
 from offload.distributed.agreement import AllOrNothing, Collective
 from offload.engine.components import EngineComponents, together
-from offload.engine.saved_state import Part
+from offload.engine.saved_state import SavedPart
 from offload.engine.snapshot import all_persistent_buffers, persistent_buffers
 from offload.errors import BudgetError, ConfigError, IoError, StoreError, UsageError
 from offload.fileio import inner_folder, keep_mode_and_owner, real_path, sync_folder
@@ -397,7 +397,7 @@ def make_plan(
             if parts is None:
                 names = [segment.parameter, *(alias for alias, name in tied.items() if name == segment.name)]
                 own = [alias for alias in names if alias not in left_out] or [max(names)]
-                written = {own_name: Part(segment.parameter, 0, shape) for own_name in own}
+                written = {own_name: SavedPart(segment.parameter, 0, shape) for own_name in own}
             else:
                 written = parts.get(segment.parameter, {})
             if not written:
@@ -452,11 +452,11 @@ def make_plan(
     )
 
 
-def _by_source(saved: SavedNames | None) -> dict[str, dict[str, Part]] | None:
+def _by_source(saved: SavedNames | None) -> dict[str, dict[str, SavedPart]] | None:
     """Returns the parts of each parameter and buffer, by their names in the files; None if no class decides on them."""
     if saved is None:
         return None
-    by_source: dict[str, dict[str, Part]] = {}
+    by_source: dict[str, dict[str, SavedPart]] = {}
     for name, part in saved.parts.items():
         by_source.setdefault(part.source, {})[name] = part
     return by_source

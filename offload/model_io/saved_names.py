@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from offload.engine.saved_state import Part, saved_state
+from offload.engine.saved_state import SavedPart, saved_state
 from offload.engine.snapshot import all_persistent_buffers
 from offload.errors import ConfigError
 from offload.layout.fingerprint import about
@@ -32,7 +32,7 @@ _SAVED = "saved"
 class SavedNames:
     """What a class makes of its weights in files."""
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, SavedPart]
     """By the names in the files."""
     ties: Mapping[str, str]
     """Names that are not written, each with the written name of the same values; for files without a config."""
@@ -85,7 +85,7 @@ def described_names(said: Mapping[str, Any]) -> SavedNames | None:
             f"{table['computed']}, so the files of this model are written by its own code: resume the run and call "
             "engine.save_pretrained(folder)"
         )
-    parts = {name: Part(source, start, tuple(shape)) for name, (source, start, shape) in table["parts"].items()}
+    parts = {name: SavedPart(source, start, tuple(shape)) for name, (source, start, shape) in table["parts"].items()}
     return SavedNames(
         parts=parts,
         ties=table["ties"],
@@ -173,11 +173,11 @@ def _own_way_to_save(model: nn.Module) -> str | None:
     return f"{owner.__name__} has a save_pretrained of its own"
 
 
-def _is_plain(model: nn.Module, parts: Mapping[str, Part]) -> bool:
+def _is_plain(model: nn.Module, parts: Mapping[str, SavedPart]) -> bool:
     """Returns True if each parameter and persistent buffer is whole under each of its names, and nothing else is."""
     named = {**dict(model.named_parameters(remove_duplicate=False)), **all_persistent_buffers(model)}
     first: dict[int, str] = {}
-    whole = {name: Part(first.setdefault(id(value), name), 0, tuple(value.shape)) for name, value in named.items()}
+    whole = {name: SavedPart(first.setdefault(id(value), name), 0, tuple(value.shape)) for name, value in named.items()}
     return dict(parts) == whole
 
 
@@ -212,14 +212,14 @@ def _converted(model: nn.Module, entries: dict[str, Any]) -> dict[str, Any]:
     return converted
 
 
-def _first_names(parts: Mapping[str, Part]) -> tuple[dict[str, Part], dict[str, str]]:
+def _first_names(parts: Mapping[str, SavedPart]) -> tuple[dict[str, SavedPart], dict[str, str]]:
     """Returns each part under its first name, and the further names, each with the first one."""
-    first: dict[Part, str] = {}
+    first: dict[SavedPart, str] = {}
     ties = {name: first[part] for name, part in parts.items() if first.setdefault(part, name) != name}
     return {name: part for name, part in parts.items() if name not in ties}, ties
 
 
-def _overlap(parts: Mapping[str, Part]) -> str | None:
+def _overlap(parts: Mapping[str, SavedPart]) -> str | None:
     """Returns words on entries that share elements without being the same part; None if there are none."""
     stops: dict[str, int] = {}
     for part in sorted(set(parts.values())):

@@ -187,7 +187,7 @@ def _moments(partition: Partition, segment: ParameterStep, start: int) -> list[t
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Chunk:
+class _LambChunk:
     """Elements [start, stop) of this rank's partition of a unit, all of one parameter."""
 
     unit: int
@@ -213,14 +213,14 @@ def _with_ratios(
     sums = [0.0] * (2 * sum(counts))
     buffers = [buffer.buffer for buffer in updater.idle_tiles()]
 
-    def begin(chunk: _Chunk, buffer: memoryview) -> list[Future]:
+    def begin(chunk: _LambChunk, buffer: memoryview) -> list[Future]:
         return [
             future
             for state, memory in _cut(shards, chunk, buffer).items()
             for future in _read(shards, chunk, state, memory)
         ]
 
-    def end(chunk: _Chunk, buffer: memoryview) -> tuple[Future, ...]:
+    def end(chunk: _LambChunk, buffer: memoryview) -> tuple[Future, ...]:
         row = before[chunk.unit] + 2 * chunk.parameter
         for weight, direction in _sums(shards, gradients, chunk, _cut(shards, chunk, buffer)):
             sums[row] += weight  # one block after another: no bit depends on the size of the chunks
@@ -244,7 +244,7 @@ def _with_ratios(
     ]
 
 
-def _chunks(update: UnitUpdate, numel: int) -> Iterator[_Chunk]:
+def _chunks(update: UnitUpdate, numel: int) -> Iterator[_LambChunk]:
     """Yields the chunks of an update: at most `numel` elements, within one `CHUNK` of a parameter.
 
     Windows of a gradient on disk may begin at any `CHUNK` border of a parameter, so no chunk crosses one.
@@ -253,7 +253,7 @@ def _chunks(update: UnitUpdate, numel: int) -> Iterator[_Chunk]:
         for chunk in range(segment.start, segment.stop, CHUNK):
             last = min(chunk + CHUNK, segment.stop)
             for start in range(chunk, last, numel):
-                yield _Chunk(
+                yield _LambChunk(
                     unit=update.unit,
                     parameter=segment.parameter,
                     start=start,
@@ -263,7 +263,7 @@ def _chunks(update: UnitUpdate, numel: int) -> Iterator[_Chunk]:
                 )
 
 
-def _cut(shards: LocalShards, chunk: _Chunk, buffer: memoryview) -> dict[State, memoryview]:
+def _cut(shards: LocalShards, chunk: _LambChunk, buffer: memoryview) -> dict[State, memoryview]:
     memory, offset = {}, 0
     for state, dtype in shards.mode_of(chunk.unit).states.items():
         end = offset + len(shards.mode.part(state, chunk.start, chunk.stop)) * dtype.itemsize
@@ -272,7 +272,7 @@ def _cut(shards: LocalShards, chunk: _Chunk, buffer: memoryview) -> dict[State, 
     return memory
 
 
-def _read(shards: LocalShards, chunk: _Chunk, state: State, memory: memoryview) -> list[Future]:
+def _read(shards: LocalShards, chunk: _LambChunk, state: State, memory: memoryview) -> list[Future]:
     """Starts to copy a state into `memory`: from memory at once, if its tier is above DISK, else from the store."""
     first = shards.mode.part(state, chunk.start, chunk.stop).start * shards.mode_of(chunk.unit).states[state].itemsize
     resident = shards.resident_of(chunk.unit, state)
@@ -284,7 +284,7 @@ def _read(shards: LocalShards, chunk: _Chunk, state: State, memory: memoryview) 
 
 
 def _sums(
-    shards: LocalShards, gradients: GradientAccumulator, chunk: _Chunk, memory: dict[State, memoryview]
+    shards: LocalShards, gradients: GradientAccumulator, chunk: _LambChunk, memory: dict[State, memoryview]
 ) -> list[tuple[float, float]]:
     """Returns the sums of squares of weight and direction, one pair for each block of the chunk.
 

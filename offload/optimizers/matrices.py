@@ -5,7 +5,7 @@
 
 The direction of Muon is computed on the compute device: its products take as many operations as a forward of thousands
 of tokens. A GPU receives the update of a matrix in bf16 and returns the direction, 4 bytes an element in all. A matrix
-that several ranks divide gets its direction on one of them, its home (see `Exchange`).
+that several ranks divide gets its direction on one of them, its home (see `ParameterExchange`).
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _first(*rates: float | None) -> float | None:
 # host, as updates do.
 
 
-class Exchange:
+class ParameterExchange:
     """One rank's side of the exchanges of its engine."""
 
     def __init__(self, *, ranks: Ranks, layouts: Sequence[UnitLayout], mode: Mode, memory: torch.Tensor) -> None:
@@ -383,7 +383,7 @@ class MatrixUpdates:
         sizes = (whole.parameter, whole.parameter, whole.square, whole.traded)
         self._gradient, self._master, self._square, traded = carve(setting.scratch, *sizes)
         self._in_bf16, self._whole_units = in_bf16(setting.device), ranks.mesh.shards == 1
-        self.exchange = Exchange(ranks=ranks, layouts=self.layouts, mode=self.mode, memory=traded)
+        self.exchange = ParameterExchange(ranks=ranks, layouts=self.layouts, mode=self.mode, memory=traded)
         """Exchange of divided matrices."""
 
     def part(self, unit: int, state: State, start: int, stop: int) -> range:

@@ -8,7 +8,7 @@ is refused if its parameters depend on each other, or if a step changes numbers 
 give other results this way.
 
 A tile is an entire unit. Of several ranks each has a tile of all its elements of a unit. A parameter that they divide
-steps on one of them, its home (see `matrices.Exchange`), which keeps all its states.
+steps on one of them, its home (see `matrices.ParameterExchange`), which keeps all its states.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from offload.errors import ConfigError, UsageError
 from offload.layout.flat_layout import Segment, StateField, describe_state, pack, unpack
 from offload.layout.modes import TORCH
 from offload.layout.optimizer_states import join, split
-from offload.optimizers.matrices import Exchange, carve
+from offload.optimizers.matrices import ParameterExchange, carve
 from offload.states import State
 
 # -- rule ----------------------------------------------------------------------------------------------
@@ -106,7 +106,12 @@ def by_itself(optimizer: torch.optim.Optimizer) -> TorchRule:
     Flags are no numbers.
     """
     scheduled = sorted(
-        {key for group in optimizer.param_groups for key, value in group.items() if _is_number_of(key, value)}
+        {
+            key
+            for group in optimizer.param_groups
+            for key, value in group.items()
+            if key not in ("params", "param_names") and (type(value) is int or _is_float(value))
+        }
     )
     defaults = [key for key in optimizer.defaults if all(key in group for group in optimizer.param_groups)]
     return TorchRule(
@@ -116,11 +121,6 @@ def by_itself(optimizer: torch.optim.Optimizer) -> TorchRule:
         defaults=tuple(defaults),
         optimizer=optimizer,
     )
-
-
-def _is_number_of(key: str, value: Any) -> bool:
-    """Returns True if a group's entry is an integer, or is or contains a float, but no parameter, name or flag."""
-    return key not in ("params", "param_names") and (type(value) is int or _is_float(value))
 
 
 def _is_float(value: Any) -> bool:
@@ -144,7 +144,7 @@ class TorchUpdates:
         copied = State.MASTER_LOW_BITS in mode.weights or ranks.size > 1
         sizes = (whole.parameter, whole.parameter if copied else 0, 2 * whole.traded)
         self.gradient, self.master, traded = carve(setting.scratch, *sizes)
-        self.exchange = Exchange(ranks=ranks, layouts=setting.layouts, mode=mode, memory=traded)
+        self.exchange = ParameterExchange(ranks=ranks, layouts=setting.layouts, mode=mode, memory=traded)
         """Exchange of divided parameters."""
 
     def part(self, unit: int, state: State, start: int, stop: int) -> range:
@@ -387,15 +387,16 @@ def _check_apart(
     options = {**group, "lr": 1e-3} if "lr" in group and group["lr"] is not None else group  # schedules may begin at 0
     line = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float32, device="cpu").reshape(shape)
     values = [line * factor for factor in (1.0, 0.1)]
-    both = _steps(optimizer, options, values, attributes)
-    for value, (together, _) in zip(values, both, strict=True):
+    others = [{**group, "params": []} for group in optimizer.param_groups]  # empty, before the group under test
+    results = _steps(optimizer, options, values, attributes)
+    for value, (together, _) in zip(values, results, strict=True):
         # Bits are compared: parameters that step together must give exactly what each gives alone.
         alone, _ = _steps(optimizer, options, [value], attributes)[0]
         if not torch.equal(alone, together):
             raise ValueError("the new value of a parameter depends on other parameters, or on random numbers")
         if value.numel() and torch.equal(alone, value):
             raise ValueError("a parameter with a gradient does not change; does this optimizer wrap another one?")
-        with_others = _steps(optimizer, options, [value], attributes, _other_groups(optimizer))[0][0]
+        with_others = _steps(optimizer, options, [value], attributes, others)[0][0]
         if not torch.equal(with_others, alone):
             raise ValueError("the new value of a parameter depends on the number of its group, or on other groups")
     # The memory of the states is laid out once, so no state may appear after the second step.
@@ -405,10 +406,6 @@ def _check_apart(
     )
     if early != late:
         raise ValueError(f"the state {min(early ^ late)} exists after some steps only")
-
-
-def _other_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{**group, "params": []} for group in optimizer.param_groups]
 
 
 def _steps(

@@ -252,7 +252,7 @@ class SequenceAttention:
                 "value, which sequence parallelism does not divide; leave sequence_parallel_size out for this model"
             )
         keywords = {name: entry for name, entry in keywords.items() if name not in _CUT}
-        own = _own_function(self._own, module)
+        own_attention = _own_function(self._own, module)
         layer: nn.Module | _WithGroups = module
         repeats = repeats_of(query.shape[1], key.shape[1], self._parallel.size)
         if repeats > 1:
@@ -261,8 +261,11 @@ class SequenceAttention:
             layer = _WithGroups(module, query.shape[1] // key.shape[1])
         heads = _to_heads(self._parallel, (query, key, value))
         # The weights of some heads over the whole sequence are of no use to a caller that has a part of it.
-        output, _ = own(layer, *heads, attention_mask, **keywords)
-        return _to_sequence(self._parallel, output), None
+        output, _ = own_attention(layer, *heads, attention_mask, **keywords)
+        # All heads over a part of the sequence: (ranks, rows, part, heads of a rank, width), row r for rank r's part.
+        sent = output.unflatten(1, (self._parallel.size, -1)).movedim(1, 0)
+        received = all_to_all(self._parallel, sent.contiguous())  # row r is the part of the heads that rank r has
+        return received.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous(), None
 
 
 def repeats_of(heads: int, of_keys: int, ranks: int) -> int:
@@ -303,19 +306,6 @@ def _to_heads(parallel: SequenceParallel, tensors: Sequence[torch.Tensor]) -> li
     return list(whole.split(counts, 1))
 
 
-def _to_sequence(parallel: SequenceParallel, output: torch.Tensor) -> torch.Tensor:
-    """Returns all heads over a part of the sequence, for a part of the heads over all of it. Collective.
-
-    Args:
-        parallel: the group.
-        output: (rows, sequence, heads of a rank, width).
-    """
-    sent = output.unflatten(1, (parallel.size, -1)).movedim(1, 0)  # (ranks, rows, part, heads of a rank, width)
-    # Row r is the part of the heads that rank r has computed.
-    received = all_to_all(parallel, sent.contiguous())
-    return received.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()
-
-
 # -- transformers' tables ------------------------------------------------------------------------------
 
 
@@ -344,14 +334,9 @@ def _attention(module: nn.Module, *args: Any, **keywords: Any) -> tuple[torch.Te
 
 
 def _whole_mask(own: Callable[..., Any], size: int, *args: Any, q_length: int, **keywords: Any) -> Any:
-    """Returns the mask of the whole sequence.
+    """Returns the mask of the whole sequence, of `size` parts, by the function `own` of the model's own attention.
 
-    Args:
-        own: makes the masks of the model's own attention.
-        size: number of parts of a sequence.
-        *args: as of transformers' functions.
-        q_length: tokens of this rank's part.
-        **keywords: as of transformers' functions; `attention_mask` is that of the whole sequence.
+    `q_length` are the tokens of this rank's part. `attention_mask` among the keywords is that of the whole sequence.
     """
     return own(*args, **{**keywords, "q_length": size * q_length, "kv_length": size * q_length})
 
@@ -437,18 +422,14 @@ def _why_not_transformers(model: nn.Module, inner: Any) -> str | None:
     if own not in ("sdpa", "eager") and not str(own).startswith("flash_attention"):
         return f"has attn_implementation={own!r}, where sdpa, eager and flash attention are known"
     if own == "eager":
-        functions = [part for module in inner.modules() if (part := _eager(module)) is not None]
+        files = (sys.modules[type(module).__module__] for module in inner.modules())
+        functions = [part for file in files if (part := getattr(file, "eager_attention_forward", None)) is not None]
         if not functions:
             return "has no function eager_attention_forward beside its layers"
     else:
         functions = [transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[own]]
     foreign = next((function for function in functions if not is_of(function, "transformers")), None)
     return None if foreign is None else f"has the attention {described(foreign)}, which is not transformers' own"
-
-
-def _eager(module: nn.Module) -> Any:
-    """Returns the function beside a layer's class that transformers calls for "eager"; None without it."""
-    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
 
 
 def _why_not_config(config: Any, size: int) -> str | None:
@@ -555,10 +536,10 @@ class SequenceForward(Extension):
     def _check(self, call: Mapping[str, Any], is_cut: bool) -> None:
         """Raises `UsageError` for a call that cannot be divided."""
         tensors = [name for name, value in call.items() if isinstance(value, torch.Tensor) and name not in _KNOWN]
-        mask = call.get("attention_mask")
+        mask, keep = call.get("attention_mask"), call.get("logits_to_keep")
         refused = (
             (call.get("past_key_values") is not None, "past_key_values, as in generation", "generate without it"),
-            (_is_on(call.get("logits_to_keep")), "logits_to_keep, as in generation", "generate without it"),
+            (isinstance(keep, torch.Tensor) or bool(keep), "logits_to_keep, as in generation", "generate without it"),
             (bool(call.get("output_attentions")), "output_attentions", "leave it out"),
             (bool(call.get("output_router_logits")), "output_router_logits", "leave it out"),
             (bool(tensors), f"{', '.join(tensors)}, of which no part is known", "leave it out"),
@@ -638,11 +619,6 @@ class SequenceForward(Extension):
             return (self._parallel.sum_of(output[0]), *output[1:])
         output["loss"] = self._parallel.sum_of(output["loss"])
         return output
-
-
-def _is_on(keep: Any) -> bool:
-    """Returns True if `logits_to_keep` keeps other logits than all."""
-    return isinstance(keep, torch.Tensor) or bool(keep)
 
 
 def _facts(call: Mapping[str, Any]) -> list[int]:

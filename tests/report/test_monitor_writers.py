@@ -18,7 +18,7 @@ from offload import testing
 from offload.config import load_config
 from offload.errors import ConfigError
 from offload.finetune.options import Options, merge
-from offload.metrics.writers import CsvFiles, Line, Record, Reporter, events, line
+from offload.metrics.writers import ConsoleWriter, CsvWriter, Reporter, StepRecord, events, line
 from tests.report.monitor_runs import DISK, JOB, model, no_thread_stays, start
 from tests.support.oracle import config, run, train_step
 
@@ -27,13 +27,13 @@ __all__ = ["no_thread_stays"]  # fixtures
 # -- writers ------------------------------------------------------------------------------------------
 
 
-def record(step: int, **more: float) -> Record:
-    return Record(step, 8 * step, {"seconds": 0.5, "read_bytes": 2**20, "written_bytes": 0, "lr": 1e-3, **more})
+def record(step: int, **more: float) -> StepRecord:
+    return StepRecord(step, 8 * step, {"seconds": 0.5, "read_bytes": 2**20, "written_bytes": 0, "lr": 1e-3, **more})
 
 
 def test_events_have_the_names_of_deepspeed() -> None:
     numbers = {"loss": 2.0, "loss_scale": 4.0, "forward_seconds": 0.5, "backward_seconds": 1.0, "step_seconds": 0.25}
-    assert events(Record(1, 8, {**numbers, "lr": 0.1, "grad_norm": 3.0})) == {
+    assert events(StepRecord(1, 8, {**numbers, "lr": 0.1, "grad_norm": 3.0})) == {
         "Train/Samples/train_loss": 2.0,
         "Train/Samples/loss_scale": 4.0,
         "Train/Samples/elapsed_time_ms_forward": 500.0,
@@ -50,7 +50,7 @@ class Broken:
     def __init__(self, steps: int) -> None:
         self.steps, self.seen, self.closed = steps, list[int](), 0
 
-    def write(self, record: Record) -> None:
+    def write(self, record: StepRecord) -> None:
         if len(self.seen) == self.steps:
             raise OSError(28, "No space left on device")
         self.seen.append(record.step)
@@ -95,7 +95,7 @@ class Slow(Broken):
         super().__init__(100)
         self.go = threading.Event()
 
-    def write(self, record: Record) -> None:
+    def write(self, record: StepRecord) -> None:
         self.go.wait()
         super().write(record)
 
@@ -205,7 +205,7 @@ def test_wandb_that_refuses_is_an_error_before_training(wandb: Any, tmp_path: Pa
 
 
 def test_the_line_has_means_over_the_steps_since_the_last(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = Line(2, 8, memory=True)
+    shown = ConsoleWriter(2, 8, memory=True)
     for step, seconds in ((1, 1.0), (2, 3.0), (3, 0.5)):
         shown.write(record(step, seconds=seconds, loss=step, host_peak_bytes=2**30))
     assert capsys.readouterr().err.splitlines() == [
@@ -215,7 +215,7 @@ def test_the_line_has_means_over_the_steps_since_the_last(capsys: pytest.Capture
 
 def test_the_line_counts_the_samples_that_there_were(capsys: pytest.CaptureFixture[str]) -> None:
     """`set_train_batch_size` gives later steps others, and a load goes back."""
-    shown = Line(2, 8, memory=False)
+    shown = ConsoleWriter(2, 8, memory=False)
     for step, samples in ((1, 8), (2, 10), (3, 12), (4, 14), (3, 12), (4, 16)):
         shown.write(record(step)._replace(samples=samples))
     rates = [message.split(", ")[2] for message in capsys.readouterr().err.splitlines()]
@@ -337,8 +337,8 @@ def test_a_file_of_figures_is_no_link(tmp_path: Path) -> None:
     (tmp_path / "runs" / "job" / "Offload_seconds.csv").symlink_to(tmp_path / "other")
     (tmp_path / "link").symlink_to(tmp_path / "runs")
     with pytest.raises(OSError, match="symbolic link"):
-        CsvFiles(tmp_path / "link" / "job").write(record(1))
+        CsvWriter(tmp_path / "link" / "job").write(record(1))
     assert (tmp_path / "other").read_text() == "step,loss\n"
     (tmp_path / "runs" / "job" / "Offload_seconds.csv").unlink()
-    CsvFiles(tmp_path / "link" / "job").write(record(1))
+    CsvWriter(tmp_path / "link" / "job").write(record(1))
     assert (tmp_path / "runs" / "job" / "Offload_seconds.csv").read_text() == "step,seconds\n8,0.5\n"

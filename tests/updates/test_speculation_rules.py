@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
+from offload.engine.early_updates import HELD_IN_A_ROW, AutoSpeculation, reason_to_clip, run_may_speculate
 from offload.engine.gradients import UnitCompletion
-from offload.engine.update import (
-    HELD_IN_A_ROW,
-    AutoSpeculation,
-    RunFacts,
-    UnitFacts,
-    reason_to_clip,
-    run_may_speculate,
-    unit_may_begin,
-)
+from offload.engine.update import unit_may_begin
 from offload.engine.update_strategy import grad_scale
 from offload.swapper.policy import leaves_room_ahead
 
-RUN = RunFacts(wanted=True, ranks=1, one_pass=True, commits=True, on_disk=True)
-UNIT = UnitFacts(on_disk=True, gradient_on_host=True, newest=0, target=1)
+RUN = {"wanted": True, "ranks": 1, "one_pass": True, "commits": True, "on_disk": True}
+UNIT = {"on_disk": True, "gradient_on_host": True, "newest": 0, "target": 1}
 
 
 class Calls:
@@ -42,15 +33,15 @@ class Calls:
 
 @pytest.mark.parametrize("lacking", ["wanted", "one_pass", "commits", "on_disk"])
 def test_a_run_needs_every_property(lacking: str) -> None:
-    assert run_may_speculate(RUN)
-    assert not run_may_speculate(replace(RUN, **{lacking: False}))
-    assert not run_may_speculate(replace(RUN, ranks=2))
+    assert run_may_speculate(**RUN)
+    assert not run_may_speculate(**{**RUN, lacking: False})
+    assert not run_may_speculate(**{**RUN, "ranks": 2})
 
 
 @pytest.mark.parametrize("other", [{"on_disk": False}, {"gradient_on_host": False}, {"target": 0}], ids=str)
 def test_a_unit_needs_every_property(other: dict[str, int]) -> None:
-    assert unit_may_begin(UNIT)
-    assert not unit_may_begin(replace(UNIT, **other))
+    assert unit_may_begin(**UNIT)
+    assert not unit_may_begin(**{**UNIT, **other})
 
 
 @pytest.mark.parametrize("loss_scale", [1.0, 3.0, 65536.0])

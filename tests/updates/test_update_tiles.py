@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offload.engine.callbacks import Edit
-from offload.engine.update import Job
+from offload.engine.update import UnitJob
 from offload.engine.update_strategy import EditSteps, TileContent, UnitUpdate
 from offload.layout.modes import MODES
 from offload.states import State
@@ -27,40 +27,39 @@ class Passes:
         raise AssertionError("nothing is run here")
 
 
-def job_of(numel: int, passes: int, tile_numel: int) -> Job:
+def job_of(numel: int, passes: int, tile_numel: int) -> UnitJob:
     update = UnitUpdate(unit=0, numel=numel)
-    return Job(update=update, steps=Passes(passes), host_buffer=None, delivered=False, tile_numel=tile_numel)
+    return UnitJob(update=update, steps=Passes(passes), host_buffer=None, delivered=False, tile_numel=tile_numel)
 
 
 @pytest.mark.parametrize("passes", [1, 2, 3])
 @pytest.mark.parametrize(("numel", "tile_numel"), [(10, 4), (8, 4), (3, 4), (1, 1)])
 def test_every_pass_covers_the_unit_in_order(numel: int, tile_numel: int, passes: int) -> None:
     job = job_of(numel, passes, tile_numel)
-    cuts = []
+    tiles = []
     while not job.all_begun:
-        cuts.append(job.cut())
-    found = [(cut.passed, start) for cut in cuts for start in range(cut.start, cut.stop)]
-    assert found == [(passed, start) for passed in range(passes) for start in range(numel)]
-    assert all(cut.stop - cut.start <= tile_numel for cut in cuts)
-    assert [cut for cut in cuts if job.is_last(cut)] == [cut for cut in cuts if cut.passed == passes - 1]
+        tiles.append(job.begin_tile())
+    elements = [(passed, element) for tile, passed in tiles for element in tile]
+    assert elements == [(passed, element) for passed in range(passes) for element in range(numel)]
+    assert all(len(tile) <= tile_numel for tile, _ in tiles)
 
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_an_update_has_ended_when_all_that_is_kept_is_written(passes: int) -> None:
     job = job_of(numel=6, passes=passes, tile_numel=2)
     while not job.all_begun:
-        job.cut()
+        job.begin_tile()
     assert [job.end_writes({}) for _ in range(2)] == [False, False], "not computed, and one tile is unwritten"
-    job.mark_computed()
+    job.computed = True
     assert job.end_writes({})
 
 
 def test_writes_that_ended_before_the_last_tile_was_computed_do_not_end_an_update() -> None:
     job = job_of(numel=4, passes=1, tile_numel=2)
-    job.cut()
+    job.begin_tile()
     assert not job.end_writes({}), "the other tile was not even begun"
-    job.cut()
-    job.mark_computed()
+    job.begin_tile()
+    job.computed = True
     assert job.end_writes({})
 
 
