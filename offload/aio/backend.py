@@ -56,7 +56,6 @@ def open_native(
     """Opens a native queue on the backend `backend`, or with "auto" on the first one that this system permits.
 
     Args:
-        backend: "auto" or one of `BACKENDS`.
         threads: number of driver threads; None for the backend's default.
         depth: blocks in flight for each thread; None for the backend's default.
         block_bytes: bytes of a block; None for the backend's default.
@@ -113,7 +112,6 @@ def refusal(name: str, error: OSError) -> str:
     """Returns the reason why backend `name` could not be opened, with advice if the cause is known.
 
     Args:
-        name: the backend.
         error: the failure; its `filename` is the system call that failed.
     """
     call, code = error.filename, error.errno

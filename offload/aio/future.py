@@ -181,7 +181,6 @@ class IoFuture:
         return self.wait()
 
     def _request(self) -> str:
-        """Returns the name of the request for a message."""
         return f"{self._operation} of {self._nbytes} bytes at offset {self._offset} of {self._file.path}"
 
     def _failure(self, error: int) -> IoError:

@@ -59,10 +59,7 @@ class SecondaryShards:
         """Fills `whole` with a unit, from the node if its ranks have kept it; for the arguments see `Ranks.gather`.
 
         Args:
-            unit: index of the unit.
             whole: (nbytes,) uint8 on the device.
-            shard_ranges: this rank's byte ranges.
-            uploaded: event after which these are filled.
             over_all: gathers the unit over all ranks in place of this, and returns the event.
         """
         node_ranges = [self._secondary.range_of(own, self._rank) for own in shard_ranges]
@@ -151,7 +148,6 @@ class WeightGathers:
         return DONE
 
     def _in_codes(self, unit: int, shard_ranges: Sequence[range]) -> list[range]:
-        """Returns those of this rank's byte ranges that are gathered as codes."""
         if self._coded is None:
             return []
         elements, itemsize = self._coded.elements[unit], self._coded.dtype.itemsize
@@ -207,10 +203,7 @@ class ExchangeMemory:
         """Takes the memory, a tensor for each exchange that may be under way.
 
         Args:
-            reduction: what is sent, and how many exchanges may be under way.
-            largest: elements of the gradients of the largest unit, over all ranks; see `Reduction.numels`.
             rounded: memory into which values are rounded before they are sent; none if they are sent as they are.
-            keep: allocates bytes of device memory.
         """
         self.form, nbytes = reduction.form, reduction.sent_nbytes(largest)
         # Gradients of any dtype become codes.
@@ -263,10 +256,6 @@ def mean_of(received: torch.Tensor, first: int, stop: int, ranks: int, in_place:
     The rows are added up in the order of the ranks, so that every run of the same ranks gives the same bits.
 
     Args:
-        received: (contributing ranks, ...), values or codes.
-        first: first element.
-        stop: end of the elements.
-        ranks: number of all ranks.
         in_place: True if the mean may take the place of the first row's values, where these are fp32: new memory costs
             more than the arithmetic on it. Otherwise it is new memory.
     """

@@ -205,7 +205,6 @@ def mesh_of(shard_size: int, ranks: int, which: str = "") -> Mesh:
 
     Args:
         shard_size: the config's "mics_shard_size"; 0 or less for one replica.
-        ranks: number of ranks.
         which: words for which ranks they are, after their number in the error; empty for all.
 
     Raises:
@@ -223,11 +222,7 @@ def mesh_of(shard_size: int, ranks: int, which: str = "") -> Mesh:
 
 
 def check_same(shards: Sequence[int]) -> None:
-    """Raises `ConfigError` if ranks would create different groups, and so wait for each other.
-
-    Args:
-        shards: the number of shards of a replica, by the config of each rank.
-    """
+    """Raises `ConfigError` if ranks would create different groups, and so wait for each other."""
     for rank, row in enumerate(shards):
         if row != shards[0]:
             raise ConfigError(
@@ -272,9 +267,7 @@ def make_groups(
     """Creates the groups of all divisions, and returns this rank's. All processes call this at the same time.
 
     Args:
-        mesh: the arrangement of the ranks of each division.
         divisions: for each, its ranks by their number in torch's default group; the same list on every process.
-        backend: name of the backend.
         timeout: that of a collective; None for the backend's default.
     """
 
@@ -287,7 +280,6 @@ def make_groups(
 
 
 def _own(groups: list[list[int]], backend: str, timeout: datetime.timedelta | None) -> Any:
-    """Creates `groups`, and returns the one of this process."""
     # Not by `init_device_mesh`: where a dimension has all ranks, it takes torch's default group, in which the user's
     # own messages are, and older versions of torch take no timeout there.
     return dist.new_subgroups_by_enumeration(groups, timeout=timeout, backend=backend)[0]
@@ -531,7 +523,6 @@ def as_the_first(decide: Callable[[], Any], to: str) -> Any:
 
     Args:
         decide: called on rank 0 only.
-        to: the purpose in words, for messages.
 
     Raises:
         RankError: if rank 0 has ended before its decision.
@@ -698,12 +689,7 @@ class Heartbeat:
             self._store.set(f"error/{self.rank}", error)
 
     def tell(self, ranks: Sequence[int], calls: Sequence[str]) -> str:
-        """Returns what each of `ranks` is about to do, with the exception that it has published, if any.
-
-        Args:
-            ranks: some or all ranks.
-            calls: words for what each of them does.
-        """
+        """Returns what each of `ranks` is about to do, with the exception that it has published, if any."""
         rows = [(rank, call, self._get(f"error/{rank}")) for rank, call in zip(ranks, calls, strict=True)]
         # A rank may have the error of these very calls already, which would stand in itself.
         return "; ".join(
@@ -712,7 +698,6 @@ class Heartbeat:
         )
 
     def _get(self, key: str) -> str | None:
-        """Returns a value of the store, or None if there is none or the store cannot be reached."""
         with contextlib.suppress(RuntimeError):  # the process that serves the store may be the lost one
             return self._store.get(key)
         return None
@@ -871,10 +856,7 @@ class Ranks:
 
         Args:
             received: (n,), filled with what each shard's rank gives to this one, in the order of shards.
-            got: number of elements from each of them.
             sent: (m,), what this rank gives, in the same order.
-            gives: number of elements for each of them.
-            to: the purpose, for messages.
         """
         received.copy_(sent)
 
@@ -911,7 +893,6 @@ class Ranks:
             sent: (shards, numel) on the device, of the same dtype, filled by compute that the calling thread has
                 started; None on a rank that is no sender.
             senders: the shards whose ranks contribute, in order; the same list on every rank of the replica.
-            kind: what is sent.
 
         Returns:
             The exchange. Neither tensor may change before compute is ordered after it (`Work.order_compute`).
@@ -980,10 +961,6 @@ class ProcessGroup(Ranks):
 
     def __init__(self, device: Device, shard_size: int) -> None:
         """Waits for all processes, and creates the process groups. Every process calls this.
-
-        Args:
-            device: the compute device.
-            shard_size: the config's "mics_shard_size".
 
         Raises:
             ConfigError: if `shard_size` does not fit the number of ranks, or ranks have different ones.
@@ -1132,7 +1109,6 @@ class ProcessGroup(Ranks):
     # -- waits and lost ranks -----------------------------------------------------------------------
 
     def _begin(self, start: Callable[[], Any], to: str, kind: Kind, nbytes: int) -> Work:
-        """Starts a collective that sends `nbytes` from this rank; raises `RankError` if a rank is lost."""
         if self._lost is not None:
             raise self._lost
         self.sent = self.sent.with_one(kind, nbytes)

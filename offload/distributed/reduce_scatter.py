@@ -79,7 +79,6 @@ class ReplicaSums:
         """Takes over the memory.
 
         Args:
-            ranks: all ranks.
             memory: for each sum that may be under way, (numel of the largest shard of a unit,) fp32 on the device; with
                 codes or in place one for all.
             codes: for each sum that may be under way the memory of the codes of all replicas; none without codes.
@@ -93,7 +92,6 @@ class ReplicaSums:
 
         Args:
             rows: (1, numel), in fp32; None for a rank without a gradient, no earlier sum of which may be under way.
-            numel: elements of the unit.
         """
         if rows is None:
             rows = self._memory[0][:numel].zero_().view(1, -1)
@@ -107,7 +105,6 @@ class ReplicaSums:
         Args:
             received: (ranks of this replica that have gradients, ...), values or codes; not read any more once compute
                 is ordered after what the calling thread has started.
-            numel: elements of the shard.
         """
         total = self._memory[0][:numel]
         self._memory.rotate(-1)
@@ -148,7 +145,6 @@ class ReductionOrder:
         """Records a reduction, and returns all that are expected from it on; nothing but for a backward's first.
 
         Args:
-            unit: the unit that is reduced.
             in_turn: True if micro-batches take turns: each reduces other units.
         """
         self._now.append(unit)
@@ -196,14 +192,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         timeline: Timeline = OFF,
         compute: ComputeSpans = NO_SPANS,
     ) -> None:
-        """Allocates the buffers in the device arena. Arguments not listed are those of `GradientAccumulator`.
-
-        Args:
-            device: the device of the backward.
-            device_arena: the memory of the device.
-            reduction: dtype and number of the buffers, and whether micro-batches add up before they are sent.
-            rounds: this rank's side of the agreement between the ranks that train together.
-        """
+        """Allocates the buffers in the device arena. Arguments not listed are those of `GradientAccumulator`."""
         super().__init__(layouts, parts, arena, dtype, waiting, callbacks, timeline=timeline, compute=compute)
         self._ranks, self._rounds, self._device = rounds.ranks, rounds, device
         self._adds_up, self._exchanges, self._in_place = reduction.whole, reduction.exchanges, reduction.in_place
@@ -305,7 +294,6 @@ class ReduceScatterAccumulator(GradientAccumulator):
         return unit_sum
 
     def _release(self, unit: int) -> None:
-        """Drops gradients of `unit` that are not reduced."""
         unit_sum = self._held.pop(unit, None)
         if unit_sum is not None:
             self._room[unit].append(unit_sum.memory.view(torch.uint8))
@@ -397,7 +385,6 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._room[unit].extend([] if sent is None else [sent.view(torch.uint8)])
 
     def _finish(self) -> None:
-        """Adds up all exchanges that are under way."""
         if self._under_way:
             with self._timeline.span(Row.RANKS, "receive gradients"):
                 self._add_received()
@@ -423,7 +410,6 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 self._adding = False  # not in a `finally`: a sum that is added in part must not be added again
 
     def _end(self, exchange: Exchange) -> None:
-        """Gives the memory of the oldest exchange back."""
         self._free(exchange.unit, exchange.sent)
         self._under_way.popleft()
 
@@ -433,7 +419,6 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._added = self._device.record_event()
 
     def _drop_received(self) -> None:
-        """Waits for all exchanges, and drops their values."""
         with self._rounds.lock:
             while self._under_way:
                 self._under_way[0].work.order_compute()

@@ -103,7 +103,6 @@ class FoundRun:
         flow(flow_buffers(), self._chunks(rank, size), begin, lambda *_: (), lambda *_: None)
 
     def _chunks(self, rank: int, size: int) -> Iterator[_Chunk]:
-        """Yields the chunks of every `size`-th partition from number `rank` on."""
         partitions = [
             (store_index, unit, state, nbytes)
             for store_index, spec in enumerate(self.specs)
@@ -117,8 +116,6 @@ class FoundRun:
 
 
 class _Chunk(NamedTuple):
-    """Bytes of a partition that are read together."""
-
     rank: int
     unit: int
     state: State
@@ -185,7 +182,6 @@ def carry_out(folders: Sequence[Path], change: Switch) -> None:
     """Makes the new folders the run and deletes those before. The caller holds the locks of both.
 
     Args:
-        folders: the run's folder on each drive, the first drive first.
         change: the stores before and after; those after are complete and durable.
 
     Raises:
@@ -199,9 +195,6 @@ def carry_out(folders: Sequence[Path], change: Switch) -> None:
 
 def finish(folders: Sequence[Path]) -> None:
     """Ends a step that a kill has interrupted after its note, and deletes what one before its note has left.
-
-    Args:
-        folders: the run's folder on each drive, the first drive first.
 
     Raises:
         StoreError: if a process uses the run, or a folder of the new ranks is missing.
@@ -230,7 +223,6 @@ def discard(folders: Sequence[Path]) -> None:
 
 
 def _read_note(folder: Path) -> Switch | None:
-    """Returns the note in the run's folder on its first drive; None without one."""
     path = folder / RESHARDED
     try:
         ids = rows(text())
@@ -324,11 +316,6 @@ class _Written(NamedTuple):
 def reshard(new: NewRanks, queue: Queue, check: Callable[[Snapshot], None]) -> str | None:
     """Divides the states of the run among the ranks of this start, if it had another number or arrangement. Collective.
 
-    Args:
-        new: the run as the ranks of this start will have it.
-        queue: queue for reads and writes.
-        check: raises `StoreError` if what a commit contains besides states does not fit this model.
-
     Returns:
         A line for the user; None if the run has as many ranks as this start, in as many replicas.
 
@@ -379,7 +366,6 @@ def _found(new: NewRanks) -> tuple[Mesh | None, int | None]:
 
 
 def _last_commit(run: Path) -> tuple[int | None, str | None]:
-    """Returns the number of the last commit that all ranks of a run have, and the id of the run; None without one."""
     ranks_with_commit = [rank_files for rank_files in _look(run) if rank_files.whole]
     return last_of_all(rank_files.whole[0].record.serial for rank_files in ranks_with_commit), known_run_id(
         ranks_with_commit
@@ -452,7 +438,6 @@ def _check_visible(new: NewRanks, before: Mesh) -> None:
 
 
 def _look(run: Path) -> list[Found]:
-    """Returns the ranks of the run, which another rank of this start has locked."""
     return [look(folder) for folder in rank_folders(run) if is_rank(folder)]
 
 

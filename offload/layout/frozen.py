@@ -97,7 +97,6 @@ def inner_tensors_of(parameter: nn.Parameter, owner: nn.Module) -> dict[str, tor
     """Returns the inner tensors of an opaque parameter, by names that say where they are; some may be the same one.
 
     Args:
-        parameter: the parameter.
         owner: the module that owns it. The one of `Int8Params` keeps tensors of the parameter once it has run.
     """
     if inner_tensors(parameter) is not None:
@@ -179,12 +178,7 @@ def inner_nbytes(inner: Sequence[StateField]) -> int:
 
 
 def stored_as_bytes(model: nn.Module, dtype: torch.dtype) -> dict[str, Stored]:
-    """Returns how each opaque parameter is stored, by its first name.
-
-    Args:
-        model: the model.
-        dtype: dtype of the weights. A unit is laid out in elements of this dtype.
-    """
+    """Returns how each opaque parameter is stored, by its first name."""
     storage: dict[str, Stored] = {}
     for name, parameter in opaque_parameters(model).items():
         inner = fields_of(parameter, model.get_submodule(name.rpartition(".")[0]))
@@ -215,10 +209,6 @@ def stored_weights(
     """Returns how each frozen parameter is stored that is not stored as values: as blocks, or as another's bytes.
 
     Args:
-        model: see `stored_as_blocks`.
-        form: see `stored_as_blocks`.
-        dtype: see `stored_as_blocks`.
-        rows: see `stored_as_blocks`.
         in_fp32: names of parameters that stay in fp32, and so are never blocks.
 
     Raises:
@@ -242,7 +232,6 @@ def stored_as_blocks(
     """Returns how each parameter that is stored as blocks is stored, by its first name.
 
     Args:
-        model: the model, whose parameters give shapes and `requires_grad`.
         form: name of the block format; None for no parameter.
         dtype: dtype of the weights. A unit is laid out in elements of this dtype.
         rows: number of experts of each stack that is cut, by the parameter's name; the result is then of one expert.
@@ -262,7 +251,6 @@ def blocks_numel(form: str, numel: int, dtype: torch.dtype) -> int:
 
 
 def _chosen(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields the parameters that the rule names, by their first names."""
     modules = dict(model.named_modules())
     excluded = _kept(model, modules) | {id(parameter) for parameter in opaque_parameters(model).values()}
     owners: dict[int, list[str]] = {}
@@ -322,10 +310,6 @@ def expander(layouts: Sequence[UnitLayout], dtype: torch.dtype) -> Callable[[int
     The function takes the index of the unit, and its memory, (nbytes,) uint8, which contains the partitions of all
     ranks.
     On an accelerator it submits its work to the current stream.
-
-    Args:
-        layouts: the layout of each unit.
-        dtype: dtype of the weights.
     """
     rows = [
         [(segment, start) for segment, start in zip(layout.segments, layout.device_starts, strict=True) if segment.form]
@@ -345,7 +329,6 @@ def values_of(segment: Segment, memory: torch.Tensor, values: torch.Tensor) -> N
     """Writes the values of a parameter into `values`.
 
     Args:
-        segment: the parameter, which is stored as blocks.
         memory: uint8 that begin with its blocks.
         values: (value_numel,) in the dtype of the weights, on the same device.
     """
@@ -365,7 +348,6 @@ class BlockWriter:
         """Begins at the parameter's first value.
 
         Args:
-            form: name of the block format.
             memory: uint8 that begin with the parameter's blocks; written, and owned by the caller.
         """
         self._form, self._memory = BLOCK_FORMATS[form], memory
@@ -402,13 +384,7 @@ class BlockWriter:
 
 
 def frozen_notices(form: str | None, layouts: Sequence[UnitLayout], itemsize: int) -> tuple[str, ...]:
-    """Returns a line on the frozen weights that are stored as blocks, or on why there are none.
-
-    Args:
-        form: the key "frozen" of the config.
-        layouts: the units.
-        itemsize: bytes of a weight.
-    """
+    """Returns a line on the frozen weights that are stored as blocks, or on why there are none."""
     as_bytes = _bytes_notices(layouts, itemsize)
     if form is None:
         return as_bytes
@@ -425,7 +401,6 @@ def frozen_notices(form: str | None, layouts: Sequence[UnitLayout], itemsize: in
 
 
 def _bytes_notices(layouts: Sequence[UnitLayout], itemsize: int) -> tuple[str, ...]:
-    """Returns a line on the frozen weights that another library has quantized, if there are any."""
     quantized = [segment for layout in layouts for segment in layout.segments if segment.inner]
     if not quantized:
         return ()

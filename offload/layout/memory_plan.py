@@ -52,12 +52,7 @@ _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
 def placement_request(config: Config, accumulation: int = 1) -> PlacementRequest:
-    """Returns the placement that the config asks for: tiers, memory budgets and limits.
-
-    Args:
-        config: the full config.
-        accumulation: micro-batches of an optimizer step.
-    """
+    """Returns the placement that the config asks for: tiers, memory budgets and limits."""
     zero, offload = config.zero_optimization, config.offload
     param, optimizer = zero.offload_param, zero.offload_optimizer
     return PlacementRequest(
@@ -94,7 +89,6 @@ def rule_name(block: OptimizerBlock, groups: Iterable[Mapping[str, Any]] = ({},)
     """Returns the name of the update rule that the config's optimizer block selects.
 
     Args:
-        block: the config's optimizer block.
         groups: the parameter groups, whose settings override those of the block.
     """
     if block.of_torch:
@@ -167,14 +161,6 @@ def reduction_of(
 
     ZeRO partitions gradients from stage 2 on, so that a rank of stages 0 and 1 has memory for the sum of all of a
     step's micro-batches, and reduces it once.
-
-    Args:
-        config: the config.
-        mode: gives the dtype of a backward's gradients.
-        accumulation: micro-batches of an optimizer step.
-        layouts: the layout of each unit.
-        world_size: number of shards.
-        replicas: number of replicas, each divided into shards.
     """
     if world_size * replicas == 1:
         return None
@@ -314,7 +300,6 @@ def wanted_slots(placed: PlacedStates, *, on_disk: bool, resume: bool = False) -
     """Returns the slots that the store of this configuration should have.
 
     Args:
-        placed: the placement of this rank.
         on_disk: True if any rank has states whose tier is DISK.
         resume: True if the run resumes, so that a durable store exists already.
 
@@ -342,8 +327,6 @@ def plan_memory(placed: PlacedStates, wanted: WantedSlots, no_room: str | None =
     """Returns the complete plan of one rank's memory and store.
 
     Args:
-        placed: the placement of this rank.
-        wanted: the slots that its store should have.
         no_room: a notice for the user if the drives have no room for two slots; None if they have.
     """
     placement, slots = placed.placement, wanted.count
@@ -378,10 +361,6 @@ def unit_sizes(
     """Returns the facts that the pager needs about each unit.
 
     Args:
-        layouts: the layout of each unit.
-        placement: the tiers of this rank's partitions.
-        shares: this rank's trainable and frozen elements of each unit.
-        mode: gives the dtype of the weights.
         images: each unit as it lies in the model's own files; empty if no unit is read there.
     """
     sizes: list[UnitSize] = []

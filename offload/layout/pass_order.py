@@ -37,10 +37,6 @@ def makes_early_updates(speculate: object, on_cpu: bool) -> bool:
     """Returns whether a run tries updates under the backward.
 
     On a CPU the kernels of updates take cores from the backward, where on a GPU they are idle: "auto" leaves it out.
-
-    Args:
-        speculate: the key "speculate": "auto", True or False.
-        on_cpu: True if the model computes on the CPU.
     """
     return speculate is True or (speculate == "auto" and not on_cpu)
 
@@ -62,8 +58,6 @@ def choose_schedule(
     layer-major only where it saves a transfer and is known to fit.
 
     Args:
-        asked: the key "schedule": "auto", "layer_major" or "micro_batch_major".
-        micro_batches: micro-batches of a step.
         blocks: repeated blocks that form a chain, each the input of the next; 0 if the model is no such chain.
         moves: True if the weights of any unit come to the device and leave it during a step.
         checkpointed: True if every block is computed again in the backward, and keeps its input alone.

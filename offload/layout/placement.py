@@ -89,8 +89,6 @@ def growth(nbytes: int, need: DeviceNeed, room: DeviceRoom) -> int:
     less than the largest unit would not let one more unit stay.
 
     Args:
-        nbytes: current bytes of the arena.
-        need: the bounds of the arena.
         room: free memory of the device after the first step; `room.kept` counts the bytes that its activations took.
     """
     free = min(need.most - nbytes, room.free - room.kept // 2 - _MARGIN) // PAGE * PAGE
@@ -126,7 +124,6 @@ class ArenaHistory:
         """Returns the history after the grown memory was given back.
 
         Args:
-            room: free memory of the device just before.
             short: True if the device ran out of memory; False if the user asked.
         """
         return ArenaHistory(peak=max(self.peak, room.kept, self.beside if short else 0), wait=_CALM)
@@ -136,9 +133,6 @@ def next_growth(nbytes: int, need: DeviceNeed, room: DeviceRoom, history: ArenaH
     """Returns how many bytes the device arena grows by at the end of a step; 0 if it does not.
 
     Args:
-        nbytes: current bytes of the arena.
-        need: the bounds of the arena.
-        room: free memory of the device.
         history: the steps so far; its peak is left free as if activations took it in the last step.
     """
     if history.grown or history.wait != 0:
@@ -249,10 +243,6 @@ def beside_arenas(parts: Partitions, gradients: int = 2) -> int:
     """Returns the bytes of host memory that a backward on the CPU takes in addition to both arenas and the activations.
 
     torch allocates a copy of a unit's weights in the layout that its products use, and the gradients of a unit.
-
-    Args:
-        parts: this rank's partitions.
-        gradients: gradients of the largest unit at a time: two if its weights are tied.
     """
     return gradients * parts.largest_gradient + parts.largest_unit + LIBRARIES
 
@@ -321,14 +311,7 @@ _TILE_NBYTES = range(4 * MIB, 16 * MIB + 1)
 
 
 def pipeline(parts: Partitions, mode: Mode, request: PlacementRequest, tiers: TierMap) -> tuple[int, int]:
-    """Returns the bytes of the smallest and of the largest useful class of tiles; both 0 if nothing trains.
-
-    Args:
-        parts: this rank's partitions.
-        mode: the states and their dtypes.
-        request: the config's request, which may limit the elements of a tile.
-        tiers: the tiers of the partitions.
-    """
+    """Returns the bytes of the smallest and of the largest useful class of tiles; both 0 if nothing trains."""
     numel = max(parts.trainable_numel, default=0)
     if not numel:
         return 0, 0
@@ -364,9 +347,6 @@ def tiles(parts: Partitions, mode: Mode, tiers: TierMap, nbytes: int) -> tuple[i
     """Returns the elements of a tile, the number of tiles and the scratch bytes, for a class of `nbytes`.
 
     Args:
-        parts: this rank's partitions.
-        mode: the states and their dtypes.
-        tiers: the tiers of the partitions.
         nbytes: bytes of the class; 0 if nothing trains.
     """
     if mode.whole_units:
@@ -553,7 +533,6 @@ def window_nbytes(parts: Partitions, tiers: TierMap) -> int:
 
 
 def _disk_weights(parts: Partitions, tiers: TierMap) -> list[tuple[int, int]]:
-    """Returns unit and bytes of each WEIGHT partition whose tier is DISK."""
     return [
         (unit, align_up(row[State.WEIGHT]))
         for unit, (row, row_tiers) in enumerate(zip(parts.nbytes, tiers, strict=True))
@@ -606,9 +585,6 @@ class Placement:
         """Returns True if a step's updates run during the next forward.
 
         Args:
-            wanted: the config's `overlap`.
-            on_cpu: True if the CPU computes.
-            alone: True if there is one rank.
             slots: slots of the store; 0 without one.
         """
         # With everything in memory an update waits for nothing but the cores that the forward computes on: side by
@@ -646,7 +622,6 @@ class Placement:
         """Returns the bytes of each state that the store keeps, unit by unit; empty if there is no store.
 
         Args:
-            parts: this rank's partitions.
             slots: 2 for a durable store, 1 for a store written in place, 0 for none.
         """
         if not slots:

@@ -94,11 +94,7 @@ class Reduction:
         return 1 if self.coded_sums or self.in_place else self.exchanges
 
     def sum_codes(self, shard_numels: Sequence[int]) -> list[int]:
-        """Returns the bytes of each buffer for the codes of all replicas' sums of a shard.
-
-        Args:
-            shard_numels: elements of each unit that this rank updates.
-        """
+        """Returns the bytes of each buffer for the codes of all replicas' sums of a shard."""
         nbytes = self.replicas * CODES.stored_nbytes(max(shard_numels))
         return [nbytes] * self.exchanges if self.coded_sums else []
 
@@ -107,12 +103,7 @@ class Reduction:
         return numel * self.dtype.itemsize if self.form is None else self.form.stored_nbytes(numel)
 
     def buffer_nbytes(self, unit_numels: Sequence[int], shard_numels: Sequence[int]) -> int:
-        """Returns the bytes of all buffers, without sums of whole gradients.
-
-        Args:
-            unit_numels: elements of each unit that train, over all ranks.
-            shard_numels: those that this rank updates.
-        """
+        """Returns the bytes of all buffers, without sums of whole gradients."""
         largest = max(unit_numels)
         # Received and coded gradients take the bytes that are sent; a bucket takes those of values.
         through = (self.received + self.coded) * align_up(self.sent_nbytes(largest))
@@ -151,14 +142,7 @@ class CodedGathers(NamedTuple):
 def coded_gathers(
     config: Config, layouts: Sequence[UnitLayout], dtype: torch.dtype, shards: int
 ) -> CodedGathers | None:
-    """Returns what the ranks of a replica gather as codes; None for nothing.
-
-    Args:
-        config: the config.
-        layouts: the layout of each unit.
-        dtype: dtype of the weights.
-        shards: number of ranks of a replica.
-    """
+    """Returns what the ranks of a replica gather as codes; None for nothing."""
     zero = config.zero_optimization
     elements, largest = [], 0
     for layout in layouts:
@@ -201,12 +185,7 @@ class Secondary(NamedTuple):
         return align_up(sum(self.unit_nbytes))
 
     def range_of(self, primary: range, rank: int) -> range:
-        """Returns the range that a rank keeps of a region of a unit.
-
-        Args:
-            primary: the range of the region in the rank's primary partition.
-            rank: the rank.
-        """
+        """Returns the range that a rank keeps of a region of a unit."""
         start = primary.start - rank * len(primary)
         nbytes = len(primary) * self.shards // self.ranks
         first = start + rank % self.ranks * nbytes
@@ -224,14 +203,7 @@ def check_node(size: int, ranks: int) -> None:
 
 
 def secondary_of(config: Config, layouts: Sequence[UnitLayout], mode: Mode, shards: int) -> Secondary | None:
-    """Returns the secondary partition; None where it would save nothing: without the key, or if one node has all ranks.
-
-    Args:
-        config: the config.
-        layouts: the layout of each unit.
-        mode: gives the dtype of the weights.
-        shards: number of ranks.
-    """
+    """Returns the secondary partition; None without the key, or if one node has all ranks: it would save nothing."""
     size = config.zero_optimization.zero_hpz_partition_size
     if size == 1 or shards <= size:
         return None
@@ -246,7 +218,6 @@ def check_room(secondary: Secondary | None, least: int, free: int) -> None:
     Args:
         secondary: the secondary partition; None without one.
         least: bytes of the smallest device arena that works, this partition included.
-        free: free bytes of the device.
     """
     if secondary is not None and least > free:
         raise BudgetError(
@@ -359,7 +330,6 @@ def inputs_nbytes(request: PlacementRequest, left: int) -> int:
     """Returns the bytes of an explicit host budget for inputs of blocks that are computed again.
 
     Args:
-        request: the config's request.
         left: bytes that remain after the least that weights and states need.
 
     Raises:
@@ -388,20 +358,7 @@ def partitions(
     gathers: CodedGathers | None = None,
     secondary: Secondary | None = None,
 ) -> Partitions:
-    """Returns this rank's bytes of every unit and state.
-
-    Args:
-        layouts: the layout of each unit.
-        mode: the states and their dtypes.
-        gradient_dtype: dtype of a gradient that waits for its update.
-        rank: this rank's shard.
-        world_size: number of shards.
-        images: bytes of each unit as it lies in the model's own files; see `Partitions.images`.
-        replicas: number of replicas, each divided into shards.
-        reduction: how several ranks reduce their gradients; None if there is one.
-        gathers: weights that ranks gather as codes; None if there are none.
-        secondary: the secondary partition of the weights; None without one.
-    """
+    """Returns this rank's bytes of every unit and state."""
     rows: list[Mapping[State, int]] = []
     trainable = [len(layout.trainable(rank, world_size)) for layout in layouts]
     itemsizes = [layout.mode_in(mode).weight_dtype.itemsize for layout in layouts]
@@ -451,13 +408,7 @@ def partitions(
 
 
 def configured(parts: Partitions, request: PlacementRequest, weight_itemsize: int) -> TierMap:
-    """Returns the tiers that the config asks for, with all gradients in HOST.
-
-    Args:
-        parts: this rank's partitions.
-        request: the config's request.
-        weight_itemsize: bytes of an element of the weights.
-    """
+    """Returns the tiers that the config asks for, with all gradients in HOST."""
     on_device = (1.0 - request.states_off_device) * sum(parts.trainable_numel)
     rows: list[Mapping[State, Tier]] = []
     passed = 0
@@ -589,9 +540,6 @@ def copied_memory(parts: Partitions, tiers: TierMap, promoted: Iterable[tuple[in
     """Returns which memory of the resident class, of promoted states and of tiles an accelerator copies.
 
     Args:
-        parts: bytes of each state of each unit, for this rank.
-        tiers: tier of each state.
-        promoted: states whose memory is that of the cache.
         early: True if updates may be made under the backward, which copy weights of the DISK tier from the device into
             tiles.
     """

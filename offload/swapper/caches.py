@@ -44,12 +44,8 @@ def stream(
     raises; after an error a copy may be.
 
     Args:
-        read: starts to read the partition from a byte offset into a buffer.
-        total: bytes of the partition.
         host_buffers: host buffers of equal size, owned by the caller and free again on return.
         whole: the unit's device memory, (nbytes,) uint8.
-        pieces: what is copied, in the order of the partition's bytes.
-        device: starts the copies.
         after: events that must be done before `whole` is written.
         waiting: makes a context for each wait for a read.
 
@@ -109,10 +105,7 @@ class Gathers(Protocol):
         """Starts the gather of the other ranks' shards into `whole`, and returns the event of its end.
 
         Args:
-            unit: the unit.
             whole: (nbytes,) uint8 on the device, the unit.
-            shard_ranges: byte ranges of this rank's shard in `whole`.
-            uploaded: event after which this rank's shard is in `whole`.
         """
 
 
@@ -178,7 +171,6 @@ class DeviceCache:
         """Returns a device buffer for `entry`; None if there is no room. Drops released units to make room.
 
         Args:
-            entry: the unit to be placed.
             beyond: only units whose next use is more than `beyond` uses away may be dropped; -1 for a use on demand.
         """
         if entry.index in self._reserved:
@@ -235,7 +227,6 @@ class DeviceCache:
         """Adds `nbytes` of device memory to the arena, and returns the blocks at its end that belong to the caller.
 
         Args:
-            nbytes: bytes to add.
             block_sizes: bytes of each block that no unit may use; the blocks are (bytes,) uint8 tensors.
 
         Raises:
@@ -273,7 +264,6 @@ class DeviceCache:
         return nbytes
 
     def _droppable(self) -> list[Block]:
-        """Returns the blocks of all units that may be dropped, by index."""
         entries, blocks = self._table.entries, []
         for unit in sorted(self._table.on_device):
             entry = entries[unit]
@@ -319,13 +309,7 @@ class DeviceCache:
     def start_read(
         self, entry: UnitEntry, device_buffer: DeviceBuffer, read: Callable[[int, memoryview], Future]
     ) -> None:
-        """Starts the read of the newest weights of `entry` into `device_buffer`, which the unit owns from now on.
-
-        Args:
-            entry: a unit that `reads_in_place`.
-            device_buffer: room for the unit.
-            read: starts to read the partition from a byte offset into a buffer.
-        """
+        """Starts the read of the newest weights of `entry` into `device_buffer`, which the unit owns from now on."""
         # calling thread: the drive writes this memory without a stream, so compute that reads it must be over, not only
         # ordered.
         for event in device_buffer.after:
@@ -375,7 +359,6 @@ class DeviceCache:
         entry.uploaded = entry.copied
 
     def _shard(self, entry: UnitEntry) -> torch.Tensor:
-        """Returns the partition, (shard_nbytes,) uint8, in its permanent device buffer or in a host buffer."""
         if entry.tier_buffer is not None:
             return self._arena.view(entry.tier_buffer)
         assert entry.host_buffer is not None
@@ -423,10 +406,7 @@ class DeviceCache:
         """Fills `device_buffer` from DISK in chunks, each through one of `host_buffers`.
 
         Args:
-            entry: a unit that is too large for a host buffer.
             device_buffer: room for the unit, which owns the buffer from now on.
-            host_buffers: host buffers, released when the copies are done.
-            read: starts to read the partition from a byte offset into a buffer.
         """
         self._table.move(entry, Residency.UPLOADING)
         whole, size, timeline = self._arena.view(device_buffer), entry.size, self._table.timeline
@@ -481,7 +461,6 @@ class HostCache:
         """Returns a host buffer for weights; None if too little memory is free or can be evicted.
 
         Args:
-            nbytes: bytes of the buffer.
             beyond: only units whose next use is more than `beyond` uses away may be evicted; -1 for any unit.
             wait: False to evict nothing whose copy to the device is under way.
         """
@@ -587,8 +566,6 @@ class HostCache:
         """Starts reads of upcoming units, into host memory that is free or holds only units used later.
 
         Args:
-            limits: limits of the config.
-            started: receives each unit whose read has started.
             wait: False to take no host buffer whose copy to the device is under way.
         """
         entries, trace = self._table.entries, self._table.access_order

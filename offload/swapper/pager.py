@@ -112,16 +112,11 @@ class Peers(Gathers, Protocol):
         Serves the gathers of other ranks while it waits. The caller must not hold the table's lock.
 
         Args:
-            unit: the unit in use.
             state: returns the state of this rank; called without the table's lock, once for each round.
         """
 
     def agree_ahead(self, ahead: Callable[[], int]) -> int:
-        """Returns the unit that every rank could gather next, or -1. Called after a gather that all ranks announced.
-
-        Args:
-            ahead: returns the unit that this rank could gather next, or -1.
-        """
+        """Returns the unit that every rank could gather next, or -1. Called after a gather that all ranks announced."""
 
     @property
     def behind(self) -> bool:
@@ -255,7 +250,6 @@ class CommonUses(Fetcher):
         self._gather(entry)
 
     def _has_all(self) -> bool:
-        """Returns whether every unit is on the device and stays there until weights change."""
         return self._limits.reuse is None and all(entry.residency is Residency.DEVICE for entry in self._table.entries)
 
     # -- series -------------------------------------------------------------------------------------
@@ -358,7 +352,6 @@ class SpeculativeWeights:
         return Begun(fresh)
 
     def _gives_host_buffer(self, entry: UnitEntry) -> bool:
-        """Returns True if the unit's host buffer may receive its fresh weights."""
         if entry.host_buffer is None or entry.copying:
             return False
         fresh_nbytes = [
@@ -375,7 +368,6 @@ class SpeculativeWeights:
         """Copies old weights from memory, if they are there. Returns False if they must be read from the store.
 
         Args:
-            unit: the unit.
             first: first byte of the partition to copy.
             destination: (nbytes,) uint8 on the host.
         """
@@ -533,7 +525,6 @@ class WeightUpdates:
         """Ends the update of `unit`: its weights may be used from now on.
 
         Args:
-            unit: the unit, all of whose tiles are computed.
             in_host_buffer: whether the fresh weights are in the unit's host buffer, or in its tier. If not, all of
                 their writes to the store must have ended.
             unwritten: whether writes of them to the store are in flight.
@@ -641,7 +632,6 @@ class Pager:
         for the update of the unit, for its read, and for the other ranks.
 
         Args:
-            unit: the unit.
             ahead: whether to prefetch what the access order predicts next.
 
         Returns:
@@ -742,7 +732,6 @@ class Pager:
         """Grows the device arena, between steps.
 
         Args:
-            nbytes: bytes to add.
             block_sizes: sizes in bytes of buffers in the new memory that belong to the caller for good.
 
         Returns:

@@ -304,10 +304,6 @@ def victims(
     equal orders give equal choices.
 
     Args:
-        space: the allocator of the memory.
-        nbytes: bytes to be allocated.
-        evictable: blocks of the units that may be evicted.
-        distance: returns the number of uses before the next use of a unit.
         beyond: only units whose distance is larger may be evicted; -1 for all of `evictable`.
     """
     if space.could_take(nbytes, ()):
@@ -349,11 +345,6 @@ def find_room(
     random.
 
     Args:
-        space: the allocator of the device arena.
-        nbytes: bytes of the unit.
-        evictable: blocks of the units that may be evicted.
-        access_order: the access order.
-        floor: the region of units that come and go.
         beyond: only units whose next use is more than `beyond` uses away may be evicted; -1 for a use on demand.
     """
     distances = access_order.distances([block.unit for block in evictable])
@@ -372,10 +363,7 @@ def largest_beside(unit: int, nbytes: int, ascending: Sequence[tuple[int, int]],
     """Returns the bytes of the largest other unit that fits into `room` next to a unit; 0 if none does.
 
     Args:
-        unit: the unit.
-        nbytes: its bytes.
         ascending: aligned bytes and index of each unit that comes and goes, in ascending order.
-        room: bytes of the region.
     """
     left = room - align_up(max(nbytes, 1))
     at = bisect.bisect_right(ascending, (left, NEVER)) - 1
@@ -472,10 +460,7 @@ def next_to_fetch(
     """Returns the nearest upcoming unit within `limits.ahead` that `wanting` accepts; None if there is none.
 
     Args:
-        access_order: the access order.
-        nbytes: returns the bytes of a unit, as `limits.ahead` counts them.
         wanting: returns True for a unit that is not yet at its goal.
-        limits: limits of the config.
     """
     if limits.ahead is None:
         return access_order.nearest(wanting)
@@ -496,8 +481,6 @@ def leaves_room_ahead(capacity: int, buffer_sizes: Sequence[int], ahead: Iterabl
     Two, since one unit is read while the one before is used; the reads of a pass then never wait for these buffers.
 
     Args:
-        capacity: bytes of all buffers.
-        buffer_sizes: bytes of each buffer that cannot be evicted.
         ahead: bytes of each unit that the pass will still read, nearest first.
     """
     nearest = itertools.islice(ahead, 2)
@@ -505,14 +488,7 @@ def leaves_room_ahead(capacity: int, buffer_sizes: Sequence[int], ahead: Iterabl
 
 
 def keeps(access_order: AccessOrder, unit: int, nbytes: Callable[[int], int], limits: Limits) -> bool:
-    """Returns True if a unit that is released now stays on the device until its room is needed.
-
-    Args:
-        access_order: the access order.
-        unit: the unit that is released.
-        nbytes: returns the bytes of a unit, as `limits.reuse` counts them.
-        limits: limits of the config.
-    """
+    """Returns True if a unit that is released now stays on the device until its room is needed."""
     if limits.reuse is None:
         return True
     if access_order.distance(unit) >= NEVER:

@@ -267,7 +267,6 @@ class Fetcher:
         Each wait releases the lock, so the unit is looked at anew after each step.
 
         Args:
-            entry: the unit.
             ahead: True to start reads and uploads of what the access order predicts next as well.
 
         Raises:

@@ -137,9 +137,7 @@ class UnitTable:
         """Creates an entry for each unit.
 
         Args:
-            sizes: sizes of the units, by index.
             committed: returns True if the store holds a commit, for the text of an error.
-            timeline: records the waits.
             memory: counters to record at each change; None if nothing records them.
         """
         self.changed = InterruptibleLock()
@@ -211,7 +209,6 @@ class UnitTable:
         """Stops the engine: every waiter and every later `check` raises `EngineFailed` from the first `error`.
 
         Args:
-            error: the cause.
             entry: the unit that failed, whose residency becomes FAILED; None if no unit is involved.
         """
         if entry is not None and entry.residency is not Residency.FAILED:

@@ -40,10 +40,8 @@ class WeightSource(Protocol):
         """Submits a read of the newest weights of a unit. The weights must not change before the read has ended.
 
         Args:
-            unit: the unit.
             start: first byte of `UnitSize.shard_nbytes`.
             buffer: receives the bytes; it belongs to the caller and must live until the future is done.
-            priority: priority in the queue.
 
         Returns:
             The request. Its `wait` raises `IoError` if the bytes cannot be read, are damaged, or are others by now.

@@ -164,8 +164,6 @@ class HostArena:
         """Maps the memory, or takes a free region of an existing mapping.
 
         Args:
-            classes: bytes of each class.
-            device: pins what it copies of the memory, so that copies to the device are fast.
             memory: the memory of all engines of the process; None for a memory of its own.
             budget: bytes that all engines of `memory` may take together; None for no limit.
             give_cache: evicts all buffers of weights and calls `drop_cache`. The thread of another engine calls it.
@@ -349,7 +347,6 @@ class HostMemory:
             return self._taken_bytes
 
     def _join(self, arena: HostArena) -> None:
-        """Registers an arena, whose bytes count from now on."""
         with self._lock:
             self._arenas.append(arena)
 
@@ -358,7 +355,6 @@ class HostMemory:
         return sum(arena._taken_bytes for arena in self._arenas)
 
     def _find(self, nbytes: int, device: Device) -> tuple[Mapping, int] | None:
-        """Returns a free region in a mapping that is registered with `device`; None if there is none."""
         for mapping in self._mappings:
             if mapping.device is device and (offset := mapping.space.take(nbytes)) is not None:
                 return mapping, offset

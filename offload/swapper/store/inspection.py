@@ -361,12 +361,10 @@ def place_in(manifest: bytes, folder: Path) -> tuple[str | None, int, Path | Non
 
 
 def _notes(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; empty if the file cannot be read or holds no object."""
     return _object_in(_bytes(path) or b"")
 
 
 def _object_in(data: bytes) -> dict[str, Any]:
-    """Returns the JSON object in `data`; empty if there is none."""
     try:
         notes: dict[str, Any] = read(data, fields({}))
     except ValueError:
@@ -381,7 +379,6 @@ def store_id(folder: Path) -> str | None:
 
 
 def _bytes(path: Path) -> bytes | None:
-    """Returns the bytes of a file; None if it cannot be read."""
     return _read(path)[0]
 
 
@@ -394,7 +391,6 @@ def _read(path: Path) -> tuple[bytes | None, str]:
 
 
 def _nbytes_of(path: Path) -> int | None:
-    """Returns the size of a rank's file; None if there is none."""
     with contextlib.suppress(OSError):
         status = inner_status(path, 3)
         return None if status is None else status.st_size
@@ -402,7 +398,6 @@ def _nbytes_of(path: Path) -> int | None:
 
 
 def _reason_of(error: OSError) -> str:
-    """Returns the words for a file that is missing, or that cannot be read for another reason."""
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return "the file is missing"
     return f"the file cannot be read: {error.strerror}"

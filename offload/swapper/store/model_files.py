@@ -63,7 +63,6 @@ def image_of(tensors: Sequence[tuple[FileRange, int]], file_nbytes: Mapping[str,
 
     Args:
         tensors: bytes of each tensor in its file, and the first byte of the tensor in the unit.
-        file_nbytes: size of each file.
     """
     ordered = sorted(pair for pair in tensors if pair[0].nbytes)
     extents: list[FileRange] = []
@@ -113,9 +112,7 @@ class ModelFiles:
 
         Args:
             images: image of each unit; None for a unit that is not read from here.
-            stamps: stamp of each file as its header was read.
             queue: reads the files; it belongs to the caller.
-            spans: records requests on the timeline.
 
         Raises:
             IoError: If a file cannot be opened, or has changed since its header was read.

@@ -37,7 +37,6 @@ def check_startable(folders: Sequence[Path], over: bool) -> None:
     """Raises `StoreError` if a folder holds a run that did not end, or a drive of another store: both may be needed.
 
     Args:
-        folders: The rank's folder on each drive, in order.
         over: True if commits of this run may be deleted.
 
     Raises:
@@ -107,9 +106,6 @@ def find_newest(
     """Returns the newest commit that can be opened.
 
     Args:
-        folder: The rank's folder on the first drive. Blobs are read from it.
-        file_records: The records of the commit file, newest first.
-        units: The number of units of the model.
         doubtful: True if a page is damaged, or damage was seen before. Then no commit is taken without `find_damage`.
         find_damage: Checks all data of a commit against its checksums and returns the first damage, or None.
 
@@ -183,11 +179,6 @@ def load_blob(folder: Path, record: Record) -> Blob:
 def check_drives(folders: Sequence[Path], copy: Manifest, step: int) -> tuple[list[str], list[tuple[str, ...]]]:
     """Compares the manifest on each drive with the copy that a commit holds.
 
-    Args:
-        folders: The rank's folder on each drive, in order.
-        copy: The manifest in the commit's blob.
-        step: The commit's step.
-
     Returns:
         A line for each drive whose manifest is missing or damaged; the copy must then be written to all drives. And the
         places of the drives that each of the other manifests names.
@@ -220,12 +211,7 @@ def check_drives(folders: Sequence[Path], copy: Manifest, step: int) -> tuple[li
 
 
 def check_sizes(files: Sequence[DirectFile], expected: Sequence[int]) -> None:
-    """Raises `StoreError` if the states file of a drive is shorter than expected.
-
-    Args:
-        files: The open file of each drive.
-        expected: The bytes that each file must have.
-    """
+    """Raises `StoreError` if the states file of a drive is shorter than expected."""
     for file, nbytes in zip(files, expected, strict=True):
         if file.size() < nbytes:
             raise StoreError(

@@ -68,10 +68,6 @@ def bytes_of(file: File, place: Extents, start: int, nbytes: int, copied: File |
     """Returns the file and the offset at which a queue finds bytes of a slot.
 
     Args:
-        file: the states file over all drives.
-        place: the extents of the slot.
-        start: first byte, from the start of the slot.
-        nbytes: number of bytes.
         copied: the slot as a file of its own, where some of its bytes are elsewhere; see `Undo.slots`.
     """
     if copied is not None:
@@ -86,8 +82,6 @@ def clone_extents(file: StripedFile, extents: Sequence[Extent], descriptor: int,
     """Lets another file share bytes of `file`, without a copy. Returns False if that is impossible.
 
     Args:
-        file: the states file over all drives; of several drives none is shared.
-        extents: the bytes, in pages of 4096.
         descriptor: the other file, open for writing; it belongs to the caller.
         offset: the first byte in the other file, a multiple of 4096.
     """
@@ -153,8 +147,6 @@ class CheckedRead:
             sums: The checksums of the newest bytes. Those of a later write are in another object, or written by it.
             start: The first byte, as `sums` counts.
             buffer: Receives the bytes; it belongs to the caller and must live until the future is done.
-            submit: Starts to read from a byte offset into a buffer, with checksums.
-            damaged: Returns the error for damaged bytes.
         """
         self._sums, self._start, self._damaged = sums, start, damaged
         self._source: tuple[memoryview, Callable[[int, memoryview], Future]] | None = buffer, submit
@@ -259,8 +251,6 @@ class CheckedRead:
 
 
 class _Page(NamedTuple):
-    """A page in memory of its own, and the request that fills it."""
-
     memory: memoryview
     future: Future
 
@@ -285,12 +275,7 @@ class DriveSpans:
         """Records the request of `future` when the request has ended, and returns `future`.
 
         Args:
-            row: `Row.READS` or `Row.WRITES`.
-            unit: the unit whose bytes are moved.
-            state: the state of the unit.
             began: the value of `now()` before the submission.
-            nbytes: number of bytes moved.
-            future: the request. A request that fails is recorded with its error.
         """
         if not self._recorded.started:  # spans that begin before the start are dropped, and `OFF` never starts
             return future
@@ -390,7 +375,6 @@ class Written:
             return tuple(DriveWrites(path, run, run + before) for path, run, before in counts)
 
     def _warn(self, drive: int, life: int, rating: Rating) -> None:
-        """Logs a warning that a drive's count, `life` of this rank, has exceeded the fraction in `rating`."""
         logger.warning(
             "%s: this run has written %s to this drive, %.1f %% of its rated %s (drive_tbw); the config asks for a "
             "warning from %g %% on (drive_share)",

@@ -48,12 +48,7 @@ class RunStatus(NamedTuple):
 
 
 def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
-    """Returns the status of `run` without locking it.
-
-    Args:
-        paths: folders of the drives; the first one holds records and notes.
-        run: name of the run.
-    """
+    """Returns the status of `run` without locking it."""
     folder = Path(paths[0]) / run
     check_owner(folder)
     # A run that ends writes the note before it deletes its files, and a start deletes the note. Files next to the note
@@ -84,10 +79,6 @@ def note_saved(run: Path, step: int) -> None:
     """Adds to `closed.json` that the weights of the run's last step are in other files. The ranks must be locked.
 
     Does nothing if the run was not closed at this step.
-
-    Args:
-        run: the run's folder on its first drive.
-        step: the step whose weights these are.
     """
     note = read_closed(run)
     if note and note.get("steps") == step:
@@ -173,12 +164,7 @@ def find_removal(path: Path) -> Removal:
 
 
 def _aside(run: Path, ranks: Sequence[Path]) -> tuple[Path, ...]:
-    """Returns the folders that an interrupted change of the number of ranks has left, on all drives of the run.
-
-    Args:
-        run: the run's folder on its first drive.
-        ranks: the folders of its ranks on all drives.
-    """
+    """Returns the folders that an interrupted change of the number of ranks has left, on all drives of the run."""
     here = folders_aside(run)
     drives = {folder.parent: None for folder in ranks if folder.parent != run}
     for folder in here:
@@ -237,7 +223,6 @@ def _check_drive(rank_files: Found) -> None:
 
 
 def _first_drive(manifest: Manifest, folder: Path) -> Path:
-    """Returns where the manifest says that the folder of a rank on its first drive is, `folder` being that on any."""
     return Path(manifest.drives[0]) / folder.parent.name / folder.name
 
 
@@ -291,7 +276,6 @@ def _not_found(rank_files: Found) -> tuple[Path, ...]:
 
 
 def _names(folder: Path) -> list[str]:
-    """Returns the names in a folder, sorted; none if the folder does not exist."""
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 

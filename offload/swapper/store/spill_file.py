@@ -44,13 +44,9 @@ class SpillFile:
         """Creates and reserves the files.
 
         Args:
-            paths: a folder on each drive.
             nbytes: number of bytes to reserve for each key; a key is the index of a unit if `spans` are recorded.
-            queue: reads and writes the files.
             written: counts the bytes written to each drive; None for a count of its own.
-            spans: records each request on the timeline, as a request for the gradient of its unit.
             what: name of the contents, for the error of missing room.
-            title: returns the name of the bytes of a key, for the error of damaged bytes.
 
         Raises:
             StoreError: if a file cannot be created, or there is not enough room.

@@ -85,10 +85,6 @@ class SwapFiles:
         """Makes and locks the rank's folder on each drive.
 
         Args:
-            paths: The folder for swap files of each drive. The first contains records and blobs.
-            run: The name of the run.
-            rank: The rank whose files they are.
-            spec: The contents that the files must have.
             staged: True for a folder next to those of a run that has another number of ranks.
 
         Raises:
@@ -180,10 +176,6 @@ class SwapFiles:
         """Opens the states file of a commit.
 
         Rewrites all manifests if one is missing or damaged, or names other places of the drives than these.
-
-        Args:
-            copy: The manifest in the commit's blob.
-            step: The commit's step.
 
         Returns:
             A line for the user for each manifest that was missing or damaged.
@@ -320,13 +312,8 @@ class Store:
         """Makes and locks the rank's folders. `create` or `open` must follow.
 
         Args:
-            paths: The folder for swap files of each drive. The first holds records and blobs.
-            run: The name of the run.
-            rank: The rank whose files they are.
-            spec: The contents that the store must have.
             queue: Reads and writes the files; it belongs to the caller.
             written: Counts the bytes written to each drive; may be shared with spill files. None for a new count.
-            spans: Records requests and commits on the timeline.
             first: The first commit's number, for folders next to those of a run with other ranks; None for a run's own.
 
         Raises:
@@ -499,12 +486,8 @@ class Store:
         A unit must not be read while `wrote` changes its newest slot.
 
         Args:
-            unit: The unit.
-            state: The state of the unit.
             slot: The slot, 0 or 1. Bytes of the newest one are compared with their checksums.
-            start: The first byte, from the start of the slot.
             buffer: Receives the bytes; it belongs to the caller and must live until the future is done.
-            priority: The priority in the queue.
             compare: False if the caller compares the bytes with `sum_of`.
 
         Returns:
@@ -582,8 +565,6 @@ class Store:
         """Lets another file share the first `nbytes` of the newest slot, without a copy.
 
         Args:
-            unit: The unit.
-            state: The state of the unit.
             nbytes: The bytes, a multiple of 4096.
             descriptor: The other file, open for writing; it belongs to the caller.
             offset: The first byte in the other file, a multiple of 4096.
@@ -598,10 +579,6 @@ class Store:
         """Submits a write of `buffer`. The bytes count as the newest copy only after `wrote`.
 
         Args:
-            unit: The unit.
-            state: The state of the unit.
-            slot: The slot, 0 or 1.
-            start: The first byte, from the start of the slot.
             buffer: The bytes; it belongs to the caller and must stay unchanged until the future is done.
 
         Returns:
@@ -635,8 +612,6 @@ class Store:
         """Makes `slot` the newest of a unit. The update worker calls this, and between steps a load does.
 
         Args:
-            unit: The unit.
-            slot: The slot that was written.
             written: For each state that is kept, the start and the ended future of each write. The writes of a state
                 have no gaps and begin at byte 0. Frozen weights after the last write keep their checksums.
         """

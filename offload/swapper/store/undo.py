@@ -116,12 +116,6 @@ class Undo:
     ) -> int:
         """Copies the slot of a unit durably.
 
-        Args:
-            named_by: the record that names the slot.
-            unit: the unit.
-            places: for each state of the unit, the places of its slots.
-            read: starts to read a slot, of a unit and a state, from a byte offset into a buffer.
-
         Returns:
             The bytes that were written.
 
@@ -151,11 +145,6 @@ class Undo:
 
     def copies(self, record: Record, places: Places, table: Mapping[Key, Slot]) -> Copies:
         """Returns the copies of slots that `record` names, after their bytes have been compared.
-
-        Args:
-            record: the record from which the run resumes.
-            places: for each unit and state, the places of all slots.
-            table: the checksums of the slots that the record names.
 
         Raises:
             IoError: if the file cannot be read.
@@ -190,11 +179,6 @@ class Undo:
         """Writes the copies of slots that `record` names to their places, durably. May be repeated.
 
         Args:
-            record: see `copies`.
-            places: see `copies`.
-            packed: the packed checksums in its blob.
-            write: starts to write a slot, of a unit and a state, from a byte offset on.
-            sync: makes all writes durable.
             find_damage: compares all data of the commit, and returns the first damage; None if there is no later
                 commit, beside which an edit could have written over a slot of this one.
 
@@ -221,12 +205,6 @@ class Undo:
         self, states: File, record: Record, places: Places, table: Mapping[Key, Slot]
     ) -> Iterator[Mapping[Key, File]]:
         """Yields each slot of `record` that has a copy, with its bytes from there, as a file of its own.
-
-        Args:
-            states: the states file over all drives.
-            record: see `copies`.
-            places: see `copies`.
-            table: see `copies`.
 
         Raises:
             IoError: if the file cannot be read.

@@ -123,7 +123,6 @@ class _Comparison:
         return None
 
     def _damage(self, key: Key, start: int, nbytes: int, reason: str) -> Damage:
-        """Returns the damage of `nbytes` bytes of a slot, from byte `start` on."""
         unit, state = key
         slot = "AB"[self._slots[unit]]
         offset = self.place(key).offset(start)
@@ -143,16 +142,6 @@ def damages(
     """Yields each damaged checksum range of the slots that a commit names; takes 32 MiB of memory.
 
     Close the generator, or exhaust it, before the file is closed: reads are in flight between two results.
-
-    Args:
-        file: the states file over all drives.
-        queue: reads the file.
-        places: for each unit and state, the extents of each slot.
-        slots: for each unit, the slot that the commit names.
-        table: for each unit and state, the checksums of its byte ranges, in order.
-        title: returns the name of a unit for messages.
-        copied: slots whose bytes are elsewhere; see `Undo.slots`.
-        progress: receives the number of bytes of each chunk compared.
     """
     comparison = _Comparison(file, places, slots, title)
     yield from comparison.uncovered(table)
@@ -193,17 +182,7 @@ def damages_of_commit(
     undo: Undo,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Generator[Damage]:
-    """Yields the damages of the slots that a record names. Complete copies count in the place of their slots.
-
-    Args:
-        file: see `damages`.
-        queue: see `damages`.
-        spec: the contents of the store.
-        record: the record of the commit.
-        table: see `damages`.
-        undo: the copies of slots.
-        progress: see `damages`.
-    """
+    """Yields the damages of the slots that a record names. Complete copies count in the place of their slots."""
     places = spec.places()
     with undo.slots(file, record, places, table) as copied:
         yield from damages(file, queue, places, record.slots, table, spec.title, copied, progress)
@@ -221,7 +200,6 @@ def first_damage(
 
 
 def _chunks(table: Mapping[Key, Slot]) -> Iterator[_Chunk]:
-    """Yields the chunks of all checksum ranges, in the order of the table."""
     for key, slot in table.items():
         for checksum_range in slot:
             end = checksum_range.start + checksum_range.nbytes
