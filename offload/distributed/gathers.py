@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from offload.distributed.process_group import Ranks, Work
+from offload.distributed.process_group import CollectiveWork, Ranks
 from offload.kernels.blocks import dequantize, quantize
 from offload.layout.tiers import CODES, CodedGathers, Reduction, Secondary
 from offload.swapper.memory.device import DONE, Device, Event
@@ -179,7 +179,7 @@ class WeightGathers:
 # values with inf or NaN arrives as NaN, so an overflow on one rank is seen by the rank that adds up.
 
 
-class Exchange(NamedTuple):
+class GradientExchange(NamedTuple):
     """A reduction that has begun, and whose values are not added up."""
 
     unit: int
@@ -187,7 +187,7 @@ class Exchange(NamedTuple):
     """(contributing ranks, or 1 for a sum over replicas; numel of this rank's partition, or the bytes of its codes)."""
     sent: torch.Tensor | None
     """Memory that holds what this rank has sent; None if it is no contributor, or the memory is free already."""
-    work: Work
+    work: CollectiveWork
 
 
 class ExchangeMemory:

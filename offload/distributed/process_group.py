@@ -316,7 +316,7 @@ _MOST_CALLS = 8
 """Calls that may wait for the thread. Each thread waits for its call, so there are as many as threads that call."""
 
 
-class _Call:
+class _StoreCall:
     """A call of the store, and its outcome once `ended` is free."""
 
     def __init__(self, act: Callable[[], Any]) -> None:
@@ -337,7 +337,7 @@ class BoundedStore:
     def __init__(self, store: Any, longest: float = LONGEST) -> None:
         """Starts the thread. `longest` is the seconds for a call."""
         self._store, self._longest = store, longest
-        self._calls: queue.Queue[_Call | None] = queue.Queue(_MOST_CALLS)
+        self._calls: queue.Queue[_StoreCall | None] = queue.Queue(_MOST_CALLS)
         self.refusal: str | None = None
         """Words for why no call is made any more; None while calls are made."""
         self._closed = False
@@ -376,7 +376,7 @@ class BoundedStore:
         """Returns the result of `act`, called on the thread of this object, or raises what it has raised."""
         if self.refusal is not None:
             raise RuntimeError(self.refusal)
-        call = _Call(act)
+        call = _StoreCall(act)
         self._calls.put(call)
         if not self._ends(call):
             self.refusal = f"torch's key-value store has not answered for {self._longest:g} s"
@@ -386,7 +386,7 @@ class BoundedStore:
         return call.result
 
     @interruptible
-    def _ends(self, call: _Call) -> bool:
+    def _ends(self, call: _StoreCall) -> bool:
         """Waits for the end of a call; returns False if there is none in time."""
         return call.ended.acquire(timeout=self._longest)
 
@@ -743,7 +743,7 @@ def begin(start: Callable[[], Any]) -> Any:
         return start()
 
 
-class Work:
+class CollectiveWork:
     """A collective under way, as an `Event`; with a `work` of None, one that has ended already."""
 
     def __init__(self, ranks: Ranks, work: Any = None, to: str = "") -> None:
@@ -875,14 +875,14 @@ class Ranks:
         """
         return uploaded
 
-    def gather_parts(self, everyone: torch.Tensor, own: torch.Tensor) -> Work:
+    def gather_parts(self, everyone: torch.Tensor, own: torch.Tensor) -> CollectiveWork:
         """Starts the gather of each shard's part into `everyone`, in their order; `own` may be a view of it."""
         everyone.copy_(own)
-        return Work(self)
+        return CollectiveWork(self)
 
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor | None, senders: Sequence[int], kind: Kind = Kind.GRADIENTS
-    ) -> Work:
+    ) -> CollectiveWork:
         """Starts an exchange in this replica: row s of `sent` goes to shard s, and a row comes from each of `senders`.
 
         Several may be under way: gloo matches them by a number of their own, and NCCL carries them out on one stream,
@@ -895,13 +895,13 @@ class Ranks:
             senders: the shards whose ranks contribute, in order; the same list on every rank of the replica.
 
         Returns:
-            The exchange. Neither tensor may change before compute is ordered after it (`Work.order_compute`).
+            The exchange. Neither tensor may change before compute is ordered after it (`CollectiveWork.order_compute`).
         """
         if sent is not None:
             received.copy_(sent)
-        return Work(self)
+        return CollectiveWork(self)
 
-    def all_reduce(self, values: torch.Tensor) -> Work:
+    def all_reduce(self, values: torch.Tensor) -> CollectiveWork:
         """Starts the sum of `values` over the ranks that hold the same shard.
 
         All of them receive the same bits, as the backend adds each element up on one rank and sends the sum to the
@@ -910,12 +910,12 @@ class Ranks:
         Args:
             values: (n,) on the device, replaced by the sum; filled by compute that the calling thread has started.
         """
-        return Work(self)
+        return CollectiveWork(self)
 
-    def gather_sums(self, everyone: torch.Tensor, own: torch.Tensor) -> Work:
+    def gather_sums(self, everyone: torch.Tensor, own: torch.Tensor) -> CollectiveWork:
         """Starts the gather of each replica's sum of this shard into `everyone`, in their order, as `gather_parts`."""
         everyone.copy_(own)
-        return Work(self)
+        return CollectiveWork(self)
 
     # -- waits and lost ranks -----------------------------------------------------------------------
 
@@ -1065,18 +1065,18 @@ class ProcessGroup(Ranks):
                 self._gather(whole, byte_range).work.wait()
         return self._device.uploaded()
 
-    def _gather(self, whole: torch.Tensor, own: range) -> Work:
+    def _gather(self, whole: torch.Tensor, own: range) -> CollectiveWork:
         """Starts the gather of one of this rank's byte ranges and the other ranks' ranges around it."""
         start = own.start - self.shard * len(own)
         return self.gather_parts(whole[start : start + self.mesh.shards * len(own)], whole[own.start : own.stop])
 
-    def gather_parts(self, everyone: torch.Tensor, own: torch.Tensor) -> Work:
+    def gather_parts(self, everyone: torch.Tensor, own: torch.Tensor) -> CollectiveWork:
         start = functools.partial(gather_into, everyone, own, self._groups.replica)
         return self._begin(start, "gather weights", Kind.WEIGHTS, everyone.nbytes - own.nbytes)
 
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor | None, senders: Sequence[int], kind: Kind = Kind.GRADIENTS
-    ) -> Work:
+    ) -> CollectiveWork:
         if not senders or self.mesh.shards == 1:  # nothing comes from another rank
             return super().exchange(received, sent, senders, kind)
         part, sends, shards = received[0].nbytes, sent is not None, self.mesh.shards
@@ -1096,24 +1096,24 @@ class ProcessGroup(Ranks):
             part * (shards - 1) if sends else 0,
         )
 
-    def all_reduce(self, values: torch.Tensor) -> Work:
+    def all_reduce(self, values: torch.Tensor) -> CollectiveWork:
         start = functools.partial(dist.all_reduce, values, group=self._groups.across, async_op=True)
         # Once to add up and once to send the sums: each rank gives the others all but its own part.
         nbytes = 2 * values.nbytes * (self.mesh.replicas - 1) // self.mesh.replicas
         return self._begin(start, "reduce gradients", Kind.GRADIENTS, nbytes)
 
-    def gather_sums(self, everyone: torch.Tensor, own: torch.Tensor) -> Work:
+    def gather_sums(self, everyone: torch.Tensor, own: torch.Tensor) -> CollectiveWork:
         start = functools.partial(gather_into, everyone, own, self._groups.across)
         return self._begin(start, "reduce gradients", Kind.GRADIENTS, everyone.nbytes - own.nbytes)
 
     # -- waits and lost ranks -----------------------------------------------------------------------
 
-    def _begin(self, start: Callable[[], Any], to: str, kind: Kind, nbytes: int) -> Work:
+    def _begin(self, start: Callable[[], Any], to: str, kind: Kind, nbytes: int) -> CollectiveWork:
         if self._lost is not None:
             raise self._lost
         self.sent = self.sent.with_one(kind, nbytes)
         try:
-            return Work(self, begin(start), to)
+            return CollectiveWork(self, begin(start), to)
         except RuntimeError as error:
             raise self._blame(error) from error
 

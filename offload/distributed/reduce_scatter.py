@@ -36,8 +36,8 @@ from typing import NamedTuple
 import torch
 
 from offload.distributed.agreement import Rounds
-from offload.distributed.gathers import Exchange, ExchangeMemory, mean_of, values_of, zero_between
-from offload.distributed.process_group import Ranks, Work
+from offload.distributed.gathers import ExchangeMemory, GradientExchange, mean_of, values_of, zero_between
+from offload.distributed.process_group import CollectiveWork, Ranks
 from offload.engine.callbacks import EngineCallbacks, GradientStats
 from offload.engine.gradients import GradientAccumulator, GradientPlaces, flat
 from offload.errors import RankError
@@ -69,7 +69,7 @@ class ReplicaSum(NamedTuple):
 
     rows: torch.Tensor
     """(1, numel) fp32, the sum over all ranks once `work` is done; or (replicas, bytes) of codes of their sums."""
-    work: Work
+    work: CollectiveWork
 
 
 class ReplicaSums:
@@ -214,7 +214,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         sums = [keep(longest * torch.float32.itemsize).view(torch.float32) for _ in range(reduction.sums)]
         codes = [keep(nbytes) for nbytes in reduction.sum_codes(list(map(len, parts)))]
         self._over_replicas = ReplicaSums(self._ranks, sums, codes)
-        self._under_way: deque[Exchange] = deque()
+        self._under_way: deque[GradientExchange] = deque()
         """Exchanges whose values are not added up, oldest first. `Rounds.lock` guards it."""
         self._adding = False
         """True while values of an exchange are added up, and from then on if that has failed."""
@@ -375,7 +375,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 received, work = self._over_replicas.begin(received, len(part))
                 self._free(unit, sent)
                 sent = None
-        self._under_way.append(Exchange(unit, received, sent, work))
+        self._under_way.append(GradientExchange(unit, received, sent, work))
         # The one before is added up while the new one runs; without overlap the new one itself.
         self._add_received(self._exchanges - 1)
 
@@ -409,7 +409,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 self._end(exchange)
                 self._adding = False  # not in a `finally`: a sum that is added in part must not be added again
 
-    def _end(self, exchange: Exchange) -> None:
+    def _end(self, exchange: GradientExchange) -> None:
         self._free(exchange.unit, exchange.sent)
         self._under_way.popleft()
 

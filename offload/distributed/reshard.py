@@ -55,7 +55,7 @@ from offload.swapper.store.folder import (
     write_durably,
 )
 from offload.swapper.store.format import compare, last_of_all
-from offload.swapper.store.inspection import Found, is_rank, look, store_id
+from offload.swapper.store.inspection import RankFiles, is_rank, look, store_id
 from offload.swapper.store.recovery import check_drives, check_one_run, check_startable
 
 # -- found run -----------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ from offload.swapper.store.recovery import check_drives, check_one_run, check_st
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FoundRun:
+class FormerRun:
     """The run of another number of ranks, whose commit fits this model; implements `FoundStates`."""
 
     source: StoreSource
@@ -96,13 +96,13 @@ class FoundRun:
             IoError: if bytes are damaged or cannot be read.
         """
 
-        def begin(chunk: _Chunk, buffer: memoryview) -> Sequence[Reading]:
+        def begin(chunk: _PartitionChunk, buffer: memoryview) -> Sequence[Reading]:
             read = self.source.read(chunk.rank, chunk.unit, chunk.state, chunk.start, buffer[: chunk.nbytes])
             return [read]
 
         flow(flow_buffers(), self._chunks(rank, size), begin, lambda *_: (), lambda *_: None)
 
-    def _chunks(self, rank: int, size: int) -> Iterator[_Chunk]:
+    def _chunks(self, rank: int, size: int) -> Iterator[_PartitionChunk]:
         partitions = [
             (store_index, unit, state, nbytes)
             for store_index, spec in enumerate(self.specs)
@@ -112,10 +112,10 @@ class FoundRun:
         # In the order of the bytes, as `StoreSource` compares them.
         for index, unit, state, nbytes in partitions[rank::size]:
             for start in range(0, nbytes, BUFFER_NBYTES):
-                yield _Chunk(index, unit, state, start, min(BUFFER_NBYTES, nbytes - start))
+                yield _PartitionChunk(index, unit, state, start, min(BUFFER_NBYTES, nbytes - start))
 
 
-class _Chunk(NamedTuple):
+class _PartitionChunk(NamedTuple):
     rank: int
     unit: int
     state: State
@@ -386,11 +386,11 @@ def _prepare(
     """
     ranks, run = new.ranks, new.folders[0]
     _check_visible(new, before)
-    looked: list[Found] = []
+    looked: list[RankFiles] = []
     # Rank 0 holds the locks for all, and takes them first: a run in use would change under the others.
     ranks.by_first(lambda: looked.extend(lock_and_look(run, opened, "train")))
     ranks.settle(lambda: looked.extend(_look(run) if ranks.rank else ()))
-    opened_run: list[FoundRun] = []
+    opened_run: list[FormerRun] = []
     ranks.settle(lambda: opened_run.append(_open(new, before, at, looked, queue, check, opened)))
     blob = opened_run[0].source.commits[0].record.blob_nbytes
     # Each commit reserves a quarter more than it needs, for two blobs.
@@ -437,7 +437,7 @@ def _check_visible(new: NewRanks, before: Mesh) -> None:
             )
 
 
-def _look(run: Path) -> list[Found]:
+def _look(run: Path) -> list[RankFiles]:
     return [look(folder) for folder in rank_folders(run) if is_rank(folder)]
 
 
@@ -445,11 +445,11 @@ def _open(
     new: NewRanks,
     before: Mesh,
     at: int | None,
-    looked: Sequence[Found],
+    looked: Sequence[RankFiles],
     queue: Queue,
     check: Callable[[Snapshot], None],
     opened: contextlib.ExitStack,
-) -> FoundRun:
+) -> FormerRun:
     """Opens a commit of the run and compares it with this model. Changes nothing.
 
     Replicas have equal states, and the first is read. `looked` are the run's folders on their first drive.
@@ -476,7 +476,7 @@ def _open(
         for rank_files in looked
         if rank_files.whole and before.shards <= rank_files.rank < before.ranks
     ]
-    return FoundRun(
+    return FormerRun(
         source=source,
         specs=specs,
         layouts=layouts,
@@ -486,7 +486,7 @@ def _open(
     )
 
 
-def _on_drives(rank_files: Found, new: NewRanks) -> Found:
+def _on_drives(rank_files: RankFiles, new: NewRanks) -> RankFiles:
     """Returns the same rank on the drives of this start, which may be mounted elsewhere than when it was made.
 
     Raises:
@@ -512,7 +512,7 @@ def _check_room(new: NewRanks, need: int, before: Mesh) -> None:
         )
 
 
-def _compare(source_run: FoundRun, new: NewRanks, before: Mesh) -> None:
+def _compare(source_run: FormerRun, new: NewRanks, before: Mesh) -> None:
     """Compares this rank's share of the run's bytes with their checksums. Raises `StoreError`."""
     run = new.folders[0]
     try:
@@ -525,7 +525,7 @@ def _compare(source_run: FoundRun, new: NewRanks, before: Mesh) -> None:
         ) from error
 
 
-def _write(new: NewRanks, source_run: FoundRun, queue: Queue, opened: contextlib.ExitStack) -> _Written:
+def _write(new: NewRanks, source_run: FormerRun, queue: Queue, opened: contextlib.ExitStack) -> _Written:
     """Writes this rank's states into a folder next to those of the run, and commits them.
 
     `opened` closes the files and releases the lock.

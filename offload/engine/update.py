@@ -5,15 +5,15 @@ across the borders of units. `step()` schedules updates; a thread that needs a u
 
     schedule ─► queue ─► reading ─► compute ─► writing ─► flushed ─► (last one) commit
                   ▲ awaited unit first        │
-                                              └ last tile of a unit: weights_ready, its weights may be used
+                                              └ last tile of a unit: publish_weights, its weights may be used
 
 Under the backward the worker takes *offers*: updates of units whose gradients are complete, before their step is
 decided (`speculation`). They are written to the slot that no commit names, and become the newest states if the step
 confirms them. The backward never waits for them, and they wait for the updates and the commit of the step before.
 
-`weights_ready` precedes `flushed`: weights are used from their host buffer while the write is in flight. Without a host
-buffer they may be used only after the last write, which also makes the written slot the unit's newest one. So no read
-sees bytes that are being written.
+`publish_weights` precedes `flushed`: weights are used from their host buffer while the write is in flight. Without a
+host buffer they may be used only after the last write, which also makes the written slot the unit's newest one. So no
+read sees bytes that are being written.
 
 Threads. The caller's thread fills the queue, the blob and the flags; the worker empties them. The pager's lock guards
 every change that the other side must see at once. Two accesses need no lock: the worker's removal of an update from the
@@ -453,14 +453,14 @@ class UpdateResults:
         if job.delivered:
             # Unwritten until `_make_newest`, even if the writes have ended: else the buffer could be evicted, and the
             # next read would find the old slot.
-            self._updates.weights_ready(job.unit, True, self.is_stored(job.unit))
+            self._updates.publish_weights(job.unit, True, self.is_stored(job.unit))
 
     def _make_newest(self, job: Job) -> None:
         if self._store is not None and self.is_stored(job.unit):
             self._store.wrote(job.unit, self._store.target(job.unit), job.writes)
         # Without a host buffer the weights can be read only from here on.
         if not job.delivered:
-            self._updates.weights_ready(job.unit, False, False)
+            self._updates.publish_weights(job.unit, False, False)
         self._updates.flushed(job.unit)
 
 
@@ -950,7 +950,7 @@ class UpdateWorker:
         self._gradients.give([update.unit for update in changing if update.segments])
         for update in updates:
             if not update.changes:  # all changes of the unit are on other ranks
-                self._pager.weight_updates.weights_ready(update.unit, False, False)
+                self._pager.weight_updates.publish_weights(update.unit, False, False)
         # What no update concerns, such as frozen weights, comes back now, before updates take host buffers. The
         # rest comes as it is updated.
         self._pager.prefetch()

@@ -176,7 +176,7 @@ WORD = 4
 """Bytes of a word; the size of a PACKED partition is a multiple of words."""
 
 
-class Stored(NamedTuple):
+class FrozenStorage(NamedTuple):
     """How a frozen parameter is stored, if not as values."""
 
     form: str
@@ -334,7 +334,7 @@ def lay_out(
     name: str,
     parameters: Iterable[tuple[str, nn.Parameter]],
     world_size: int,
-    stored: Mapping[str, Stored] = {},
+    stored: Mapping[str, FrozenStorage] = {},
     matrices: Collection[str] | None = None,
     row: int | None = None,
     in_fp32: bool = False,
@@ -349,7 +349,7 @@ def lay_out(
     segments = []
     for parameter_name, parameter in parameters:
         shape = tuple(parameter.shape if row is None else parameter.shape[1:])
-        storage = Stored("", math.prod(shape))
+        storage = FrozenStorage("", math.prod(shape))
         if not parameter.requires_grad:
             storage = stored.get(parameter_name, storage)
         segment = Segment(
@@ -437,7 +437,7 @@ def layouts_of(
     units: Units,
     world_size: int = 1,
     kept: Mapping[str, tuple[StateField, ...]] = {},
-    stored: Mapping[str, Stored] = {},
+    stored: Mapping[str, FrozenStorage] = {},
     matrices: Collection[str] | None = None,
 ) -> tuple[UnitLayout, ...]:
     """Returns the layout of every unit of `model`."""

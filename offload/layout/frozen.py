@@ -22,7 +22,7 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.kernels.blocks import BLOCK_FORMATS, dequantize, quantize
-from offload.layout.flat_layout import OPAQUE_ALIGNMENT, Segment, StateField, Stored, UnitLayout
+from offload.layout.flat_layout import OPAQUE_ALIGNMENT, FrozenStorage, Segment, StateField, UnitLayout
 from offload.notices import Remark
 from offload.provenance import is_class_of
 from offload.sizes import align_up, count_of, format_size
@@ -177,12 +177,12 @@ def inner_nbytes(inner: Sequence[StateField]) -> int:
     return sum(align_up(field.nbytes, OPAQUE_ALIGNMENT) for field in inner)
 
 
-def stored_as_bytes(model: nn.Module, dtype: torch.dtype) -> dict[str, Stored]:
+def stored_as_bytes(model: nn.Module, dtype: torch.dtype) -> dict[str, FrozenStorage]:
     """Returns how each opaque parameter is stored, by its first name."""
-    storage: dict[str, Stored] = {}
+    storage: dict[str, FrozenStorage] = {}
     for name, parameter in opaque_parameters(model).items():
         inner = fields_of(parameter, model.get_submodule(name.rpartition(".")[0]))
-        storage[name] = Stored("", math.ceil(inner_nbytes(inner) / dtype.itemsize), inner, _kind(parameter))
+        storage[name] = FrozenStorage("", math.ceil(inner_nbytes(inner) / dtype.itemsize), inner, _kind(parameter))
     return storage
 
 
@@ -205,7 +205,7 @@ def stored_weights(
     dtype: torch.dtype,
     rows: Mapping[str, int] = {},
     in_fp32: Collection[str] = (),
-) -> dict[str, Stored]:
+) -> dict[str, FrozenStorage]:
     """Returns how each frozen parameter is stored that is not stored as values: as blocks, or as another's bytes.
 
     Args:
@@ -228,7 +228,7 @@ def stored_weights(
 
 def stored_as_blocks(
     model: nn.Module, form: str | None, dtype: torch.dtype, rows: Mapping[str, int] = {}
-) -> dict[str, Stored]:
+) -> dict[str, FrozenStorage]:
     """Returns how each parameter that is stored as blocks is stored, by its first name.
 
     Args:
@@ -239,7 +239,7 @@ def stored_as_blocks(
     if form is None:
         return {}
     return {
-        name: Stored(form, blocks_numel(form, parameter.numel() // rows.get(name, 1), dtype))
+        name: FrozenStorage(form, blocks_numel(form, parameter.numel() // rows.get(name, 1), dtype))
         for name, parameter in _chosen(model)
         if parameter.numel()
     }

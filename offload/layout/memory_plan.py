@@ -23,7 +23,7 @@ from offload.layout.flat_layout import UnitLayout
 from offload.layout.modes import ADAM, DTYPES, RULE_LAYOUTS, Mode, make_mode
 from offload.layout.optimizer_states import kernel_rule, optimizer_class
 from offload.layout.pass_order import LAYER_MAJOR
-from offload.layout.placement import Machine, Placement, place
+from offload.layout.placement import MachineMemory, Placement, place
 from offload.layout.tiers import (
     CODES,
     MOST_CODED_REPLICAS,
@@ -215,7 +215,7 @@ class MemoryRequest:
     """Name of the optimizer's rule."""
     accumulation: int
     """Micro-batches of an optimizer step."""
-    machine: Machine
+    machine: MachineMemory
     rank: int = 0
     """This rank's shard."""
     world_size: int = 1
@@ -403,7 +403,7 @@ class Division:
     """As in the config, if other weights are in 16 bits."""
 
 
-class Divided(NamedTuple):
+class DividedModel(NamedTuple):
     """The units of a model, the stacks that are cut by expert, and lines on them."""
 
     units: Units
@@ -427,7 +427,7 @@ def division_of(config: Config | None, rule: str | None = None) -> Division:
     return Division(config.units, config.offload.experts, rule, keep)
 
 
-def divide(model: nn.Module, by: Division | Sequence[str]) -> Divided:
+def divide(model: nn.Module, by: Division | Sequence[str]) -> DividedModel:
     """Divides the parameters of `model` into units.
 
     Args:
@@ -452,4 +452,4 @@ def divide(model: nn.Module, by: Division | Sequence[str]) -> Divided:
             '"experts": "whole", or leave the name out'
         )
     lines = described(stacks, other_implementations(model, stacks), division.experts)
-    return Divided(units, stacks, (*cut.notices, *lines))
+    return DividedModel(units, stacks, (*cut.notices, *lines))

@@ -39,7 +39,7 @@ from offload.states import State
 # -- whole ---------------------------------------------------------------------------------------------
 
 
-class Whole(NamedTuple):
+class WholeSizes(NamedTuple):
     """Sizes of the parameters that an optimizer steps as a whole, in elements; 0 if it has none."""
 
     parameter: int = 0
@@ -52,10 +52,10 @@ class Whole(NamedTuple):
     """Most elements of a unit that this rank sends to the homes of parameters, and receives as their home."""
 
 
-NO_WHOLE = Whole()
+NO_WHOLE_SIZES = WholeSizes()
 
 
-class Part(NamedTuple):
+class ParameterShard(NamedTuple):
     """Elements [position, position + numel) of a parameter, which are on one rank."""
 
     rank: int
@@ -63,24 +63,24 @@ class Part(NamedTuple):
     numel: int
 
 
-class Divided(NamedTuple):
+class DividedParameter(NamedTuple):
     """A parameter that several ranks divide, and that is stepped as a whole."""
 
     number: int
     """Index of the parameter in its unit."""
     home: int
     """Rank that steps it."""
-    parts: tuple[Part, ...]
+    parts: tuple[ParameterShard, ...]
     """The part of each rank that has one, in order."""
 
 
-def divided(layout: UnitLayout, mode: Mode, world_size: int) -> tuple[Divided, ...]:
+def divided(layout: UnitLayout, mode: Mode, world_size: int) -> tuple[DividedParameter, ...]:
     """Returns the parameters of a unit that are stepped as a whole and that several ranks divide, in order."""
     parameters = []
     for index, segment in _stepped_whole(layout, mode):
-        parts = tuple(Part(s.rank, s.position, s.numel) for s in segment_shards(layout, world_size, segment))
+        parts = tuple(ParameterShard(s.rank, s.position, s.numel) for s in segment_shards(layout, world_size, segment))
         if len(parts) > 1:
-            parameters.append(Divided(index, home(layout, world_size, segment), parts))
+            parameters.append(DividedParameter(index, home(layout, world_size, segment), parts))
     return tuple(parameters)
 
 
@@ -105,13 +105,13 @@ def cuts(layout: UnitLayout, mode: Mode, part: range, alone: bool, tile_numel: i
     return tuple(ranges)
 
 
-def whole_sizes(layouts: Sequence[UnitLayout], mode: Mode, rank: int, world_size: int) -> Whole:
+def whole_sizes(layouts: Sequence[UnitLayout], mode: Mode, rank: int, world_size: int) -> WholeSizes:
     """Returns the sizes of what an optimizer steps as a whole, for one rank."""
     if not mode.steps_whole:
-        return NO_WHOLE
+        return NO_WHOLE_SIZES
     numels = [segment.numel for layout in layouts for _, segment in _stepped_whole(layout, mode)]
     shapes = [segment.shape for layout in layouts for _, segment in _stepped_whole(layout, mode)]
-    return Whole(
+    return WholeSizes(
         parameter=max(numels, default=0),
         square=max((min(shape) ** 2 for shape in shapes if len(shape) == 2), default=0),
         tile=max((_longest(layout, mode, rank, world_size) for layout in layouts), default=0),
@@ -146,7 +146,7 @@ def _longest(layout: UnitLayout, mode: Mode, rank: int, world_size: int) -> int:
     return max(stop - start for start, stop in pairwise(borders))
 
 
-def _traded(parameters: Sequence[Divided], rank: int) -> int:
+def _traded(parameters: Sequence[DividedParameter], rank: int) -> int:
     """Returns the elements of divided parameters that a rank sends to their homes, or receives as their home."""
     return sum(
         part.numel

@@ -34,7 +34,7 @@ from offload.sizes import MIB, PAGE, align_up, format_size
 from offload.states import State, Tier
 from offload.swapper.memory.device import DeviceRoom
 from offload.swapper.memory.device_arena import check_budget
-from offload.swapper.memory.host_arena import TILE_BUFFERS, Classes
+from offload.swapper.memory.host_arena import TILE_BUFFERS, HostBudget
 from offload.swapper.store import StoreSpec
 
 # -- device need ---------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def moving(parts: Partitions, tiers: TierMap) -> list[int]:
     return [
         # With several ranks a resident weight is only a shard, and blocks are not values: such a unit is put together
         # for every use, and evicted.
-        0 if parts.stays(unit, row_tiers) else align_up(nbytes)
+        0 if parts.device_resident(unit, row_tiers) else align_up(nbytes)
         for unit, (nbytes, row_tiers) in enumerate(zip(parts.unit_nbytes, tiers, strict=True))
     ]
 
@@ -208,7 +208,7 @@ CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class MachineMemory:
     """Memory and devices of the machine that states are placed on; sizes in bytes."""
 
     free_host: int
@@ -248,7 +248,7 @@ def beside_arenas(parts: Partitions, gradients: int = 2) -> int:
 
 
 def divide_device(
-    parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine, tiers: TierMap
+    parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory, tiers: TierMap
 ) -> tuple[int, DeviceNeed]:
     """Returns the initial bytes of the device arena, and the bounds of its size."""
     fixed, largest = device_fixed(parts, tiers), largest_moving(parts, tiers)
@@ -287,7 +287,7 @@ def divide_device(
     return fixed + room, need
 
 
-def device_spare(parts: Partitions, request: PlacementRequest, machine: Machine, tiers: TierMap) -> int:
+def device_spare(parts: Partitions, request: PlacementRequest, machine: MachineMemory, tiers: TierMap) -> int:
     """Returns the bytes for gradients on the device: the rest of an explicit budget or of `_GRADIENT_SHARE`."""
     fixed, largest = device_fixed(parts, tiers), largest_moving(parts, tiers)
     if request.device_memory is not None:
@@ -451,11 +451,11 @@ _WINDOW_NBYTES = 32 * MIB
 class HostNeed(NamedTuple):
     """Bytes of each class of host buffers for given tiers: the least that works, and the most that is useful."""
 
-    least: Classes
-    most: Classes
+    least: HostBudget
+    most: HostBudget
 
 
-def least_host(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine) -> Classes:
+def least_host(parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory) -> HostBudget:
     """Returns the smallest classes of host buffers that work: after any demotions, with large units read in chunks."""
     configured_tiers = configured(parts, request, mode.weight_dtype.itemsize)
     ways = demotions(configured_tiers) if machine.drives else iter((configured_tiers,))
@@ -463,7 +463,7 @@ def least_host(parts: Partitions, mode: Mode, request: PlacementRequest, machine
 
 
 def default_budget(
-    parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine, configured_tiers: TierMap
+    parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory, configured_tiers: TierMap
 ) -> int:
     """Returns the bytes of host memory that a run takes at most if the config names no budget."""
     most = int(HOST_SHARE * machine.free_host)
@@ -478,7 +478,7 @@ def default_budget(
 
 
 def _least_on_disk(
-    parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine, configured_tiers: TierMap
+    parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory, configured_tiers: TierMap
 ) -> int:
     """Returns the least bytes of host memory after all moves to DISK, if there is a drive to move to."""
     ways = [configured_tiers]
@@ -489,7 +489,9 @@ def _least_on_disk(
     return min(sum(host_needs(parts, mode, request, machine, tiers).least) for tiers in ways)
 
 
-def host_needs(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine, tiers: TierMap) -> HostNeed:
+def host_needs(
+    parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory, tiers: TierMap
+) -> HostNeed:
     """Returns the bytes of each class of host buffers under `tiers`."""
     small, large = pipeline(parts, mode, request, tiers)
     largest = max((n for _, n in _disk_weights(parts, tiers)), default=0)
@@ -498,14 +500,14 @@ def host_needs(parts: Partitions, mode: Mode, request: PlacementRequest, machine
     resident, staging = tier_nbytes(parts, tiers, Tier.HOST), STAGING_BUFFERS * buffer
     # Two buffers of weights: one is uploaded while the next is read.
     return HostNeed(
-        Classes(small, 2 * align_up(min(largest, _STREAM_NBYTES)), gradients, resident, staging),
-        Classes(large, 2 * align_up(largest), gradients, resident, staging),
+        HostBudget(small, 2 * align_up(min(largest, _STREAM_NBYTES)), gradients, resident, staging),
+        HostBudget(large, 2 * align_up(largest), gradients, resident, staging),
     )
 
 
 def divide_host(
     parts: Partitions, request: PlacementRequest, mode: Mode, tiers: TierMap, need: HostNeed, budget: int
-) -> Classes:
+) -> HostBudget:
     """Returns the classes of host buffers within `budget`, which must hold at least `need.least`."""
     least, most = need
     # Spare memory goes first to weights, up to two buffers of the largest unit, then to tiles, then to the cache.
@@ -559,7 +561,7 @@ class Placement:
     tiers: TierMap
     promoted: tuple[tuple[int, State], ...]
     """Partitions promoted from DISK to HOST. They use memory of the cache, and leave if another engine needs it."""
-    classes: Classes
+    classes: HostBudget
     device_nbytes: int
     device_need: DeviceNeed
     added: tuple[tuple[int, int], ...]
@@ -642,7 +644,7 @@ class Placement:
         return StoreSpec(self.stored(parts, slots), slots, fingerprint, about, parts.frozen if slots else ())
 
 
-def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine) -> Placement:
+def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory) -> Placement:
     """Returns a placement of every byte within both budgets, or within their defaults.
 
     Raises:
@@ -718,14 +720,19 @@ def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Mac
 
 
 def _fitting_tiers(
-    parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine, configured_tiers: TierMap, budget: int
+    parts: Partitions,
+    mode: Mode,
+    request: PlacementRequest,
+    machine: MachineMemory,
+    configured_tiers: TierMap,
+    budget: int,
 ) -> TierMap:
     """Returns the first of `configured_tiers` and its demotions that fits into `budget` bytes of host memory.
 
     Raises:
         BudgetError: no tier map fits.
     """
-    tried: list[tuple[TierMap, Classes]] = []
+    tried: list[tuple[TierMap, HostBudget]] = []
     for tiers in demotions(configured_tiers) if machine.drives else (configured_tiers,):
         need = host_needs(parts, mode, request, machine, tiers)
         if sum(need.least._replace(weights=need.most.weights)) <= budget:
@@ -738,7 +745,9 @@ def _fitting_tiers(
     raise _budget_error(request, mode, budget, machine, min((least for _, least in tried), key=sum))
 
 
-def _budget_error(request: PlacementRequest, mode: Mode, budget: int, machine: Machine, least: Classes) -> BudgetError:
+def _budget_error(
+    request: PlacementRequest, mode: Mode, budget: int, machine: MachineMemory, least: HostBudget
+) -> BudgetError:
     """Returns the error that names the budget, the smallest one that works, and the classes of the latter (`least`)."""
     advice = "" if machine.drives else "; with an nvme_path, states and gradients that have no room would move there"
     more = "" if machine.drives else "move states to nvme, or "

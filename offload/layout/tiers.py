@@ -22,10 +22,10 @@ from offload.errors import BudgetError, ConfigError
 from offload.kernels.blocks import BLOCK_FORMATS, BlockFormat
 from offload.layout.flat_layout import WORD, UnitLayout
 from offload.layout.modes import Mode
-from offload.layout.optimizer_states import NO_WHOLE, Whole, whole_sizes
+from offload.layout.optimizer_states import NO_WHOLE_SIZES, WholeSizes, whole_sizes
 from offload.sizes import PAGE, align_up, count_of, format_size
 from offload.states import State, Tier
-from offload.swapper.memory.host_arena import Copied
+from offload.swapper.memory.host_arena import PinnedRegions
 
 # -- reduction -----------------------------------------------------------------------------------------
 #
@@ -249,7 +249,7 @@ class Partitions:
     gradient_dtype: torch.dtype
     alone: bool
     """True if this is the only rank."""
-    whole: Whole = NO_WHOLE
+    whole: WholeSizes = NO_WHOLE_SIZES
     """Sizes of what a step needs as a whole, for optimizers that need it."""
     frozen: tuple[int, ...] = ()
     """Bytes at the end of each WEIGHT partition that no update writes; may be empty if they are 0 for all units."""
@@ -293,7 +293,7 @@ class Partitions:
         """Bytes of the largest unit on the device."""
         return max(self.unit_nbytes, default=0)
 
-    def stays(self, unit: int, tiers: Mapping[State, Tier]) -> bool:
+    def device_resident(self, unit: int, tiers: Mapping[State, Tier]) -> bool:
         """Returns True if a unit with these tiers never leaves the device, where its partition is all of it."""
         return (
             tiers[State.WEIGHT] is Tier.DEVICE
@@ -536,7 +536,9 @@ def with_tier(tiers: TierMap, partitions: Iterable[tuple[int, State]], tier: Tie
     return tuple(rows)
 
 
-def copied_memory(parts: Partitions, tiers: TierMap, promoted: Iterable[tuple[int, State]], early: bool) -> Copied:
+def copied_memory(
+    parts: Partitions, tiers: TierMap, promoted: Iterable[tuple[int, State]], early: bool
+) -> PinnedRegions:
     """Returns which memory of the resident class, of promoted states and of tiles an accelerator copies.
 
     Args:
@@ -549,7 +551,7 @@ def copied_memory(parts: Partitions, tiers: TierMap, promoted: Iterable[tuple[in
         for state, nbytes in row.items()
         if state in (State.WEIGHT, State.GRAD) and row_tiers[state] is Tier.HOST
     )
-    return Copied(
+    return PinnedRegions(
         resident=resident,
         promoted=sum(align_up(parts.nbytes[unit][state]) for unit, state in promoted),
         tiles=any(

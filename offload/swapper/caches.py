@@ -18,9 +18,18 @@ from offload.states import Tier
 from offload.swapper.memory.device import DONE, Device, Event
 from offload.swapper.memory.device_arena import DeviceArena, DeviceBuffer
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
-from offload.swapper.policy import Block, Eviction, Floor, Limits, find_room, largest_beside, next_to_fetch, victims
+from offload.swapper.policy import (
+    Eviction,
+    Floor,
+    Limits,
+    UnitBlock,
+    find_room,
+    largest_beside,
+    next_to_fetch,
+    victims,
+)
 from offload.swapper.table import Residency, Transfer, UnitEntry, UnitSize, UnitTable
-from offload.swapper.weight_source import Piece, WeightSource
+from offload.swapper.weight_source import UploadPiece, WeightSource
 from offload.timeline import Row
 
 # -- chunked upload ------------------------------------------------------------------------------------
@@ -33,7 +42,7 @@ def stream(
     total: int,
     host_buffers: Sequence[HostBuffer],
     whole: torch.Tensor,
-    pieces: Sequence[Piece],
+    pieces: Sequence[UploadPiece],
     device: Device,
     after: Sequence[Event],
     waiting: Callable[[], AbstractContextManager[None]],
@@ -85,7 +94,7 @@ def stream(
     return last
 
 
-def overlaps(pieces: Sequence[Piece], first: int, last: int) -> list[tuple[range, int]]:
+def overlaps(pieces: Sequence[UploadPiece], first: int, last: int) -> list[tuple[range, int]]:
     """Returns the byte ranges of the unit that hold bytes [first, last) of a partition, with offsets from `first`."""
     parts: list[tuple[range, int]] = []
     for begin, target in pieces:
@@ -140,13 +149,15 @@ class DeviceCache:
         """Buffers of grown memory that belong to the caller of `grow`."""
         self._floors: dict[int, Floor] = {}
         """The result of `_floor_for` for each unit, until the memory grows or shrinks."""
-        self._ascending = sorted((align_up(e.size.nbytes), e.index) for e in table.entries if not e.size.stays)
+        self._ascending = sorted(
+            (align_up(e.size.nbytes), e.index) for e in table.entries if not e.size.device_resident
+        )
         """Bytes and index of each unit that comes and goes."""
         for entry in table.entries:
             if entry.size.tier is Tier.DEVICE:
                 entry.tier_buffer = arena.take(entry.size.shard_nbytes)
                 assert entry.tier_buffer is not None, "the device arena was sized for every unit of the device tier"
-                if entry.size.stays:
+                if entry.size.device_resident:
                     entry.device_buffer = entry.tier_buffer
 
     # -- allocation and eviction --------------------------------------------------------------------
@@ -263,19 +274,19 @@ class DeviceCache:
         assert nbytes, "every buffer of grown memory is a unit's, or was kept"
         return nbytes
 
-    def _droppable(self) -> list[Block]:
+    def _droppable(self) -> list[UnitBlock]:
         entries, blocks = self._table.entries, []
         for unit in sorted(self._table.on_device):
             entry = entries[unit]
             in_use = entry.pins or entry.copying
-            if not in_use and not entry.size.stays and (buffer := entry.device_buffer) is not None:
-                blocks.append(Block(unit, buffer.offset, buffer.nbytes))
+            if not in_use and not entry.size.device_resident and (buffer := entry.device_buffer) is not None:
+                blocks.append(UnitBlock(unit, buffer.offset, buffer.nbytes))
         return blocks
 
     def idle(self, entry: UnitEntry) -> bool:
         """Returns True if the unit is on the device, unpinned, and not permanent."""
         in_use = entry.pins or entry.copying
-        return entry.residency is Residency.DEVICE and not in_use and not entry.size.stays
+        return entry.residency is Residency.DEVICE and not in_use and not entry.size.device_resident
 
     def drop(self, entry: UnitEntry) -> None:
         """Drops the device copy of a unit. The copy is clean, so no bytes move."""
@@ -499,7 +510,7 @@ class HostCache:
         """Bytes of all host buffers that units of tier DISK share."""
         return self._host.weights.space.nbytes
 
-    def _evictable(self) -> list[Block]:
+    def _evictable(self) -> list[UnitBlock]:
         """Returns the blocks of all host buffers that may be evicted, one for each unit."""
         blocks = []
         for entry in self._table.entries:
@@ -509,7 +520,7 @@ class HostCache:
             if entry.host_buffer is None and entry.fresh is not None and not entry.fresh_stays:
                 buffer = entry.fresh
             if buffer is not None:
-                blocks.append(Block(entry.index, buffer.offset, buffer.nbytes))
+                blocks.append(UnitBlock(entry.index, buffer.offset, buffer.nbytes))
         return blocks
 
     def _is_evictable(self, entry: UnitEntry) -> bool:

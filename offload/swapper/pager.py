@@ -59,7 +59,7 @@ def checksum(*facts: object) -> int:
     return 1 + int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=7).digest(), "little")
 
 
-class Series(NamedTuple):
+class GatherSeries(NamedTuple):
     """Gathers that a rank could begin in a fixed order, each before the first use of its unit, without a round each.
 
     Once all ranks have agreed, no use of a unit in `missing`, or of one that was on the device, needs a round.
@@ -84,7 +84,7 @@ class UnitState(NamedTuple):
     """True if every unit is on this rank's device, and stays until weights change."""
     ahead: int
     """The unit that this rank could gather next; -1 if none is to be gathered, or none has room."""
-    series: Series | None = None
+    series: GatherSeries | None = None
     """The gathers that this rank could begin without a round each; None if it needs rounds."""
 
 
@@ -165,7 +165,9 @@ class CommonUses(Fetcher):
     ) -> None:
         super().__init__(table, host_cache, device_cache, prefetcher, wait_for_update)
         # A use of a unit that stays would have to wait for its update here: none is fetched again after one.
-        assert not any(entry.size.stays for entry in table.entries), "each of these ranks has a part of a unit"
+        assert not any(entry.size.device_resident for entry in table.entries), (
+            "each of these ranks has a part of a unit"
+        )
         self._limits, self._peers = limits, peers
         self._nbytes = sum(entry.size.nbytes for entry in table.entries)
         self._settled: Container[int] = ()
@@ -254,7 +256,7 @@ class CommonUses(Fetcher):
 
     # -- series -------------------------------------------------------------------------------------
 
-    def _possible_series(self, entry: UnitEntry) -> Series | None:
+    def _possible_series(self, entry: UnitEntry) -> GatherSeries | None:
         """Returns the series that this rank could begin with a use of `entry`, for which room is reserved from now on.
 
         It is asked for once after each change of weights: where ranks differ, each try would take time in vain.
@@ -278,7 +280,7 @@ class CommonUses(Fetcher):
                 self._settled = present | set(missing)
 
         ahead = 0 if self._limits.ahead == 0 else 1
-        return Series(missing, ahead, checksum(missing, ahead, sorted(present)), begin)
+        return GatherSeries(missing, ahead, checksum(missing, ahead, sorted(present)), begin)
 
     def _end_series(self) -> None:
         """Ends a series, or the announcement of one, since all ranks gather a unit that is not in it."""
@@ -408,7 +410,7 @@ class SpeculativeWeights:
             self._table.notify()
 
     def adopt(self, unit: int) -> bool:
-        """Replaces the old weights by the fresh ones once the step is decided. `weights_ready` must follow.
+        """Replaces the old weights by the fresh ones once the step is decided. `publish_weights` must follow.
 
         Returns:
             True if the fresh weights are in the unit's host buffer; False if they are in the store alone.
@@ -436,7 +438,7 @@ class SpeculativeWeights:
 #
 # Updates of weights as the pager sees them: the units under update, and the buffers of their fresh weights.
 #
-#     begin ─► buffer_for ─► (the kernel writes the buffer) ─► weights_ready ─► (writes to the store end) ─► flushed
+#     begin ─► buffer_for ─► (the kernel writes the buffer) ─► publish_weights ─► (writes to the store end) ─► flushed
 #
 # Threads. `begin` belongs to the thread that runs the model, `wait` to every thread that fetches a unit, everything
 # else to the update worker. That thread also starts what its work has made possible: the upload of the fresh weights,
@@ -466,7 +468,7 @@ class WeightUpdates:
     # -- the thread that runs the model -------------------------------------------------------------
 
     def begin(self, units: Sequence[int]) -> None:
-        """Forbids every read of `units` until `weights_ready`. The lock is held, and no use of them is open."""
+        """Forbids every read of `units` until `publish_weights`. The lock is held, and no use of them is open."""
         for unit in units:
             entry = self._entries[unit]
             assert not entry.pins, f"unit {entry.size.name} is in use during step()"
@@ -475,7 +477,7 @@ class WeightUpdates:
                 self._device_cache.finish_read(entry)
             entry.updating = True
             entry.updates += 1
-            if entry.size.stays:
+            if entry.size.device_resident:
                 # compute stream: a use in place is never released, so the update follows all compute so far.
                 self._device.wait_event(entry.read)
                 entry.read = self._device.record_event()
@@ -521,7 +523,7 @@ class WeightUpdates:
         """
         return self._entries[unit].size.tier is not Tier.DEVICE and not self._host_cache.streams(self._entries[unit])
 
-    def weights_ready(self, unit: int, in_host_buffer: bool, unwritten: bool) -> None:
+    def publish_weights(self, unit: int, in_host_buffer: bool, unwritten: bool) -> None:
         """Ends the update of `unit`: its weights may be used from now on.
 
         Args:
@@ -619,7 +621,7 @@ class Pager:
         work = (*caches, self._prefetcher, self.weight_updates.wait)
         self._fetcher = Fetcher(*work) if peers is None else CommonUses(*work, limits, peers)
         self._device, self._limits, self._divided = device, limits, peers is not None
-        self._stays = tuple(size.stays and not self._divided for size in sizes)
+        self._device_resident = tuple(size.device_resident and not self._divided for size in sizes)
         self._uses = self._hits = 0
 
     # -- the thread that runs the model -------------------------------------------------------------
@@ -663,13 +665,13 @@ class Pager:
             raise
         return view
 
-    def stays(self, unit: int) -> bool:
+    def device_resident(self, unit: int) -> bool:
         """Returns True if `unit` never leaves its place on the device, and needs no other rank."""
-        return self._stays[unit]
+        return self._device_resident[unit]
 
     @uninterrupted
     def use_in_place(self, unit: int) -> None:
-        """Waits for the update of a unit that `stays`, and begins a use without a pin, which needs no end."""
+        """Waits for the update of a `device_resident` unit, and begins a use without a pin, which needs no end."""
         entry = self._entries[unit]
         with self.lock:
             self.table.access_order.use(unit)

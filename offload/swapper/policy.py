@@ -263,8 +263,8 @@ _LATEST = 64
 """Number of evictable units, those used latest, among which the best offset is sought first."""
 
 
-class Block(NamedTuple):
-    """Memory of a unit that may be evicted."""
+class UnitBlock(NamedTuple):
+    """Memory of one unit."""
 
     unit: int
     offset: int
@@ -296,7 +296,7 @@ class Floor(NamedTuple):
 
 
 def victims(
-    space: Allocator, nbytes: int, evictable: Sequence[Block], distance: Callable[[int], int], beyond: int = -1
+    space: Allocator, nbytes: int, evictable: Sequence[UnitBlock], distance: Callable[[int], int], beyond: int = -1
 ) -> tuple[int, ...] | None:
     """Returns the units to evict so that `nbytes` fit in one contiguous block; None if no eviction suffices.
 
@@ -309,7 +309,7 @@ def victims(
     if space.could_take(nbytes, ()):
         return ()
     distances = {block.unit: distance(block.unit) for block in evictable}
-    going: list[Block] = []
+    going: list[UnitBlock] = []
     for block in sorted(evictable, key=lambda block: (-distances[block.unit], block.unit)):
         if distances[block.unit] <= beyond:
             return None
@@ -328,7 +328,12 @@ def victims(
 
 
 def find_room(
-    space: Allocator, nbytes: int, evictable: Sequence[Block], access_order: AccessOrder, floor: Floor, beyond: int = -1
+    space: Allocator,
+    nbytes: int,
+    evictable: Sequence[UnitBlock],
+    access_order: AccessOrder,
+    floor: Floor,
+    beyond: int = -1,
 ) -> Eviction | None:
     """Returns the best offset for `nbytes` and the units to evict for it; None if no offset is allowed.
 
@@ -377,7 +382,7 @@ class _Question(NamedTuple):
 
     nbytes: int
     holes: tuple[Region, ...]
-    evictable: tuple[Block, ...]
+    evictable: tuple[UnitBlock, ...]
     distances: tuple[int, ...]
     """Number of uses before the next use of each evictable unit."""
     floor: Floor
@@ -406,7 +411,7 @@ def _best_place(question: _Question) -> Eviction | None:
     return max(_places(question), key=lambda pair: pair[0], default=(None, None))[1]
 
 
-def _places(question: _Question, near: Sequence[Block] | None = None) -> list[tuple[_Score, Eviction]]:
+def _places(question: _Question, near: Sequence[UnitBlock] | None = None) -> list[tuple[_Score, Eviction]]:
     """Returns every offset that is allowed and worth a look, in ascending order, with its score.
 
     With `near`, evictable blocks, only offsets at their borders and at those of free memory are returned.

@@ -21,7 +21,7 @@ from offload.swapper.memory.device_arena import DeviceArena, DeviceBuffer
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.swapper.memory.lock import InterruptibleLock
 from offload.swapper.policy import AccessOrder
-from offload.swapper.weight_source import Piece
+from offload.swapper.weight_source import UploadPiece
 from offload.timeline import OFF, Row, Timeline
 
 # -- residency -----------------------------------------------------------------------------------------
@@ -52,11 +52,11 @@ from offload.timeline import OFF, Row, Timeline
 #               start_read            finish_read             upload              upload
 #         DISK ────────────► READING ─────────────► HOST ───────────► UPLOADING ───────────► DEVICE
 #          ▲ │                                      ▲ ▲ │                  ▲                   │
-#          │ │                              flushed │ │ │ weights_ready    │ upload            │
-#          │ │           weights_ready              │ │ ▼                  │                   │
+#          │ │                              flushed │ │ │ publish_weights  │ upload            │
+#          │ │          publish_weights             │ │ ▼                  │                   │
 #          │ └────────────────────────────────────► WRITING ───────────────┤                   │
 #          ├──────────────────── stream, or a read in place ───────────────┘                   │
-#          ├──────────────── evict ────────────── HOST                                    │
+#          ├──────────────── evict ────────────── HOST                                         │
 #          └───────────────────── drop: to WRITING or HOST if the host buffer is kept ◄────────┘
 #
 # A device copy is always clean: only an update or a load writes weights, and only in their tier, a host buffer or the
@@ -95,9 +95,9 @@ ARROWS: Final[dict[tuple[Residency, Residency], str]] = {
     (_R.DEVICE, _R.HOST): "drop",
     (_R.DEVICE, _R.WRITING): "drop",
     # An update's result: the newest copy is in a new host buffer, or in the other slot if no buffer was free.
-    (_R.DISK, _R.WRITING): "weights_ready",
-    (_R.HOST, _R.WRITING): "weights_ready",
-    (_R.DISK, _R.HOST): "weights_ready",
+    (_R.DISK, _R.WRITING): "publish_weights",
+    (_R.HOST, _R.WRITING): "publish_weights",
+    (_R.DISK, _R.HOST): "publish_weights",
     # No transition leaves FAILED: the engine stops, and the next process opens the store at its last commit.
     **{(state, _R.FAILED): "fail" for state in _R if state is not _R.FAILED},
 }
@@ -258,7 +258,7 @@ class UnitSize:
     tier: Tier
     shard_nbytes: int
     """Bytes of this rank's WEIGHT partition; of a unit in other files, those that its source delivers."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[UploadPiece, ...]
     """The bytes of these that are copied to the device, each with their place there."""
     expanded_nbytes: int = 0
     """Bytes at the end of the unit that are in no partition: the device makes them from the others."""
@@ -286,7 +286,7 @@ class UnitSize:
         return in_order and self.shard_nbytes == self.nbytes
 
     @functools.cached_property
-    def stays(self) -> bool:
+    def device_resident(self) -> bool:
         """True if the unit never leaves the device: its tier is DEVICE, and this rank's partition is the whole unit."""
         return self.tier is Tier.DEVICE and self.shard_nbytes == self.nbytes
 
@@ -295,7 +295,7 @@ class UnitSize:
         """Returns the residency before the first use."""
         if self.tier is Tier.DISK:
             return Residency.DISK
-        return Residency.DEVICE if self.stays else Residency.HOST
+        return Residency.DEVICE if self.device_resident else Residency.HOST
 
 
 class Transfer(NamedTuple):

@@ -14,7 +14,7 @@ from offload.aio import Priority
 from offload.aio.protocols import Future
 
 
-class Piece(NamedTuple):
+class UploadPiece(NamedTuple):
     """Consecutive bytes of what a read delivers, and the bytes of the unit to which they are copied."""
 
     start: int
@@ -23,10 +23,10 @@ class Piece(NamedTuple):
     """Bytes of the unit on the device."""
 
 
-def pieces_of(shard_ranges: Sequence[range]) -> tuple[Piece, ...]:
+def pieces_of(shard_ranges: Sequence[range]) -> tuple[UploadPiece, ...]:
     """Returns the pieces of a partition, which consists of byte ranges of its unit, one after the other."""
     ends = itertools.accumulate(map(len, shard_ranges))
-    return tuple(Piece(end - len(target), target) for end, target in zip(ends, shard_ranges, strict=True))
+    return tuple(UploadPiece(end - len(target), target) for end, target in zip(ends, shard_ranges, strict=True))
 
 
 class WeightSource(Protocol):

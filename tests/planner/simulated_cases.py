@@ -38,7 +38,7 @@ class Case(NamedTuple):
     @property
     def moving(self) -> list[int]:
         """Bytes of the units that are not stored on the device."""
-        return sorted(size.nbytes for size in self.sizes if not size.stays) or [0]
+        return sorted(size.nbytes for size in self.sizes if not size.device_resident) or [0]
 
     @property
     def on_disk(self) -> list[int]:

@@ -30,7 +30,7 @@ TILE_BUFFERS = 8
 """Number of tiles of an update that are read, computed or written at a time: enough to keep a drive busy both ways."""
 
 
-class Classes(NamedTuple):
+class HostBudget(NamedTuple):
     """Bytes of each class of host buffers; their sum is what the engine takes of the host budget."""
 
     tiles: int
@@ -48,16 +48,16 @@ class Classes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Copied:
+class PinnedRegions:
     """Memory of an arena that an accelerator copies, besides staging, gradients, and buffers of weights.
 
     Only such memory is pinned: pinning takes time at the start, and the system cannot move pinned pages.
     """
 
     resident: int
-    """Bytes of `Classes.resident` for weights and gradients, which the device copies. The CPU alone uses the rest."""
+    """Bytes of `HostBudget.resident` with weights and gradients, which the device copies."""
     promoted: int
-    """Bytes of `Classes.cache` that hold states of the optimizer, which the CPU alone uses."""
+    """Bytes of `HostBudget.cache` that hold states of the optimizer, which the CPU alone uses."""
     tiles: bool
     """True if updates or commits copy states between tiles and the device."""
 
@@ -143,7 +143,7 @@ class Region:
     def take_last(self, nbytes: int) -> HostBuffer | None:
         """Allocates a buffer of `nbytes` as near to the end of the class as possible; None if no hole is large enough.
 
-        The end of the cache is not pinned where promoted states take it: see `Copied`.
+        The end of the cache is not pinned where promoted states take it: see `PinnedRegions`.
         """
         offset = self.space.take_last(nbytes)
         return None if offset is None else HostBuffer(self, offset, nbytes)
@@ -154,12 +154,12 @@ class HostArena:
 
     def __init__(
         self,
-        classes: Classes,
+        classes: HostBudget,
         device: Device,
         memory: HostMemory | None = None,
         budget: int | None = None,
         give_cache: Callable[[], None] | None = None,
-        copied: Copied | None = None,
+        copied: PinnedRegions | None = None,
     ) -> None:
         """Maps the memory, or takes a free region of an existing mapping.
 
@@ -201,7 +201,7 @@ class HostArena:
             self.close()
             raise
 
-    def _parts_to_pin(self, copied: Copied) -> dict[str, torch.Tensor]:
+    def _parts_to_pin(self, copied: PinnedRegions) -> dict[str, torch.Tensor]:
         """Returns the parts that the device copies: first those whose bytes it copies most often in a step."""
         weights, cache = self.weights.start + self.classes.weights, self._start + self._without_cache
         bounds = {

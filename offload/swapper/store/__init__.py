@@ -38,7 +38,7 @@ files for other programs.
 from offload.swapper.store.drives import Shortage, find_shortage
 from offload.swapper.store.folder import close_in_children
 from offload.swapper.store.format import StoreSpec
-from offload.swapper.store.requests import Compared, DriveWrites, Rating, Written, bytes_of
+from offload.swapper.store.requests import Compared, DriveByteCounter, DriveWrites, Rating, bytes_of
 from offload.swapper.store.runs import (
     check_unused,
     find_removal,
@@ -53,12 +53,12 @@ from offload.swapper.store.store import Store
 
 __all__ = [
     "Compared",
+    "DriveByteCounter",
     "DriveWrites",
     "Rating",
     "Shortage",
     "Store",
     "StoreSpec",
-    "Written",
     "bytes_of",
     "check_unused",
     "close_in_children",

@@ -16,7 +16,7 @@ from offload.aio.file import whole_weights
 from offload.errors import StoreError
 from offload.fileio import real_path
 from offload.sizes import MIB, PAGE, format_size
-from offload.swapper.store.format import Manifest, StoreSpec
+from offload.swapper.store.format import StoreManifest, StoreSpec
 
 logger = logging.getLogger("offload")
 
@@ -120,7 +120,7 @@ def places_of(folders: Sequence[Path]) -> tuple[str, ...]:
     return tuple(str(real_path(folder.parent.parent)) for folder in folders)
 
 
-def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec, run_id: str | None) -> Manifest:
+def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec, run_id: str | None) -> StoreManifest:
     """Returns the manifest of a new store. Several drives are measured, and share the stripes by their speeds.
 
     Args:
@@ -132,7 +132,7 @@ def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec, 
     if len(folders) > 1:
         speeds = [bandwidth.swap for bandwidth in _measured(folders, spec.nbytes)]
         weights = [max(share, 1.0) for share in shares(drives, speeds, spec.nbytes)]
-    return Manifest(
+    return StoreManifest(
         id=uuid.uuid4().hex,
         run=run,
         rank=rank,

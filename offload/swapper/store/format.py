@@ -54,7 +54,7 @@ MAX_UNITS = (PAGE - _HEAD.size - _CRC.size) * 8
 """Number of units whose slots fit into the record's bitmap, one bit each."""
 
 
-class Record(NamedTuple):
+class CommitRecord(NamedTuple):
     """Contents of one commit record."""
 
     serial: int
@@ -91,7 +91,7 @@ class Record(NamedTuple):
         return body + _CRC.pack(crc32c(body))
 
     @classmethod
-    def unpack(cls, page: bytes, which: int) -> Record | None:
+    def unpack(cls, page: bytes, which: int) -> CommitRecord | None:
         """Returns the record in page number `which`; None if the page is incomplete, empty or of another format."""
         if len(page) != PAGE:
             return None
@@ -118,14 +118,14 @@ def page_version(page: bytes) -> int | None:
 class Records(NamedTuple):
     """Contents of a commit file."""
 
-    valid: tuple[Record, ...]
+    valid: tuple[CommitRecord, ...]
     """The valid records, newest first."""
     invalid_pages: tuple[int, ...]
     """Indices of pages that are neither empty nor valid: interrupted commits, or damage."""
     other_format: int | None = None
     """The format version that an invalid page claims, if it is not this version's; else None."""
 
-    def forget_later(self, path: Path, record: Record) -> None:
+    def forget_later(self, path: Path, record: CommitRecord) -> None:
         """Deletes durably all records of the commit file at `path` that are newer than `record`."""
         for later in self.valid:
             if later.serial > record.serial:
@@ -157,7 +157,7 @@ def read_records(path: Path) -> Records:
 def unpack_records(data: bytes) -> Records:
     """Returns the records in the bytes of a commit file; of a short file, complete pages count."""
     pages = [data[start : start + PAGE] for start in (0, PAGE)]
-    unpacked = [Record.unpack(page, which) for which, page in enumerate(pages)]
+    unpacked = [CommitRecord.unpack(page, which) for which, page in enumerate(pages)]
     valid = sorted((record for record in unpacked if record is not None), key=lambda record: -record.serial)
     # An empty page was never written. Any other page without a valid record is an interrupted commit, or damage.
     invalid_pages = tuple(which for which in (0, 1) if unpacked[which] is None and any(pages[which]))
@@ -307,7 +307,7 @@ class StoreSpec(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class StoreManifest:
     """Contents of `manifest.json`; see docs/reference/store-format.md."""
 
     id: str
@@ -352,7 +352,7 @@ class Manifest:
         return self.pack()
 
     @classmethod
-    def unpack(cls, data: bytes, where: str) -> Manifest:
+    def unpack(cls, data: bytes, where: str) -> StoreManifest:
         """Returns the manifest in `data`.
 
         Raises:
@@ -497,16 +497,16 @@ def _in_all(slots: Sequence[Sequence[Sequence[int]]]) -> int:
     return sum(extent[1] for extent in slots[0] if extent in slots[1]) if len(slots) == 2 else 0
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> StoreManifest:
     """Returns the manifest in a file; raises `StoreError` if there is none that can be read."""
     try:
         data = read_whole(path)
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
-    return Manifest.unpack(data, str(path))
+    return StoreManifest.unpack(data, str(path))
 
 
-def check_rank(manifest: Manifest, rank: int, folder: Path) -> None:
+def check_rank(manifest: StoreManifest, rank: int, folder: Path) -> None:
     """Raises `StoreError` if the files in the folder of `rank` are those of another rank."""
     if manifest.rank != rank:
         raise StoreError(
@@ -666,7 +666,7 @@ class Blob:
 
     @property
     def manifest(self) -> bytes:
-        """Returns the packed manifest; see `Manifest.unpack`."""
+        """Returns the packed manifest; see `StoreManifest.unpack`."""
         return self._bytes(MANIFEST)
 
     @property
@@ -930,7 +930,7 @@ _SUM_NBYTES = 4
 _BYTE_ORDER = sys.byteorder
 
 
-class _Part(NamedTuple):
+class _PagePart(NamedTuple):
     """Bytes [start, stop) of a slot, all in one page, and their CRC-32C."""
 
     start: int
@@ -954,7 +954,7 @@ class PageSums:
         self._sums = bytearray(_packed(crc32c_of_zeros(PAGE)) * (nbytes // PAGE))
         if nbytes % PAGE:
             self._sums += _packed(crc32c_of_zeros(nbytes % PAGE))
-        self._parts: dict[int, list[_Part]] = {}
+        self._parts: dict[int, list[_PagePart]] = {}
         """The parts of pages that are not written as a whole, in order, by the number of the page."""
         self._ranges = list(ranges)
         self._lock = threading.Lock()
@@ -995,7 +995,7 @@ class PageSums:
                     del self._parts[page]
             for begin, end in self._cut_pages(start, stop):
                 page = begin // PAGE
-                self._put(page, _Part(begin, end, _unpacked(sums, page - first)))
+                self._put(page, _PagePart(begin, end, _unpacked(sums, page - first)))
 
     def mark_proven(self, ranges: Iterable[ChecksumRange]) -> None:
         """Removes ranges all of whose bytes were recorded from those that `unproven` returns."""
@@ -1061,14 +1061,14 @@ class PageSums:
         cut = [(start, whole.start * PAGE), (max(whole.stop * PAGE, start), stop)]
         return [(begin, end) for begin, end in cut if begin < end]
 
-    def _parts_of(self, page: int) -> list[_Part]:
+    def _parts_of(self, page: int) -> list[_PagePart]:
         parts = self._parts.get(page)
         if parts is not None:
             return parts
         of = self._page(page)
-        return [_Part(of.start, of.stop, _unpacked(self._sums, page))]
+        return [_PagePart(of.start, of.stop, _unpacked(self._sums, page))]
 
-    def _put(self, page: int, new: _Part) -> None:
+    def _put(self, page: int, new: _PagePart) -> None:
         """Enters a part. What is left of parts that it overwrites is known only if it is zeros."""
         parts = [new]
         for old in self._parts_of(page):
@@ -1076,7 +1076,7 @@ class PageSums:
                 if begin < end and (begin, end) == (old.start, old.stop):
                     parts.append(old)
                 elif begin < end and old.crc == crc32c_of_zeros(old.stop - old.start):
-                    parts.append(_Part(begin, end, crc32c_of_zeros(end - begin)))
+                    parts.append(_PagePart(begin, end, crc32c_of_zeros(end - begin)))
         self._parts[page] = sorted(parts)
         of = self._page(page)
         # None: some bytes of the page are unknown, and a read of them fails.
@@ -1096,7 +1096,7 @@ class PageSums:
         expected = self._joined(start, stop)
         page = start // PAGE
         if expected is None and page in pages:
-            memory, split = pages[page], list[_Part]()
+            memory, split = pages[page], list[_PagePart]()
             for part in self._parts_of(page):
                 cuts = {border for border in (start, stop) if part.start < border < part.stop}
                 borders = sorted({part.start, part.stop, *cuts})
@@ -1105,7 +1105,7 @@ class PageSums:
                         return False
                     for begin, end in itertools.pairwise(borders):
                         some = memory[begin % PAGE : begin % PAGE + end - begin]
-                        split.append(_Part(begin, end, crc32c(some)))
+                        split.append(_PagePart(begin, end, crc32c(some)))
                 else:
                     split.append(part)
             # The checksum of the page stays.

@@ -9,14 +9,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from offload.aio import DirectFile, Priority
-from offload.aio.file import Piece as FilePiece
+from offload.aio.file import FilePiece
 from offload.aio.protocols import Future, Queue
 from offload.errors import IoError
 from offload.fileio.cache_file import Stamp
 from offload.sizes import PAGE, align_up
 from offload.states import State
 from offload.swapper.store.requests import NO_SPANS, DriveSpans
-from offload.swapper.weight_source import Piece
+from offload.swapper.weight_source import UploadPiece
 from offload.timeline import Row, now
 
 # -- image ---------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ class UnitImage(NamedTuple):
 
     extents: tuple[FileRange, ...]
     """The pages, one range after the other in the image."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[UploadPiece, ...]
     """The tensors, in the order of the image."""
 
     @property
@@ -86,7 +86,7 @@ def image_of(tensors: Sequence[tuple[FileRange, int]], file_nbytes: Mapping[str,
         extent = next(
             candidate for candidate in extents if candidate.path == path and candidate.start <= start < candidate.stop
         )
-        pieces.append(Piece(begins[extent] + start - extent.start, range(target, target + nbytes)))
+        pieces.append(UploadPiece(begins[extent] + start - extent.start, range(target, target + nbytes)))
     return UnitImage(tuple(extents), tuple(sorted(pieces, key=lambda piece: piece.start)))
 
 

@@ -19,7 +19,15 @@ from offload.errors import StoreError
 from offload.notices import shell_command
 from offload.sizes import count_of
 from offload.swapper.store.folder import RESHARDED, read_finished
-from offload.swapper.store.format import Blob, Manifest, Record, Records, read_if_any, read_manifest, was_committed
+from offload.swapper.store.format import (
+    Blob,
+    CommitRecord,
+    Records,
+    StoreManifest,
+    read_if_any,
+    read_manifest,
+    was_committed,
+)
 from offload.swapper.store.inspection import blob_of, place_in
 from offload.swapper.store.verify import Damage
 
@@ -28,7 +36,7 @@ from offload.swapper.store.verify import Damage
 class Recovered:
     """The commit that a run resumes from."""
 
-    record: Record
+    record: CommitRecord
     notice: str | None
     """A line for the user if anything looked wrong and the commit was therefore compared; else None."""
 
@@ -91,7 +99,7 @@ def _place_of(folder: Path) -> tuple[str | None, int, Path | None]:
     return place_in(read_if_any(folder / "manifest.json"), folder)
 
 
-def _read_blob(folder: Path, record: Record) -> Blob | None:
+def _read_blob(folder: Path, record: CommitRecord) -> Blob | None:
     """Returns the blob of a record, None if damaged. Raises `IoError` if the file exists and cannot be read."""
     return blob_of(record, read_if_any(folder / f"blob.{record.blob}"))
 
@@ -101,7 +109,7 @@ def find_newest(
     file_records: Records,
     units: int,
     doubtful: bool,
-    find_damage: Callable[[Record, Blob], Damage | None],
+    find_damage: Callable[[CommitRecord, Blob], Damage | None],
 ) -> Recovered:
     """Returns the newest commit that can be opened.
 
@@ -144,7 +152,7 @@ def find_newest(
     )
 
 
-def _check_units(folder: Path, record: Record, units: int) -> None:
+def _check_units(folder: Path, record: CommitRecord, units: int) -> None:
     if len(record.slots) != units:
         raise StoreError(
             f"{folder} belongs to another model: the run contains {count_of(len(record.slots), 'unit')}, this model "
@@ -153,7 +161,7 @@ def _check_units(folder: Path, record: Record, units: int) -> None:
         )
 
 
-def record_at(folder: Path, serial: int, records: Sequence[Record]) -> Record:
+def record_at(folder: Path, serial: int, records: Sequence[CommitRecord]) -> CommitRecord:
     """Returns the record number `serial`, on which all ranks agreed; raises `StoreError` if it is not in `records`."""
     for record in records:
         if record.serial == serial:
@@ -165,7 +173,7 @@ def record_at(folder: Path, serial: int, records: Sequence[Record]) -> Record:
     )
 
 
-def load_blob(folder: Path, record: Record) -> Blob:
+def load_blob(folder: Path, record: CommitRecord) -> Blob:
     """Returns the blob of the record that was chosen; raises `StoreError` if the blob is damaged."""
     blob = _read_blob(folder, record)
     if blob is None:
@@ -176,7 +184,7 @@ def load_blob(folder: Path, record: Record) -> Blob:
     return blob
 
 
-def check_drives(folders: Sequence[Path], copy: Manifest, step: int) -> tuple[list[str], list[tuple[str, ...]]]:
+def check_drives(folders: Sequence[Path], copy: StoreManifest, step: int) -> tuple[list[str], list[tuple[str, ...]]]:
     """Compares the manifest on each drive with the copy that a commit holds.
 
     Returns:

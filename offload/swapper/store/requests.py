@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload.aio import DirectFile, File, StripedFile, aligned_empty, crc32c_joined
-from offload.aio.file import Piece
+from offload.aio.file import FilePiece
 from offload.aio.protocols import Future
 from offload.errors import IoError, StoreError
 from offload.notices import announce
@@ -49,9 +49,9 @@ class Joined:
         """True if one of the files is closed."""
         return any(file.closed for file in self._files)
 
-    def pieces(self, offset: int, nbytes: int) -> list[Piece]:
+    def pieces(self, offset: int, nbytes: int) -> list[FilePiece]:
         """Returns the requests of the native queue for `nbytes` bytes from `offset` on."""
-        file_pieces: list[Piece] = []
+        file_pieces: list[FilePiece] = []
         for file, extent in zip(self._files, self._extents, strict=True):
             for part in Extents((extent,)).extents_of(offset, nbytes):
                 file_pieces += file.pieces(*part)
@@ -340,7 +340,7 @@ class Rating(NamedTuple):
         return nbytes * self.ranks / self.nbytes
 
 
-class Written:
+class DriveByteCounter:
     """Bytes written to each drive, in the order of `paths`.
 
     Any thread may call `add`, which warns once for each drive if the fraction in `rating` is exceeded.

@@ -29,8 +29,8 @@ from offload.swapper.store.folder import (
     unlink,
     write_durably,
 )
-from offload.swapper.store.format import Manifest, read_manifest, was_committed
-from offload.swapper.store.inspection import Found, allocated_nbytes, is_rank, look, store_id
+from offload.swapper.store.format import StoreManifest, read_manifest, was_committed
+from offload.swapper.store.inspection import RankFiles, allocated_nbytes, is_rank, look, store_id
 
 NOTE = fields({}, {"steps": whole()})
 """What a note of a run's end must be; its other fields are shown, or compared with those of a start."""
@@ -212,7 +212,7 @@ def _check_run(path: Path) -> None:
         check_owner(path)
 
 
-def _check_drive(rank_files: Found) -> None:
+def _check_drive(rank_files: RankFiles) -> None:
     """Raises `StoreError` if this is a later drive of a run whose first drive, which holds the lock, is present."""
     if rank_files.drive and rank_files.manifest is not None:
         first = Path(rank_files.manifest.drives[0]) / rank_files.folder.parent.name
@@ -222,11 +222,11 @@ def _check_drive(rank_files: Found) -> None:
             )
 
 
-def _first_drive(manifest: Manifest, folder: Path) -> Path:
+def _first_drive(manifest: StoreManifest, folder: Path) -> Path:
     return Path(manifest.drives[0]) / folder.parent.name / folder.name
 
 
-def _folders_on_other_drives(rank_files: Found) -> tuple[Path, ...]:
+def _folders_on_other_drives(rank_files: RankFiles) -> tuple[Path, ...]:
     """Returns the rank's folders on its other drives, except folders that now belong to another store."""
     if rank_files.drive or rank_files.manifest is None:
         return ()
@@ -236,7 +236,7 @@ def _folders_on_other_drives(rank_files: Found) -> tuple[Path, ...]:
     return tuple(folder for folder in rank_files.folders[1:] if _is_of(rank_files, folder))
 
 
-def _is_of(rank_files: Found, folder: Path) -> bool:
+def _is_of(rank_files: RankFiles, folder: Path) -> bool:
     """Returns True if a folder that a manifest names on another drive is of its store, and may be deleted with it.
 
     Nothing seals a manifest, which may come from anybody. So the folder must belong to the owner of the first one, and
@@ -257,7 +257,7 @@ def _says_so(folder: Path, ids: set[str], run: Path) -> bool:
     return owner == expected and (stored_id in ids or (stored_id is None and names <= {"states", "lock"}))
 
 
-def _not_found(rank_files: Found) -> tuple[Path, ...]:
+def _not_found(rank_files: RankFiles) -> tuple[Path, ...]:
     """Returns the rank's folders on other drives that cannot be found, or that may belong to another copy of the run.
 
     A copy of the first drive alone, next to its original, has none.

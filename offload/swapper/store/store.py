@@ -48,10 +48,10 @@ from offload.swapper.store.folder import (
 from offload.swapper.store.format import (
     MAX_UNITS,
     ChecksumTable,
+    CommitRecord,
     Key,
-    Manifest,
-    Record,
     Records,
+    StoreManifest,
     StoreSpec,
     check_rank,
     compare,
@@ -61,7 +61,7 @@ from offload.swapper.store.format import (
 )
 from offload.swapper.store.inspection import allocated_nbytes
 from offload.swapper.store.recovery import check_drives, check_sizes
-from offload.swapper.store.requests import NO_SPANS, CheckedRead, DriveSpans, Written, bytes_of, clone_extents
+from offload.swapper.store.requests import NO_SPANS, CheckedRead, DriveByteCounter, DriveSpans, bytes_of, clone_extents
 from offload.swapper.store.undo import Undo
 from offload.swapper.store.verify import Damage, first_damage
 from offload.timeline import Row, now
@@ -95,14 +95,14 @@ class SwapFiles:
         self.folders = [Path(os.path.abspath(path)) / run / name for path in paths]
         self.notes = RunNotes(self.folders[0])
         self._run, self._rank, self._spec = run, rank, spec
-        self._manifest: Manifest | None = None
+        self._manifest: StoreManifest | None = None
         self._states: StripedFile | None = None
         self._loss_reported = False
         self._locks = lock_folders(self.folders)
         close_in_children.add(self)
 
     @property
-    def manifest(self) -> Manifest:
+    def manifest(self) -> StoreManifest:
         """The manifest of the files that `create` made or `open` opened."""
         assert self._manifest is not None
         return self._manifest
@@ -172,7 +172,7 @@ class SwapFiles:
         if short is not None:
             raise no_room(short, self._spec.slots)
 
-    def open(self, copy: Manifest, step: int) -> list[str]:
+    def open(self, copy: StoreManifest, step: int) -> list[str]:
         """Opens the states file of a commit.
 
         Rewrites all manifests if one is missing or damaged, or names other places of the drives than these.
@@ -305,7 +305,7 @@ class Store:
         rank: int,
         spec: StoreSpec,
         queue: Queue,
-        written: Written | None = None,
+        written: DriveByteCounter | None = None,
         spans: DriveSpans = NO_SPANS,
         first: int | None = None,
     ) -> None:
@@ -324,9 +324,9 @@ class Store:
         self.spec = spec
         self.run = run
         self.newest = [0] * len(spec.partitions)
-        self.durable: Record | None = None
-        self._before: Record | None = None  # the one before `durable`; other processes may have no newer one
-        self.written = Written(paths) if written is None else written
+        self.durable: CommitRecord | None = None
+        self._before: CommitRecord | None = None  # the one before `durable`; other processes may have no newer one
+        self.written = DriveByteCounter(paths) if written is None else written
         """Bytes written to each drive, by this store and by the other users of a shared count, such as spill files."""
         self.notices: list[str] = []
         """Lines for the user about damage that `open` found and fixed or avoided."""
@@ -423,7 +423,7 @@ class Store:
             self.close()
             raise
 
-    def _newest(self, records: Records) -> Record:
+    def _newest(self, records: Records) -> CommitRecord:
         """Returns the newest record that can be opened. After any sign of damage, compares all data of its commit."""
         doubtful = bool(records.invalid_pages) or self._notes.suspect
         recovered = recovery.find_newest(self.folders[0], records, len(self.newest), doubtful, self._find_damage)
@@ -431,7 +431,7 @@ class Store:
             self.notices.append(recovered.notice)
         return recovered.record
 
-    def _find_damage(self, record: Record, blob: format.Blob) -> Damage | None:
+    def _find_damage(self, record: CommitRecord, blob: format.Blob) -> Damage | None:
         """Opens the files, compares all data of a commit and closes them again; returns the first damage."""
         self._open_files(record, blob)
         try:
@@ -439,12 +439,12 @@ class Store:
         finally:
             self._files.close_states()
 
-    def _first_damage(self, record: Record, blob: format.Blob) -> Damage | None:
+    def _first_damage(self, record: CommitRecord, blob: format.Blob) -> Damage | None:
         """Compares all data of a commit, whose files are open; returns the first damage."""
         return first_damage(self._files.states, self._queue, self.spec, record, blob.sums, self._undo)
 
-    def _open_files(self, record: Record, blob: format.Blob) -> None:
-        copy = Manifest.unpack(blob.manifest, f"{self.folders[0]}/blob.{record.blob}")
+    def _open_files(self, record: CommitRecord, blob: format.Blob) -> None:
+        copy = StoreManifest.unpack(blob.manifest, f"{self.folders[0]}/blob.{record.blob}")
         self.notices += self._files.open(copy, record.step)
 
     # -- data ---------------------------------------------------------------------------------------
@@ -644,7 +644,7 @@ class Store:
         reserve_blobs(self.folders[0], len(data) + self._sums.growth_nbytes(self._places))
         write_in_place(self.folders[0] / f"blob.{which}", data)
         serial = self._first if self.durable is None else self.durable.serial + 1
-        record = Record(serial, step, tuple(self.newest), which, len(data), crc32c(data), time.time_ns())
+        record = CommitRecord(serial, step, tuple(self.newest), which, len(data), crc32c(data), time.time_ns())
         write_in_place(self._commit_path, record.pack(), which * PAGE)
         self._before, self.durable = self.durable, record
         self._undo.remove()  # all processes have met in a step since its slots were written

@@ -32,10 +32,10 @@ from offload.sizes import MIB, PAGE
 from offload.states import State
 from offload.swapper.store.folder import cut_short, is_there, unlink, writing_in_place
 from offload.swapper.store.format import (
+    CommitRecord,
     Extent,
     Extents,
     Key,
-    Record,
     Slot,
     own_nbytes,
     sum_of,
@@ -55,7 +55,7 @@ Places = Sequence[Mapping[State, Sequence[Extents]]]
 """For each unit and state, the places of all slots."""
 
 
-class _Entry(NamedTuple):
+class _UndoEntry(NamedTuple):
     """The copy of one slot, without the bytes that both slots share."""
 
     commit: tuple[int, int]
@@ -70,7 +70,7 @@ class _Entry(NamedTuple):
         return body + _CRC.pack(crc32c(body))
 
     @classmethod
-    def unpack(cls, page: bytes) -> _Entry | None:
+    def unpack(cls, page: bytes) -> _UndoEntry | None:
         """Returns the entry of a page; None if the page is incomplete, or of another version."""
         body = page[: -_CRC.size]
         if len(page) != PAGE or _CRC.unpack(page[-_CRC.size :])[0] != crc32c(body):
@@ -109,7 +109,7 @@ class Undo:
 
     def save(
         self,
-        named_by: Record,
+        named_by: CommitRecord,
         unit: int,
         places: Mapping[State, Sequence[Extents]],
         read: Callable[[int, State, int, int, memoryview], Future],
@@ -129,7 +129,7 @@ class Undo:
             with writing_in_place(self.path) as write:
                 for state, nbytes in sizes.items():
                     # In any order: only the sync at the end of the block counts, and nothing is overwritten before.
-                    write(_Entry((named_by.serial, named_by.time_ns), unit, state, nbytes).pack(), at)
+                    write(_UndoEntry((named_by.serial, named_by.time_ns), unit, state, nbytes).pack(), at)
                     for start in range(0, nbytes, len(buffer)):
                         part = buffer[: min(len(buffer), nbytes - start)]
                         read(unit, state, named_by.slots[unit], start, part).wait()
@@ -143,7 +143,7 @@ class Undo:
         began, self._nbytes = self._nbytes, at
         return at - began
 
-    def copies(self, record: Record, places: Places, table: Mapping[Key, Slot]) -> Copies:
+    def copies(self, record: CommitRecord, places: Places, table: Mapping[Key, Slot]) -> Copies:
         """Returns the copies of slots that `record` names, after their bytes have been compared.
 
         Raises:
@@ -155,7 +155,7 @@ class Undo:
         at, undamaged = 0, True
         with self._opened() as file:
             size = os.fstat(file).st_size
-            while (entry := _Entry.unpack(os.pread(file, PAGE, at))) is not None:
+            while (entry := _UndoEntry.unpack(os.pread(file, PAGE, at))) is not None:
                 extent, at = Extent(at + PAGE, entry.nbytes), at + PAGE + entry.nbytes
                 key = (entry.unit, entry.state)
                 slots = places[entry.unit].get(entry.state) if 0 <= entry.unit < len(places) else None
@@ -169,7 +169,7 @@ class Undo:
 
     def put_back(
         self,
-        record: Record,
+        record: CommitRecord,
         places: Places,
         packed: bytes,
         write: Callable[[int, State, int, int, memoryview], Future],
@@ -202,7 +202,7 @@ class Undo:
 
     @contextlib.contextmanager
     def slots(
-        self, states: File, record: Record, places: Places, table: Mapping[Key, Slot]
+        self, states: File, record: CommitRecord, places: Places, table: Mapping[Key, Slot]
     ) -> Iterator[Mapping[Key, File]]:
         """Yields each slot of `record` that has a copy, with its bytes from there, as a file of its own.
 

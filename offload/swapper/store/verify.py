@@ -13,9 +13,9 @@ from offload.sizes import MIB
 from offload.states import State
 from offload.swapper.store.format import (
     ChecksumRange,
+    CommitRecord,
     Extents,
     Key,
-    Record,
     Slot,
     StoreSpec,
     unpack,
@@ -46,7 +46,7 @@ class Damage(NamedTuple):
         return f"{what}: {self.nbytes} bytes at offset {self.offset} of {self.path}: {self.reason}"
 
 
-class _Chunk(NamedTuple):
+class _RangeChunk(NamedTuple):
     """Bytes of one checksum range that one request reads."""
 
     key: Key
@@ -97,7 +97,7 @@ class _Comparison:
                 if covered != nbytes:
                     yield self._damage(key, 0, nbytes, f"checksums cover {covered} bytes only")
 
-    def finish(self, chunk: _Chunk, future: Future) -> Damage | None:
+    def finish(self, chunk: _RangeChunk, future: Future) -> Damage | None:
         """Waits for a chunk and returns its damage, or that of the range that the chunk completes; None if intact.
 
         A damaged range is reported once.
@@ -148,7 +148,7 @@ def damages(
     # Checksums of bytes that the store has not are compared with nothing.
     table = {key: slot for key, slot in table.items() if comparison.has(key, slot)}
     buffers = [aligned_empty(_CHUNK_NBYTES) for _ in range(_CHUNKS)]
-    reading: deque[tuple[_Chunk, Future]] = deque()
+    reading: deque[tuple[_RangeChunk, Future]] = deque()
 
     def finish() -> Iterator[Damage]:
         """Finishes the oldest chunk and yields its damage, if any."""
@@ -177,7 +177,7 @@ def damages_of_commit(
     file: StripedFile,
     queue: Queue,
     spec: StoreSpec,
-    record: Record,
+    record: CommitRecord,
     table: Mapping[Key, Slot],
     undo: Undo,
     progress: Callable[[int], None] = lambda _: None,
@@ -189,7 +189,7 @@ def damages_of_commit(
 
 
 def first_damage(
-    file: StripedFile, queue: Queue, spec: StoreSpec, record: Record, packed: bytes, undo: Undo
+    file: StripedFile, queue: Queue, spec: StoreSpec, record: CommitRecord, packed: bytes, undo: Undo
 ) -> Damage | None:
     """Returns the first of `damages_of_commit`, or None. `packed` is the table as a blob contains it."""
     scan = damages_of_commit(file, queue, spec, record, unpack(packed), undo)
@@ -199,9 +199,9 @@ def first_damage(
         scan.close()  # waits for the reads in flight: the caller closes the file next
 
 
-def _chunks(table: Mapping[Key, Slot]) -> Iterator[_Chunk]:
+def _chunks(table: Mapping[Key, Slot]) -> Iterator[_RangeChunk]:
     for key, slot in table.items():
         for checksum_range in slot:
             end = checksum_range.start + checksum_range.nbytes
             for start in range(checksum_range.start, end, _CHUNK_NBYTES):
-                yield _Chunk(key, checksum_range, start, min(_CHUNK_NBYTES, end - start))
+                yield _RangeChunk(key, checksum_range, start, min(_CHUNK_NBYTES, end - start))
