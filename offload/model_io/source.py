@@ -18,8 +18,7 @@ from offload.swapper.store import Compared, bytes_of, rank_folders
 from offload.swapper.store.folder import FINISHED, RESHARDED, Lock, Use
 from offload.swapper.store.format import Extents, Passages, StoreManifest, check_rank, check_whole, last_of_all
 from offload.swapper.store.inspection import Commit, RankFiles, is_rank, look
-from offload.swapper.store.recovery import check_one_run
-from offload.swapper.store.undo import Undo
+from offload.swapper.store.recovery import Undo, check_one_run
 
 if TYPE_CHECKING:
     import torch

@@ -22,8 +22,7 @@ from offload.sizes import count_of, format_size
 from offload.swapper.store.folder import RunNotes
 from offload.swapper.store.format import last_of_all
 from offload.swapper.store.inspection import Commit, RankFiles, Wrong
-from offload.swapper.store.undo import Undo
-from offload.swapper.store.verify import Damage, damages_of_commit
+from offload.swapper.store.recovery import Damage, Undo, damages_of_commit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -103,7 +103,7 @@ def _add_undo(rank: Path) -> None:
     from offload.states import State
     from offload.swapper.store.format import own_nbytes
     from offload.swapper.store.inspection import look
-    from offload.swapper.store.undo import _UndoEntry
+    from offload.swapper.store.recovery import _UndoEntry
 
     found = look(rank)
     assert found.manifest is not None

@@ -36,6 +36,7 @@ from offload.swapper.store.drives import Shortage, find_drive_shortage, find_sho
 from offload.swapper.store.folder import (
     STAGED,
     RunNotes,
+    clone_range,
     close_in_children,
     lock_folders,
     remove_files,
@@ -60,10 +61,8 @@ from offload.swapper.store.format import (
     was_committed,
 )
 from offload.swapper.store.inspection import allocated_nbytes
-from offload.swapper.store.recovery import check_drives, check_sizes
-from offload.swapper.store.requests import NO_SPANS, CheckedRead, DriveByteCounter, DriveSpans, bytes_of, clone_extents
-from offload.swapper.store.undo import Undo
-from offload.swapper.store.verify import Damage, first_damage
+from offload.swapper.store.recovery import Damage, Undo, check_drives, check_sizes, first_damage
+from offload.swapper.store.requests import NO_SPANS, CheckedRead, DriveByteCounter, DriveSpans, bytes_of
 from offload.timeline import Row, now
 
 if TYPE_CHECKING:
@@ -426,10 +425,10 @@ class Store:
     def _newest(self, records: Records) -> CommitRecord:
         """Returns the newest record that can be opened. After any sign of damage, compares all data of its commit."""
         doubtful = bool(records.invalid_pages) or self._notes.suspect
-        recovered = recovery.find_newest(self.folders[0], records, len(self.newest), doubtful, self._find_damage)
-        if recovered.notice is not None:
-            self.notices.append(recovered.notice)
-        return recovered.record
+        units = len(self.newest)
+        record, notice = recovery.find_newest(self.folders[0], records, units, doubtful, self._find_damage)
+        self.notices += [] if notice is None else [notice]
+        return record
 
     def _find_damage(self, record: CommitRecord, blob: format.Blob) -> Damage | None:
         """Opens the files, compares all data of a commit and closes them again; returns the first damage."""
@@ -572,8 +571,14 @@ class Store:
         Returns:
             False if the file systems cannot share, or the store is on several drives. Then the caller copies.
         """
-        extents = self._places[unit][state][self.newest[unit]].extents_of(0, nbytes)
-        return clone_extents(self._files.states, extents, descriptor, offset)
+        parts = self._files.states.parts()
+        if len(parts) > 1:
+            return False
+        for start, length in self._places[unit][state][self.newest[unit]].extents_of(0, nbytes):
+            if not clone_range(parts[0].descriptors.buffered, start, length, descriptor, offset):
+                return False
+            offset += length
+        return True
 
     def write(self, unit: int, state: State, slot: int, start: int, buffer: memoryview) -> Future:
         """Submits a write of `buffer`. The bytes count as the newest copy only after `wrote`.
