@@ -93,7 +93,7 @@ from offload.swapper.store.inspection import look
 from offload.swapper.store.recovery import check_one_run
 from offload.swapper.store.requests import DriveSpans
 from offload.swapper.store.spill_file import SpillFile
-from offload.swapper.weight_source import WeightSource
+from offload.swapper.table import WeightSource
 from offload.timeline import OFF, Timeline, open_timeline
 
 if TYPE_CHECKING:

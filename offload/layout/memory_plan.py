@@ -38,8 +38,7 @@ from offload.layout.units import Stack, Units, find_units, parameters_in_fp32
 from offload.states import State, Tier
 from offload.swapper.policy import Limits
 from offload.swapper.store.model_files import UnitImage
-from offload.swapper.table import UnitSize
-from offload.swapper.weight_source import pieces_of
+from offload.swapper.table import UnitSize, pieces_of
 
 # -- config request ------------------------------------------------------------------------------------
 #

@@ -28,8 +28,7 @@ from offload.swapper.policy import (
     next_to_fetch,
     victims,
 )
-from offload.swapper.table import Residency, Transfer, UnitEntry, UnitSize, UnitTable
-from offload.swapper.weight_source import UploadPiece, WeightSource
+from offload.swapper.table import Residency, Transfer, UnitEntry, UnitSize, UnitTable, UploadPiece, WeightSource
 from offload.timeline import Row
 
 # -- chunked upload ------------------------------------------------------------------------------------

@@ -45,8 +45,7 @@ from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.swapper.policy import Limits, PassKind, keeps, leaves_room_ahead
 from offload.swapper.prefetch import Fetcher, Prefetcher, PrefetchStats
-from offload.swapper.table import MemoryCounters, Residency, UnitEntry, UnitSize, UnitTable
-from offload.swapper.weight_source import WeightSource
+from offload.swapper.table import MemoryCounters, Residency, UnitEntry, UnitSize, UnitTable, WeightSource
 from offload.timeline import OFF, Row, Timeline
 
 # -- peers ---------------------------------------------------------------------------------------------
@@ -605,7 +604,9 @@ class Pager:
             sizes,
             lambda: source is not None and source.committed,
             timeline=timeline,
-            memory=None if timeline.recorded is OFF else MemoryCounters(host, arena, timeline.recorded),
+            record_memory=(lambda: None)
+            if timeline.recorded is OFF
+            else MemoryCounters(host, arena, timeline.recorded).record,
         )
         self.changed = self.table.changed
         self.lock = self.changed.lock

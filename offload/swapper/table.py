@@ -9,10 +9,12 @@ from __future__ import annotations
 import enum
 import errno
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
+from offload.aio import Priority
 from offload.aio.protocols import Future
 from offload.errors import EngineFailed
 from offload.states import Tier
@@ -21,7 +23,6 @@ from offload.swapper.memory.device_arena import DeviceArena, DeviceBuffer
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.swapper.memory.lock import InterruptibleLock
 from offload.swapper.policy import AccessOrder
-from offload.swapper.weight_source import UploadPiece
 from offload.timeline import OFF, Row, Timeline
 
 # -- residency -----------------------------------------------------------------------------------------
@@ -104,6 +105,48 @@ ARROWS: Final[dict[tuple[Residency, Residency], str]] = {
 """Every allowed transition, with the function of the pager (or of its host or device side) that performs it."""
 
 
+# -- weight source -------------------------------------------------------------------------------------
+#
+# The files from which the pager reads units of tier DISK, whatever files these are.
+#
+#     store         swap files of a run: this rank's partition, from the slot of the newest weights
+#     model files   the model's own files: the pages that contain the tensors of a unit
+
+
+class UploadPiece(NamedTuple):
+    """Consecutive bytes of what a read delivers, and the bytes of the unit to which they are copied."""
+
+    start: int
+    """First byte in the host buffer."""
+    target: range
+    """Bytes of the unit on the device."""
+
+
+def pieces_of(shard_ranges: Sequence[range]) -> tuple[UploadPiece, ...]:
+    """Returns the pieces of a partition, which consists of byte ranges of its unit, one after the other."""
+    ends = itertools.accumulate(map(len, shard_ranges))
+    return tuple(UploadPiece(end - len(target), target) for end, target in zip(ends, shard_ranges, strict=True))
+
+
+class WeightSource(Protocol):
+    """Files that contain the weights of units. Any thread may submit reads and wait for them."""
+
+    @property
+    def committed(self) -> bool:
+        """True if a later process can resume from these files."""
+
+    def start_read(self, unit: int, start: int, buffer: memoryview, priority: Priority) -> Future:
+        """Submits a read of the newest weights of a unit. The weights must not change before the read has ended.
+
+        Args:
+            start: first byte of `UnitSize.shard_nbytes`.
+            buffer: receives the bytes; it belongs to the caller and must live until the future is done.
+
+        Returns:
+            The request. Its `wait` raises `IoError` if the bytes cannot be read, are damaged, or are others by now.
+        """
+
+
 # -- unit table ----------------------------------------------------------------------------------------
 
 
@@ -114,7 +157,7 @@ class MemoryCounters:
         self._host, self._device, self._timeline = host, device, timeline
         self._titles = {name: f"host buffers of {name}" for name in host.regions}
 
-    def count(self) -> None:
+    def record(self) -> None:
         """Records the present values. The caller holds the pager's lock."""
         # The regions are looked up at each call: `drop_cache` replaces one.
         for name, region in self._host.regions.items():
@@ -132,13 +175,13 @@ class UnitTable:
         committed: Callable[[], bool] = lambda: False,
         *,
         timeline: Timeline = OFF,
-        memory: MemoryCounters | None = None,
+        record_memory: Callable[[], None] = lambda: None,
     ) -> None:
         """Creates an entry for each unit.
 
         Args:
             committed: returns True if the store holds a commit, for the text of an error.
-            memory: counters to record at each change; None if nothing records them.
+            record_memory: called after each change, under the lock.
         """
         self.changed = InterruptibleLock()
         # Counts changes, so that a waiter can see if it missed one.
@@ -148,7 +191,7 @@ class UnitTable:
         """Units whose residency is DEVICE: far fewer than all where units come and go."""
         self.access_order = AccessOrder()
         self.timeline = timeline
-        self._memory = memory
+        self._record_memory = record_memory
         self.failure: BaseException | None = None
         self._committed = committed
         self.rewritten = False
@@ -166,8 +209,7 @@ class UnitTable:
 
     def notify(self) -> None:
         """Wakes all threads that wait for a change."""
-        if self._memory is not None:
-            self._memory.count()
+        self._record_memory()
         self.version += 1
         # One condition serves all kinds of waits, so each waiter checks again for its own.
         self.changed.notify_all()

@@ -8,8 +8,7 @@ from offload.planner.simulation.simulate import Budgets, Simulation, Use, simula
 from offload.planner.simulation.updater import UpdateCost
 from offload.states import Tier
 from offload.swapper.policy import Limits
-from offload.swapper.table import UnitSize
-from offload.swapper.weight_source import pieces_of
+from offload.swapper.table import UnitSize, pieces_of
 
 PAGE = 4096
 

@@ -21,8 +21,7 @@ from offload.swapper.memory.host_arena import HostArena, HostBudget
 from offload.swapper.pager import Pager
 from offload.swapper.policy import AccessOrder, Limits, PassKind
 from offload.swapper.prefetch import may_upload_elsewhere
-from offload.swapper.table import Residency, UnitSize
-from offload.swapper.weight_source import pieces_of
+from offload.swapper.table import Residency, UnitSize, pieces_of
 
 FORWARD_AND_BACKWARD = [0, 1, 2, 2, 1, 0]
 

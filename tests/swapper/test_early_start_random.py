@@ -22,8 +22,7 @@ from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, HostBudget
 from offload.swapper.pager import Pager
 from offload.swapper.policy import Limits
-from offload.swapper.table import Residency, UnitSize
-from offload.swapper.weight_source import pieces_of
+from offload.swapper.table import Residency, UnitSize, pieces_of
 from tests.support.devices.late_device import LateDevice, Ticks
 
 STEPS = 5

@@ -17,8 +17,7 @@ from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, HostBudget
 from offload.swapper.pager import GatherDecision, Pager, UnitState
 from offload.swapper.policy import AccessOrder, Limits, PassKind
-from offload.swapper.table import Residency, UnitSize
-from offload.swapper.weight_source import pieces_of
+from offload.swapper.table import Residency, UnitSize, pieces_of
 
 CPU = Device(torch.device("cpu"))
 

@@ -17,8 +17,7 @@ from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, HostBudget
 from offload.swapper.pager import Pager, WeightUpdates
 from offload.swapper.policy import Limits
-from offload.swapper.table import ARROWS, Residency, UnitSize, UnitTable
-from offload.swapper.weight_source import pieces_of
+from offload.swapper.table import ARROWS, Residency, UnitSize, UnitTable, pieces_of
 
 PACKAGE = Path(offload.__file__).parent
 

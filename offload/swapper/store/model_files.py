@@ -16,7 +16,7 @@ from offload.sizes import PAGE, align_up
 from offload.states import State
 from offload.swapper.store.format import Extent
 from offload.swapper.store.requests import NO_SPANS, DriveSpans, Joined, VerifiedRead
-from offload.swapper.weight_source import UploadPiece
+from offload.swapper.table import UploadPiece
 from offload.timeline import Row, now
 
 # -- image ---------------------------------------------------------------------------------------------
