@@ -362,7 +362,7 @@ class Rounds(Agreement):
             self._begun += 1
 
     def gather(self, unit: int, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
-        """Fills in the other ranks' partitions of a unit, as agreed; see `Ranks.gather`."""
+        """Fills in the other ranks' shards of a unit, as agreed; see `Ranks.gather`."""
         with self._timeline.span(Row.RANKS, "gather"):
             gathered = self._gathers.gather(unit, whole, share, uploaded)
             self._agreed_unit = -1

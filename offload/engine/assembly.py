@@ -30,7 +30,7 @@ from offload.aio.backend import DEFAULTS
 from offload.aio.shared_queue import SharedQueue
 from offload.config import Aio, Config
 from offload.distributed.agreement import Agreement, AllOrNothing, Rounds
-from offload.distributed.gathers import SecondaryShards, WeightGathers
+from offload.distributed.gathers import CodedWeightGathers, NodeGathers, WeightGathers
 from offload.distributed.process_group import Ranks
 from offload.distributed.reduce_scatter import ReduceScatterAccumulator
 from offload.distributed.reshard import NewRanks, finish, reshard
@@ -602,13 +602,11 @@ def _agreement(plan: Plan, arena: DeviceArena, callbacks: EngineCallbacks, timel
     """Returns the agreement of the ranks among which ZeRO divides."""
     if plan.world.ranks.size == 1:
         return Agreement()
-    coded = plan.parts.gathers
-    codes, secondary = arena.keep(coded.nbytes) if coded else None, None
-    if (sizes := plan.parts.secondary) is not None:
-        secondary = SecondaryShards(
-            sizes, plan.world.ranks.rank, plan.world.node, plan.device, arena.keep(sizes.nbytes)
-        )
-    gathers = WeightGathers(plan.world.ranks, plan.device, coded, codes, secondary)
+    gathers, coded, node = WeightGathers(plan.world.ranks), plan.parts.coded, plan.parts.node
+    if coded.largest:
+        gathers = CodedWeightGathers(plan.world.ranks, plan.device, coded, arena.keep(coded.nbytes))
+    if node.nbytes:
+        gathers = NodeGathers(gathers, node, plan.world.node, plan.device, arena.keep(node.nbytes))
     return Rounds(gathers, shown_names(plan), callbacks, timeline=timeline)
 
 
@@ -778,7 +776,7 @@ def _weights(
         callbacks=callbacks,
         opaque=tuple(sources.values()),
         stacks=_stack_handles(plan, model, handles),
-        coded=() if plan.parts.gathers is None else plan.parts.gathers.elements,
+        coded=plan.parts.coded.elements,
     )
 
 

@@ -31,8 +31,8 @@ from offload.layout.tiers import (
     PlacementRequest,
     Reduction,
     coded_gathers,
+    node_shards_of,
     partitions,
-    secondary_of,
 )
 from offload.layout.units import Stack, Units, find_units, parameters_in_fp32
 from offload.states import State, Tier
@@ -288,8 +288,8 @@ def place_states(request: MemoryRequest) -> PlacedStates:
         images,
         replicas=request.replicas,
         reduction=reduction_of(config, mode, accumulation, request.layouts, request.world_size, request.replicas),
-        gathers=None if images else coded_gathers(config, request.layouts, mode.weight_dtype, request.world_size),
-        secondary=secondary_of(config, request.layouts, mode, request.world_size),
+        coded=coded_gathers(config, () if images else request.layouts, mode.weight_dtype, request.world_size),
+        node=node_shards_of(config, request.layouts, mode, request.world_size),
     )
     placement = place(parts, mode, placement_request(config, accumulation), request.machine)
     return PlacedStates(request=request, mode=mode, parts=parts, placement=placement)

@@ -155,14 +155,14 @@ def least_holds(parts: Partitions) -> str:
             '"stage": 2, which reduces each micro-batch'
         )
     reduction = parts.reduction
-    if parts.secondary is not None:
+    if parts.node.nbytes:
         return (
             "it must hold the states stored there, the largest unit, "
-            f"{format_size(parts.secondary.nbytes)} for the secondary partition of all weights, and "
-            f"{format_size(parts.collectives_nbytes - parts.secondary.nbytes)} for what ranks send each "
+            f"{format_size(parts.node.nbytes)} for the secondary partition of all weights, and "
+            f"{format_size(parts.collectives_nbytes - parts.node.nbytes)} for what ranks send each "
             'other: raise it, or leave "zero_hpz_partition_size" out'
         )
-    if parts.gathers is not None or (reduction is not None and reduction.form is not None):
+    if parts.coded.largest or (reduction is not None and reduction.form is not None):
         return (
             "it must hold the states stored there, the largest unit and "
             f"{format_size(parts.collectives_nbytes)} for gradients and codes that ranks send each other"
@@ -275,7 +275,7 @@ def divide_device(
             room = min(room, max(live, weights + total_nbytes))
         most = room
     else:
-        check_room(parts.secondary, least, machine.free_host if machine.host_addressable else machine.free_device)
+        check_room(parts.node, least, machine.free_host if machine.host_addressable else machine.free_device)
         # By default the arena begins small and grows once the first step has shown the memory of the activations.
         room = most = min(_DEVICE_UNITS * largest, live)
         if machine.host_addressable:  # the host budget, activations and gradients come out of the same memory

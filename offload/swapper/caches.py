@@ -1,4 +1,9 @@
-"""The pager's device side: device buffers of weights, copies and gathers into them, and their eviction."""
+"""The two caches of weights: host buffers with the reads into them, and device buffers with copies and gathers.
+
+Both belong to the pager, and know nothing of each other. The caller of a method holds the table's lock; a method that
+waits, copies or gathers releases it meanwhile. So whatever was true of a unit before such a call may be false after it,
+except what the unit's residency and pins promise.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +37,6 @@ from offload.swapper.table import Residency, Transfer, UnitEntry, UnitSize, Unit
 from offload.timeline import Row
 
 # -- chunked upload ------------------------------------------------------------------------------------
-#
-# Chunked transfer of a partition that is larger than any host buffer, from DISK to the device.
 
 
 def stream(
@@ -122,10 +125,7 @@ Expand = Callable[[int, torch.Tensor], None]
 
 
 class DeviceCache:
-    """Device buffers of weights: permanent ones of tier DEVICE, and ones that come and go.
-
-    The caller of every method holds the table's lock, which copies and gathers release while they run.
-    """
+    """Device buffers of weights: permanent ones of tier DEVICE, and ones that come and go."""
 
     def __init__(
         self, table: UnitTable, arena: DeviceArena, device: Device, peers: Gathers | None, expand: Expand | None = None
@@ -274,18 +274,17 @@ class DeviceCache:
         return nbytes
 
     def _droppable(self) -> list[UnitBlock]:
-        entries, blocks = self._table.entries, []
+        blocks = []
         for unit in sorted(self._table.on_device):
-            entry = entries[unit]
-            in_use = entry.pins or entry.copying
-            if not in_use and not entry.size.device_resident and (buffer := entry.device_buffer) is not None:
+            entry = self._table.entries[unit]
+            if self.idle(entry) and (buffer := entry.device_buffer) is not None:
                 blocks.append(UnitBlock(unit, buffer.offset, buffer.nbytes))
         return blocks
 
     def idle(self, entry: UnitEntry) -> bool:
         """Returns True if the unit is on the device, unpinned, and not permanent."""
-        in_use = entry.pins or entry.copying
-        return entry.residency is Residency.DEVICE and not in_use and not entry.size.device_resident
+        in_use = entry.pins or entry.copying or entry.size.device_resident
+        return entry.residency is Residency.DEVICE and not in_use
 
     def drop(self, entry: UnitEntry) -> None:
         """Drops the device copy of a unit. The copy is clean, so no bytes move."""
@@ -319,7 +318,7 @@ class DeviceCache:
     def start_read(
         self, entry: UnitEntry, device_buffer: DeviceBuffer, read: Callable[[int, memoryview], Future]
     ) -> None:
-        """Starts the read of the newest weights of `entry` into `device_buffer`, which the unit owns from now on."""
+        """Starts the read in place of `entry` into `device_buffer`, which the unit owns from now on."""
         # calling thread: the drive writes this memory without a stream, so compute that reads it must be over, not only
         # ordered.
         for event in device_buffer.after:
@@ -357,7 +356,12 @@ class DeviceCache:
 
     def _copy_shard(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:
         """Starts the copies of this rank's shard into `device_buffer`, and keeps the last event. Needs no lock."""
-        whole, shard = self._arena.view(device_buffer), self._shard(entry)
+        whole = self._arena.view(device_buffer)
+        if entry.tier_buffer is not None:
+            shard = self._arena.view(entry.tier_buffer)
+        else:
+            assert entry.host_buffer is not None
+            shard = entry.host_buffer.tensor(torch.uint8)
         # upload stream: the copies wait for `after`, the last compute and upload of the memory's former owner.
         if entry.size.is_whole:
             entry.uploaded = entry.copied = self._device.upload(whole, shard, device_buffer.after)
@@ -367,12 +371,6 @@ class DeviceCache:
             # upload stream: all copies run in order, so the event of the last one covers the others.
             entry.copied = self._device.upload(whole[target.start : target.stop], source, device_buffer.after)
         entry.uploaded = entry.copied
-
-    def _shard(self, entry: UnitEntry) -> torch.Tensor:
-        if entry.tier_buffer is not None:
-            return self._arena.view(entry.tier_buffer)
-        assert entry.host_buffer is not None
-        return entry.host_buffer.tensor(torch.uint8)
 
     def gather(self, entry: UnitEntry, device_buffer: DeviceBuffer, copied: Event) -> None:
         """Starts the gather of the other ranks' shards, ordered after `copied`, the copy of this rank's shard."""
@@ -441,15 +439,10 @@ class DeviceCache:
 
 
 # -- host cache ----------------------------------------------------------------------------------------
-#
-# The pager's host side: host buffers for weights, their eviction, and reads into them.
 
 
 class HostCache:
-    """Host buffers of weights: permanent ones of units whose tier is HOST, and ones that units of tier DISK share.
-
-    The caller of every method holds the table's lock. Methods that wait release the lock meanwhile.
-    """
+    """Host buffers of weights: permanent ones of units whose tier is HOST, and ones that units of tier DISK share."""
 
     def __init__(self, table: UnitTable, host: HostArena, source: WeightSource | None) -> None:
         """Allocates the permanent host buffers. `source` is None if no unit's tier is DISK."""
@@ -474,7 +467,14 @@ class HostCache:
             beyond: only units whose next use is more than `beyond` uses away may be evicted; -1 for any unit.
             wait: False to evict nothing whose copy to the device is under way.
         """
-        going = victims(self._host.weights.space, nbytes, self._evictable(), self._distance, beyond)
+
+        def distance(unit: int) -> int:
+            entry = self._table.entries[unit]
+            # The thread that fetches a unit has recorded its use already: the order would report the use after that.
+            fetched_now = entry.pins and entry.residency is not Residency.DEVICE
+            return 0 if fetched_now else self._table.access_order.distance(unit)
+
+        going = victims(self._host.weights.space, nbytes, self._evictable(), distance, beyond)
         if going is None or not (wait or all(self._table.entries[unit].copied.done() for unit in going)):
             return None
         for unit in going:
@@ -497,12 +497,6 @@ class HostCache:
             self._table.wait(f"waits for a host buffer for {entry.size.title}")
         finally:
             self.waiting_for_buffer -= 1
-
-    def _distance(self, unit: int) -> int:
-        """Returns the number of uses before the next use of `unit`; 0 if a thread is about to fetch it."""
-        entry = self._table.entries[unit]
-        # The fetching thread has recorded its use already, so the access order would report the use after that one.
-        return 0 if entry.pins and entry.residency is not Residency.DEVICE else self._table.access_order.distance(unit)
 
     @property
     def nbytes(self) -> int:

@@ -604,9 +604,7 @@ class Pager:
             sizes,
             lambda: source is not None and source.committed,
             timeline=timeline,
-            record_memory=(lambda: None)
-            if timeline.recorded is OFF
-            else MemoryCounters(host, arena, timeline.recorded).record,
+            record_memory=MemoryCounters(host, arena, timeline.recorded).record,
         )
         self.changed = self.table.changed
         self.lock = self.changed.lock

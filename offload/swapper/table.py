@@ -159,6 +159,8 @@ class MemoryCounters:
 
     def record(self) -> None:
         """Records the present values. The caller holds the pager's lock."""
+        if self._timeline is OFF:  # every change of a unit comes here
+            return
         # The regions are looked up at each call: `drop_cache` replaces one.
         for name, region in self._host.regions.items():
             if region.space.nbytes:
