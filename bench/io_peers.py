@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.aio import IoQueue, StripedFile, aligned_empty
-from offload.aio.measure import OPERATIONS, Pass, move
+from offload.aio.measure import OPERATIONS, TimedTransfer, move
 from offload.bench.io import Fio
 from offload.hardware.info import machine
 from offload.hardware.noise import fill_with_noise
@@ -84,13 +84,13 @@ class _DeepSpeed:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
 
-    def run(self, operation: str, shape: Sequence[Any]) -> Pass:
+    def run(self, operation: str, shape: Sequence[Any]) -> TimedTransfer:
         assert self._process.stdin and self._process.stdout
         print(json.dumps([operation, *shape]), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError("DeepSpeed's process has ended: run its interpreter by hand to see why")
-        return Pass(self._nbytes, *json.loads(line))
+        return TimedTransfer(self._nbytes, *json.loads(line))
 
     def close(self) -> None:
         assert self._process.stdin
@@ -125,12 +125,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _measure(
     file: StripedFile, path: str, nbytes: int, rounds: int, deepspeed: str | None
-) -> dict[tuple[str, str], list[Pass]]:
+) -> dict[tuple[str, str], list[TimedTransfer]]:
     buffer = aligned_empty(nbytes)
     fill_with_noise(buffer)
     peer = _DeepSpeed(deepspeed, path, nbytes) if deepspeed else None
     with IoQueue() as queue, IoQueue("libaio") as libaio, IoQueue("threads") as threads:
-        contenders: dict[str, Callable[[str], Pass]] = {
+        contenders: dict[str, Callable[[str], TimedTransfer]] = {
             "ours": lambda op: move(queue, file, buffer, op, 16 * MIB),
             "ours, libaio": lambda op: move(libaio, file, buffer, op, 16 * MIB),
             "ours, threads": lambda op: move(threads, file, buffer, op, 16 * MIB),
@@ -141,7 +141,7 @@ def _measure(
         if peer is not None:
             for name, shape in DEEPSPEED.items():
                 contenders[name] = functools.partial(peer.run, shape=shape)
-        passes: dict[tuple[str, str], list[Pass]] = {
+        passes: dict[tuple[str, str], list[TimedTransfer]] = {
             (name, operation): [] for operation in OPERATIONS for name in contenders
         }
         for contender in contenders.values():
@@ -158,7 +158,7 @@ def _measure(
     return passes
 
 
-def _report(passes: dict[tuple[str, str], list[Pass]], nbytes: int, rounds: int) -> None:
+def _report(passes: dict[tuple[str, str], list[TimedTransfer]], nbytes: int, rounds: int) -> None:
     rows = []
     for operation in OPERATIONS:
         print(f"\n**{operation}**, {format_size(nbytes)}, {rounds} rounds\n")

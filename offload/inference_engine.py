@@ -46,7 +46,7 @@ from offload.states import State, Tier
 from offload.swapper.memory.device import compute_device, let_segments_grow, open_device
 from offload.swapper.store.model_files import FileRange, ModelFiles, UnitImage, image_of
 from offload.swapper.store.requests import DriveSpans
-from offload.swapper.weight_source import WeightSource
+from offload.swapper.table import WeightSource
 from offload.timeline import Phase, Row, now
 
 # -- pass meter ----------------------------------------------------------------------------------------

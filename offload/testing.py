@@ -209,8 +209,7 @@ class Inspection:
         if parts.update_worker is not None:
             lines.append(parts.update_worker._timeline)
         compute = [parts.hooks._compute, parts.gradients._compute]
-        spans = any(line is not OFF for line in lines) or any(line is not NO_SPANS for line in compute)
-        return spans or parts.pager.table._memory is not None
+        return any(line is not OFF for line in lines) or any(line is not NO_SPANS for line in compute)
 
     @property
     def makes_early_updates(self) -> bool:

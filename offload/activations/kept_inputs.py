@@ -44,9 +44,9 @@ from offload.interrupts import uninterrupted
 from offload.sizes import PAGE, align_up, format_size
 from offload.states import Tier
 from offload.swapper.memory.device import DONE, Device, Event
-from offload.swapper.memory.host_arena import Classes, Copied, HostArena, HostBuffer, HostMemory
+from offload.swapper.memory.host_arena import HostArena, HostBudget, HostBuffer, HostMemory, PinnedRegions
 from offload.swapper.memory.limits import free_host_memory
-from offload.swapper.store import Written
+from offload.swapper.store import DriveByteCounter
 from offload.swapper.store.spill_file import SpillFile
 from offload.timeline import OFF, Row, Timeline
 from offload.torch_internals import without_modes
@@ -79,7 +79,7 @@ class Slot(NamedTuple):
 class DiskSlots:
     """Slots for inputs. The lock of `KeptInputs` guards every call; the caller waits for all futures."""
 
-    def __init__(self, paths: Sequence[str | Path], queue: Queue, written: Written) -> None:
+    def __init__(self, paths: Sequence[str | Path], queue: Queue, written: DriveByteCounter) -> None:
         """Creates no file yet.
 
         Args:
@@ -261,8 +261,8 @@ class HostBlocks:
         # No other engine gives way: a cache of weights is worth as much, and this engine's own is in use.
         if self._budget is not None and self._memory.taken_bytes + nbytes > self._budget:
             return None
-        copied = None if self._device.host_addressable else Copied(resident=nbytes, promoted=0, tiles=False)
-        classes = Classes(tiles=0, weights=0, gradients=0, resident=nbytes)
+        copied = None if self._device.host_addressable else PinnedRegions(resident=nbytes, promoted=0, tiles=False)
+        classes = HostBudget(tiles=0, weights=0, gradients=0, resident=nbytes)
         try:
             arena = HostArena(classes, self._device, self._memory, None, None, copied)
         except (BudgetError, OSError):  # the latter if the system has no memory

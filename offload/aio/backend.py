@@ -15,7 +15,7 @@ BACKENDS = ("io_uring", "libaio", "threads")
 """Names of the backends in the order in which "auto" tries them: fewest system calls and context switches first."""
 
 
-class Shape(NamedTuple):
+class QueueShape(NamedTuple):
     """The capacity of a queue: at most `threads` times `depth` blocks of `block_bytes` bytes are in flight."""
 
     threads: int
@@ -29,9 +29,9 @@ class Shape(NamedTuple):
 
 
 DEFAULTS = {
-    "io_uring": Shape(1, 32, 2 * MIB),
-    "libaio": Shape(1, 32, 2 * MIB),
-    "threads": Shape(4, 1, 4 * MIB),
+    "io_uring": QueueShape(1, 32, 2 * MIB),
+    "libaio": QueueShape(1, 32, 2 * MIB),
+    "threads": QueueShape(4, 1, 4 * MIB),
 }
 """The fastest shapes on the drives that were measured (docs/benchmarks/2026-11-io.md)."""
 
@@ -41,22 +41,21 @@ _MOST_THREADS = 16
 _DESCRIPTORS = "this process has no free file descriptor (ulimit -n)"
 
 
-class Chosen(NamedTuple):
+class OpenedBackend(NamedTuple):
     """The backend that was opened, messages with the reason why each earlier one was refused, shape and window."""
 
     backend: str
     refusals: tuple[str, ...]
-    shape: Shape
+    shape: QueueShape
     window_bytes: int
 
 
 def open_native(
     backend: str, threads: int | None, depth: int | None, block_bytes: int | None, window_bytes: int
-) -> tuple[Queue, Chosen]:
+) -> tuple[Queue, OpenedBackend]:
     """Opens a native queue on the backend `backend`, or with "auto" on the first one that this system permits.
 
     Args:
-        backend: "auto" or one of `BACKENDS`.
         threads: number of driver threads; None for the backend's default.
         depth: blocks in flight for each thread; None for the backend's default.
         block_bytes: bytes of a block; None for the backend's default.
@@ -78,23 +77,23 @@ def open_native(
         # A smaller window than what is in flight would keep the queue from ever being full.
         window = max(window_bytes, 2 * shape.in_flight_bytes) if window_bytes else 0
         try:
-            return Queue(name, *shape, window), Chosen(name, tuple(refusals), shape, window)
+            return Queue(name, *shape, window), OpenedBackend(name, tuple(refusals), shape, window)
         # The native code sets `filename` to the system call that failed, from which `refusal` derives its advice.
         except OSError as error:
             refusals.append(refusal(name, error))
     raise ConfigError(f'{"; ".join(refusals)}: let "auto" choose, or take another of {", ".join(BACKENDS)}')
 
 
-def _shape(name: str, threads: int | None, depth: int | None, block_bytes: int | None) -> Shape:
+def _shape(name: str, threads: int | None, depth: int | None, block_bytes: int | None) -> QueueShape:
     """Returns the requested shape with defaults filled in. For "threads", a `depth` multiplies the threads."""
     auto = DEFAULTS[name]
     block_bytes = block_bytes or auto.block_bytes
     if name != "threads":
-        return Shape(threads or auto.threads, depth or auto.depth, block_bytes)
+        return QueueShape(threads or auto.threads, depth or auto.depth, block_bytes)
     if depth is None:
-        return Shape(threads or auto.threads, 1, block_bytes)
+        return QueueShape(threads or auto.threads, 1, block_bytes)
     # Each thread blocks in one pread or pwrite. `depth` blocks in flight therefore need `depth` threads, up to a bound.
-    return Shape(max(threads or 1, min((threads or 1) * depth, _MOST_THREADS)), 1, block_bytes)
+    return QueueShape(max(threads or 1, min((threads or 1) * depth, _MOST_THREADS)), 1, block_bytes)
 
 
 def refusals() -> dict[str, str | None]:
@@ -113,7 +112,6 @@ def refusal(name: str, error: OSError) -> str:
     """Returns the reason why backend `name` could not be opened, with advice if the cause is known.
 
     Args:
-        name: the backend.
         error: the failure; its `filename` is the system call that failed.
     """
     call, code = error.filename, error.errno

@@ -51,7 +51,7 @@ class Descriptors:
         self.close()
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """A range of one file in the form that the native queue takes. `owner` keeps the descriptors open."""
 
     owner: Descriptors
@@ -159,7 +159,7 @@ class DirectFile:
         # descriptors.
         self.descriptors = Descriptors(self.path)
 
-    def pieces(self, offset: int, nbytes: int) -> list[Piece]:
+    def pieces(self, offset: int, nbytes: int) -> list[FilePiece]:
         """Returns the file ranges that store `nbytes` bytes from `offset` on: for a single file, one range.
 
         Args:
@@ -167,7 +167,7 @@ class DirectFile:
             nbytes: number of bytes.
         """
         own = self.descriptors
-        return [Piece(own, own.direct, own.buffered, offset, nbytes)]
+        return [FilePiece(own, own.direct, own.buffered, offset, nbytes)]
 
     def parts(self) -> list[DirectFile]:
         """Returns the files that store the bytes: this file."""
@@ -480,7 +480,7 @@ class StripedFile:
         for file in self._files:
             file.close()
 
-    def pieces(self, offset: int, nbytes: int) -> list[Piece]:
+    def pieces(self, offset: int, nbytes: int) -> list[FilePiece]:
         """Returns the file ranges that store `nbytes` bytes from `offset` on, in order.
 
         Args:
@@ -490,7 +490,7 @@ class StripedFile:
         # Read once: another thread may close the file, which replaces `descriptors`, while the ranges are computed.
         owners = [file.descriptors for file in self._files]
         return [
-            Piece(owners[file], owners[file].direct, owners[file].buffered, start, count)
+            FilePiece(owners[file], owners[file].direct, owners[file].buffered, start, count)
             for file, start, count in self.layout.places(offset, nbytes)
         ]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from typing import Protocol
 
 from offload.aio._native import Flight, Queue
-from offload.aio.file import DirectFile, Piece
+from offload.aio.file import DirectFile, FilePiece
 from offload.aio.unanswered import wait_aloud
 from offload.errors import IoError, UsageError
 from offload.interrupts import interruptible
@@ -40,7 +40,7 @@ class File(Protocol):
         """True if `close` was called."""
         ...
 
-    def pieces(self, offset: int, nbytes: int) -> list[Piece]:
+    def pieces(self, offset: int, nbytes: int) -> list[FilePiece]:
         """Returns the file ranges that store `nbytes` bytes from `offset` on, in order.
 
         Args:
@@ -181,7 +181,6 @@ class IoFuture:
         return self.wait()
 
     def _request(self) -> str:
-        """Returns the name of the request for a message."""
         return f"{self._operation} of {self._nbytes} bytes at offset {self._offset} of {self._file.path}"
 
     def _failure(self, error: int) -> IoError:

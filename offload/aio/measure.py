@@ -20,7 +20,7 @@ from offload.sizes import MIB, PAGE
 OPERATIONS = ("write", "read", "mixed")
 
 
-class Pass(NamedTuple):
+class TimedTransfer(NamedTuple):
     """One pass over a file: bytes moved, wall-clock seconds and processor seconds."""
 
     nbytes: int
@@ -41,7 +41,7 @@ class Bandwidth(NamedTuple):
         return 2 / (1 / self.read + 1 / self.write)
 
 
-def move(queue: IoQueue, file: File, buffer: memoryview, operation: str, request_bytes: int) -> Pass:
+def move(queue: IoQueue, file: File, buffer: memoryview, operation: str, request_bytes: int) -> TimedTransfer:
     """Moves all of `buffer` to or from the start of `file`, in requests that are all queued at once, and waits.
 
     Args:
@@ -69,7 +69,7 @@ def move(queue: IoQueue, file: File, buffer: memoryview, operation: str, request
     # All requests are queued by now, so the queue always has as many blocks in flight as its shape allows.
     for future in futures:
         future.wait()
-    return Pass(len(buffer), time.perf_counter() - start, _cpu_seconds() - cpu)
+    return TimedTransfer(len(buffer), time.perf_counter() - start, _cpu_seconds() - cpu)
 
 
 def bandwidths(folders: Sequence[str | os.PathLike[str]], nbytes: int = 256 * MIB, rounds: int = 3) -> list[Bandwidth]:

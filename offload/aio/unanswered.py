@@ -73,10 +73,6 @@ def aloud(request: Callable[[], str]) -> Iterator[None]:
 def sync(descriptor: int, path: object) -> None:
     """Makes the bytes of a file, or the names in a folder, durable, and says so while the drive does not answer.
 
-    Args:
-        descriptor: The open file or folder.
-        path: For the line.
-
     Raises:
         OSError: If they may not be durable.
     """

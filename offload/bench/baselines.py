@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from offload.aio.measure import Pass
+from offload.aio.measure import TimedTransfer
 from offload.errors import ConfigError
 
 NAMES = ("aiofiles", "python-libaio")
@@ -55,7 +55,7 @@ class PythonContender:
         starts = range(0, nbytes // block_bytes * block_bytes, block_bytes)
         self._blocks = [(start, buffer[start : start + block_bytes]) for start in starts]
 
-    def run(self, operation: str) -> Pass:
+    def run(self, operation: str) -> TimedTransfer:
         """Moves every complete block once and returns the pass. "mixed" writes every other block."""
         work = [
             (start, block, operation == "write" or (operation == "mixed" and index % 2 == 1))
@@ -68,7 +68,7 @@ class PythonContender:
         self._run(self._path, work, self._depth)
         seconds, after = time.perf_counter() - start_time, resource.getrusage(resource.RUSAGE_SELF)
         cpu = after.ru_utime + after.ru_stime - usage.ru_utime - usage.ru_stime
-        return Pass(sum(len(block) for _, block, _ in work), seconds, cpu)
+        return TimedTransfer(sum(len(block) for _, block, _ in work), seconds, cpu)
 
     def latency(self, operation: str, fraction: float) -> float | None:
         """Returns None: these packages report no times of single blocks."""

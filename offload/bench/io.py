@@ -21,7 +21,7 @@ import psutil
 
 from offload.aio import BACKENDS, IoQueue, StripedFile, aligned_empty, bandwidths
 from offload.aio.backend import refusals
-from offload.aio.measure import OPERATIONS, Pass, move, remove
+from offload.aio.measure import OPERATIONS, TimedTransfer, move, remove
 from offload.bench import baselines, output
 from offload.errors import ConfigError, IoError
 from offload.hardware.noise import fill_with_noise
@@ -59,7 +59,7 @@ class Row:
 class Contender(Protocol):
     """A program that moves the entire file once in each `run`."""
 
-    def run(self, operation: str) -> Pass: ...
+    def run(self, operation: str) -> TimedTransfer: ...
     def latency(self, operation: str, fraction: float) -> float | None: ...
     def close(self) -> None: ...
 
@@ -171,7 +171,7 @@ def _check_room(folder: str, nbytes: int) -> None:
         raise ConfigError(f"{folder} has {format_size(free)} free, the file takes {format_size(nbytes)}; give --size")
 
 
-Passes = dict[tuple[Case, str], list[Pass]]
+Passes = dict[tuple[Case, str], list[TimedTransfer]]
 
 
 def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> list[Row]:
@@ -303,7 +303,7 @@ class _Queue:
         self._queue = IoQueue(case.backend, block_bytes=case.block_bytes, depth=case.depth)
         self._file, self._buffer, self._request_bytes = file, buffer, plan.request_bytes
 
-    def run(self, operation: str) -> Pass:
+    def run(self, operation: str) -> TimedTransfer:
         return move(self._queue, self._file, self._buffer, operation, self._request_bytes)
 
     def latency(self, operation: str, fraction: float) -> float | None:
@@ -332,7 +332,7 @@ class Fio:
             self._environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
         self._latencies: dict[tuple[str, float], float] = {}
 
-    def run(self, operation: str) -> Pass:
+    def run(self, operation: str) -> TimedTransfer:
         command = [*self._command, f"--rw={'rw' if operation == 'mixed' else operation}"]
         done = subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False)
         if done.returncode != 0:
@@ -350,7 +350,7 @@ class Fio:
         if seconds < 1:  # `runtime` is in whole milliseconds; fio's own rate is finer
             seconds = nbytes / sum(side["bw_bytes"] for side in sides)
         cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
-        return Pass(nbytes, seconds, cpu)
+        return TimedTransfer(nbytes, seconds, cpu)
 
     def latency(self, operation: str, fraction: float) -> float | None:
         return self._latencies.get((operation, fraction))

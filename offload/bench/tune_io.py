@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.aio import Bandwidth
-from offload.aio.measure import Pass
+from offload.aio.measure import TimedTransfer
 from offload.bench.io import Case, Plan, make_plan, passes_of
 from offload.config import load_config, read_json
 from offload.config.edit import set_in_block
@@ -88,12 +88,12 @@ def tune(
 
 def _measured(
     plan: Plan, cases: Sequence[Case], rounds: int, tell: Callable[[str], None]
-) -> Mapping[tuple[Case, str], list[Pass]]:
+) -> Mapping[tuple[Case, str], list[TimedTransfer]]:
     """Returns the passes of `cases` in `rounds` rounds."""
     return passes_of(replace(plan, cases=tuple(cases), rounds=rounds), tell)
 
 
-def trials_of(passes: Mapping[tuple[Case, str], list[Pass]]) -> list[Trial]:
+def trials_of(passes: Mapping[tuple[Case, str], list[TimedTransfer]]) -> list[Trial]:
     """Returns the trials of all cases, best first."""
 
     def rate(case: Case, operation: str) -> float:

@@ -66,7 +66,6 @@ def add_up_step(rows: Sequence[bytes], shards: int) -> GradientStats:
     """Returns the statistics of all ranks.
 
     Args:
-        rows: the message of each rank, in rank order.
         shards: number of ranks of a replica, which come first.
 
     Raises:
@@ -95,7 +94,6 @@ def union(rows: Sequence[bytes]) -> list[set[int]]:
 
 
 def _segments(row: bytes) -> Sequence[set[int]]:
-    """Returns, for each unit, the segments of a row of bitmaps."""
     sets, position = [], 0
     while position < len(row):
         (length,) = struct.unpack_from("<I", row, position)
@@ -221,9 +219,6 @@ class Agreement:
         """Returns the statistics of a step, summed over shards. By then each rank has ended its previous updates.
 
         Args:
-            micro_batches: micro-batches of this rank since the last step.
-            global_steps: steps so far.
-            settings: checksum of the optimizer's settings.
             known: called when every rank has arrived, since gradients of other ranks may come in until then.
 
         Raises:
@@ -367,7 +362,7 @@ class Rounds(Agreement):
             self._begun += 1
 
     def gather(self, unit: int, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
-        """Fills in the other ranks' partitions of a unit, as agreed; see `Ranks.gather`."""
+        """Fills in the other ranks' shards of a unit, as agreed; see `Ranks.gather`."""
         with self._timeline.span(Row.RANKS, "gather"):
             gathered = self._gathers.gather(unit, whole, share, uploaded)
             self._agreed_unit = -1
@@ -377,7 +372,6 @@ class Rounds(Agreement):
         """Reduces the gradients of `unit` with those of all ranks that have some.
 
         Args:
-            unit: a unit with gradients on this rank.
             expected: all units that this backward is expected to reduce, in their order, from `unit` on. If all ranks
                 expect the same, and use units without rounds, those after `unit` need none either.
         """
@@ -490,11 +484,7 @@ class Rounds(Agreement):
     # -- the round ----------------------------------------------------------------------------------
 
     def _check(self, retried: int = -1) -> None:
-        """Raises `RankError`, and notifies the other ranks, if this rank has left an earlier collective unfinished.
-
-        Args:
-            retried: a unit whose gather is begun again, which is no reason.
-        """
+        """Raises `RankError`, and notifies the other ranks, if this rank has left an earlier collective unfinished."""
         if self._agreed_unit not in (-1, retried):
             raise self.ranks.fail(f"it left an exchange of {self._names[self._agreed_unit]} unfinished")
         if self._in_question:
@@ -506,7 +496,6 @@ class Rounds(Agreement):
         """Serves other ranks until this rank's announcement is chosen, or is a USE and all uses are ready.
 
         Args:
-            kind: the announcement.
             unit: its unit, or -1.
             ready: this rank's field of that name; for USE, a function called in each round.
             series: this rank's field `series`; for USE, that function returns it.
@@ -570,7 +559,6 @@ class Rounds(Agreement):
 
 
 def _common(units: Sequence[int]) -> int:
-    """Returns the unit that all agree on, or -1."""
     return units[0] if len(set(units)) == 1 else -1
 
 
@@ -631,11 +619,6 @@ class AllOrNothing:
 @contextlib.contextmanager
 def all_or_nothing(agreement: Agreement, kind: Collective, what: str) -> Iterator[AllOrNothing]:
     """Waits until every rank is about to do this work, and yields this rank's side of the work.
-
-    Args:
-        agreement: this rank's agreement with the others.
-        kind: the collective to announce.
-        what: the work in words, for messages.
 
     Yields:
         The object through which the ranks settle each action. Any exception that leaves the body must come from this

@@ -1,18 +1,14 @@
-"""Gathers of weights as codes of 8 bits (qwZ of ZeRO++, arXiv 2306.10209).
+"""Gathers of weights, as values or as codes of 8 bits, over all ranks or within a node; gradients on their way.
 
-    this rank's shard ─► codes ─► all-gather ─► codes of all ranks ─► values of all shards, this rank's among them
+    WeightGathers         values, over all ranks of a replica
+    CodedWeightGathers    codes, over the same ranks (qwZ of ZeRO++, arXiv 2306.10209)
+    NodeGathers           one of these for the first gather, then within a node (hpZ of ZeRO++)
 
-Each rank computes with the values of the codes, also of its own shard, so all have the same weights, bit for bit. The
-shard itself stays exact in its tier: updates, commits and checkpoints know nothing of codes.
-
-A unit that is on the device may be gathered again for a rank that lacks it. Its shard there has the values of codes,
-whose codes give the same values again (`tests/ranks/test_quantized_collectives.py` tries all), so nothing changes
-under compute that reads them.
+One thread at a time may call a gather: the one of all collectives.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -20,120 +16,49 @@ from typing import NamedTuple
 
 import torch
 
-from offload.distributed.process_group import Ranks, Work
+from offload.distributed.process_group import CollectiveWork, Ranks
 from offload.kernels.blocks import dequantize, quantize
-from offload.layout.tiers import CODES, CodedGathers, Reduction, Secondary
+from offload.layout.tiers import CODES, CodedGathers, NodeShards, Reduction
 from offload.swapper.memory.device import DONE, Device, Event
-
-# -- secondary -----------------------------------------------------------------------------------------
-#
-# Gathers of weights within a node, from a secondary partition (hpZ of ZeRO++, arXiv 2306.10209).
-#
-#     first gather of a unit since weights changed     over all ranks, then each rank keeps its part of the node's copy
-#     every other gather                               over the ranks of the node, from what they have kept
-#
-# A secondary partition has the bits of a gather, so a run has those of one without it. It holds from the gather that
-# fills it to the next call that may change weights. Every rank takes part in all gathers and in all such calls, in one
-# order (`Rounds`), so all know without a message which of the two a gather is.
-
-
-class SecondaryShards:
-    """The secondary partitions of one rank. One thread at a time may call, that of all collectives."""
-
-    def __init__(self, secondary: Secondary, rank: int, node: Ranks, device: Device, memory: torch.Tensor) -> None:
-        """`rank` counts among all ranks; `memory` is (secondary.nbytes,) uint8 on the device, empty."""
-        self._secondary, self._rank, self._node, self._device = secondary, rank, node, device
-        ends = list(itertools.accumulate(secondary.unit_nbytes))
-        self._units = [memory[end - nbytes : end] for end, nbytes in zip(ends, secondary.unit_nbytes, strict=True)]
-        self._filled: set[int] = set()
-        """Units whose secondary partition has the weights of now."""
-
-    def gather(
-        self,
-        unit: int,
-        whole: torch.Tensor,
-        shard_ranges: Sequence[range],
-        uploaded: Event,
-        over_all: Callable[[], Event],
-    ) -> Event:
-        """Fills `whole` with a unit, from the node if its ranks have kept it; for the arguments see `Ranks.gather`.
-
-        Args:
-            unit: index of the unit.
-            whole: (nbytes,) uint8 on the device.
-            shard_ranges: this rank's byte ranges.
-            uploaded: event after which these are filled.
-            over_all: gathers the unit over all ranks in place of this, and returns the event.
-        """
-        node_ranges = [self._secondary.range_of(own, self._rank) for own in shard_ranges]
-        stops = list(itertools.accumulate(map(len, node_ranges)))
-        pairs = [
-            (whole[part.start : part.stop], self._units[unit][stop - len(part) : stop])
-            for part, stop in zip(node_ranges, stops, strict=True)
-        ]
-        if unit in self._filled:
-            # This rank's shard is there already. The gather writes over it, with the same bytes or, where all compute
-            # with values of codes, with those.
-            return self._node.gather(whole, node_ranges, self._copy(uploaded, pairs))
-        filled = self._copy(over_all(), [(target, source) for source, target in pairs])
-        self._filled.add(unit)
-        return filled
-
-    def forget(self) -> None:
-        """Makes the next gather of each unit one over all ranks, since weights may change now."""
-        self._filled.clear()
-
-    def _copy(self, after: Event, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-        """Copies the second tensor of each pair into the first, after an event, and returns the event of the copies."""
-        # upload stream: it orders them after the gather before and ahead of the next one. On a CPU the calling thread
-        # waits for the event and copies.
-        with self._device.uploading():
-            self._device.wait_event(after)
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-            return self._device.uploaded()
-
-
-def form_node(ranks: Ranks, secondary: Secondary | None) -> Ranks:
-    """Divides all ranks into nodes, and returns this rank's; itself without a secondary partition. Collective."""
-    if secondary is None:
-        return Ranks()
-    nodes = [list(range(first, first + secondary.ranks)) for first in range(0, ranks.size, secondary.ranks)]
-    return ranks.divided(nodes, -1)
-
 
 # -- weights -------------------------------------------------------------------------------------------
 
 
 class WeightGathers:
-    """The gathers of one engine, of codes or of values. One thread at a time may call, that of all collectives."""
+    """Gathers of values."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        device: Device,
-        coded: CodedGathers | None,
-        codes: torch.Tensor | None,
-        secondary: SecondaryShards | None = None,
-    ) -> None:
-        """`coded` is what is gathered as codes, None for nothing; `codes` is (coded.nbytes,) uint8 on the device."""
-        self.ranks, self._device, self._coded, self._codes = ranks, device, coded, codes
-        self._secondary = secondary
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
 
     def gather(self, unit: int, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
         """Fills `whole` with the partition of every rank of this replica; see `Ranks.gather`."""
-        if self._secondary is None:
-            return self._gather(unit, whole, shard_ranges, uploaded)
-        over_all = functools.partial(self._gather, unit, whole, shard_ranges, uploaded)
-        return self._secondary.gather(unit, whole, shard_ranges, uploaded, over_all)
+        return self.ranks.gather(whole, shard_ranges, uploaded)
 
     def forget(self) -> None:
         """Drops what gathers have kept of weights, which may change now. Called on every rank between two gathers."""
-        if self._secondary is not None:
-            self._secondary.forget()
 
-    def _gather(self, unit: int, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
-        coded = self._in_codes(unit, shard_ranges)
+
+class CodedWeightGathers(WeightGathers):
+    """Gathers of codes, for the elements of each unit that are gathered so, and of values for all others.
+
+        this rank's shard ─► codes ─► all-gather ─► codes of all ranks ─► values of all shards, this rank's among them
+
+    Each rank computes with the values of the codes, also of its own shard, so all have the same weights, bit for bit.
+    The shard itself stays exact in its tier: updates, commits and checkpoints know nothing of codes.
+
+    A unit that is on the device may be gathered again for a rank that lacks it. Its shard there has the values of
+    codes, whose codes give the same values again (`tests/ranks/test_quantized_collectives.py` tries all), so nothing
+    changes under compute that reads them.
+    """
+
+    def __init__(self, ranks: Ranks, device: Device, coded: CodedGathers, codes: torch.Tensor) -> None:
+        """`codes` is (coded.nbytes,) uint8 on the device: memory for the codes of one gather."""
+        super().__init__(ranks)
+        self._device, self._coded, self._codes = device, coded, codes
+
+    def gather(self, unit: int, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
+        elements, itemsize = self._coded.elements[unit], self._coded.dtype.itemsize
+        coded = [shard_range for shard_range in shard_ranges if shard_range.start // itemsize in elements]
         if not coded:
             return self.ranks.gather(whole, shard_ranges, uploaded)
         if not self.ranks.on_gpu:
@@ -150,27 +75,76 @@ class WeightGathers:
         exact.wait()
         return DONE
 
-    def _in_codes(self, unit: int, shard_ranges: Sequence[range]) -> list[range]:
-        """Returns those of this rank's byte ranges that are gathered as codes."""
-        if self._coded is None:
-            return []
-        elements, itemsize = self._coded.elements[unit], self._coded.dtype.itemsize
-        return [shard_range for shard_range in shard_ranges if shard_range.start // itemsize in elements]
-
     def _gather_codes(self, whole: torch.Tensor, own_range: range) -> None:
-        """Gathers one of this rank's byte ranges and the other ranks' ranges around it.
-
-        On a CPU the calling thread waits for the other ranks, which are in the same gather.
-        """
-        assert self._coded is not None and self._codes is not None, "memory was planned for codes"
+        """Gathers one of this rank's byte ranges and the other ranks' ranges around it."""
         shards, shard, dtype = self.ranks.mesh.shards, self.ranks.shard, self._coded.dtype
         first = own_range.start - shard * len(own_range)
         nbytes = CODES.stored_nbytes(len(own_range) // dtype.itemsize)
         codes = self._codes[: shards * nbytes]
         own = codes[shard * nbytes : (shard + 1) * nbytes]
         quantize(CODES, whole[own_range.start : own_range.stop].view(dtype), own)
+        # calling thread: on a CPU it waits for the other ranks here, which are in the same gather.
         self.ranks.gather_parts(codes, own).order_compute()
         dequantize(CODES, codes, whole[first : first + shards * len(own_range)].view(dtype))
+
+
+class NodeGathers(WeightGathers):
+    """Gathers within a node, from what its ranks have kept of the first gather.
+
+        first gather of a unit since weights changed    over all ranks, then each keeps its part of the node's copy
+        every other gather                              over the ranks of the node, from what they have kept
+
+    What is kept has the bits of a gather, so a run has those of one without it. It holds from the gather that fills it
+    to the next call that may change weights. Every rank takes part in all gathers and in all such calls, in one order
+    (`Rounds`), so all know without a message which of the two a gather is.
+    """
+
+    def __init__(
+        self, over_all: WeightGathers, shards: NodeShards, node: Ranks, device: Device, memory: torch.Tensor
+    ) -> None:
+        """`over_all` makes the first gathers; `memory` is (shards.nbytes,) uint8 on the device, empty."""
+        super().__init__(over_all.ranks)
+        self._over_all, self._shards, self._node, self._device = over_all, shards, node, device
+        ends = list(itertools.accumulate(shards.unit_nbytes))
+        self._units = [memory[end - nbytes : end] for end, nbytes in zip(ends, shards.unit_nbytes, strict=True)]
+        self._filled: set[int] = set()
+        """Units whose shard of the node has the weights of now."""
+
+    def gather(self, unit: int, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
+        node_ranges = [self._shards.range_of(own, self.ranks.rank) for own in shard_ranges]
+        stops = list(itertools.accumulate(map(len, node_ranges)))
+        pairs = [
+            (whole[part.start : part.stop], self._units[unit][stop - len(part) : stop])
+            for part, stop in zip(node_ranges, stops, strict=True)
+        ]
+        if unit in self._filled:
+            # This rank's shard is there already. The gather writes over it, with the same bytes or, where all compute
+            # with values of codes, with those.
+            return self._node.gather(whole, node_ranges, self._copy(uploaded, pairs))
+        gathered = self._over_all.gather(unit, whole, shard_ranges, uploaded)
+        filled = self._copy(gathered, [(target, source) for source, target in pairs])
+        self._filled.add(unit)
+        return filled
+
+    def forget(self) -> None:
+        self._filled.clear()
+
+    def _copy(self, after: Event, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+        """Copies the second tensor of each pair into the first, after an event, and returns the event of the copies."""
+        # upload stream: it orders them after the gather before and ahead of the next one. On a CPU the calling thread
+        # waits for the event and copies.
+        with self._device.uploading():
+            self._device.wait_event(after)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            return self._device.uploaded()
+
+
+def form_node(ranks: Ranks, size: int) -> Ranks:
+    """Divides all ranks into nodes of `size`, and returns this rank's. Collective, unless a node is one rank."""
+    if size == 1:
+        return Ranks()
+    return ranks.divided([list(range(first, first + size)) for first in range(0, ranks.size, size)], -1)
 
 
 # -- gradients -----------------------------------------------------------------------------------------
@@ -183,7 +157,7 @@ class WeightGathers:
 # values with inf or NaN arrives as NaN, so an overflow on one rank is seen by the rank that adds up.
 
 
-class Exchange(NamedTuple):
+class GradientExchange(NamedTuple):
     """A reduction that has begun, and whose values are not added up."""
 
     unit: int
@@ -191,7 +165,7 @@ class Exchange(NamedTuple):
     """(contributing ranks, or 1 for a sum over replicas; numel of this rank's partition, or the bytes of its codes)."""
     sent: torch.Tensor | None
     """Memory that holds what this rank has sent; None if it is no contributor, or the memory is free already."""
-    work: Work
+    work: CollectiveWork
 
 
 class ExchangeMemory:
@@ -207,10 +181,7 @@ class ExchangeMemory:
         """Takes the memory, a tensor for each exchange that may be under way.
 
         Args:
-            reduction: what is sent, and how many exchanges may be under way.
-            largest: elements of the gradients of the largest unit, over all ranks; see `Reduction.numels`.
             rounded: memory into which values are rounded before they are sent; none if they are sent as they are.
-            keep: allocates bytes of device memory.
         """
         self.form, nbytes = reduction.form, reduction.sent_nbytes(largest)
         # Gradients of any dtype become codes.
@@ -263,10 +234,6 @@ def mean_of(received: torch.Tensor, first: int, stop: int, ranks: int, in_place:
     The rows are added up in the order of the ranks, so that every run of the same ranks gives the same bits.
 
     Args:
-        received: (contributing ranks, ...), values or codes.
-        first: first element.
-        stop: end of the elements.
-        ranks: number of all ranks.
         in_place: True if the mean may take the place of the first row's values, where these are fp32: new memory costs
             more than the arithmetic on it. Otherwise it is new memory.
     """

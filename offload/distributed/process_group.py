@@ -205,7 +205,6 @@ def mesh_of(shard_size: int, ranks: int, which: str = "") -> Mesh:
 
     Args:
         shard_size: the config's "mics_shard_size"; 0 or less for one replica.
-        ranks: number of ranks.
         which: words for which ranks they are, after their number in the error; empty for all.
 
     Raises:
@@ -223,11 +222,7 @@ def mesh_of(shard_size: int, ranks: int, which: str = "") -> Mesh:
 
 
 def check_same(shards: Sequence[int]) -> None:
-    """Raises `ConfigError` if ranks would create different groups, and so wait for each other.
-
-    Args:
-        shards: the number of shards of a replica, by the config of each rank.
-    """
+    """Raises `ConfigError` if ranks would create different groups, and so wait for each other."""
     for rank, row in enumerate(shards):
         if row != shards[0]:
             raise ConfigError(
@@ -272,9 +267,7 @@ def make_groups(
     """Creates the groups of all divisions, and returns this rank's. All processes call this at the same time.
 
     Args:
-        mesh: the arrangement of the ranks of each division.
         divisions: for each, its ranks by their number in torch's default group; the same list on every process.
-        backend: name of the backend.
         timeout: that of a collective; None for the backend's default.
     """
 
@@ -287,7 +280,6 @@ def make_groups(
 
 
 def _own(groups: list[list[int]], backend: str, timeout: datetime.timedelta | None) -> Any:
-    """Creates `groups`, and returns the one of this process."""
     # Not by `init_device_mesh`: where a dimension has all ranks, it takes torch's default group, in which the user's
     # own messages are, and older versions of torch take no timeout there.
     return dist.new_subgroups_by_enumeration(groups, timeout=timeout, backend=backend)[0]
@@ -324,7 +316,7 @@ _MOST_CALLS = 8
 """Calls that may wait for the thread. Each thread waits for its call, so there are as many as threads that call."""
 
 
-class _Call:
+class _StoreCall:
     """A call of the store, and its outcome once `ended` is free."""
 
     def __init__(self, act: Callable[[], Any]) -> None:
@@ -345,7 +337,7 @@ class BoundedStore:
     def __init__(self, store: Any, longest: float = LONGEST) -> None:
         """Starts the thread. `longest` is the seconds for a call."""
         self._store, self._longest = store, longest
-        self._calls: queue.Queue[_Call | None] = queue.Queue(_MOST_CALLS)
+        self._calls: queue.Queue[_StoreCall | None] = queue.Queue(_MOST_CALLS)
         self.refusal: str | None = None
         """Words for why no call is made any more; None while calls are made."""
         self._closed = False
@@ -384,7 +376,7 @@ class BoundedStore:
         """Returns the result of `act`, called on the thread of this object, or raises what it has raised."""
         if self.refusal is not None:
             raise RuntimeError(self.refusal)
-        call = _Call(act)
+        call = _StoreCall(act)
         self._calls.put(call)
         if not self._ends(call):
             self.refusal = f"torch's key-value store has not answered for {self._longest:g} s"
@@ -394,7 +386,7 @@ class BoundedStore:
         return call.result
 
     @interruptible
-    def _ends(self, call: _Call) -> bool:
+    def _ends(self, call: _StoreCall) -> bool:
         """Waits for the end of a call; returns False if there is none in time."""
         return call.ended.acquire(timeout=self._longest)
 
@@ -531,7 +523,6 @@ def as_the_first(decide: Callable[[], Any], to: str) -> Any:
 
     Args:
         decide: called on rank 0 only.
-        to: the purpose in words, for messages.
 
     Raises:
         RankError: if rank 0 has ended before its decision.
@@ -698,12 +689,7 @@ class Heartbeat:
             self._store.set(f"error/{self.rank}", error)
 
     def tell(self, ranks: Sequence[int], calls: Sequence[str]) -> str:
-        """Returns what each of `ranks` is about to do, with the exception that it has published, if any.
-
-        Args:
-            ranks: some or all ranks.
-            calls: words for what each of them does.
-        """
+        """Returns what each of `ranks` is about to do, with the exception that it has published, if any."""
         rows = [(rank, call, self._get(f"error/{rank}")) for rank, call in zip(ranks, calls, strict=True)]
         # A rank may have the error of these very calls already, which would stand in itself.
         return "; ".join(
@@ -712,7 +698,6 @@ class Heartbeat:
         )
 
     def _get(self, key: str) -> str | None:
-        """Returns a value of the store, or None if there is none or the store cannot be reached."""
         with contextlib.suppress(RuntimeError):  # the process that serves the store may be the lost one
             return self._store.get(key)
         return None
@@ -758,7 +743,7 @@ def begin(start: Callable[[], Any]) -> Any:
         return start()
 
 
-class Work:
+class CollectiveWork:
     """A collective under way, as an `Event`; with a `work` of None, one that has ended already."""
 
     def __init__(self, ranks: Ranks, work: Any = None, to: str = "") -> None:
@@ -871,10 +856,7 @@ class Ranks:
 
         Args:
             received: (n,), filled with what each shard's rank gives to this one, in the order of shards.
-            got: number of elements from each of them.
             sent: (m,), what this rank gives, in the same order.
-            gives: number of elements for each of them.
-            to: the purpose, for messages.
         """
         received.copy_(sent)
 
@@ -893,14 +875,14 @@ class Ranks:
         """
         return uploaded
 
-    def gather_parts(self, everyone: torch.Tensor, own: torch.Tensor) -> Work:
+    def gather_parts(self, everyone: torch.Tensor, own: torch.Tensor) -> CollectiveWork:
         """Starts the gather of each shard's part into `everyone`, in their order; `own` may be a view of it."""
         everyone.copy_(own)
-        return Work(self)
+        return CollectiveWork(self)
 
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor | None, senders: Sequence[int], kind: Kind = Kind.GRADIENTS
-    ) -> Work:
+    ) -> CollectiveWork:
         """Starts an exchange in this replica: row s of `sent` goes to shard s, and a row comes from each of `senders`.
 
         Several may be under way: gloo matches them by a number of their own, and NCCL carries them out on one stream,
@@ -911,16 +893,15 @@ class Ranks:
             sent: (shards, numel) on the device, of the same dtype, filled by compute that the calling thread has
                 started; None on a rank that is no sender.
             senders: the shards whose ranks contribute, in order; the same list on every rank of the replica.
-            kind: what is sent.
 
         Returns:
-            The exchange. Neither tensor may change before compute is ordered after it (`Work.order_compute`).
+            The exchange. Neither tensor may change before compute is ordered after it (`CollectiveWork.order_compute`).
         """
         if sent is not None:
             received.copy_(sent)
-        return Work(self)
+        return CollectiveWork(self)
 
-    def all_reduce(self, values: torch.Tensor) -> Work:
+    def all_reduce(self, values: torch.Tensor) -> CollectiveWork:
         """Starts the sum of `values` over the ranks that hold the same shard.
 
         All of them receive the same bits, as the backend adds each element up on one rank and sends the sum to the
@@ -929,12 +910,12 @@ class Ranks:
         Args:
             values: (n,) on the device, replaced by the sum; filled by compute that the calling thread has started.
         """
-        return Work(self)
+        return CollectiveWork(self)
 
-    def gather_sums(self, everyone: torch.Tensor, own: torch.Tensor) -> Work:
+    def gather_sums(self, everyone: torch.Tensor, own: torch.Tensor) -> CollectiveWork:
         """Starts the gather of each replica's sum of this shard into `everyone`, in their order, as `gather_parts`."""
         everyone.copy_(own)
-        return Work(self)
+        return CollectiveWork(self)
 
     # -- waits and lost ranks -----------------------------------------------------------------------
 
@@ -980,10 +961,6 @@ class ProcessGroup(Ranks):
 
     def __init__(self, device: Device, shard_size: int) -> None:
         """Waits for all processes, and creates the process groups. Every process calls this.
-
-        Args:
-            device: the compute device.
-            shard_size: the config's "mics_shard_size".
 
         Raises:
             ConfigError: if `shard_size` does not fit the number of ranks, or ranks have different ones.
@@ -1088,18 +1065,18 @@ class ProcessGroup(Ranks):
                 self._gather(whole, byte_range).work.wait()
         return self._device.uploaded()
 
-    def _gather(self, whole: torch.Tensor, own: range) -> Work:
+    def _gather(self, whole: torch.Tensor, own: range) -> CollectiveWork:
         """Starts the gather of one of this rank's byte ranges and the other ranks' ranges around it."""
         start = own.start - self.shard * len(own)
         return self.gather_parts(whole[start : start + self.mesh.shards * len(own)], whole[own.start : own.stop])
 
-    def gather_parts(self, everyone: torch.Tensor, own: torch.Tensor) -> Work:
+    def gather_parts(self, everyone: torch.Tensor, own: torch.Tensor) -> CollectiveWork:
         start = functools.partial(gather_into, everyone, own, self._groups.replica)
         return self._begin(start, "gather weights", Kind.WEIGHTS, everyone.nbytes - own.nbytes)
 
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor | None, senders: Sequence[int], kind: Kind = Kind.GRADIENTS
-    ) -> Work:
+    ) -> CollectiveWork:
         if not senders or self.mesh.shards == 1:  # nothing comes from another rank
             return super().exchange(received, sent, senders, kind)
         part, sends, shards = received[0].nbytes, sent is not None, self.mesh.shards
@@ -1119,25 +1096,24 @@ class ProcessGroup(Ranks):
             part * (shards - 1) if sends else 0,
         )
 
-    def all_reduce(self, values: torch.Tensor) -> Work:
+    def all_reduce(self, values: torch.Tensor) -> CollectiveWork:
         start = functools.partial(dist.all_reduce, values, group=self._groups.across, async_op=True)
         # Once to add up and once to send the sums: each rank gives the others all but its own part.
         nbytes = 2 * values.nbytes * (self.mesh.replicas - 1) // self.mesh.replicas
         return self._begin(start, "reduce gradients", Kind.GRADIENTS, nbytes)
 
-    def gather_sums(self, everyone: torch.Tensor, own: torch.Tensor) -> Work:
+    def gather_sums(self, everyone: torch.Tensor, own: torch.Tensor) -> CollectiveWork:
         start = functools.partial(gather_into, everyone, own, self._groups.across)
         return self._begin(start, "reduce gradients", Kind.GRADIENTS, everyone.nbytes - own.nbytes)
 
     # -- waits and lost ranks -----------------------------------------------------------------------
 
-    def _begin(self, start: Callable[[], Any], to: str, kind: Kind, nbytes: int) -> Work:
-        """Starts a collective that sends `nbytes` from this rank; raises `RankError` if a rank is lost."""
+    def _begin(self, start: Callable[[], Any], to: str, kind: Kind, nbytes: int) -> CollectiveWork:
         if self._lost is not None:
             raise self._lost
         self.sent = self.sent.with_one(kind, nbytes)
         try:
-            return Work(self, begin(start), to)
+            return CollectiveWork(self, begin(start), to)
         except RuntimeError as error:
             raise self._blame(error) from error
 

@@ -36,8 +36,8 @@ from typing import NamedTuple
 import torch
 
 from offload.distributed.agreement import Rounds
-from offload.distributed.gathers import Exchange, ExchangeMemory, mean_of, values_of, zero_between
-from offload.distributed.process_group import Ranks, Work
+from offload.distributed.gathers import ExchangeMemory, GradientExchange, mean_of, values_of, zero_between
+from offload.distributed.process_group import CollectiveWork, Ranks
 from offload.engine.callbacks import EngineCallbacks, GradientStats
 from offload.engine.gradients import GradientAccumulator, GradientPlaces, flat
 from offload.errors import RankError
@@ -69,7 +69,7 @@ class ReplicaSum(NamedTuple):
 
     rows: torch.Tensor
     """(1, numel) fp32, the sum over all ranks once `work` is done; or (replicas, bytes) of codes of their sums."""
-    work: Work
+    work: CollectiveWork
 
 
 class ReplicaSums:
@@ -79,7 +79,6 @@ class ReplicaSums:
         """Takes over the memory.
 
         Args:
-            ranks: all ranks.
             memory: for each sum that may be under way, (numel of the largest shard of a unit,) fp32 on the device; with
                 codes or in place one for all.
             codes: for each sum that may be under way the memory of the codes of all replicas; none without codes.
@@ -93,7 +92,6 @@ class ReplicaSums:
 
         Args:
             rows: (1, numel), in fp32; None for a rank without a gradient, no earlier sum of which may be under way.
-            numel: elements of the unit.
         """
         if rows is None:
             rows = self._memory[0][:numel].zero_().view(1, -1)
@@ -107,7 +105,6 @@ class ReplicaSums:
         Args:
             received: (ranks of this replica that have gradients, ...), values or codes; not read any more once compute
                 is ordered after what the calling thread has started.
-            numel: elements of the shard.
         """
         total = self._memory[0][:numel]
         self._memory.rotate(-1)
@@ -148,7 +145,6 @@ class ReductionOrder:
         """Records a reduction, and returns all that are expected from it on; nothing but for a backward's first.
 
         Args:
-            unit: the unit that is reduced.
             in_turn: True if micro-batches take turns: each reduces other units.
         """
         self._now.append(unit)
@@ -196,14 +192,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         timeline: Timeline = OFF,
         compute: ComputeSpans = NO_SPANS,
     ) -> None:
-        """Allocates the buffers in the device arena. Arguments not listed are those of `GradientAccumulator`.
-
-        Args:
-            device: the device of the backward.
-            device_arena: the memory of the device.
-            reduction: dtype and number of the buffers, and whether micro-batches add up before they are sent.
-            rounds: this rank's side of the agreement between the ranks that train together.
-        """
+        """Allocates the buffers in the device arena. Arguments not listed are those of `GradientAccumulator`."""
         super().__init__(layouts, parts, arena, dtype, waiting, callbacks, timeline=timeline, compute=compute)
         self._ranks, self._rounds, self._device = rounds.ranks, rounds, device
         self._adds_up, self._exchanges, self._in_place = reduction.whole, reduction.exchanges, reduction.in_place
@@ -225,7 +214,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         sums = [keep(longest * torch.float32.itemsize).view(torch.float32) for _ in range(reduction.sums)]
         codes = [keep(nbytes) for nbytes in reduction.sum_codes(list(map(len, parts)))]
         self._over_replicas = ReplicaSums(self._ranks, sums, codes)
-        self._under_way: deque[Exchange] = deque()
+        self._under_way: deque[GradientExchange] = deque()
         """Exchanges whose values are not added up, oldest first. `Rounds.lock` guards it."""
         self._adding = False
         """True while values of an exchange are added up, and from then on if that has failed."""
@@ -305,7 +294,6 @@ class ReduceScatterAccumulator(GradientAccumulator):
         return unit_sum
 
     def _release(self, unit: int) -> None:
-        """Drops gradients of `unit` that are not reduced."""
         unit_sum = self._held.pop(unit, None)
         if unit_sum is not None:
             self._room[unit].append(unit_sum.memory.view(torch.uint8))
@@ -387,7 +375,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 received, work = self._over_replicas.begin(received, len(part))
                 self._free(unit, sent)
                 sent = None
-        self._under_way.append(Exchange(unit, received, sent, work))
+        self._under_way.append(GradientExchange(unit, received, sent, work))
         # The one before is added up while the new one runs; without overlap the new one itself.
         self._add_received(self._exchanges - 1)
 
@@ -397,7 +385,6 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._room[unit].extend([] if sent is None else [sent.view(torch.uint8)])
 
     def _finish(self) -> None:
-        """Adds up all exchanges that are under way."""
         if self._under_way:
             with self._timeline.span(Row.RANKS, "receive gradients"):
                 self._add_received()
@@ -422,8 +409,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 self._end(exchange)
                 self._adding = False  # not in a `finally`: a sum that is added in part must not be added again
 
-    def _end(self, exchange: Exchange) -> None:
-        """Gives the memory of the oldest exchange back."""
+    def _end(self, exchange: GradientExchange) -> None:
         self._free(exchange.unit, exchange.sent)
         self._under_way.popleft()
 
@@ -433,7 +419,6 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._added = self._device.record_event()
 
     def _drop_received(self) -> None:
-        """Waits for all exchanges, and drops their values."""
         with self._rounds.lock:
             while self._under_way:
                 self._under_way[0].work.order_compute()

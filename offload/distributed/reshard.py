@@ -55,7 +55,7 @@ from offload.swapper.store.folder import (
     write_durably,
 )
 from offload.swapper.store.format import compare, last_of_all
-from offload.swapper.store.inspection import Found, is_rank, look, store_id
+from offload.swapper.store.inspection import RankFiles, is_rank, look, store_id
 from offload.swapper.store.recovery import check_drives, check_one_run, check_startable
 
 # -- found run -----------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ from offload.swapper.store.recovery import check_drives, check_one_run, check_st
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FoundRun:
+class FormerRun:
     """The run of another number of ranks, whose commit fits this model; implements `FoundStates`."""
 
     source: StoreSource
@@ -96,14 +96,13 @@ class FoundRun:
             IoError: if bytes are damaged or cannot be read.
         """
 
-        def begin(chunk: _Chunk, buffer: memoryview) -> Sequence[Reading]:
+        def begin(chunk: _PartitionChunk, buffer: memoryview) -> Sequence[Reading]:
             read = self.source.read(chunk.rank, chunk.unit, chunk.state, chunk.start, buffer[: chunk.nbytes])
             return [read]
 
         flow(flow_buffers(), self._chunks(rank, size), begin, lambda *_: (), lambda *_: None)
 
-    def _chunks(self, rank: int, size: int) -> Iterator[_Chunk]:
-        """Yields the chunks of every `size`-th partition from number `rank` on."""
+    def _chunks(self, rank: int, size: int) -> Iterator[_PartitionChunk]:
         partitions = [
             (store_index, unit, state, nbytes)
             for store_index, spec in enumerate(self.specs)
@@ -113,12 +112,10 @@ class FoundRun:
         # In the order of the bytes, as `StoreSource` compares them.
         for index, unit, state, nbytes in partitions[rank::size]:
             for start in range(0, nbytes, BUFFER_NBYTES):
-                yield _Chunk(index, unit, state, start, min(BUFFER_NBYTES, nbytes - start))
+                yield _PartitionChunk(index, unit, state, start, min(BUFFER_NBYTES, nbytes - start))
 
 
-class _Chunk(NamedTuple):
-    """Bytes of a partition that are read together."""
-
+class _PartitionChunk(NamedTuple):
     rank: int
     unit: int
     state: State
@@ -185,7 +182,6 @@ def carry_out(folders: Sequence[Path], change: Switch) -> None:
     """Makes the new folders the run and deletes those before. The caller holds the locks of both.
 
     Args:
-        folders: the run's folder on each drive, the first drive first.
         change: the stores before and after; those after are complete and durable.
 
     Raises:
@@ -199,9 +195,6 @@ def carry_out(folders: Sequence[Path], change: Switch) -> None:
 
 def finish(folders: Sequence[Path]) -> None:
     """Ends a step that a kill has interrupted after its note, and deletes what one before its note has left.
-
-    Args:
-        folders: the run's folder on each drive, the first drive first.
 
     Raises:
         StoreError: if a process uses the run, or a folder of the new ranks is missing.
@@ -230,7 +223,6 @@ def discard(folders: Sequence[Path]) -> None:
 
 
 def _read_note(folder: Path) -> Switch | None:
-    """Returns the note in the run's folder on its first drive; None without one."""
     path = folder / RESHARDED
     try:
         ids = rows(text())
@@ -324,11 +316,6 @@ class _Written(NamedTuple):
 def reshard(new: NewRanks, queue: Queue, check: Callable[[Snapshot], None]) -> str | None:
     """Divides the states of the run among the ranks of this start, if it had another number or arrangement. Collective.
 
-    Args:
-        new: the run as the ranks of this start will have it.
-        queue: queue for reads and writes.
-        check: raises `StoreError` if what a commit contains besides states does not fit this model.
-
     Returns:
         A line for the user; None if the run has as many ranks as this start, in as many replicas.
 
@@ -379,7 +366,6 @@ def _found(new: NewRanks) -> tuple[Mesh | None, int | None]:
 
 
 def _last_commit(run: Path) -> tuple[int | None, str | None]:
-    """Returns the number of the last commit that all ranks of a run have, and the id of the run; None without one."""
     ranks_with_commit = [rank_files for rank_files in _look(run) if rank_files.whole]
     return last_of_all(rank_files.whole[0].record.serial for rank_files in ranks_with_commit), known_run_id(
         ranks_with_commit
@@ -400,11 +386,11 @@ def _prepare(
     """
     ranks, run = new.ranks, new.folders[0]
     _check_visible(new, before)
-    looked: list[Found] = []
+    looked: list[RankFiles] = []
     # Rank 0 holds the locks for all, and takes them first: a run in use would change under the others.
     ranks.by_first(lambda: looked.extend(lock_and_look(run, opened, "train")))
     ranks.settle(lambda: looked.extend(_look(run) if ranks.rank else ()))
-    opened_run: list[FoundRun] = []
+    opened_run: list[FormerRun] = []
     ranks.settle(lambda: opened_run.append(_open(new, before, at, looked, queue, check, opened)))
     blob = opened_run[0].source.commits[0].record.blob_nbytes
     # Each commit reserves a quarter more than it needs, for two blobs.
@@ -451,8 +437,7 @@ def _check_visible(new: NewRanks, before: Mesh) -> None:
             )
 
 
-def _look(run: Path) -> list[Found]:
-    """Returns the ranks of the run, which another rank of this start has locked."""
+def _look(run: Path) -> list[RankFiles]:
     return [look(folder) for folder in rank_folders(run) if is_rank(folder)]
 
 
@@ -460,11 +445,11 @@ def _open(
     new: NewRanks,
     before: Mesh,
     at: int | None,
-    looked: Sequence[Found],
+    looked: Sequence[RankFiles],
     queue: Queue,
     check: Callable[[Snapshot], None],
     opened: contextlib.ExitStack,
-) -> FoundRun:
+) -> FormerRun:
     """Opens a commit of the run and compares it with this model. Changes nothing.
 
     Replicas have equal states, and the first is read. `looked` are the run's folders on their first drive.
@@ -491,7 +476,7 @@ def _open(
         for rank_files in looked
         if rank_files.whole and before.shards <= rank_files.rank < before.ranks
     ]
-    return FoundRun(
+    return FormerRun(
         source=source,
         specs=specs,
         layouts=layouts,
@@ -501,7 +486,7 @@ def _open(
     )
 
 
-def _on_drives(rank_files: Found, new: NewRanks) -> Found:
+def _on_drives(rank_files: RankFiles, new: NewRanks) -> RankFiles:
     """Returns the same rank on the drives of this start, which may be mounted elsewhere than when it was made.
 
     Raises:
@@ -527,7 +512,7 @@ def _check_room(new: NewRanks, need: int, before: Mesh) -> None:
         )
 
 
-def _compare(source_run: FoundRun, new: NewRanks, before: Mesh) -> None:
+def _compare(source_run: FormerRun, new: NewRanks, before: Mesh) -> None:
     """Compares this rank's share of the run's bytes with their checksums. Raises `StoreError`."""
     run = new.folders[0]
     try:
@@ -540,7 +525,7 @@ def _compare(source_run: FoundRun, new: NewRanks, before: Mesh) -> None:
         ) from error
 
 
-def _write(new: NewRanks, source_run: FoundRun, queue: Queue, opened: contextlib.ExitStack) -> _Written:
+def _write(new: NewRanks, source_run: FormerRun, queue: Queue, opened: contextlib.ExitStack) -> _Written:
     """Writes this rank's states into a folder next to those of the run, and commits them.
 
     `opened` closes the files and releases the lock.

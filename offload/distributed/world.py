@@ -176,9 +176,6 @@ class World:
 
         Args:
             known: statistics of this process's column, without what is counted elsewhere.
-            micro_batches: micro-batches since the last step.
-            global_steps: steps so far.
-            settings: checksum of the optimizer's settings.
 
         Raises:
             UsageError: on all processes, if they differ in any of the three numbers.

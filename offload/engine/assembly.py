@@ -30,7 +30,7 @@ from offload.aio.backend import DEFAULTS
 from offload.aio.shared_queue import SharedQueue
 from offload.config import Aio, Config
 from offload.distributed.agreement import Agreement, AllOrNothing, Rounds
-from offload.distributed.gathers import SecondaryShards, WeightGathers
+from offload.distributed.gathers import CodedWeightGathers, NodeGathers, WeightGathers
 from offload.distributed.process_group import Ranks
 from offload.distributed.reduce_scatter import ReduceScatterAccumulator
 from offload.distributed.reshard import NewRanks, finish, reshard
@@ -88,13 +88,13 @@ from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, process_memory
 from offload.swapper.memory.limits import free_host_memory
 from offload.swapper.pager import Pager
-from offload.swapper.store import Rating, Store, StoreSpec, Written
+from offload.swapper.store import DriveByteCounter, Rating, Store, StoreSpec
 from offload.swapper.store.format import last_of_all, was_committed
 from offload.swapper.store.inspection import look
 from offload.swapper.store.recovery import check_one_run
 from offload.swapper.store.requests import DriveSpans
 from offload.swapper.store.spill_file import SpillFile
-from offload.swapper.weight_source import WeightSource
+from offload.swapper.table import WeightSource
 from offload.timeline import OFF, Timeline, open_timeline
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _store(
     optimizer: Optimizer,
     lr_scheduler: Any,
     queue: SharedQueue,
-    written: Written,
+    written: DriveByteCounter,
     spans: DriveSpans,
 ) -> Store:
     """Returns this rank's store, locked; a run of another number of ranks becomes one of this number first. Collective.
@@ -328,7 +328,7 @@ def _recorders(
     model: nn.Module,
     timeline: Timeline,
     queue: SharedQueue | None,
-    written: Written,
+    written: DriveByteCounter,
     listener: Listener | None,
 ) -> Recorders:
     """Returns the recorders of the components; for a breakdown of steps the meter also receives spans."""
@@ -362,7 +362,7 @@ def _facts(plan: Plan, model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _meter(plan: Plan, model: nn.Module, queue: SharedQueue | None, written: Written) -> StepMeter | None:
+def _meter(plan: Plan, model: nn.Module, queue: SharedQueue | None, written: DriveByteCounter) -> StepMeter | None:
     """Returns the meter of steps, or None if the config does not ask for one, or on any rank but 0."""
     facts = _facts(plan, model)
     reporter = make_reporter(plan.config, plan.batch.total, facts) if plan.world.everyone.rank == 0 else None
@@ -377,13 +377,13 @@ def _meter(plan: Plan, model: nn.Module, queue: SharedQueue | None, written: Wri
     return StepMeter(plan.device.torch, io_bytes, written.drives, sent, breakdown, reporter)
 
 
-def _written(plan: Plan) -> Written:
+def _written(plan: Plan) -> DriveByteCounter:
     """Returns the counter of bytes written to the drives, with the drives' endurance from the config."""
     block = plan.config.offload
     # Ranks of one machine share its drives, and each counts only its own bytes.
     local = rank_number(os.environ, "LOCAL_WORLD_SIZE", 1) if plan.world.everyone.size > 1 else 1  # set by torchrun
     rating = None if block.drive_tbw is None else Rating(block.drive_tbw * 1e12, block.drive_share, local)
-    return Written(plan.config.drives, rating)
+    return DriveByteCounter(plan.config.drives, rating)
 
 
 def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
@@ -441,7 +441,7 @@ class RunFiles:
     """Closes the files that are only read."""
     make: Callable[[], None]
     """Makes the swap files of a new run, before anything is written to them; does nothing for a resumed run."""
-    written: Written
+    written: DriveByteCounter
     """Counts of the bytes that go to each drive."""
 
 
@@ -603,13 +603,11 @@ def _agreement(plan: Plan, arena: DeviceArena, callbacks: EngineCallbacks, timel
     """Returns the agreement of the ranks among which ZeRO divides."""
     if plan.world.ranks.size == 1:
         return Agreement()
-    coded = plan.parts.gathers
-    codes, secondary = arena.keep(coded.nbytes) if coded else None, None
-    if (sizes := plan.parts.secondary) is not None:
-        secondary = SecondaryShards(
-            sizes, plan.world.ranks.rank, plan.world.node, plan.device, arena.keep(sizes.nbytes)
-        )
-    gathers = WeightGathers(plan.world.ranks, plan.device, coded, codes, secondary)
+    gathers, coded, node = WeightGathers(plan.world.ranks), plan.parts.coded, plan.parts.node
+    if coded.largest:
+        gathers = CodedWeightGathers(plan.world.ranks, plan.device, coded, arena.keep(coded.nbytes))
+    if node.nbytes:
+        gathers = NodeGathers(gathers, node, plan.world.node, plan.device, arena.keep(node.nbytes))
     return Rounds(gathers, shown_names(plan), callbacks, timeline=timeline)
 
 
@@ -779,7 +777,7 @@ def _weights(
         callbacks=callbacks,
         opaque=tuple(sources.values()),
         stacks=_stack_handles(plan, model, handles),
-        coded=() if plan.parts.gathers is None else plan.parts.gathers.elements,
+        coded=plan.parts.coded.elements,
     )
 
 
@@ -893,7 +891,7 @@ def _spill(
     host: HostArena,
     queue: SharedQueue,
     pager: Pager,
-    written: Written,
+    written: DriveByteCounter,
     spans: DriveSpans,
 ) -> DiskSpill:
     """Returns the gradients on disk, with their windows in host memory."""

@@ -23,7 +23,7 @@ from offload.metrics.meter import StepMeter
 from offload.passes.layer_major import LayerMajor
 from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.pager import Pager
-from offload.swapper.store import Store, Written
+from offload.swapper.store import DriveByteCounter, Store
 from offload.timeline import OFF, Timeline
 
 
@@ -52,7 +52,7 @@ class EngineComponents:
     trainable: tuple[range, ...]
     """Elements of each unit that this rank updates."""
     shards: LocalShards
-    written: Written
+    written: DriveByteCounter
     """Counter of the bytes that go to each drive."""
     read_only: contextlib.ExitStack
     """Closes files of weights that are only read."""

@@ -172,7 +172,9 @@ class SavedTensors:
         """
         self.inputs = inputs
         self._unit_views, self._pager, self._compute = unit_views, pager, compute
-        self._moves = wrapped or inputs is not None or not all(pager.stays(unit) for unit in range(len(handles)))
+        self._moves = (
+            wrapped or inputs is not None or not all(pager.device_resident(unit) for unit in range(len(handles)))
+        )
         """True if weights of any unit come and go, or inputs of checkpointed modules."""
         self.bindings = unit_views.bindings
         # By address, since compiled code passes tensors that have lost their class.
@@ -660,7 +662,7 @@ class ModuleHooks:
         Returns:
             False if neither a forward nor a backward runs.
         """
-        if not self.runs_now() or not self._local.frames or self._pager.stays(unit):
+        if not self.runs_now() or not self._local.frames or self._pager.device_resident(unit):
             return self.fetch(unit)
         units = self._local.frames[-1].units
         if unit in units:
@@ -762,7 +764,7 @@ class ModuleHooks:
         frames, frame = self._local.frames, None
         units_here = frames[-1].units
         for unit in units:
-            if self._pager.stays(unit):
+            if self._pager.device_resident(unit):
                 if unit not in self._unit_views.shown:
                     self._unit_views.use(unit)
             elif unit in units_here:

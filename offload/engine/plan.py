@@ -53,8 +53,8 @@ from offload.layout.memory_plan import (
     wanted_slots,
 )
 from offload.layout.modes import Mode, dtype_name
-from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, Choice, choose_schedule
-from offload.layout.placement import Machine, Placement
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, ScheduleChoice, choose_schedule
+from offload.layout.placement import MachineMemory, Placement
 from offload.layout.tiers import Partitions, check_node
 from offload.layout.units import Units, tied_numel
 from offload.notices import Headline, Remark, shell_command
@@ -111,7 +111,7 @@ class Plan:
     """True if the device has kernels of its own for AdamW and for sums of squares."""
     tiled_mlps: tuple[str, ...]
     """Modules that the config tiles, by name."""
-    schedule: Choice
+    schedule: ScheduleChoice
     """Order of the micro-batches of a step through the model, for steps that the engine runs as one call."""
     notices: tuple[str, ...]
     sites: tuple[Site, ...] = ()
@@ -188,7 +188,7 @@ def decide(
     # The tiers of the states, by the memory that is free: the ranks of one machine divide it evenly.
     device_kernels, why_not = _device_kernels(device)
     images = () if find_images is None else find_images(layouts, mode)
-    machine = Machine(
+    machine = MachineMemory(
         free_host=free_host_memory() // everyone.here,
         free_device=device.free_bytes(),
         host_addressable=device.host_addressable,
@@ -251,14 +251,14 @@ def decide(
 
 
 def _schedule(
-    config: Config, batch: Batch, model: nn.Module, memory: MemoryPlan, machine: Machine, ranks: Ranks
-) -> tuple[Choice, tuple[str, ...]]:
+    config: Config, batch: Batch, model: nn.Module, memory: MemoryPlan, machine: MachineMemory, ranks: Ranks
+) -> tuple[ScheduleChoice, tuple[str, ...]]:
     """Returns the order of micro-batches and blocks, and lines on it where it matters."""
     asked, blocks = config.offload.schedule, blocks_of(model, config.units)
     # A block of transformers that checkpoints itself has this attribute.
     by_itself = all(getattr(model.get_submodule(name), "gradient_checkpointing", False) for name in blocks)
     checkpointed = config.activation_tier is not None or by_itself
-    moves = not all(memory.parts.stays(unit, row) for unit, row in enumerate(memory.placement.tiers))
+    moves = not all(memory.parts.device_resident(unit, row) for unit, row in enumerate(memory.placement.tiers))
     free = None if machine.host_addressable else machine.free_device - memory.placement.device_nbytes
     if free is not None:
         # All ranks pass through the blocks in one order, so the device with the least memory decides.

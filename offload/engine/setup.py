@@ -225,7 +225,7 @@ def make_plan(
     codes, experts = config.zero_optimization.sends_codes, bool(plan.units.experts)
     check_tensor_parallel(world, plan.mode, plan.layouts, experts, bool(plan.tiled_mlps), codes)
     check_units(world.sequence.size, experts)
-    world = dataclasses.replace(world, node=form_node(world.ranks, plan.parts.secondary))
+    world = dataclasses.replace(world, node=form_node(world.ranks, plan.parts.node.ranks))
     ModuleEntries(model, commits=bool(plan.commit_every))  # what no commit could contain is refused
     notices = (*plan.notices, *_as_trained(plan, model))
     if world.divides_model and saved_names(model) is not None:
@@ -290,7 +290,7 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
     why = "since the config does not say"
     if "gradient_clipping" in config.left_open:
         why = 'which "auto" means where no Trainer sets the number'
-    node, secondary = config.zero_optimization.zero_hpz_partition_size, parts.secondary
+    node = config.zero_optimization.zero_hpz_partition_size
     lines = (
         (
             "gradient_clipping" not in config.model_fields_set,
@@ -304,13 +304,13 @@ def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
             f"partitioned; {reduced}{whole}",
         ),
         (
-            secondary is not None,
+            parts.node.nbytes > 0,
             f"each rank keeps 1/{node} of all weights on its device, "
-            f"{format_size(secondary.nbytes if secondary else 0)}, for gathers within a node "
+            f"{format_size(parts.node.nbytes)}, for gathers within a node "
             "(zero_hpz_partition_size); a step gathers each unit over all ranks once",
         ),
         (
-            node > 1 and secondary is None,
+            node > 1 and not parts.node.nbytes,
             f"zero_hpz_partition_size has no effect: a node of {node} has all ranks, and their weights with them",
         ),
         (

@@ -80,7 +80,9 @@ class UnitViews:
         for index, (layout, unit_handles, dtype) in enumerate(zip(layouts, handles, dtypes, strict=True)):
             outer = [handle for segment, handle in zip(layout.segments, unit_handles, strict=True) if not segment.inner]
             places = view_places(layout, dtype)
-            self._units.append(_Unit(known.setdefault(places, places), layout.name, outer, pager.stays(index)))
+            self._units.append(
+                _Unit(known.setdefault(places, places), layout.name, outer, pager.device_resident(index))
+            )
             ParamHandle.release(outer)
         self.shown: set[int] = set()  # units that stay, and whose parameters are ordinary ones now; others only read it
         self.outdated = 0  # changes of units that stay; others only read it

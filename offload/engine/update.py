@@ -5,7 +5,7 @@ across the borders of units. `step()` schedules updates; a thread that needs a u
 
     schedule ─► queue ─► reading ─► compute ─► writing ─► flushed ─► (last one) commit
                   ▲ awaited unit first        │
-                                              └ last tile of a unit: weights_ready, its weights may be used
+                                              └ last tile of a unit: publish_weights, its weights may be used
 
 Under the backward the worker takes *offers*: updates of units whose gradients are complete, before their step is
 decided. They are written to the slot that no commit names, and become the newest states if the step confirms them. The
@@ -653,7 +653,7 @@ class UpdateWorker:
         self._gradients.give([update.unit for update in changing if update.segments])
         for update in updates:
             if not update.changes:  # all changes of the unit are on other ranks
-                self._weights.weights_ready(update.unit, False, False)
+                self._weights.publish_weights(update.unit, False, False)
         # What no update concerns, such as frozen weights, comes back now, before updates take host buffers. The
         # rest comes as it is updated.
         self._pager.prefetch()
@@ -841,7 +841,7 @@ class UpdateWorker:
         if job.delivered:
             # update thread: unwritten until `_publish_written`, even if the writes have ended. Else the buffer could be
             # evicted, and the next read would find the old slot.
-            self._weights.weights_ready(job.unit, True, self._is_stored(job.unit))
+            self._weights.publish_weights(job.unit, True, self._is_stored(job.unit))
 
     def _publish_written(self, job: UnitJob) -> None:
         """Makes the slot of a completely written update the newest one."""
@@ -849,7 +849,7 @@ class UpdateWorker:
             self._store.wrote(job.unit, self._store.target(job.unit), job.writes)
         # Without a host buffer the weights can be read only from here on.
         if not job.delivered:
-            self._weights.weights_ready(job.unit, False, False)
+            self._weights.publish_weights(job.unit, False, False)
         self._weights.flushed(job.unit)
 
     def _is_stored(self, unit: int) -> bool:

@@ -25,7 +25,7 @@ from offload.engine.optimizer import Optimizer
 from offload.layout import optimizer_states
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.modes import Mode
-from offload.layout.optimizer_states import Whole, put_weight, split
+from offload.layout.optimizer_states import WholeSizes, put_weight, split
 from offload.states import State
 from offload.swapper.memory.device import Device
 
@@ -258,7 +258,7 @@ class UpdateSetting:
     layouts: Sequence[UnitLayout]
     parts: Sequence[range]
     """Elements of each unit that this rank updates."""
-    whole: Whole
+    whole: WholeSizes
     """Sizes of the parameters that the rule steps as a whole."""
     scratch: torch.Tensor
     """(n,) fp32 of the host arena, which belongs to the strategy; empty if the rule steps nothing as a whole."""

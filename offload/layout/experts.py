@@ -33,13 +33,7 @@ class CutStacks(NamedTuple):
 
 
 def cut_stacks(model: nn.Module, experts: str, optimizer: str) -> CutStacks:
-    """Returns the stacks of experts that are cut.
-
-    Args:
-        model: the model.
-        experts: "each", "visited" or "whole", as the config says.
-        optimizer: name of the optimizer's rule.
-    """
+    """Returns the stacks of experts that are cut."""
     all_stacks = () if experts == "whole" else find_stacks(model)
     used = other_implementations(model, all_stacks)
     for name, implementation in used.items():
@@ -94,13 +88,7 @@ def _why_not_loop(module: nn.Module, implementation: str) -> str | None:
 
 
 def described(stacks: Sequence[Stack], others: Mapping[str, str], experts: str) -> tuple[str, ...]:
-    """Returns a line on the experts that are units, and on the implementation that changes.
-
-    Args:
-        stacks: the stacks that are cut.
-        others: the result of `other_implementations`.
-        experts: "each" or "visited", as the config says.
-    """
+    """Returns a line on the experts that are units, and on the implementation that changes."""
     if not stacks:
         return ()
     count = sum(stack.rows for stack in stacks)
@@ -110,7 +98,6 @@ def described(stacks: Sequence[Stack], others: Mapping[str, str], experts: str) 
 
 
 def _whole(reason: str) -> str:
-    """Returns the line that says why stacks stay whole."""
     return Remark(f'experts stay in one unit with their layer, as with "experts": "whole": {reason}')
 
 
@@ -130,7 +117,6 @@ def _stacks_experts(module: nn.Module) -> bool:
 
 
 def _rows(module: nn.Module) -> int:
-    """Returns the number of experts that a module says to have; 0 if it does not say."""
     rows = getattr(module, "num_experts", 0)
     return rows if isinstance(rows, int) else 0
 

@@ -25,14 +25,7 @@ from offload.swapper.store.format import StoreSpec
 
 
 def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, replicas: int = 1) -> dict[str, Any]:
-    """Returns, as JSON, all facts that must be equal when a run resumes: mode, ranks and the layout of every unit.
-
-    Args:
-        layouts: the layout of each unit.
-        mode: the states and their dtypes.
-        world_size: number of shards of each unit.
-        replicas: number of replicas, all with the same shards.
-    """
+    """Returns, as JSON, all facts that must be equal when a run resumes: mode, ranks and the layout of every unit."""
     forms = {segment.form for layout in layouts for segment in layout.segments if segment.form}
     in_fp32 = sum(len(layout.segments) for layout in layouts if layout.in_fp32)
     return {
@@ -63,15 +56,7 @@ def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, replica
 def store_specs(
     layouts: Sequence[UnitLayout], mode: Mode, world_size: int, about: Mapping[str, Any] = {}, replicas: int = 1
 ) -> list[StoreSpec]:
-    """Returns the contents of the durable store of each rank of a replica, whatever the tiers of its states are.
-
-    Args:
-        layouts: the layout of each unit for this number of shards.
-        mode: the states and their dtypes.
-        world_size: number of shards.
-        about: made by `about`.
-        replicas: number of replicas.
-    """
+    """Returns the contents of the durable store of each rank of a replica, whatever the tiers of its states are."""
     fingerprint = describe(layouts, mode, world_size, replicas)
     specs = []
     for rank in range(world_size):
@@ -112,10 +97,6 @@ def _fields(fields: Sequence[StateField]) -> list[list[Any]]:
 
 def described_layouts(description: Mapping[str, Any], part: bool = False) -> tuple[UnitLayout, ...]:
     """Returns the layouts that `describe` made `description` from.
-
-    Args:
-        description: made by `describe`.
-        part: True if the caller knows that they may be of one part of a grid alone.
 
     Raises:
         StoreError: if the layouts are of one process's shards of tensor parallelism, or stages of a pipeline; or if
@@ -190,7 +171,6 @@ def _check_geometry(layouts: Sequence[UnitLayout], mode: Mode, ranks: int) -> No
 
 
 def _no_layout(unit: str, what: str) -> StoreError:
-    """Returns the error for a unit that no engine has laid out."""
     return StoreError(f"the description of unit {unit or 'the root'} is damaged, or made up: {what}")
 
 
@@ -202,7 +182,6 @@ _WHOLE = (
 
 
 def _read(fields: Iterable[Any]) -> tuple[StateField, ...]:
-    """Returns the fields that `_fields` made JSON from."""
     states = tuple(StateField(name, kind, tuple(shape)) for name, kind, shape in fields)
     for field in states:
         sizes = all(type(size) is int and 0 <= size < 1 << 48 for size in field.shape)
@@ -213,7 +192,6 @@ def _read(fields: Iterable[Any]) -> tuple[StateField, ...]:
 
 
 def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
-    """Returns the layout of a unit, without the states that an optimizer of torch keeps."""
     return UnitLayout(
         unit["name"],
         tuple(
@@ -279,7 +257,6 @@ def _tied_buffers(model: nn.Module) -> dict[str, str]:
 
 
 def _of_model(model: nn.Module) -> dict[str, Any]:
-    """Returns class, config, tied names and generation config of `model` as JSON."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

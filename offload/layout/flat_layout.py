@@ -117,8 +117,6 @@ def pack(kept: Sequence[StateField], state: Mapping[str, Any], memory: torch.Ten
     """Writes a state into `memory`; its tensors may be the views that `unpack` returned, which need no copy.
 
     Args:
-        kept: the fields, as found in a dry run.
-        state: the optimizer's state of one parameter.
         memory: (nbytes,) uint8, owned by the caller.
 
     Raises:
@@ -146,7 +144,6 @@ def pack(kept: Sequence[StateField], state: Mapping[str, Any], memory: torch.Ten
 def _fields(
     fields: Sequence[StateField], memory: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, StateField, torch.Tensor]]:
-    """Yields the presence byte, the description and the memory of each state."""
     start = align_up(len(fields), OPAQUE_ALIGNMENT)
     for number, field in enumerate(fields):
         # Each field starts at a multiple of 64 bytes, so its view is aligned for any dtype.
@@ -179,7 +176,7 @@ WORD = 4
 """Bytes of a word; the size of a PACKED partition is a multiple of words."""
 
 
-class Stored(NamedTuple):
+class FrozenStorage(NamedTuple):
     """How a frozen parameter is stored, if not as values."""
 
     form: str
@@ -337,7 +334,7 @@ def lay_out(
     name: str,
     parameters: Iterable[tuple[str, nn.Parameter]],
     world_size: int,
-    stored: Mapping[str, Stored] = {},
+    stored: Mapping[str, FrozenStorage] = {},
     matrices: Collection[str] | None = None,
     row: int | None = None,
     in_fp32: bool = False,
@@ -345,18 +342,14 @@ def lay_out(
     """Places parameters one after the other, each at a multiple of 32 elements, and returns the layout.
 
     Args:
-        name: the unit's name.
-        parameters: names and parameters of the unit, in the model's order.
-        world_size: number of ranks among which each region is divided.
         stored: frozen parameters that are stored as blocks or bytes, by name; of a stack, one expert's row.
         matrices: names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
         row: the expert whose rows of the parameters are laid out; None for whole parameters.
-        in_fp32: True if the weights stay in fp32.
     """
     segments = []
     for parameter_name, parameter in parameters:
         shape = tuple(parameter.shape if row is None else parameter.shape[1:])
-        storage = Stored("", math.prod(shape))
+        storage = FrozenStorage("", math.prod(shape))
         if not parameter.requires_grad:
             storage = stored.get(parameter_name, storage)
         segment = Segment(
@@ -415,12 +408,10 @@ def arrange(
 
 
 def _frozen_place(segment: Segment) -> int:
-    """Returns the place of a frozen parameter: values come first, then bytes, then blocks."""
     return 2 if segment.form else 1 if segment.inner else 0
 
 
 def _of_expert(segment: Segment, row: int) -> Segment:
-    """Returns the segment of one expert's row of the parameter that `segment` names."""
     return segment._replace(name=f"{segment.name}[{row}]", stack=segment.name, row=row)
 
 
@@ -428,9 +419,7 @@ def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[StateField, ...]], wo
     """Returns `layout` with the states that an optimizer of torch keeps of each parameter, packed one after the other.
 
     Args:
-        layout: a unit's layout.
         kept: the states by parameter name; a parameter that is missing keeps none.
-        world_size: number of ranks. Each keeps the states of the parameters whose home it is.
     """
     segments: list[Segment] = []
     ends = [0] * world_size
@@ -448,19 +437,10 @@ def layouts_of(
     units: Units,
     world_size: int = 1,
     kept: Mapping[str, tuple[StateField, ...]] = {},
-    stored: Mapping[str, Stored] = {},
+    stored: Mapping[str, FrozenStorage] = {},
     matrices: Collection[str] | None = None,
 ) -> tuple[UnitLayout, ...]:
-    """Returns the layout of every unit of `model`.
-
-    Args:
-        model: the model, whose parameters give shapes and `requires_grad`.
-        units: the division of its parameters.
-        world_size: number of ranks.
-        kept: the states of an optimizer of torch, by parameter name.
-        stored: frozen parameters that are stored as blocks or bytes, by name.
-        matrices: names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
-    """
+    """Returns the layout of every unit of `model`."""
 
     def layout(unit: Unit) -> UnitLayout:
         parameters = [(name, model.get_parameter(name)) for name in unit.parameters]
@@ -488,9 +468,6 @@ def segment_shards(
     """Yields the runs of elements, each on one rank, that make up elements [start, stop) of a parameter, in order.
 
     Args:
-        layout: the layout of the parameter's unit.
-        world_size: number of ranks.
-        segment: the parameter's segment in `layout`.
         start: first element, counted in the parameter.
         stop: end of the elements; None stands for the parameter's end.
     """
@@ -540,11 +517,6 @@ def laid_out_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> 
 
     A block of moments in 8 bits has one scale, so it may not contain elements of two parameters: each parameter begins
     at a multiple of a block. A state of a byte an element fills pages if partitions are multiples of 4096 elements.
-
-    Args:
-        layouts: the layout of each unit, of a mode without such states.
-        mode: the states and their dtypes.
-        world_size: number of ranks among which each region is divided.
     """
     return placed_for(layouts, mode, world_size) if mode.in_bytes else tuple(layouts)
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.kernels.blocks import BLOCK_FORMATS, dequantize, quantize
-from offload.layout.flat_layout import OPAQUE_ALIGNMENT, Segment, StateField, Stored, UnitLayout
+from offload.layout.flat_layout import OPAQUE_ALIGNMENT, FrozenStorage, Segment, StateField, UnitLayout
 from offload.notices import Remark
 from offload.provenance import is_class_of
 from offload.sizes import align_up, count_of, format_size
@@ -97,7 +97,6 @@ def inner_tensors_of(parameter: nn.Parameter, owner: nn.Module) -> dict[str, tor
     """Returns the inner tensors of an opaque parameter, by names that say where they are; some may be the same one.
 
     Args:
-        parameter: the parameter.
         owner: the module that owns it. The one of `Int8Params` keeps tensors of the parameter once it has run.
     """
     if inner_tensors(parameter) is not None:
@@ -178,17 +177,12 @@ def inner_nbytes(inner: Sequence[StateField]) -> int:
     return sum(align_up(field.nbytes, OPAQUE_ALIGNMENT) for field in inner)
 
 
-def stored_as_bytes(model: nn.Module, dtype: torch.dtype) -> dict[str, Stored]:
-    """Returns how each opaque parameter is stored, by its first name.
-
-    Args:
-        model: the model.
-        dtype: dtype of the weights. A unit is laid out in elements of this dtype.
-    """
-    storage: dict[str, Stored] = {}
+def stored_as_bytes(model: nn.Module, dtype: torch.dtype) -> dict[str, FrozenStorage]:
+    """Returns how each opaque parameter is stored, by its first name."""
+    storage: dict[str, FrozenStorage] = {}
     for name, parameter in opaque_parameters(model).items():
         inner = fields_of(parameter, model.get_submodule(name.rpartition(".")[0]))
-        storage[name] = Stored("", math.ceil(inner_nbytes(inner) / dtype.itemsize), inner, _kind(parameter))
+        storage[name] = FrozenStorage("", math.ceil(inner_nbytes(inner) / dtype.itemsize), inner, _kind(parameter))
     return storage
 
 
@@ -211,14 +205,10 @@ def stored_weights(
     dtype: torch.dtype,
     rows: Mapping[str, int] = {},
     in_fp32: Collection[str] = (),
-) -> dict[str, Stored]:
+) -> dict[str, FrozenStorage]:
     """Returns how each frozen parameter is stored that is not stored as values: as blocks, or as another's bytes.
 
     Args:
-        model: see `stored_as_blocks`.
-        form: see `stored_as_blocks`.
-        dtype: see `stored_as_blocks`.
-        rows: see `stored_as_blocks`.
         in_fp32: names of parameters that stay in fp32, and so are never blocks.
 
     Raises:
@@ -238,11 +228,10 @@ def stored_weights(
 
 def stored_as_blocks(
     model: nn.Module, form: str | None, dtype: torch.dtype, rows: Mapping[str, int] = {}
-) -> dict[str, Stored]:
+) -> dict[str, FrozenStorage]:
     """Returns how each parameter that is stored as blocks is stored, by its first name.
 
     Args:
-        model: the model, whose parameters give shapes and `requires_grad`.
         form: name of the block format; None for no parameter.
         dtype: dtype of the weights. A unit is laid out in elements of this dtype.
         rows: number of experts of each stack that is cut, by the parameter's name; the result is then of one expert.
@@ -250,7 +239,7 @@ def stored_as_blocks(
     if form is None:
         return {}
     return {
-        name: Stored(form, blocks_numel(form, parameter.numel() // rows.get(name, 1), dtype))
+        name: FrozenStorage(form, blocks_numel(form, parameter.numel() // rows.get(name, 1), dtype))
         for name, parameter in _chosen(model)
         if parameter.numel()
     }
@@ -262,7 +251,6 @@ def blocks_numel(form: str, numel: int, dtype: torch.dtype) -> int:
 
 
 def _chosen(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields the parameters that the rule names, by their first names."""
     modules = dict(model.named_modules())
     excluded = _kept(model, modules) | {id(parameter) for parameter in opaque_parameters(model).values()}
     owners: dict[int, list[str]] = {}
@@ -322,10 +310,6 @@ def expander(layouts: Sequence[UnitLayout], dtype: torch.dtype) -> Callable[[int
     The function takes the index of the unit, and its memory, (nbytes,) uint8, which contains the partitions of all
     ranks.
     On an accelerator it submits its work to the current stream.
-
-    Args:
-        layouts: the layout of each unit.
-        dtype: dtype of the weights.
     """
     rows = [
         [(segment, start) for segment, start in zip(layout.segments, layout.device_starts, strict=True) if segment.form]
@@ -345,7 +329,6 @@ def values_of(segment: Segment, memory: torch.Tensor, values: torch.Tensor) -> N
     """Writes the values of a parameter into `values`.
 
     Args:
-        segment: the parameter, which is stored as blocks.
         memory: uint8 that begin with its blocks.
         values: (value_numel,) in the dtype of the weights, on the same device.
     """
@@ -365,7 +348,6 @@ class BlockWriter:
         """Begins at the parameter's first value.
 
         Args:
-            form: name of the block format.
             memory: uint8 that begin with the parameter's blocks; written, and owned by the caller.
         """
         self._form, self._memory = BLOCK_FORMATS[form], memory
@@ -402,13 +384,7 @@ class BlockWriter:
 
 
 def frozen_notices(form: str | None, layouts: Sequence[UnitLayout], itemsize: int) -> tuple[str, ...]:
-    """Returns a line on the frozen weights that are stored as blocks, or on why there are none.
-
-    Args:
-        form: the key "frozen" of the config.
-        layouts: the units.
-        itemsize: bytes of a weight.
-    """
+    """Returns a line on the frozen weights that are stored as blocks, or on why there are none."""
     as_bytes = _bytes_notices(layouts, itemsize)
     if form is None:
         return as_bytes
@@ -425,7 +401,6 @@ def frozen_notices(form: str | None, layouts: Sequence[UnitLayout], itemsize: in
 
 
 def _bytes_notices(layouts: Sequence[UnitLayout], itemsize: int) -> tuple[str, ...]:
-    """Returns a line on the frozen weights that another library has quantized, if there are any."""
     quantized = [segment for layout in layouts for segment in layout.segments if segment.inner]
     if not quantized:
         return ()

@@ -23,7 +23,7 @@ from offload.layout.flat_layout import UnitLayout
 from offload.layout.modes import ADAM, DTYPES, RULE_LAYOUTS, Mode, make_mode
 from offload.layout.optimizer_states import kernel_rule, optimizer_class
 from offload.layout.pass_order import LAYER_MAJOR
-from offload.layout.placement import Machine, Placement, place
+from offload.layout.placement import MachineMemory, Placement, place
 from offload.layout.tiers import (
     CODES,
     MOST_CODED_REPLICAS,
@@ -31,15 +31,14 @@ from offload.layout.tiers import (
     PlacementRequest,
     Reduction,
     coded_gathers,
+    node_shards_of,
     partitions,
-    secondary_of,
 )
 from offload.layout.units import Stack, Units, find_units, parameters_in_fp32
 from offload.states import State, Tier
 from offload.swapper.policy import Limits
 from offload.swapper.store.model_files import UnitImage
-from offload.swapper.table import UnitSize
-from offload.swapper.weight_source import pieces_of
+from offload.swapper.table import UnitSize, pieces_of
 
 # -- config request ------------------------------------------------------------------------------------
 #
@@ -52,12 +51,7 @@ _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
 def placement_request(config: Config, accumulation: int = 1) -> PlacementRequest:
-    """Returns the placement that the config asks for: tiers, memory budgets and limits.
-
-    Args:
-        config: the full config.
-        accumulation: micro-batches of an optimizer step.
-    """
+    """Returns the placement that the config asks for: tiers, memory budgets and limits."""
     zero, offload = config.zero_optimization, config.offload
     param, optimizer = zero.offload_param, zero.offload_optimizer
     return PlacementRequest(
@@ -94,7 +88,6 @@ def rule_name(block: OptimizerBlock, groups: Iterable[Mapping[str, Any]] = ({},)
     """Returns the name of the update rule that the config's optimizer block selects.
 
     Args:
-        block: the config's optimizer block.
         groups: the parameter groups, whose settings override those of the block.
     """
     if block.of_torch:
@@ -167,14 +160,6 @@ def reduction_of(
 
     ZeRO partitions gradients from stage 2 on, so that a rank of stages 0 and 1 has memory for the sum of all of a
     step's micro-batches, and reduces it once.
-
-    Args:
-        config: the config.
-        mode: gives the dtype of a backward's gradients.
-        accumulation: micro-batches of an optimizer step.
-        layouts: the layout of each unit.
-        world_size: number of shards.
-        replicas: number of replicas, each divided into shards.
     """
     if world_size * replicas == 1:
         return None
@@ -229,7 +214,7 @@ class MemoryRequest:
     """Name of the optimizer's rule."""
     accumulation: int
     """Micro-batches of an optimizer step."""
-    machine: Machine
+    machine: MachineMemory
     rank: int = 0
     """This rank's shard."""
     world_size: int = 1
@@ -303,8 +288,8 @@ def place_states(request: MemoryRequest) -> PlacedStates:
         images,
         replicas=request.replicas,
         reduction=reduction_of(config, mode, accumulation, request.layouts, request.world_size, request.replicas),
-        gathers=None if images else coded_gathers(config, request.layouts, mode.weight_dtype, request.world_size),
-        secondary=secondary_of(config, request.layouts, mode, request.world_size),
+        coded=coded_gathers(config, () if images else request.layouts, mode.weight_dtype, request.world_size),
+        node=node_shards_of(config, request.layouts, mode, request.world_size),
     )
     placement = place(parts, mode, placement_request(config, accumulation), request.machine)
     return PlacedStates(request=request, mode=mode, parts=parts, placement=placement)
@@ -314,7 +299,6 @@ def wanted_slots(placed: PlacedStates, *, on_disk: bool, resume: bool = False) -
     """Returns the slots that the store of this configuration should have.
 
     Args:
-        placed: the placement of this rank.
         on_disk: True if any rank has states whose tier is DISK.
         resume: True if the run resumes, so that a durable store exists already.
 
@@ -342,8 +326,6 @@ def plan_memory(placed: PlacedStates, wanted: WantedSlots, no_room: str | None =
     """Returns the complete plan of one rank's memory and store.
 
     Args:
-        placed: the placement of this rank.
-        wanted: the slots that its store should have.
         no_room: a notice for the user if the drives have no room for two slots; None if they have.
     """
     placement, slots = placed.placement, wanted.count
@@ -378,10 +360,6 @@ def unit_sizes(
     """Returns the facts that the pager needs about each unit.
 
     Args:
-        layouts: the layout of each unit.
-        placement: the tiers of this rank's partitions.
-        shares: this rank's trainable and frozen elements of each unit.
-        mode: gives the dtype of the weights.
         images: each unit as it lies in the model's own files; empty if no unit is read there.
     """
     sizes: list[UnitSize] = []
@@ -424,7 +402,7 @@ class Division:
     """As in the config, if other weights are in 16 bits."""
 
 
-class Divided(NamedTuple):
+class DividedModel(NamedTuple):
     """The units of a model, the stacks that are cut by expert, and lines on them."""
 
     units: Units
@@ -448,7 +426,7 @@ def division_of(config: Config | None, rule: str | None = None) -> Division:
     return Division(config.units, config.offload.experts, rule, keep)
 
 
-def divide(model: nn.Module, by: Division | Sequence[str]) -> Divided:
+def divide(model: nn.Module, by: Division | Sequence[str]) -> DividedModel:
     """Divides the parameters of `model` into units.
 
     Args:
@@ -473,4 +451,4 @@ def divide(model: nn.Module, by: Division | Sequence[str]) -> Divided:
             '"experts": "whole", or leave the name out'
         )
     lines = described(stacks, other_implementations(model, stacks), division.experts)
-    return Divided(units, stacks, (*cut.notices, *lines))
+    return DividedModel(units, stacks, (*cut.notices, *lines))

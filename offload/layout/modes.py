@@ -91,9 +91,7 @@ class Mode(NamedTuple):
         """Returns the values of a state that belong to elements [start, stop) of a partition.
 
         Args:
-            state: any state but PACKED.
             start: first element; the first one of a block where the state is SCALES.
-            stop: end of the elements.
         """
         if state is not State.SCALES:
             return range(start, stop)
@@ -228,8 +226,6 @@ def make_mode(precision: str, optimizer: str, moments: str = "fp32", master: str
     """Returns a mode.
 
     Args:
-        precision: one of `PRECISIONS`.
-        optimizer: one of `RULE_LAYOUTS`.
         moments: one of `MOMENT_DTYPES`; without effect if the optimizer has no moments, or its own code keeps them.
         master: one of `MASTERS`; without effect if the weights are not bf16.
     """

@@ -39,7 +39,7 @@ from offload.states import State
 # -- whole ---------------------------------------------------------------------------------------------
 
 
-class Whole(NamedTuple):
+class WholeSizes(NamedTuple):
     """Sizes of the parameters that an optimizer steps as a whole, in elements; 0 if it has none."""
 
     parameter: int = 0
@@ -52,10 +52,10 @@ class Whole(NamedTuple):
     """Most elements of a unit that this rank sends to the homes of parameters, and receives as their home."""
 
 
-NO_WHOLE = Whole()
+NO_WHOLE_SIZES = WholeSizes()
 
 
-class Part(NamedTuple):
+class ParameterShard(NamedTuple):
     """Elements [position, position + numel) of a parameter, which are on one rank."""
 
     rank: int
@@ -63,30 +63,24 @@ class Part(NamedTuple):
     numel: int
 
 
-class Divided(NamedTuple):
+class DividedParameter(NamedTuple):
     """A parameter that several ranks divide, and that is stepped as a whole."""
 
     number: int
     """Index of the parameter in its unit."""
     home: int
     """Rank that steps it."""
-    parts: tuple[Part, ...]
+    parts: tuple[ParameterShard, ...]
     """The part of each rank that has one, in order."""
 
 
-def divided(layout: UnitLayout, mode: Mode, world_size: int) -> tuple[Divided, ...]:
-    """Returns the parameters of a unit that are stepped as a whole and that several ranks divide, in order.
-
-    Args:
-        layout: the unit.
-        mode: the mode, whose optimizer decides.
-        world_size: number of ranks.
-    """
+def divided(layout: UnitLayout, mode: Mode, world_size: int) -> tuple[DividedParameter, ...]:
+    """Returns the parameters of a unit that are stepped as a whole and that several ranks divide, in order."""
     parameters = []
     for index, segment in _stepped_whole(layout, mode):
-        parts = tuple(Part(s.rank, s.position, s.numel) for s in segment_shards(layout, world_size, segment))
+        parts = tuple(ParameterShard(s.rank, s.position, s.numel) for s in segment_shards(layout, world_size, segment))
         if len(parts) > 1:
-            parameters.append(Divided(index, home(layout, world_size, segment), parts))
+            parameters.append(DividedParameter(index, home(layout, world_size, segment), parts))
     return tuple(parameters)
 
 
@@ -97,10 +91,6 @@ def cuts(layout: UnitLayout, mode: Mode, part: range, alone: bool, tile_numel: i
     each has all its parts of matrices in one tile, since they are exchanged at once.
 
     Args:
-        layout: the unit.
-        mode: the mode; its optimizer has a rule for matrices.
-        part: elements of the unit that the rank updates.
-        alone: True if there is one rank.
         tile_numel: largest number of elements of a tile that need not be larger.
     """
     rest = max(0, min(layout.rest_stop, part.stop) - part.start)
@@ -115,13 +105,13 @@ def cuts(layout: UnitLayout, mode: Mode, part: range, alone: bool, tile_numel: i
     return tuple(ranges)
 
 
-def whole_sizes(layouts: Sequence[UnitLayout], mode: Mode, rank: int, world_size: int) -> Whole:
+def whole_sizes(layouts: Sequence[UnitLayout], mode: Mode, rank: int, world_size: int) -> WholeSizes:
     """Returns the sizes of what an optimizer steps as a whole, for one rank."""
     if not mode.steps_whole:
-        return NO_WHOLE
+        return NO_WHOLE_SIZES
     numels = [segment.numel for layout in layouts for _, segment in _stepped_whole(layout, mode)]
     shapes = [segment.shape for layout in layouts for _, segment in _stepped_whole(layout, mode)]
-    return Whole(
+    return WholeSizes(
         parameter=max(numels, default=0),
         square=max((min(shape) ** 2 for shape in shapes if len(shape) == 2), default=0),
         tile=max((_longest(layout, mode, rank, world_size) for layout in layouts), default=0),
@@ -130,7 +120,6 @@ def whole_sizes(layouts: Sequence[UnitLayout], mode: Mode, rank: int, world_size
 
 
 def _stepped_whole(layout: UnitLayout, mode: Mode) -> Iterator[tuple[int, Segment]]:
-    """Yields index and segment of the parameters that the mode's optimizer steps as a whole."""
     for index, segment in enumerate(layout.segments):
         if segment.trainable and segment.numel and (mode.whole_units or _in_matrices(layout, mode, segment)):
             yield index, segment
@@ -147,7 +136,6 @@ def _borders(layout: UnitLayout) -> list[int]:
 
 
 def _longest(layout: UnitLayout, mode: Mode, rank: int, world_size: int) -> int:
-    """Returns the elements of the longest run that a tile of a unit must contain."""
     part = layout.trainable(rank, world_size)
     if mode.whole_units:
         return len(part)
@@ -158,7 +146,7 @@ def _longest(layout: UnitLayout, mode: Mode, rank: int, world_size: int) -> int:
     return max(stop - start for start, stop in pairwise(borders))
 
 
-def _traded(parameters: Sequence[Divided], rank: int) -> int:
+def _traded(parameters: Sequence[DividedParameter], rank: int) -> int:
     """Returns the elements of divided parameters that a rank sends to their homes, or receives as their home."""
     return sum(
         part.numel
@@ -199,7 +187,6 @@ def weights_of(masters: torch.Tensor, kept: Mapping[State, torch.dtype]) -> torc
 
     Args:
         masters: (n,) fp32 on the CPU.
-        kept: the states that hold a master, and their dtypes.
     """
     states = {state: torch.empty(len(masters), dtype=dtype, device="cpu") for state, dtype in kept.items()}
     split(masters, states)
@@ -285,11 +272,6 @@ def matrices_of(model: nn.Module) -> frozenset[str]:
 def checked_mark(mark: Any, name: str, shape: Sequence[int]) -> bool:
     """Returns a mark as a bool.
 
-    Args:
-        mark: the value of `use_muon` on a parameter, or in the parameter's group.
-        name: name of the parameter, for the error.
-        shape: shape of the parameter.
-
     Raises:
         ConfigError: the mark is true, and the parameter has no two dimensions.
     """
@@ -302,13 +284,7 @@ def checked_mark(mark: Any, name: str, shape: Sequence[int]) -> bool:
 
 
 def states_of(mode: Mode, layout: UnitLayout, segment: Segment) -> dict[str, State]:
-    """Returns the moments that a kernel of ours keeps of a parameter, by the names that torch gives them.
-
-    Args:
-        mode: the mode.
-        layout: the parameter's unit.
-        segment: the parameter.
-    """
+    """Returns the moments that a kernel of ours keeps of a parameter, by the names that torch gives them."""
     if not (mode.matrix_rule and layout.is_matrix(segment)):
         return {state.value: state for state in mode.moments if state is not State.PACKED}
     of_matrices = [state for state in mode.moments if state not in mode.partial]
@@ -318,14 +294,7 @@ def states_of(mode: Mode, layout: UnitLayout, segment: Segment) -> dict[str, Sta
 def for_rule(
     layouts: Sequence[UnitLayout], rule: str, matrices: Collection[str], world_size: int
 ) -> tuple[UnitLayout, ...]:
-    """Returns the layouts as a rule needs them: with the matrices last, if it has a way of its own for them.
-
-    Args:
-        layouts: the layout of each unit.
-        rule: name of the optimizer's rule.
-        matrices: names of the parameters that are matrices.
-        world_size: number of ranks.
-    """
+    """Returns the layouts as a rule needs them: with the matrices last, if it has a way of its own for them."""
     if not RULE_LAYOUTS[rule].not_of_matrices:
         return tuple(layouts)
     return tuple(
@@ -334,13 +303,7 @@ def for_rule(
 
 
 def product_flops(layouts: Sequence[UnitLayout], rule: str, iterations: int) -> float:
-    """Returns the floating-point operations of Muon's products in one step; 0 for other rules.
-
-    Args:
-        layouts: the layout of each unit, from `for_rule`.
-        rule: name of the optimizer's rule.
-        iterations: Newton-Schulz iterations.
-    """
+    """Returns the floating-point operations of Muon's products in one step; 0 for other rules."""
     if rule != MUON:
         return 0.0
     matrices = (segment for layout in layouts for segment in layout.segments if layout.is_matrix(segment))
@@ -357,12 +320,10 @@ def _flops(shape: tuple[int, ...]) -> float:
 
 
 def _is_inner(name: str, shape: tuple[int, ...]) -> bool:
-    """Returns True if a parameter is a matrix by shape and name."""
     return len(shape) == 2 and min(shape) > 1 and not any(part in name.lower() for part in _ENDS)
 
 
 def _embeddings(model: nn.Module) -> set[int]:
-    """Returns the ids of the parameters of embeddings, and of the head that the model names."""
     ids = {
         id(parameter)
         for module in model.modules()
@@ -386,9 +347,7 @@ def scales_of(mode: Mode, scales: torch.Tensor, numel: int, offset: int = 0) -> 
     """Returns the scales of the blocks of `numel` elements as the kernels take them, (blocks, moments).
 
     Args:
-        mode: a mode with moments in 8 bits.
         scales: (n,) the scales from the first of these blocks on.
-        numel: number of elements.
         offset: number of the first element in its block.
     """
     return scales[: len(mode.part(State.SCALES, 0, offset + numel))].view(-1, len(mode.moments))
@@ -403,9 +362,7 @@ def read(mode: Mode, states: Mapping[State, torch.Tensor], state: State, offset:
     """Returns the values of a moment; those in fp32 or bf16 without a copy.
 
     Args:
-        mode: dtypes of the states.
         states: (n,) of the moment on the CPU, and of moments in 8 bits the scales from their first block on.
-        state: the moment.
         offset: number of the first element in its block.
     """
     stored = states[state]
@@ -423,9 +380,7 @@ def write(mode: Mode, states: Mapping[State, torch.Tensor], state: State, start:
     The values end with a block, or with their parameter: the rest of the last block is padding.
 
     Args:
-        mode: dtypes of the states.
         states: the moment and the scales of its blocks on the CPU, each from the first element of a block on.
-        state: the moment.
         start: first element that is replaced, the first one of a block.
         values: (n,) of any floating dtype.
     """
@@ -458,7 +413,6 @@ def kernel_rule(kind: type, groups: Iterable[Mapping[str, Any]]) -> str:
 
     Args:
         kind: the optimizer's class. A subclass may override `step`, so the exact class counts.
-        groups: the options of each group.
     """
     options = list(groups)
     # If a single group sets such an option, torch's own code updates all groups.
@@ -497,11 +451,6 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 def make(name: str, params: Sequence[Any], arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
     """Returns a new optimizer of torch.
 
-    Args:
-        name: name of the class, such as "torch.optim.NAdam".
-        params: parameters, or groups of them.
-        arguments: the other arguments of the class; lists become tuples.
-
     Raises:
         ConfigError: the class does not exist or does not take the arguments.
     """
@@ -525,12 +474,6 @@ def with_states_of_torch(
 
     For a plan, which has no optimizer: parameters are meta tensors, or real ones of a few elements if the code needs
     values; the states of these are scaled up.
-
-    Args:
-        layouts: the layout of each unit.
-        name: name of the class.
-        arguments: the arguments of the class.
-        world_size: number of ranks.
     """
     known: dict[tuple[int, ...], tuple[StateField, ...]] = {}
     completed = []
@@ -544,7 +487,6 @@ def with_states_of_torch(
 
 
 def _states(name: str, arguments: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[StateField, ...]:
-    """Returns the states after two steps of a parameter of this shape."""
     with contextlib.suppress(RuntimeError):
         return describe_state(_stepped(name, arguments, shape, "meta"))
     # Each dimension of a state is one of the parameter's, or 1: small ones that differ show which.
@@ -557,7 +499,6 @@ def _states(name: str, arguments: Mapping[str, Any], shape: tuple[int, ...]) -> 
 
 
 def _stepped(name: str, arguments: Mapping[str, Any], shape: tuple[int, ...], device: str) -> Mapping[str, Any]:
-    """Returns the states of a parameter of ones after two steps."""
     parameter = nn.Parameter(torch.ones(shape, dtype=torch.float32, device=device))
     optimizer: Any = make(name, [parameter], arguments)
     for _ in range(2):

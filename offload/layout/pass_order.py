@@ -25,7 +25,7 @@ _TIED_SHARE = 2
 """Gradients of tied weights may take one part in so many of the free memory; activations need the rest."""
 
 
-class Choice(NamedTuple):
+class ScheduleChoice(NamedTuple):
     """A schedule, and why it was chosen."""
 
     schedule: Schedule
@@ -37,10 +37,6 @@ def makes_early_updates(speculate: object, on_cpu: bool) -> bool:
     """Returns whether a run tries updates under the backward.
 
     On a CPU the kernels of updates take cores from the backward, where on a GPU they are idle: "auto" leaves it out.
-
-    Args:
-        speculate: the key "speculate": "auto", True or False.
-        on_cpu: True if the model computes on the CPU.
     """
     return speculate is True or (speculate == "auto" and not on_cpu)
 
@@ -55,15 +51,13 @@ def choose_schedule(
     activation_nbytes: int | None,
     free_nbytes: int | None,
     tied_nbytes: int = 0,
-) -> Choice:
+) -> ScheduleChoice:
     """Returns the schedule of a run.
 
     A wish for layer-major is granted wherever the model allows it, even if the activations may not fit. "auto" takes
     layer-major only where it saves a transfer and is known to fit.
 
     Args:
-        asked: the key "schedule": "auto", "layer_major" or "micro_batch_major".
-        micro_batches: micro-batches of a step.
         blocks: repeated blocks that form a chain, each the input of the next; 0 if the model is no such chain.
         moves: True if the weights of any unit come to the device and leave it during a step.
         checkpointed: True if every block is computed again in the backward, and keeps its input alone.
@@ -74,31 +68,31 @@ def choose_schedule(
     """
     assert asked in SCHEDULES, asked  # the config and the command line check what a user wrote
     if asked == MICRO_BATCH_MAJOR:
-        return Choice(MICRO_BATCH_MAJOR, "the config asks for it")
+        return ScheduleChoice(MICRO_BATCH_MAJOR, "the config asks for it")
     if micro_batches < 2:
-        return Choice(MICRO_BATCH_MAJOR, "a step has one micro-batch, so both orders are the same")
+        return ScheduleChoice(MICRO_BATCH_MAJOR, "a step has one micro-batch, so both orders are the same")
     if blocks < _LEAST_BLOCKS:
-        return Choice(MICRO_BATCH_MAJOR, "the model is no chain of repeated blocks")
+        return ScheduleChoice(MICRO_BATCH_MAJOR, "the model is no chain of repeated blocks")
     if asked == LAYER_MAJOR:
-        return Choice(LAYER_MAJOR, "the config asks for it")
+        return ScheduleChoice(LAYER_MAJOR, "the config asks for it")
     if not moves:
-        return Choice(MICRO_BATCH_MAJOR, "all weights stay on the device, so no transfer would be saved")
+        return ScheduleChoice(MICRO_BATCH_MAJOR, "all weights stay on the device, so no transfer would be saved")
     if activation_nbytes is not None and free_nbytes is not None:
         if activation_nbytes > free_nbytes:
-            return Choice(
+            return ScheduleChoice(
                 MICRO_BATCH_MAJOR,
                 f"activations of {micro_batches} micro-batches take {format_size(activation_nbytes)}, and "
                 f"{format_size(max(free_nbytes, 0))} is free",
             )
     elif free_nbytes is not None and _TIED_SHARE * tied_nbytes > free_nbytes:
-        return Choice(
+        return ScheduleChoice(
             MICRO_BATCH_MAJOR,
             f"gradients of tied weights of {micro_batches} micro-batches take {format_size(tied_nbytes)}, of "
             f"{format_size(max(free_nbytes, 0))} that is free",
         )
     elif not checkpointed:
-        return Choice(
+        return ScheduleChoice(
             MICRO_BATCH_MAJOR,
             f"blocks keep all activations, and it is unknown whether those of {micro_batches} micro-batches fit",
         )
-    return Choice(LAYER_MAJOR, f"each weight is fetched twice a step instead of {2 * micro_batches} times")
+    return ScheduleChoice(LAYER_MAJOR, f"each weight is fetched twice a step instead of {2 * micro_batches} times")

@@ -34,7 +34,7 @@ from offload.sizes import MIB, PAGE, align_up, format_size
 from offload.states import State, Tier
 from offload.swapper.memory.device import DeviceRoom
 from offload.swapper.memory.device_arena import check_budget
-from offload.swapper.memory.host_arena import TILE_BUFFERS, Classes
+from offload.swapper.memory.host_arena import TILE_BUFFERS, HostBudget
 from offload.swapper.store import StoreSpec
 
 # -- device need ---------------------------------------------------------------------------------------
@@ -89,8 +89,6 @@ def growth(nbytes: int, need: DeviceNeed, room: DeviceRoom) -> int:
     less than the largest unit would not let one more unit stay.
 
     Args:
-        nbytes: current bytes of the arena.
-        need: the bounds of the arena.
         room: free memory of the device after the first step; `room.kept` counts the bytes that its activations took.
     """
     free = min(need.most - nbytes, room.free - room.kept // 2 - _MARGIN) // PAGE * PAGE
@@ -126,7 +124,6 @@ class ArenaHistory:
         """Returns the history after the grown memory was given back.
 
         Args:
-            room: free memory of the device just before.
             short: True if the device ran out of memory; False if the user asked.
         """
         return ArenaHistory(peak=max(self.peak, room.kept, self.beside if short else 0), wait=_CALM)
@@ -136,9 +133,6 @@ def next_growth(nbytes: int, need: DeviceNeed, room: DeviceRoom, history: ArenaH
     """Returns how many bytes the device arena grows by at the end of a step; 0 if it does not.
 
     Args:
-        nbytes: current bytes of the arena.
-        need: the bounds of the arena.
-        room: free memory of the device.
         history: the steps so far; its peak is left free as if activations took it in the last step.
     """
     if history.grown or history.wait != 0:
@@ -161,14 +155,14 @@ def least_holds(parts: Partitions) -> str:
             '"stage": 2, which reduces each micro-batch'
         )
     reduction = parts.reduction
-    if parts.secondary is not None:
+    if parts.node.nbytes:
         return (
             "it must hold the states stored there, the largest unit, "
-            f"{format_size(parts.secondary.nbytes)} for the secondary partition of all weights, and "
-            f"{format_size(parts.collectives_nbytes - parts.secondary.nbytes)} for what ranks send each "
+            f"{format_size(parts.node.nbytes)} for the secondary partition of all weights, and "
+            f"{format_size(parts.collectives_nbytes - parts.node.nbytes)} for what ranks send each "
             'other: raise it, or leave "zero_hpz_partition_size" out'
         )
-    if parts.gathers is not None or (reduction is not None and reduction.form is not None):
+    if parts.coded.largest or (reduction is not None and reduction.form is not None):
         return (
             "it must hold the states stored there, the largest unit and "
             f"{format_size(parts.collectives_nbytes)} for gradients and codes that ranks send each other"
@@ -186,7 +180,7 @@ def moving(parts: Partitions, tiers: TierMap) -> list[int]:
     return [
         # With several ranks a resident weight is only a shard, and blocks are not values: such a unit is put together
         # for every use, and evicted.
-        0 if parts.stays(unit, row_tiers) else align_up(nbytes)
+        0 if parts.device_resident(unit, row_tiers) else align_up(nbytes)
         for unit, (nbytes, row_tiers) in enumerate(zip(parts.unit_nbytes, tiers, strict=True))
     ]
 
@@ -214,7 +208,7 @@ CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class MachineMemory:
     """Memory and devices of the machine that states are placed on; sizes in bytes."""
 
     free_host: int
@@ -249,16 +243,12 @@ def beside_arenas(parts: Partitions, gradients: int = 2) -> int:
     """Returns the bytes of host memory that a backward on the CPU takes in addition to both arenas and the activations.
 
     torch allocates a copy of a unit's weights in the layout that its products use, and the gradients of a unit.
-
-    Args:
-        parts: this rank's partitions.
-        gradients: gradients of the largest unit at a time: two if its weights are tied.
     """
     return gradients * parts.largest_gradient + parts.largest_unit + LIBRARIES
 
 
 def divide_device(
-    parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine, tiers: TierMap
+    parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory, tiers: TierMap
 ) -> tuple[int, DeviceNeed]:
     """Returns the initial bytes of the device arena, and the bounds of its size."""
     fixed, largest = device_fixed(parts, tiers), largest_moving(parts, tiers)
@@ -285,7 +275,7 @@ def divide_device(
             room = min(room, max(live, weights + total_nbytes))
         most = room
     else:
-        check_room(parts.secondary, least, machine.free_host if machine.host_addressable else machine.free_device)
+        check_room(parts.node, least, machine.free_host if machine.host_addressable else machine.free_device)
         # By default the arena begins small and grows once the first step has shown the memory of the activations.
         room = most = min(_DEVICE_UNITS * largest, live)
         if machine.host_addressable:  # the host budget, activations and gradients come out of the same memory
@@ -297,7 +287,7 @@ def divide_device(
     return fixed + room, need
 
 
-def device_spare(parts: Partitions, request: PlacementRequest, machine: Machine, tiers: TierMap) -> int:
+def device_spare(parts: Partitions, request: PlacementRequest, machine: MachineMemory, tiers: TierMap) -> int:
     """Returns the bytes for gradients on the device: the rest of an explicit budget or of `_GRADIENT_SHARE`."""
     fixed, largest = device_fixed(parts, tiers), largest_moving(parts, tiers)
     if request.device_memory is not None:
@@ -321,14 +311,7 @@ _TILE_NBYTES = range(4 * MIB, 16 * MIB + 1)
 
 
 def pipeline(parts: Partitions, mode: Mode, request: PlacementRequest, tiers: TierMap) -> tuple[int, int]:
-    """Returns the bytes of the smallest and of the largest useful class of tiles; both 0 if nothing trains.
-
-    Args:
-        parts: this rank's partitions.
-        mode: the states and their dtypes.
-        request: the config's request, which may limit the elements of a tile.
-        tiers: the tiers of the partitions.
-    """
+    """Returns the bytes of the smallest and of the largest useful class of tiles; both 0 if nothing trains."""
     numel = max(parts.trainable_numel, default=0)
     if not numel:
         return 0, 0
@@ -364,9 +347,6 @@ def tiles(parts: Partitions, mode: Mode, tiers: TierMap, nbytes: int) -> tuple[i
     """Returns the elements of a tile, the number of tiles and the scratch bytes, for a class of `nbytes`.
 
     Args:
-        parts: this rank's partitions.
-        mode: the states and their dtypes.
-        tiers: the tiers of the partitions.
         nbytes: bytes of the class; 0 if nothing trains.
     """
     if mode.whole_units:
@@ -471,11 +451,11 @@ _WINDOW_NBYTES = 32 * MIB
 class HostNeed(NamedTuple):
     """Bytes of each class of host buffers for given tiers: the least that works, and the most that is useful."""
 
-    least: Classes
-    most: Classes
+    least: HostBudget
+    most: HostBudget
 
 
-def least_host(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine) -> Classes:
+def least_host(parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory) -> HostBudget:
     """Returns the smallest classes of host buffers that work: after any demotions, with large units read in chunks."""
     configured_tiers = configured(parts, request, mode.weight_dtype.itemsize)
     ways = demotions(configured_tiers) if machine.drives else iter((configured_tiers,))
@@ -483,7 +463,7 @@ def least_host(parts: Partitions, mode: Mode, request: PlacementRequest, machine
 
 
 def default_budget(
-    parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine, configured_tiers: TierMap
+    parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory, configured_tiers: TierMap
 ) -> int:
     """Returns the bytes of host memory that a run takes at most if the config names no budget."""
     most = int(HOST_SHARE * machine.free_host)
@@ -498,7 +478,7 @@ def default_budget(
 
 
 def _least_on_disk(
-    parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine, configured_tiers: TierMap
+    parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory, configured_tiers: TierMap
 ) -> int:
     """Returns the least bytes of host memory after all moves to DISK, if there is a drive to move to."""
     ways = [configured_tiers]
@@ -509,7 +489,9 @@ def _least_on_disk(
     return min(sum(host_needs(parts, mode, request, machine, tiers).least) for tiers in ways)
 
 
-def host_needs(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine, tiers: TierMap) -> HostNeed:
+def host_needs(
+    parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory, tiers: TierMap
+) -> HostNeed:
     """Returns the bytes of each class of host buffers under `tiers`."""
     small, large = pipeline(parts, mode, request, tiers)
     largest = max((n for _, n in _disk_weights(parts, tiers)), default=0)
@@ -518,14 +500,14 @@ def host_needs(parts: Partitions, mode: Mode, request: PlacementRequest, machine
     resident, staging = tier_nbytes(parts, tiers, Tier.HOST), STAGING_BUFFERS * buffer
     # Two buffers of weights: one is uploaded while the next is read.
     return HostNeed(
-        Classes(small, 2 * align_up(min(largest, _STREAM_NBYTES)), gradients, resident, staging),
-        Classes(large, 2 * align_up(largest), gradients, resident, staging),
+        HostBudget(small, 2 * align_up(min(largest, _STREAM_NBYTES)), gradients, resident, staging),
+        HostBudget(large, 2 * align_up(largest), gradients, resident, staging),
     )
 
 
 def divide_host(
     parts: Partitions, request: PlacementRequest, mode: Mode, tiers: TierMap, need: HostNeed, budget: int
-) -> Classes:
+) -> HostBudget:
     """Returns the classes of host buffers within `budget`, which must hold at least `need.least`."""
     least, most = need
     # Spare memory goes first to weights, up to two buffers of the largest unit, then to tiles, then to the cache.
@@ -553,7 +535,6 @@ def window_nbytes(parts: Partitions, tiers: TierMap) -> int:
 
 
 def _disk_weights(parts: Partitions, tiers: TierMap) -> list[tuple[int, int]]:
-    """Returns unit and bytes of each WEIGHT partition whose tier is DISK."""
     return [
         (unit, align_up(row[State.WEIGHT]))
         for unit, (row, row_tiers) in enumerate(zip(parts.nbytes, tiers, strict=True))
@@ -580,7 +561,7 @@ class Placement:
     tiers: TierMap
     promoted: tuple[tuple[int, State], ...]
     """Partitions promoted from DISK to HOST. They use memory of the cache, and leave if another engine needs it."""
-    classes: Classes
+    classes: HostBudget
     device_nbytes: int
     device_need: DeviceNeed
     added: tuple[tuple[int, int], ...]
@@ -606,9 +587,6 @@ class Placement:
         """Returns True if a step's updates run during the next forward.
 
         Args:
-            wanted: the config's `overlap`.
-            on_cpu: True if the CPU computes.
-            alone: True if there is one rank.
             slots: slots of the store; 0 without one.
         """
         # With everything in memory an update waits for nothing but the cores that the forward computes on: side by
@@ -646,7 +624,6 @@ class Placement:
         """Returns the bytes of each state that the store keeps, unit by unit; empty if there is no store.
 
         Args:
-            parts: this rank's partitions.
             slots: 2 for a durable store, 1 for a store written in place, 0 for none.
         """
         if not slots:
@@ -667,7 +644,7 @@ class Placement:
         return StoreSpec(self.stored(parts, slots), slots, fingerprint, about, parts.frozen if slots else ())
 
 
-def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine) -> Placement:
+def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory) -> Placement:
     """Returns a placement of every byte within both budgets, or within their defaults.
 
     Raises:
@@ -743,14 +720,19 @@ def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Mac
 
 
 def _fitting_tiers(
-    parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine, configured_tiers: TierMap, budget: int
+    parts: Partitions,
+    mode: Mode,
+    request: PlacementRequest,
+    machine: MachineMemory,
+    configured_tiers: TierMap,
+    budget: int,
 ) -> TierMap:
     """Returns the first of `configured_tiers` and its demotions that fits into `budget` bytes of host memory.
 
     Raises:
         BudgetError: no tier map fits.
     """
-    tried: list[tuple[TierMap, Classes]] = []
+    tried: list[tuple[TierMap, HostBudget]] = []
     for tiers in demotions(configured_tiers) if machine.drives else (configured_tiers,):
         need = host_needs(parts, mode, request, machine, tiers)
         if sum(need.least._replace(weights=need.most.weights)) <= budget:
@@ -763,7 +745,9 @@ def _fitting_tiers(
     raise _budget_error(request, mode, budget, machine, min((least for _, least in tried), key=sum))
 
 
-def _budget_error(request: PlacementRequest, mode: Mode, budget: int, machine: Machine, least: Classes) -> BudgetError:
+def _budget_error(
+    request: PlacementRequest, mode: Mode, budget: int, machine: MachineMemory, least: HostBudget
+) -> BudgetError:
     """Returns the error that names the budget, the smallest one that works, and the classes of the latter (`least`)."""
     advice = "" if machine.drives else "; with an nvme_path, states and gradients that have no room would move there"
     more = "" if machine.drives else "move states to nvme, or "

@@ -22,10 +22,10 @@ from offload.errors import BudgetError, ConfigError
 from offload.kernels.blocks import BLOCK_FORMATS, BlockFormat
 from offload.layout.flat_layout import WORD, UnitLayout
 from offload.layout.modes import Mode
-from offload.layout.optimizer_states import NO_WHOLE, Whole, whole_sizes
+from offload.layout.optimizer_states import NO_WHOLE_SIZES, WholeSizes, whole_sizes
 from offload.sizes import PAGE, align_up, count_of, format_size
 from offload.states import State, Tier
-from offload.swapper.memory.host_arena import Copied
+from offload.swapper.memory.host_arena import PinnedRegions
 
 # -- reduction -----------------------------------------------------------------------------------------
 #
@@ -94,11 +94,7 @@ class Reduction:
         return 1 if self.coded_sums or self.in_place else self.exchanges
 
     def sum_codes(self, shard_numels: Sequence[int]) -> list[int]:
-        """Returns the bytes of each buffer for the codes of all replicas' sums of a shard.
-
-        Args:
-            shard_numels: elements of each unit that this rank updates.
-        """
+        """Returns the bytes of each buffer for the codes of all replicas' sums of a shard."""
         nbytes = self.replicas * CODES.stored_nbytes(max(shard_numels))
         return [nbytes] * self.exchanges if self.coded_sums else []
 
@@ -107,12 +103,7 @@ class Reduction:
         return numel * self.dtype.itemsize if self.form is None else self.form.stored_nbytes(numel)
 
     def buffer_nbytes(self, unit_numels: Sequence[int], shard_numels: Sequence[int]) -> int:
-        """Returns the bytes of all buffers, without sums of whole gradients.
-
-        Args:
-            unit_numels: elements of each unit that train, over all ranks.
-            shard_numels: those that this rank updates.
-        """
+        """Returns the bytes of all buffers, without sums of whole gradients."""
         largest = max(unit_numels)
         # Received and coded gradients take the bytes that are sent; a bucket takes those of values.
         through = (self.received + self.coded) * align_up(self.sent_nbytes(largest))
@@ -133,14 +124,14 @@ class Reduction:
 
 
 class CodedGathers(NamedTuple):
-    """The elements of each unit that ranks gather as codes."""
+    """The elements of each unit that ranks gather as codes; none by default."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype = torch.float32
     """Dtype of the weights."""
-    elements: tuple[range, ...]
-    """For each unit whole regions; may be empty."""
-    largest: int
-    """Elements of the largest region."""
+    elements: tuple[range, ...] = ()
+    """For each unit whole regions; empty if there are none."""
+    largest: int = 0
+    """Elements of the largest region; 0 if there are none."""
 
     @property
     def nbytes(self) -> int:
@@ -148,17 +139,11 @@ class CodedGathers(NamedTuple):
         return align_up(CODES.stored_nbytes(self.largest))
 
 
-def coded_gathers(
-    config: Config, layouts: Sequence[UnitLayout], dtype: torch.dtype, shards: int
-) -> CodedGathers | None:
-    """Returns what the ranks of a replica gather as codes; None for nothing.
+NO_CODES = CodedGathers()
 
-    Args:
-        config: the config.
-        layouts: the layout of each unit.
-        dtype: dtype of the weights.
-        shards: number of ranks of a replica.
-    """
+
+def coded_gathers(config: Config, layouts: Sequence[UnitLayout], dtype: torch.dtype, shards: int) -> CodedGathers:
+    """Returns what the ranks of a replica gather as codes."""
     zero = config.zero_optimization
     elements, largest = [], 0
     for layout in layouts:
@@ -171,46 +156,44 @@ def coded_gathers(
         frozen = range(stop, layout.numel if zero.zero_quantized_nontrainable_weights and in_values else stop)
         largest = max(largest, len(trains), len(frozen))
         elements.append(range(0 if trains else frozen.start, frozen.stop if frozen else trains.stop))
-    return CodedGathers(dtype, tuple(elements), largest) if largest and shards > 1 else None
+    return CodedGathers(dtype, tuple(elements), largest) if largest and shards > 1 else NO_CODES
 
 
-# -- secondary -----------------------------------------------------------------------------------------
+# -- node shards ---------------------------------------------------------------------------------------
 #
-# The secondary partition of the weights, over the ranks of one node, decided from sizes alone: hpZ of ZeRO++.
+# A second partition of the weights, over the ranks of one node, decided from sizes alone: hpZ of ZeRO++.
 #
 # four ranks, "zero_hpz_partition_size": 2      node 0: ranks 0, 1      node 1: ranks 2, 3
 #
 # a unit       [      │      │      │      ]
-# primary      rank 0 │ rank 1 │ rank 2 │ rank 3      in its tier, with its states: what a step updates
-# secondary    rank 0, rank 2  │ rank 1, rank 3       a copy on the device: what the gathers of a node read
+# shards       rank 0 │ rank 1 │ rank 2 │ rank 3      in its tier, with its states: what a step updates
+# node shards  rank 0, rank 2  │ rank 1, rank 3       a copy on the device: what the gathers of a node read
 
 
-class Secondary(NamedTuple):
-    """The secondary partition of a run."""
+class NodeShards(NamedTuple):
+    """The partition of the weights over the ranks of a node. By default there is none: a node is one rank."""
 
-    ranks: int
+    ranks: int = 1
     """Number of ranks of a node."""
-    shards: int
-    """Number of shards of the primary partition, a multiple of `ranks`."""
-    unit_nbytes: tuple[int, ...]
-    """Bytes of each unit's secondary partition on one rank."""
+    shards: int = 1
+    """Number of shards of a unit over all ranks, a multiple of `ranks`."""
+    unit_nbytes: tuple[int, ...] = ()
+    """Bytes of each unit that one rank keeps for its node."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the device memory for the secondary partitions of all units on one rank."""
+        """Bytes of the device memory for what one rank keeps of all units."""
         return align_up(sum(self.unit_nbytes))
 
-    def range_of(self, primary: range, rank: int) -> range:
-        """Returns the range that a rank keeps of a region of a unit.
-
-        Args:
-            primary: the range of the region in the rank's primary partition.
-            rank: the rank.
-        """
-        start = primary.start - rank * len(primary)
-        nbytes = len(primary) * self.shards // self.ranks
+    def range_of(self, shard: range, rank: int) -> range:
+        """Returns the range that a rank keeps of a region of a unit, given the range of its own shard."""
+        start = shard.start - rank * len(shard)
+        nbytes = len(shard) * self.shards // self.ranks
         first = start + rank % self.ranks * nbytes
         return range(first, first + nbytes)
+
+
+NO_NODE = NodeShards()
 
 
 def check_node(size: int, ranks: int) -> None:
@@ -223,35 +206,26 @@ def check_node(size: int, ranks: int) -> None:
         )
 
 
-def secondary_of(config: Config, layouts: Sequence[UnitLayout], mode: Mode, shards: int) -> Secondary | None:
-    """Returns the secondary partition; None where it would save nothing: without the key, or if one node has all ranks.
-
-    Args:
-        config: the config.
-        layouts: the layout of each unit.
-        mode: gives the dtype of the weights.
-        shards: number of ranks.
-    """
+def node_shards_of(config: Config, layouts: Sequence[UnitLayout], mode: Mode, shards: int) -> NodeShards:
+    """Returns what the ranks of a node keep: nothing without the key, or if one node has all ranks."""
     size = config.zero_optimization.zero_hpz_partition_size
     if size == 1 or shards <= size:
-        return None
+        return NO_NODE
     # Both regions of a unit are divided evenly among the ranks, so among those of a node too.
     sizes = (layout.numel * layout.mode_in(mode).weight_dtype.itemsize for layout in layouts)
-    return Secondary(size, shards, tuple(nbytes // size for nbytes in sizes))
+    return NodeShards(size, shards, tuple(nbytes // size for nbytes in sizes))
 
 
-def check_room(secondary: Secondary | None, least: int, free: int) -> None:
-    """Raises `BudgetError` if a device without a budget has no room for the secondary partition.
+def check_room(node: NodeShards, least: int, free: int) -> None:
+    """Raises `BudgetError` if a device without a budget has no room for the shards of a node.
 
     Args:
-        secondary: the secondary partition; None without one.
-        least: bytes of the smallest device arena that works, this partition included.
-        free: free bytes of the device.
+        least: bytes of the smallest device arena that works, these shards included.
     """
-    if secondary is not None and least > free:
+    if node.nbytes and least > free:
         raise BudgetError(
-            f"zero_optimization.zero_hpz_partition_size is {secondary.ranks}, so each rank keeps 1/{secondary.ranks} "
-            f"of all weights on its device, {format_size(secondary.nbytes)}, and needs {format_size(least)} there in "
+            f"zero_optimization.zero_hpz_partition_size is {node.ranks}, so each rank keeps 1/{node.ranks} "
+            f"of all weights on its device, {format_size(node.nbytes)}, and needs {format_size(least)} there in "
             f"all; {format_size(free)} is free: set it to more ranks of a node, or leave it out"
         )
 
@@ -278,7 +252,7 @@ class Partitions:
     gradient_dtype: torch.dtype
     alone: bool
     """True if this is the only rank."""
-    whole: Whole = NO_WHOLE
+    whole: WholeSizes = NO_WHOLE_SIZES
     """Sizes of what a step needs as a whole, for optimizers that need it."""
     frozen: tuple[int, ...] = ()
     """Bytes at the end of each WEIGHT partition that no update writes; may be empty if they are 0 for all units."""
@@ -292,10 +266,10 @@ class Partitions:
     whole_gradients: tuple[int, ...] = ()
     """Bytes of each unit's gradients over all ranks, in `gradient_dtype`, if this rank adds up a step's micro-batches
     before they are reduced. Empty if each micro-batch is reduced."""
-    gathers: CodedGathers | None = None
-    """Weights that ranks gather as codes; None if there are none."""
-    secondary: Secondary | None = None
-    """The secondary partition of the weights; None without one."""
+    coded: CodedGathers = NO_CODES
+    """Weights that ranks gather as codes."""
+    node: NodeShards = NO_NODE
+    """What this rank keeps of the weights for gathers within its node."""
     in_fp32: tuple[bool, ...] = ()
     """True for each unit whose weights stay in fp32."""
 
@@ -314,15 +288,14 @@ class Partitions:
     @property
     def collectives_nbytes(self) -> int:
         """Bytes of the device memory that ranks reduce gradients and gather weights through."""
-        secondary_nbytes = 0 if self.secondary is None else self.secondary.nbytes
-        return self.reduction_nbytes + (0 if self.gathers is None else self.gathers.nbytes) + secondary_nbytes
+        return self.reduction_nbytes + self.coded.nbytes + self.node.nbytes
 
     @property
     def largest_unit(self) -> int:
         """Bytes of the largest unit on the device."""
         return max(self.unit_nbytes, default=0)
 
-    def stays(self, unit: int, tiers: Mapping[State, Tier]) -> bool:
+    def device_resident(self, unit: int, tiers: Mapping[State, Tier]) -> bool:
         """Returns True if a unit with these tiers never leaves the device, where its partition is all of it."""
         return (
             tiers[State.WEIGHT] is Tier.DEVICE
@@ -359,7 +332,6 @@ def inputs_nbytes(request: PlacementRequest, left: int) -> int:
     """Returns the bytes of an explicit host budget for inputs of blocks that are computed again.
 
     Args:
-        request: the config's request.
         left: bytes that remain after the least that weights and states need.
 
     Raises:
@@ -385,23 +357,10 @@ def partitions(
     *,
     replicas: int = 1,
     reduction: Reduction | None = None,
-    gathers: CodedGathers | None = None,
-    secondary: Secondary | None = None,
+    coded: CodedGathers = NO_CODES,
+    node: NodeShards = NO_NODE,
 ) -> Partitions:
-    """Returns this rank's bytes of every unit and state.
-
-    Args:
-        layouts: the layout of each unit.
-        mode: the states and their dtypes.
-        gradient_dtype: dtype of a gradient that waits for its update.
-        rank: this rank's shard.
-        world_size: number of shards.
-        images: bytes of each unit as it lies in the model's own files; see `Partitions.images`.
-        replicas: number of replicas, each divided into shards.
-        reduction: how several ranks reduce their gradients; None if there is one.
-        gathers: weights that ranks gather as codes; None if there are none.
-        secondary: the secondary partition of the weights; None without one.
-    """
+    """Returns this rank's bytes of every unit and state."""
     rows: list[Mapping[State, int]] = []
     trainable = [len(layout.trainable(rank, world_size)) for layout in layouts]
     itemsizes = [layout.mode_in(mode).weight_dtype.itemsize for layout in layouts]
@@ -440,8 +399,8 @@ def partitions(
         ),
         images=tuple(images),
         reduction=reduction,
-        gathers=gathers,
-        secondary=secondary,
+        coded=coded,
+        node=node,
         unit_gradients=() if reduction is None else tuple(reduction.numels(layouts)),
         whole_gradients=tuple(numel * gradient_dtype.itemsize for numel in wholes)
         if reduction is not None and reduction.whole
@@ -451,13 +410,7 @@ def partitions(
 
 
 def configured(parts: Partitions, request: PlacementRequest, weight_itemsize: int) -> TierMap:
-    """Returns the tiers that the config asks for, with all gradients in HOST.
-
-    Args:
-        parts: this rank's partitions.
-        request: the config's request.
-        weight_itemsize: bytes of an element of the weights.
-    """
+    """Returns the tiers that the config asks for, with all gradients in HOST."""
     on_device = (1.0 - request.states_off_device) * sum(parts.trainable_numel)
     rows: list[Mapping[State, Tier]] = []
     passed = 0
@@ -585,13 +538,12 @@ def with_tier(tiers: TierMap, partitions: Iterable[tuple[int, State]], tier: Tie
     return tuple(rows)
 
 
-def copied_memory(parts: Partitions, tiers: TierMap, promoted: Iterable[tuple[int, State]], early: bool) -> Copied:
+def copied_memory(
+    parts: Partitions, tiers: TierMap, promoted: Iterable[tuple[int, State]], early: bool
+) -> PinnedRegions:
     """Returns which memory of the resident class, of promoted states and of tiles an accelerator copies.
 
     Args:
-        parts: bytes of each state of each unit, for this rank.
-        tiers: tier of each state.
-        promoted: states whose memory is that of the cache.
         early: True if updates may be made under the backward, which copy weights of the DISK tier from the device into
             tiles.
     """
@@ -601,7 +553,7 @@ def copied_memory(parts: Partitions, tiers: TierMap, promoted: Iterable[tuple[in
         for state, nbytes in row.items()
         if state in (State.WEIGHT, State.GRAD) and row_tiers[state] is Tier.HOST
     )
-    return Copied(
+    return PinnedRegions(
         resident=resident,
         promoted=sum(align_up(parts.nbytes[unit][state]) for unit, state in promoted),
         tiles=any(

@@ -125,12 +125,10 @@ def _large_stacks(
 
 
 def _row_numel(stack: Stack, sizes: Mapping[str, int]) -> int:
-    """Returns the elements of one expert."""
     return sum(sizes[name] for name in stack.parameters) // stack.rows
 
 
 def _named_modules(modules: Mapping[str, nn.Module], named: Sequence[str]) -> list[str]:
-    """Returns the names of the modules that the user has named, by name or class."""
     return [n for n, m in modules.items() if n and (n in named or type(m).__name__ in named)]
 
 
@@ -147,7 +145,6 @@ def _candidates(modules: dict[str, nn.Module], named: Sequence[str]) -> list[str
 
 
 def _children_of(modules: dict[str, nn.Module], kind: type[nn.Module]) -> Iterator[str]:
-    """Yields the names of the direct children of every container of class `kind`."""
     for name, module in modules.items():
         if isinstance(module, kind):
             for child, _ in module.named_children():
@@ -155,19 +152,12 @@ def _children_of(modules: dict[str, nn.Module], kind: type[nn.Module]) -> Iterat
 
 
 def _owner(parameter: str, candidates: Sequence[str]) -> str | None:
-    """Returns the deepest candidate that contains `parameter`, or None."""
     holding = [name for name in candidates if parameter.startswith(f"{name}.")]
     return max(holding, key=len) if holding else None
 
 
 def _join_small(owners: dict[str, str | None], numel: Mapping[str, int], expert: int) -> dict[str, str | None]:
-    """Returns `owners` without small candidates: the next large one that contains them, or None, takes their place.
-
-    Args:
-        owners: the candidate of each parameter.
-        numel: elements of each parameter.
-        expert: elements of the largest expert that is a unit.
-    """
+    """Returns `owners` without small candidates: the next large one that contains them, or None, takes their place."""
     sizes: dict[str, int] = {}
     for name, candidate in owners.items():
         if candidate is not None:
@@ -219,7 +209,6 @@ def parameters_in_fp32(model: nn.Module, wanted: Literal["auto"] | Sequence[str]
     """Returns the names of the parameters that stay in fp32 under bf16 and fp16.
 
     Args:
-        model: the model.
         wanted: "auto" or names, as the config says. A name is that of a module or a parameter, or parts of one in a
             row, as in the lists of transformers' classes; an asterisk is any text within a part. Or it is a class of
             modules.
@@ -260,7 +249,6 @@ def listed_in_fp32(model: nn.Module, strict: bool = False, buffers: bool = False
     """Returns the names of the parameters that the model's classes list for fp32, as those of transformers do.
 
     Args:
-        model: the model.
         strict: True for those alone that transformers keeps in fp32 in a bf16 model too, and not in fp16 models alone.
         buffers: True for the names of buffers too.
     """
@@ -318,7 +306,6 @@ def _is_compiled_into(
 
 
 def _outside_of(name: str) -> Iterator[str]:
-    """Yields the names of the modules around a module, innermost first; the last is the root's, which is empty."""
     while name:
         name = name.rpartition(".")[0]
         yield name

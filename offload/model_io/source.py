@@ -16,10 +16,9 @@ from offload.errors import IoError, StoreError
 from offload.states import State
 from offload.swapper.store import Compared, bytes_of, rank_folders
 from offload.swapper.store.folder import FINISHED, RESHARDED, Lock, Use
-from offload.swapper.store.format import Extents, Manifest, Passages, check_rank, check_whole, last_of_all
-from offload.swapper.store.inspection import Commit, Found, is_rank, look
-from offload.swapper.store.recovery import check_one_run
-from offload.swapper.store.undo import Undo
+from offload.swapper.store.format import Extents, Passages, StoreManifest, check_rank, check_whole, last_of_all
+from offload.swapper.store.inspection import Commit, RankFiles, is_rank, look
+from offload.swapper.store.recovery import Undo, check_one_run
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +91,9 @@ class StoreSource:
         StoreError: If a process uses the run, or a rank or a commit is missing.
     """
 
-    def __init__(self, run: Path, queue: Queue, looked: Sequence[Found] | None = None, at: int | None = None) -> None:
+    def __init__(
+        self, run: Path, queue: Queue, looked: Sequence[RankFiles] | None = None, at: int | None = None
+    ) -> None:
         # Imported late: the module imports torch, which `offload verify` does not need.
         from offload.engine.snapshot import Snapshot
 
@@ -157,7 +158,7 @@ class StoreSource:
         self._open.close()
 
 
-def lock_and_look(run: Path, stack: contextlib.ExitStack, use: Use = "read") -> list[Found]:
+def lock_and_look(run: Path, stack: contextlib.ExitStack, use: Use = "read") -> list[RankFiles]:
     """Locks and inspects each rank's folder of a run.
 
     Args:
@@ -191,7 +192,7 @@ def lock_and_look(run: Path, stack: contextlib.ExitStack, use: Use = "read") -> 
     return [look(folder) for folder in folders]
 
 
-def ranks_of(run: Path, folders: Sequence[Found], *, replicas: bool = False) -> list[Found]:
+def ranks_of(run: Path, folders: Sequence[RankFiles], *, replicas: bool = False) -> list[RankFiles]:
     """Returns the ranks of a run, in the order of `folders`, without those left by an earlier run with more ranks.
 
     Args:
@@ -227,12 +228,12 @@ def ranks_of(run: Path, folders: Sequence[Found], *, replicas: bool = False) -> 
     return ranks
 
 
-def known_run_id(ranks: Sequence[Found]) -> str | None:
+def known_run_id(ranks: Sequence[RankFiles]) -> str | None:
     """Returns the id of the run of these ranks, which are of one; None if unknown."""
     return next((rank.run_id for rank in ranks if rank.run_id is not None), None)
 
 
-def commits_of_all(ranks: Sequence[Found], at: int | None = None) -> list[Commit]:
+def commits_of_all(ranks: Sequence[RankFiles], at: int | None = None) -> list[Commit]:
     """Returns each rank's part of the last commit that is complete on every rank.
 
     Args:
@@ -262,7 +263,7 @@ def commits_of_all(ranks: Sequence[Found], at: int | None = None) -> list[Commit
     return chosen
 
 
-def check_can_be_read(rank: Found) -> None:
+def check_can_be_read(rank: RankFiles) -> None:
     """Raises `StoreError` if a rank's folder cannot contain commits, or has a format that this version cannot read."""
     if rank.other_format is not None:
         raise StoreError(f"{rank.folder} has {rank.other_format}")
@@ -273,7 +274,7 @@ def check_can_be_read(rank: Found) -> None:
         raise StoreError(f'{rank.folder} was made with "durability": "none": nothing in it was ever committed')
 
 
-def _checked_layouts(manifest: Manifest) -> Sequence[UnitLayout]:
+def _checked_layouts(manifest: StoreManifest) -> Sequence[UnitLayout]:
     """Returns the layouts of a store; raises `StoreError` if its bytes are not those of the model that it describes."""
     from offload.layout.fingerprint import described_layouts, described_mode, store_specs
 
@@ -287,7 +288,7 @@ def _checked_layouts(manifest: Manifest) -> Sequence[UnitLayout]:
     return layouts
 
 
-def _manifest(rank: Found) -> Manifest:
+def _manifest(rank: RankFiles) -> StoreManifest:
     """Returns the manifest of a folder that contains a complete commit."""
     assert rank.manifest is not None, "a commit that is whole holds one"
     return rank.manifest

@@ -27,7 +27,16 @@ from offload.engine.optimizer import Optimizer, Rule, no_rate
 from offload.engine.update_strategy import ParameterStep, TileContent, UnitSteps, UnitUpdate, UpdateSetting
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.modes import MUON, SINKGD, Mode
-from offload.layout.optimizer_states import MARK, Divided, checked_mark, cuts, divided, join, matrices_of, split
+from offload.layout.optimizer_states import (
+    MARK,
+    DividedParameter,
+    checked_mark,
+    cuts,
+    divided,
+    join,
+    matrices_of,
+    split,
+)
 from offload.optimizers.fused import betas, floats, kernel_segments, partition_of
 from offload.precision import products_in_bf16
 from offload.sizes import align_up
@@ -234,7 +243,7 @@ class ParameterExchange:
 class Trade:
     """One exchange: `away` parts of this rank go out and come back, `here` come in and go back."""
 
-    def __init__(self, ranks: Ranks, parameters: Sequence[Divided], memory: torch.Tensor) -> None:
+    def __init__(self, ranks: Ranks, parameters: Sequence[DividedParameter], memory: torch.Tensor) -> None:
         """Lays the parts out in `memory`: first what goes out, home by home, then what comes in, rank by rank."""
         self._ranks, own, shards = ranks, ranks.shard, ranks.mesh.shards
         self.away = {parameter.number: _part_of(parameter, own) for parameter in parameters if parameter.home != own}
@@ -272,7 +281,7 @@ class Trade:
         self._ranks.swap(self._out, self._sent, self._in, self._got, "scatter what a step has made")
 
 
-def _part_of(parameter: Divided, rank: int) -> tuple[int, int]:
+def _part_of(parameter: DividedParameter, rank: int) -> tuple[int, int]:
     """Returns position and length of a rank's part of a parameter; both are 0 if it has none."""
     return next(((part.position, part.numel) for part in parameter.parts if part.rank == rank), (0, 0))
 

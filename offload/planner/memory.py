@@ -26,7 +26,7 @@ from offload.layout.memory_plan import (
 )
 from offload.layout.modes import ADAM, TORCH, Mode
 from offload.layout.optimizer_states import for_rule, with_states_of_torch
-from offload.layout.placement import Machine, Placement, least_host
+from offload.layout.placement import MachineMemory, Placement, least_host
 from offload.layout.tiers import Partitions, tier_nbytes
 from offload.sizes import align_up
 from offload.states import State, Tier
@@ -66,7 +66,7 @@ class Memory:
     placement: Placement
     slots: int
     notices: tuple[str, ...]
-    machine: Machine
+    machine: MachineMemory
 
     @property
     def least_host(self) -> int:
@@ -154,8 +154,8 @@ def settle(
         layouts = with_states_of_torch(layouts, config.optimizer.type, arguments, world_size)
     layouts = for_rule(layouts, rule, matrices, world_size)
     layouts = laid_out_for(layouts, mode_of(config, rule), world_size)
-    # The same `Machine` that `initialize` builds from the real one, so that both decide alike.
-    machine = Machine(
+    # The same `MachineMemory` that `initialize` builds from the real one, so that both decide alike.
+    machine = MachineMemory(
         free_host=room.host,
         free_device=room.device,
         host_addressable=room.device == 0,

@@ -17,7 +17,7 @@ import torch
 from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import UnitLayout
-from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, Choice
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, ScheduleChoice
 from offload.layout.placement import growth
 from offload.planner import activations
 from offload.planner.activations import (
@@ -66,7 +66,7 @@ class Planned(NamedTuple):
     timing: Timing
     given: Load
     """`load` before the plan has chosen its schedule and the tiers of the blocks' inputs."""
-    choice: Choice
+    choice: ScheduleChoice
     """The schedule of `load`, and why."""
 
     @property
@@ -126,7 +126,7 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
     planned = _timed(shape, hardware, load, content, memory, found)
     if load.schedule != "auto" or found.schedule == MICRO_BATCH_MAJOR:
         return planned
-    other = Choice(MICRO_BATCH_MAJOR, "a layer-major step is not faster")
+    other = ScheduleChoice(MICRO_BATCH_MAJOR, "a layer-major step is not faster")
     return _timed(shape, hardware, load, content, memory, other, planned)
 
 
@@ -136,7 +136,7 @@ def _timed(
     load: Load,
     content: Mapping[str, Any],
     memory: Memory,
-    found: Choice,
+    found: ScheduleChoice,
     before: Planned | None = None,
 ) -> Planned:
     """Returns the plan with one schedule; `before` if its step is not longer.

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from offload.errors import ConfigError
 from offload.layout.memory_plan import limits, unit_sizes
 from offload.layout.optimizer_states import cuts, product_flops
-from offload.layout.pass_order import LAYER_MAJOR, Choice, choose_schedule
+from offload.layout.pass_order import LAYER_MAJOR, ScheduleChoice, choose_schedule
 from offload.planner.activations import (
     Load,
     Moving,
@@ -821,7 +821,7 @@ def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) 
 # The schedule of a planned run, by the function that a run decides by.
 
 
-def choice_of(shape: Shape, hardware: Hardware, load: Load, memory: Memory, wish: Wish) -> Choice:
+def choice_of(shape: Shape, hardware: Hardware, load: Load, memory: Memory, wish: Wish) -> ScheduleChoice:
     """Returns the schedule of a step.
 
     Args:

@@ -30,7 +30,16 @@ from offload.fileio import real_path
 from offload.runs.own_checkpoint import of_trainer
 from offload.swapper.store import rank_folders, run_status
 from offload.swapper.store.folder import holder
-from offload.swapper.store.inspection import Commit, Found, Wrong, allocated_nbytes, is_rank, is_run, leftovers, look
+from offload.swapper.store.inspection import (
+    Commit,
+    RankFiles,
+    Wrong,
+    allocated_nbytes,
+    is_rank,
+    is_run,
+    leftovers,
+    look,
+)
 
 
 def inspect(path: Path) -> dict[str, Any]:
@@ -186,7 +195,7 @@ def _model(layout: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _rank(found: Found) -> dict[str, Any]:
+def _rank(found: RankFiles) -> dict[str, Any]:
     """Describes one rank's folder."""
     manifest = found.manifest
     states: dict[str, None] = {}
@@ -211,7 +220,7 @@ def _rank(found: Found) -> dict[str, Any]:
     }
 
 
-def _written(found: Found) -> dict[str, Any]:
+def _written(found: RankFiles) -> dict[str, Any]:
     """Returns the bytes that a rank has written to each drive, as counted by its newest intact commit.
 
     `rated_bytes` is the rated endurance of a drive.

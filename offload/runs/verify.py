@@ -21,9 +21,8 @@ from offload.runs.own_checkpoint import find_own
 from offload.sizes import count_of, format_size
 from offload.swapper.store.folder import RunNotes
 from offload.swapper.store.format import last_of_all
-from offload.swapper.store.inspection import Commit, Found, Wrong
-from offload.swapper.store.undo import Undo
-from offload.swapper.store.verify import Damage, damages_of_commit
+from offload.swapper.store.inspection import Commit, RankFiles, Wrong
+from offload.swapper.store.recovery import Damage, Undo, damages_of_commit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,7 +273,7 @@ def resumable_step(ranks: Sequence[RankReport], serial: int) -> int | None:
     return next((rank.step for rank in ranks if rank.serial == serial), None)
 
 
-def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], None]) -> RankReport:
+def _check(found: RankFiles, serial: int, queue: Queue, progress: Callable[[int], None]) -> RankReport:
     """Compares one rank's commit `serial` with its checksums.
 
     Args:
@@ -344,7 +343,7 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
 
 
 def _damages(
-    found: Found, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]
+    found: RankFiles, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]
 ) -> Generator[Damage]:
     """Yields the damages of a commit.
 
@@ -360,7 +359,7 @@ def _damages(
     return damages_of_commit(file, queue, found.manifest.spec, commit.record, commit.table, undo, progress)
 
 
-def _before(found: Found, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]) -> str:
+def _before(found: RankFiles, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]) -> str:
     """Returns a line that says whether an older commit is intact, so that a resume could fall back to it.
 
     The step after the last commit overwrites the slots of the older commit, as intended. Overwritten bytes cannot be

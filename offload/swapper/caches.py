@@ -1,4 +1,9 @@
-"""The pager's device side: device buffers of weights, copies and gathers into them, and their eviction."""
+"""The two caches of weights: host buffers with the reads into them, and device buffers with copies and gathers.
+
+Both belong to the pager, and know nothing of each other. The caller of a method holds the table's lock; a method that
+waits, copies or gathers releases it meanwhile. So whatever was true of a unit before such a call may be false after it,
+except what the unit's residency and pins promise.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +23,20 @@ from offload.states import Tier
 from offload.swapper.memory.device import DONE, Device, Event
 from offload.swapper.memory.device_arena import DeviceArena, DeviceBuffer
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
-from offload.swapper.policy import Block, Eviction, Floor, Limits, find_room, largest_beside, next_to_fetch, victims
-from offload.swapper.table import Residency, Transfer, UnitEntry, UnitSize, UnitTable
-from offload.swapper.weight_source import Piece, WeightSource
+from offload.swapper.policy import (
+    Eviction,
+    Floor,
+    Limits,
+    UnitBlock,
+    find_room,
+    largest_beside,
+    next_to_fetch,
+    victims,
+)
+from offload.swapper.table import Residency, Transfer, UnitEntry, UnitSize, UnitTable, UploadPiece, WeightSource
 from offload.timeline import Row
 
 # -- chunked upload ------------------------------------------------------------------------------------
-#
-# Chunked transfer of a partition that is larger than any host buffer, from DISK to the device.
 
 
 def stream(
@@ -33,7 +44,7 @@ def stream(
     total: int,
     host_buffers: Sequence[HostBuffer],
     whole: torch.Tensor,
-    pieces: Sequence[Piece],
+    pieces: Sequence[UploadPiece],
     device: Device,
     after: Sequence[Event],
     waiting: Callable[[], AbstractContextManager[None]],
@@ -44,12 +55,8 @@ def stream(
     raises; after an error a copy may be.
 
     Args:
-        read: starts to read the partition from a byte offset into a buffer.
-        total: bytes of the partition.
         host_buffers: host buffers of equal size, owned by the caller and free again on return.
         whole: the unit's device memory, (nbytes,) uint8.
-        pieces: what is copied, in the order of the partition's bytes.
-        device: starts the copies.
         after: events that must be done before `whole` is written.
         waiting: makes a context for each wait for a read.
 
@@ -89,7 +96,7 @@ def stream(
     return last
 
 
-def overlaps(pieces: Sequence[Piece], first: int, last: int) -> list[tuple[range, int]]:
+def overlaps(pieces: Sequence[UploadPiece], first: int, last: int) -> list[tuple[range, int]]:
     """Returns the byte ranges of the unit that hold bytes [first, last) of a partition, with offsets from `first`."""
     parts: list[tuple[range, int]] = []
     for begin, target in pieces:
@@ -109,10 +116,7 @@ class Gathers(Protocol):
         """Starts the gather of the other ranks' shards into `whole`, and returns the event of its end.
 
         Args:
-            unit: the unit.
             whole: (nbytes,) uint8 on the device, the unit.
-            shard_ranges: byte ranges of this rank's shard in `whole`.
-            uploaded: event after which this rank's shard is in `whole`.
         """
 
 
@@ -121,10 +125,7 @@ Expand = Callable[[int, torch.Tensor], None]
 
 
 class DeviceCache:
-    """Device buffers of weights: permanent ones of tier DEVICE, and ones that come and go.
-
-    The caller of every method holds the table's lock, which copies and gathers release while they run.
-    """
+    """Device buffers of weights: permanent ones of tier DEVICE, and ones that come and go."""
 
     def __init__(
         self, table: UnitTable, arena: DeviceArena, device: Device, peers: Gathers | None, expand: Expand | None = None
@@ -147,13 +148,15 @@ class DeviceCache:
         """Buffers of grown memory that belong to the caller of `grow`."""
         self._floors: dict[int, Floor] = {}
         """The result of `_floor_for` for each unit, until the memory grows or shrinks."""
-        self._ascending = sorted((align_up(e.size.nbytes), e.index) for e in table.entries if not e.size.stays)
+        self._ascending = sorted(
+            (align_up(e.size.nbytes), e.index) for e in table.entries if not e.size.device_resident
+        )
         """Bytes and index of each unit that comes and goes."""
         for entry in table.entries:
             if entry.size.tier is Tier.DEVICE:
                 entry.tier_buffer = arena.take(entry.size.shard_nbytes)
                 assert entry.tier_buffer is not None, "the device arena was sized for every unit of the device tier"
-                if entry.size.stays:
+                if entry.size.device_resident:
                     entry.device_buffer = entry.tier_buffer
 
     # -- allocation and eviction --------------------------------------------------------------------
@@ -178,7 +181,6 @@ class DeviceCache:
         """Returns a device buffer for `entry`; None if there is no room. Drops released units to make room.
 
         Args:
-            entry: the unit to be placed.
             beyond: only units whose next use is more than `beyond` uses away may be dropped; -1 for a use on demand.
         """
         if entry.index in self._reserved:
@@ -235,7 +237,6 @@ class DeviceCache:
         """Adds `nbytes` of device memory to the arena, and returns the blocks at its end that belong to the caller.
 
         Args:
-            nbytes: bytes to add.
             block_sizes: bytes of each block that no unit may use; the blocks are (bytes,) uint8 tensors.
 
         Raises:
@@ -272,20 +273,18 @@ class DeviceCache:
         assert nbytes, "every buffer of grown memory is a unit's, or was kept"
         return nbytes
 
-    def _droppable(self) -> list[Block]:
-        """Returns the blocks of all units that may be dropped, by index."""
-        entries, blocks = self._table.entries, []
+    def _droppable(self) -> list[UnitBlock]:
+        blocks = []
         for unit in sorted(self._table.on_device):
-            entry = entries[unit]
-            in_use = entry.pins or entry.copying
-            if not in_use and not entry.size.stays and (buffer := entry.device_buffer) is not None:
-                blocks.append(Block(unit, buffer.offset, buffer.nbytes))
+            entry = self._table.entries[unit]
+            if self.idle(entry) and (buffer := entry.device_buffer) is not None:
+                blocks.append(UnitBlock(unit, buffer.offset, buffer.nbytes))
         return blocks
 
     def idle(self, entry: UnitEntry) -> bool:
         """Returns True if the unit is on the device, unpinned, and not permanent."""
-        in_use = entry.pins or entry.copying
-        return entry.residency is Residency.DEVICE and not in_use and not entry.size.stays
+        in_use = entry.pins or entry.copying or entry.size.device_resident
+        return entry.residency is Residency.DEVICE and not in_use
 
     def drop(self, entry: UnitEntry) -> None:
         """Drops the device copy of a unit. The copy is clean, so no bytes move."""
@@ -319,13 +318,7 @@ class DeviceCache:
     def start_read(
         self, entry: UnitEntry, device_buffer: DeviceBuffer, read: Callable[[int, memoryview], Future]
     ) -> None:
-        """Starts the read of the newest weights of `entry` into `device_buffer`, which the unit owns from now on.
-
-        Args:
-            entry: a unit that `reads_in_place`.
-            device_buffer: room for the unit.
-            read: starts to read the partition from a byte offset into a buffer.
-        """
+        """Starts the read in place of `entry` into `device_buffer`, which the unit owns from now on."""
         # calling thread: the drive writes this memory without a stream, so compute that reads it must be over, not only
         # ordered.
         for event in device_buffer.after:
@@ -363,7 +356,12 @@ class DeviceCache:
 
     def _copy_shard(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:
         """Starts the copies of this rank's shard into `device_buffer`, and keeps the last event. Needs no lock."""
-        whole, shard = self._arena.view(device_buffer), self._shard(entry)
+        whole = self._arena.view(device_buffer)
+        if entry.tier_buffer is not None:
+            shard = self._arena.view(entry.tier_buffer)
+        else:
+            assert entry.host_buffer is not None
+            shard = entry.host_buffer.tensor(torch.uint8)
         # upload stream: the copies wait for `after`, the last compute and upload of the memory's former owner.
         if entry.size.is_whole:
             entry.uploaded = entry.copied = self._device.upload(whole, shard, device_buffer.after)
@@ -373,13 +371,6 @@ class DeviceCache:
             # upload stream: all copies run in order, so the event of the last one covers the others.
             entry.copied = self._device.upload(whole[target.start : target.stop], source, device_buffer.after)
         entry.uploaded = entry.copied
-
-    def _shard(self, entry: UnitEntry) -> torch.Tensor:
-        """Returns the partition, (shard_nbytes,) uint8, in its permanent device buffer or in a host buffer."""
-        if entry.tier_buffer is not None:
-            return self._arena.view(entry.tier_buffer)
-        assert entry.host_buffer is not None
-        return entry.host_buffer.tensor(torch.uint8)
 
     def gather(self, entry: UnitEntry, device_buffer: DeviceBuffer, copied: Event) -> None:
         """Starts the gather of the other ranks' shards, ordered after `copied`, the copy of this rank's shard."""
@@ -423,10 +414,7 @@ class DeviceCache:
         """Fills `device_buffer` from DISK in chunks, each through one of `host_buffers`.
 
         Args:
-            entry: a unit that is too large for a host buffer.
             device_buffer: room for the unit, which owns the buffer from now on.
-            host_buffers: host buffers, released when the copies are done.
-            read: starts to read the partition from a byte offset into a buffer.
         """
         self._table.move(entry, Residency.UPLOADING)
         whole, size, timeline = self._arena.view(device_buffer), entry.size, self._table.timeline
@@ -451,15 +439,10 @@ class DeviceCache:
 
 
 # -- host cache ----------------------------------------------------------------------------------------
-#
-# The pager's host side: host buffers for weights, their eviction, and reads into them.
 
 
 class HostCache:
-    """Host buffers of weights: permanent ones of units whose tier is HOST, and ones that units of tier DISK share.
-
-    The caller of every method holds the table's lock. Methods that wait release the lock meanwhile.
-    """
+    """Host buffers of weights: permanent ones of units whose tier is HOST, and ones that units of tier DISK share."""
 
     def __init__(self, table: UnitTable, host: HostArena, source: WeightSource | None) -> None:
         """Allocates the permanent host buffers. `source` is None if no unit's tier is DISK."""
@@ -481,11 +464,17 @@ class HostCache:
         """Returns a host buffer for weights; None if too little memory is free or can be evicted.
 
         Args:
-            nbytes: bytes of the buffer.
             beyond: only units whose next use is more than `beyond` uses away may be evicted; -1 for any unit.
             wait: False to evict nothing whose copy to the device is under way.
         """
-        going = victims(self._host.weights.space, nbytes, self._evictable(), self._distance, beyond)
+
+        def distance(unit: int) -> int:
+            entry = self._table.entries[unit]
+            # The thread that fetches a unit has recorded its use already: the order would report the use after that.
+            fetched_now = entry.pins and entry.residency is not Residency.DEVICE
+            return 0 if fetched_now else self._table.access_order.distance(unit)
+
+        going = victims(self._host.weights.space, nbytes, self._evictable(), distance, beyond)
         if going is None or not (wait or all(self._table.entries[unit].copied.done() for unit in going)):
             return None
         for unit in going:
@@ -509,18 +498,12 @@ class HostCache:
         finally:
             self.waiting_for_buffer -= 1
 
-    def _distance(self, unit: int) -> int:
-        """Returns the number of uses before the next use of `unit`; 0 if a thread is about to fetch it."""
-        entry = self._table.entries[unit]
-        # The fetching thread has recorded its use already, so the access order would report the use after that one.
-        return 0 if entry.pins and entry.residency is not Residency.DEVICE else self._table.access_order.distance(unit)
-
     @property
     def nbytes(self) -> int:
         """Bytes of all host buffers that units of tier DISK share."""
         return self._host.weights.space.nbytes
 
-    def _evictable(self) -> list[Block]:
+    def _evictable(self) -> list[UnitBlock]:
         """Returns the blocks of all host buffers that may be evicted, one for each unit."""
         blocks = []
         for entry in self._table.entries:
@@ -530,7 +513,7 @@ class HostCache:
             if entry.host_buffer is None and entry.fresh is not None and not entry.fresh_stays:
                 buffer = entry.fresh
             if buffer is not None:
-                blocks.append(Block(entry.index, buffer.offset, buffer.nbytes))
+                blocks.append(UnitBlock(entry.index, buffer.offset, buffer.nbytes))
         return blocks
 
     def _is_evictable(self, entry: UnitEntry) -> bool:
@@ -587,8 +570,6 @@ class HostCache:
         """Starts reads of upcoming units, into host memory that is free or holds only units used later.
 
         Args:
-            limits: limits of the config.
-            started: receives each unit whose read has started.
             wait: False to take no host buffer whose copy to the device is under way.
         """
         entries, trace = self._table.entries, self._table.access_order

@@ -45,8 +45,7 @@ from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.swapper.policy import Limits, PassKind, keeps, leaves_room_ahead
 from offload.swapper.prefetch import Fetcher, Prefetcher, PrefetchStats
-from offload.swapper.table import MemoryCounters, Residency, UnitEntry, UnitSize, UnitTable
-from offload.swapper.weight_source import WeightSource
+from offload.swapper.table import MemoryCounters, Residency, UnitEntry, UnitSize, UnitTable, WeightSource
 from offload.timeline import OFF, Row, Timeline
 
 # -- peers ---------------------------------------------------------------------------------------------
@@ -59,7 +58,7 @@ def checksum(*facts: object) -> int:
     return 1 + int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=7).digest(), "little")
 
 
-class Series(NamedTuple):
+class GatherSeries(NamedTuple):
     """Gathers that a rank could begin in a fixed order, each before the first use of its unit, without a round each.
 
     Once all ranks have agreed, no use of a unit in `missing`, or of one that was on the device, needs a round.
@@ -84,7 +83,7 @@ class UnitState(NamedTuple):
     """True if every unit is on this rank's device, and stays until weights change."""
     ahead: int
     """The unit that this rank could gather next; -1 if none is to be gathered, or none has room."""
-    series: Series | None = None
+    series: GatherSeries | None = None
     """The gathers that this rank could begin without a round each; None if it needs rounds."""
 
 
@@ -112,16 +111,11 @@ class Peers(Gathers, Protocol):
         Serves the gathers of other ranks while it waits. The caller must not hold the table's lock.
 
         Args:
-            unit: the unit in use.
             state: returns the state of this rank; called without the table's lock, once for each round.
         """
 
     def agree_ahead(self, ahead: Callable[[], int]) -> int:
-        """Returns the unit that every rank could gather next, or -1. Called after a gather that all ranks announced.
-
-        Args:
-            ahead: returns the unit that this rank could gather next, or -1.
-        """
+        """Returns the unit that every rank could gather next, or -1. Called after a gather that all ranks announced."""
 
     @property
     def behind(self) -> bool:
@@ -170,7 +164,9 @@ class CommonUses(Fetcher):
     ) -> None:
         super().__init__(table, host_cache, device_cache, prefetcher, wait_for_update)
         # A use of a unit that stays would have to wait for its update here: none is fetched again after one.
-        assert not any(entry.size.stays for entry in table.entries), "each of these ranks has a part of a unit"
+        assert not any(entry.size.device_resident for entry in table.entries), (
+            "each of these ranks has a part of a unit"
+        )
         self._limits, self._peers = limits, peers
         self._nbytes = sum(entry.size.nbytes for entry in table.entries)
         self._settled: Container[int] = ()
@@ -255,12 +251,11 @@ class CommonUses(Fetcher):
         self._gather(entry)
 
     def _has_all(self) -> bool:
-        """Returns whether every unit is on the device and stays there until weights change."""
         return self._limits.reuse is None and all(entry.residency is Residency.DEVICE for entry in self._table.entries)
 
     # -- series -------------------------------------------------------------------------------------
 
-    def _possible_series(self, entry: UnitEntry) -> Series | None:
+    def _possible_series(self, entry: UnitEntry) -> GatherSeries | None:
         """Returns the series that this rank could begin with a use of `entry`, for which room is reserved from now on.
 
         It is asked for once after each change of weights: where ranks differ, each try would take time in vain.
@@ -284,7 +279,7 @@ class CommonUses(Fetcher):
                 self._settled = present | set(missing)
 
         ahead = 0 if self._limits.ahead == 0 else 1
-        return Series(missing, ahead, checksum(missing, ahead, sorted(present)), begin)
+        return GatherSeries(missing, ahead, checksum(missing, ahead, sorted(present)), begin)
 
     def _end_series(self) -> None:
         """Ends a series, or the announcement of one, since all ranks gather a unit that is not in it."""
@@ -358,7 +353,6 @@ class SpeculativeWeights:
         return Begun(fresh)
 
     def _gives_host_buffer(self, entry: UnitEntry) -> bool:
-        """Returns True if the unit's host buffer may receive its fresh weights."""
         if entry.host_buffer is None or entry.copying:
             return False
         fresh_nbytes = [
@@ -375,7 +369,6 @@ class SpeculativeWeights:
         """Copies old weights from memory, if they are there. Returns False if they must be read from the store.
 
         Args:
-            unit: the unit.
             first: first byte of the partition to copy.
             destination: (nbytes,) uint8 on the host.
         """
@@ -416,7 +409,7 @@ class SpeculativeWeights:
             self._table.notify()
 
     def adopt(self, unit: int) -> bool:
-        """Replaces the old weights by the fresh ones once the step is decided. `weights_ready` must follow.
+        """Replaces the old weights by the fresh ones once the step is decided. `publish_weights` must follow.
 
         Returns:
             True if the fresh weights are in the unit's host buffer; False if they are in the store alone.
@@ -444,7 +437,7 @@ class SpeculativeWeights:
 #
 # Updates of weights as the pager sees them: the units under update, and the buffers of their fresh weights.
 #
-#     begin ─► buffer_for ─► (the kernel writes the buffer) ─► weights_ready ─► (writes to the store end) ─► flushed
+#     begin ─► buffer_for ─► (the kernel writes the buffer) ─► publish_weights ─► (writes to the store end) ─► flushed
 #
 # Threads. `begin` belongs to the thread that runs the model, `wait` to every thread that fetches a unit, everything
 # else to the update worker. That thread also starts what its work has made possible: the upload of the fresh weights,
@@ -474,7 +467,7 @@ class WeightUpdates:
     # -- the thread that runs the model -------------------------------------------------------------
 
     def begin(self, units: Sequence[int]) -> None:
-        """Forbids every read of `units` until `weights_ready`. The lock is held, and no use of them is open."""
+        """Forbids every read of `units` until `publish_weights`. The lock is held, and no use of them is open."""
         for unit in units:
             entry = self._entries[unit]
             assert not entry.pins, f"unit {entry.size.name} is in use during step()"
@@ -483,7 +476,7 @@ class WeightUpdates:
                 self._device_cache.finish_read(entry)
             entry.updating = True
             entry.updates += 1
-            if entry.size.stays:
+            if entry.size.device_resident:
                 # compute stream: a use in place is never released, so the update follows all compute so far.
                 self._device.wait_event(entry.read)
                 entry.read = self._device.record_event()
@@ -529,11 +522,10 @@ class WeightUpdates:
         """
         return self._entries[unit].size.tier is not Tier.DEVICE and not self._host_cache.streams(self._entries[unit])
 
-    def weights_ready(self, unit: int, in_host_buffer: bool, unwritten: bool) -> None:
+    def publish_weights(self, unit: int, in_host_buffer: bool, unwritten: bool) -> None:
         """Ends the update of `unit`: its weights may be used from now on.
 
         Args:
-            unit: the unit, all of whose tiles are computed.
             in_host_buffer: whether the fresh weights are in the unit's host buffer, or in its tier. If not, all of
                 their writes to the store must have ended.
             unwritten: whether writes of them to the store are in flight.
@@ -612,7 +604,7 @@ class Pager:
             sizes,
             lambda: source is not None and source.committed,
             timeline=timeline,
-            memory=None if timeline.recorded is OFF else MemoryCounters(host, arena, timeline.recorded),
+            record_memory=MemoryCounters(host, arena, timeline.recorded).record,
         )
         self.changed = self.table.changed
         self.lock = self.changed.lock
@@ -628,7 +620,7 @@ class Pager:
         work = (*caches, self._prefetcher, self.weight_updates.wait)
         self._fetcher = Fetcher(*work) if peers is None else CommonUses(*work, limits, peers)
         self._device, self._limits, self._divided = device, limits, peers is not None
-        self._stays = tuple(size.stays and not self._divided for size in sizes)
+        self._device_resident = tuple(size.device_resident and not self._divided for size in sizes)
         self._uses = self._hits = 0
 
     # -- the thread that runs the model -------------------------------------------------------------
@@ -641,7 +633,6 @@ class Pager:
         for the update of the unit, for its read, and for the other ranks.
 
         Args:
-            unit: the unit.
             ahead: whether to prefetch what the access order predicts next.
 
         Returns:
@@ -673,13 +664,13 @@ class Pager:
             raise
         return view
 
-    def stays(self, unit: int) -> bool:
+    def device_resident(self, unit: int) -> bool:
         """Returns True if `unit` never leaves its place on the device, and needs no other rank."""
-        return self._stays[unit]
+        return self._device_resident[unit]
 
     @uninterrupted
     def use_in_place(self, unit: int) -> None:
-        """Waits for the update of a unit that `stays`, and begins a use without a pin, which needs no end."""
+        """Waits for the update of a `device_resident` unit, and begins a use without a pin, which needs no end."""
         entry = self._entries[unit]
         with self.lock:
             self.table.access_order.use(unit)
@@ -742,7 +733,6 @@ class Pager:
         """Grows the device arena, between steps.
 
         Args:
-            nbytes: bytes to add.
             block_sizes: sizes in bytes of buffers in the new memory that belong to the caller for good.
 
         Returns:

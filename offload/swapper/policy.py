@@ -263,8 +263,8 @@ _LATEST = 64
 """Number of evictable units, those used latest, among which the best offset is sought first."""
 
 
-class Block(NamedTuple):
-    """Memory of a unit that may be evicted."""
+class UnitBlock(NamedTuple):
+    """Memory of one unit."""
 
     unit: int
     offset: int
@@ -296,7 +296,7 @@ class Floor(NamedTuple):
 
 
 def victims(
-    space: Allocator, nbytes: int, evictable: Sequence[Block], distance: Callable[[int], int], beyond: int = -1
+    space: Allocator, nbytes: int, evictable: Sequence[UnitBlock], distance: Callable[[int], int], beyond: int = -1
 ) -> tuple[int, ...] | None:
     """Returns the units to evict so that `nbytes` fit in one contiguous block; None if no eviction suffices.
 
@@ -304,16 +304,12 @@ def victims(
     equal orders give equal choices.
 
     Args:
-        space: the allocator of the memory.
-        nbytes: bytes to be allocated.
-        evictable: blocks of the units that may be evicted.
-        distance: returns the number of uses before the next use of a unit.
         beyond: only units whose distance is larger may be evicted; -1 for all of `evictable`.
     """
     if space.could_take(nbytes, ()):
         return ()
     distances = {block.unit: distance(block.unit) for block in evictable}
-    going: list[Block] = []
+    going: list[UnitBlock] = []
     for block in sorted(evictable, key=lambda block: (-distances[block.unit], block.unit)):
         if distances[block.unit] <= beyond:
             return None
@@ -332,7 +328,12 @@ def victims(
 
 
 def find_room(
-    space: Allocator, nbytes: int, evictable: Sequence[Block], access_order: AccessOrder, floor: Floor, beyond: int = -1
+    space: Allocator,
+    nbytes: int,
+    evictable: Sequence[UnitBlock],
+    access_order: AccessOrder,
+    floor: Floor,
+    beyond: int = -1,
 ) -> Eviction | None:
     """Returns the best offset for `nbytes` and the units to evict for it; None if no offset is allowed.
 
@@ -349,11 +350,6 @@ def find_room(
     random.
 
     Args:
-        space: the allocator of the device arena.
-        nbytes: bytes of the unit.
-        evictable: blocks of the units that may be evicted.
-        access_order: the access order.
-        floor: the region of units that come and go.
         beyond: only units whose next use is more than `beyond` uses away may be evicted; -1 for a use on demand.
     """
     distances = access_order.distances([block.unit for block in evictable])
@@ -372,10 +368,7 @@ def largest_beside(unit: int, nbytes: int, ascending: Sequence[tuple[int, int]],
     """Returns the bytes of the largest other unit that fits into `room` next to a unit; 0 if none does.
 
     Args:
-        unit: the unit.
-        nbytes: its bytes.
         ascending: aligned bytes and index of each unit that comes and goes, in ascending order.
-        room: bytes of the region.
     """
     left = room - align_up(max(nbytes, 1))
     at = bisect.bisect_right(ascending, (left, NEVER)) - 1
@@ -389,7 +382,7 @@ class _Question(NamedTuple):
 
     nbytes: int
     holes: tuple[Region, ...]
-    evictable: tuple[Block, ...]
+    evictable: tuple[UnitBlock, ...]
     distances: tuple[int, ...]
     """Number of uses before the next use of each evictable unit."""
     floor: Floor
@@ -418,7 +411,7 @@ def _best_place(question: _Question) -> Eviction | None:
     return max(_places(question), key=lambda pair: pair[0], default=(None, None))[1]
 
 
-def _places(question: _Question, near: Sequence[Block] | None = None) -> list[tuple[_Score, Eviction]]:
+def _places(question: _Question, near: Sequence[UnitBlock] | None = None) -> list[tuple[_Score, Eviction]]:
     """Returns every offset that is allowed and worth a look, in ascending order, with its score.
 
     With `near`, evictable blocks, only offsets at their borders and at those of free memory are returned.
@@ -472,10 +465,7 @@ def next_to_fetch(
     """Returns the nearest upcoming unit within `limits.ahead` that `wanting` accepts; None if there is none.
 
     Args:
-        access_order: the access order.
-        nbytes: returns the bytes of a unit, as `limits.ahead` counts them.
         wanting: returns True for a unit that is not yet at its goal.
-        limits: limits of the config.
     """
     if limits.ahead is None:
         return access_order.nearest(wanting)
@@ -496,8 +486,6 @@ def leaves_room_ahead(capacity: int, buffer_sizes: Sequence[int], ahead: Iterabl
     Two, since one unit is read while the one before is used; the reads of a pass then never wait for these buffers.
 
     Args:
-        capacity: bytes of all buffers.
-        buffer_sizes: bytes of each buffer that cannot be evicted.
         ahead: bytes of each unit that the pass will still read, nearest first.
     """
     nearest = itertools.islice(ahead, 2)
@@ -505,14 +493,7 @@ def leaves_room_ahead(capacity: int, buffer_sizes: Sequence[int], ahead: Iterabl
 
 
 def keeps(access_order: AccessOrder, unit: int, nbytes: Callable[[int], int], limits: Limits) -> bool:
-    """Returns True if a unit that is released now stays on the device until its room is needed.
-
-    Args:
-        access_order: the access order.
-        unit: the unit that is released.
-        nbytes: returns the bytes of a unit, as `limits.reuse` counts them.
-        limits: limits of the config.
-    """
+    """Returns True if a unit that is released now stays on the device until its room is needed."""
     if limits.reuse is None:
         return True
     if access_order.distance(unit) >= NEVER:

@@ -79,7 +79,7 @@ class Prefetcher:
     ) -> None:
         self._table, self._host_cache, self._device_cache, self._limits = table, host_cache, device_cache, limits
         self._entries, self._device = table.entries, device
-        self._all_stay = all(entry.size.stays for entry in table.entries)
+        self._all_stay = all(entry.size.device_resident for entry in table.entries)
         self._any_on_disk = any(entry.size.tier is Tier.DISK for entry in table.entries)
         self._uploads_elsewhere = may_upload_elsewhere(device.host_addressable, several_ranks)
         self._elsewhere = self._held = 0
@@ -267,7 +267,6 @@ class Fetcher:
         Each wait releases the lock, so the unit is looked at anew after each step.
 
         Args:
-            entry: the unit.
             ahead: True to start reads and uploads of what the access order predicts next as well.
 
         Raises:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import enum
 import errno
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
+from offload.aio import Priority
 from offload.aio.protocols import Future
 from offload.errors import EngineFailed
 from offload.states import Tier
@@ -21,7 +23,6 @@ from offload.swapper.memory.device_arena import DeviceArena, DeviceBuffer
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.swapper.memory.lock import InterruptibleLock
 from offload.swapper.policy import AccessOrder
-from offload.swapper.weight_source import Piece
 from offload.timeline import OFF, Row, Timeline
 
 # -- residency -----------------------------------------------------------------------------------------
@@ -52,11 +53,11 @@ from offload.timeline import OFF, Row, Timeline
 #               start_read            finish_read             upload              upload
 #         DISK ────────────► READING ─────────────► HOST ───────────► UPLOADING ───────────► DEVICE
 #          ▲ │                                      ▲ ▲ │                  ▲                   │
-#          │ │                              flushed │ │ │ weights_ready    │ upload            │
-#          │ │           weights_ready              │ │ ▼                  │                   │
+#          │ │                              flushed │ │ │ publish_weights  │ upload            │
+#          │ │          publish_weights             │ │ ▼                  │                   │
 #          │ └────────────────────────────────────► WRITING ───────────────┤                   │
 #          ├──────────────────── stream, or a read in place ───────────────┘                   │
-#          ├──────────────── evict ────────────── HOST                                    │
+#          ├──────────────── evict ────────────── HOST                                         │
 #          └───────────────────── drop: to WRITING or HOST if the host buffer is kept ◄────────┘
 #
 # A device copy is always clean: only an update or a load writes weights, and only in their tier, a host buffer or the
@@ -95,13 +96,55 @@ ARROWS: Final[dict[tuple[Residency, Residency], str]] = {
     (_R.DEVICE, _R.HOST): "drop",
     (_R.DEVICE, _R.WRITING): "drop",
     # An update's result: the newest copy is in a new host buffer, or in the other slot if no buffer was free.
-    (_R.DISK, _R.WRITING): "weights_ready",
-    (_R.HOST, _R.WRITING): "weights_ready",
-    (_R.DISK, _R.HOST): "weights_ready",
+    (_R.DISK, _R.WRITING): "publish_weights",
+    (_R.HOST, _R.WRITING): "publish_weights",
+    (_R.DISK, _R.HOST): "publish_weights",
     # No transition leaves FAILED: the engine stops, and the next process opens the store at its last commit.
     **{(state, _R.FAILED): "fail" for state in _R if state is not _R.FAILED},
 }
 """Every allowed transition, with the function of the pager (or of its host or device side) that performs it."""
+
+
+# -- weight source -------------------------------------------------------------------------------------
+#
+# The files from which the pager reads units of tier DISK, whatever files these are.
+#
+#     store         swap files of a run: this rank's partition, from the slot of the newest weights
+#     model files   the model's own files: the pages that contain the tensors of a unit
+
+
+class UploadPiece(NamedTuple):
+    """Consecutive bytes of what a read delivers, and the bytes of the unit to which they are copied."""
+
+    start: int
+    """First byte in the host buffer."""
+    target: range
+    """Bytes of the unit on the device."""
+
+
+def pieces_of(shard_ranges: Sequence[range]) -> tuple[UploadPiece, ...]:
+    """Returns the pieces of a partition, which consists of byte ranges of its unit, one after the other."""
+    ends = itertools.accumulate(map(len, shard_ranges))
+    return tuple(UploadPiece(end - len(target), target) for end, target in zip(ends, shard_ranges, strict=True))
+
+
+class WeightSource(Protocol):
+    """Files that contain the weights of units. Any thread may submit reads and wait for them."""
+
+    @property
+    def committed(self) -> bool:
+        """True if a later process can resume from these files."""
+
+    def start_read(self, unit: int, start: int, buffer: memoryview, priority: Priority) -> Future:
+        """Submits a read of the newest weights of a unit. The weights must not change before the read has ended.
+
+        Args:
+            start: first byte of `UnitSize.shard_nbytes`.
+            buffer: receives the bytes; it belongs to the caller and must live until the future is done.
+
+        Returns:
+            The request. Its `wait` raises `IoError` if the bytes cannot be read, are damaged, or are others by now.
+        """
 
 
 # -- unit table ----------------------------------------------------------------------------------------
@@ -114,8 +157,10 @@ class MemoryCounters:
         self._host, self._device, self._timeline = host, device, timeline
         self._titles = {name: f"host buffers of {name}" for name in host.regions}
 
-    def count(self) -> None:
+    def record(self) -> None:
         """Records the present values. The caller holds the pager's lock."""
+        if self._timeline is OFF:  # every change of a unit comes here
+            return
         # The regions are looked up at each call: `drop_cache` replaces one.
         for name, region in self._host.regions.items():
             if region.space.nbytes:
@@ -132,15 +177,13 @@ class UnitTable:
         committed: Callable[[], bool] = lambda: False,
         *,
         timeline: Timeline = OFF,
-        memory: MemoryCounters | None = None,
+        record_memory: Callable[[], None] = lambda: None,
     ) -> None:
         """Creates an entry for each unit.
 
         Args:
-            sizes: sizes of the units, by index.
             committed: returns True if the store holds a commit, for the text of an error.
-            timeline: records the waits.
-            memory: counters to record at each change; None if nothing records them.
+            record_memory: called after each change, under the lock.
         """
         self.changed = InterruptibleLock()
         # Counts changes, so that a waiter can see if it missed one.
@@ -150,7 +193,7 @@ class UnitTable:
         """Units whose residency is DEVICE: far fewer than all where units come and go."""
         self.access_order = AccessOrder()
         self.timeline = timeline
-        self._memory = memory
+        self._record_memory = record_memory
         self.failure: BaseException | None = None
         self._committed = committed
         self.rewritten = False
@@ -168,8 +211,7 @@ class UnitTable:
 
     def notify(self) -> None:
         """Wakes all threads that wait for a change."""
-        if self._memory is not None:
-            self._memory.count()
+        self._record_memory()
         self.version += 1
         # One condition serves all kinds of waits, so each waiter checks again for its own.
         self.changed.notify_all()
@@ -211,7 +253,6 @@ class UnitTable:
         """Stops the engine: every waiter and every later `check` raises `EngineFailed` from the first `error`.
 
         Args:
-            error: the cause.
             entry: the unit that failed, whose residency becomes FAILED; None if no unit is involved.
         """
         if entry is not None and entry.residency is not Residency.FAILED:
@@ -261,7 +302,7 @@ class UnitSize:
     tier: Tier
     shard_nbytes: int
     """Bytes of this rank's WEIGHT partition; of a unit in other files, those that its source delivers."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[UploadPiece, ...]
     """The bytes of these that are copied to the device, each with their place there."""
     expanded_nbytes: int = 0
     """Bytes at the end of the unit that are in no partition: the device makes them from the others."""
@@ -289,7 +330,7 @@ class UnitSize:
         return in_order and self.shard_nbytes == self.nbytes
 
     @functools.cached_property
-    def stays(self) -> bool:
+    def device_resident(self) -> bool:
         """True if the unit never leaves the device: its tier is DEVICE, and this rank's partition is the whole unit."""
         return self.tier is Tier.DEVICE and self.shard_nbytes == self.nbytes
 
@@ -298,7 +339,7 @@ class UnitSize:
         """Returns the residency before the first use."""
         if self.tier is Tier.DISK:
             return Residency.DISK
-        return Residency.DEVICE if self.stays else Residency.HOST
+        return Residency.DEVICE if self.device_resident else Residency.HOST
 
 
 class Transfer(NamedTuple):

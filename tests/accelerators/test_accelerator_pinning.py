@@ -9,7 +9,7 @@ import torch
 
 from offload import testing
 from offload.swapper.memory.device import bytes_taken_by_torch
-from offload.swapper.memory.host_arena import Classes, Copied, HostArena
+from offload.swapper.memory.host_arena import HostArena, HostBudget, PinnedRegions
 from tests.accelerators.accelerator_modules import PAGE, opened
 
 
@@ -34,8 +34,8 @@ def pinning(monkeypatch: pytest.MonkeyPatch, works: bool = True) -> list[tuple[i
     return blocks
 
 
-CLASSES = Classes(tiles=2 * PAGE, weights=PAGE, gradients=PAGE, resident=2 * PAGE, staging=PAGE)
-COPIED = Copied(resident=PAGE, promoted=0, tiles=False)
+CLASSES = HostBudget(tiles=2 * PAGE, weights=PAGE, gradients=PAGE, resident=2 * PAGE, staging=PAGE)
+COPIED = PinnedRegions(resident=PAGE, promoted=0, tiles=False)
 
 
 def test_torch_pins_the_memory_of_an_accelerator_that_cannot_register_any(

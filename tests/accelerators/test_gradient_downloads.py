@@ -14,7 +14,7 @@ import torch
 from offload.engine.gradient_transfer import DeviceToHost
 from offload.errors import EngineFailed
 from offload.swapper.memory.device import Device, Event
-from offload.swapper.memory.host_arena import Classes, HostArena
+from offload.swapper.memory.host_arena import HostArena, HostBudget
 from offload.timeline import Row, Timeline
 
 STAGING = 4096
@@ -62,7 +62,7 @@ class Engine:
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[tuple[DeviceToHost, HeldDevice, Engine]]:
     device, engine = HeldDevice(), Engine()
-    arena = HostArena(Classes(0, 0, 0, 0, 3 * STAGING), device)
+    arena = HostArena(HostBudget(0, 0, 0, 0, 3 * STAGING), device)
     leases = [arena.staging.take(STAGING) for _ in range(3)]
     timeline = Timeline(tmp_path / "trace.json")
     free = [each for each in leases if each]

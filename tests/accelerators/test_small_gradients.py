@@ -18,7 +18,7 @@ from offload import testing
 from offload.engine.gradient_transfer import DeviceToHost, Piece, SmallGradients, join
 from offload.sizes import GIB, MIB
 from offload.swapper.memory.device import DONE, Device, DeviceRoom
-from offload.swapper.memory.host_arena import Classes, HostArena
+from offload.swapper.memory.host_arena import HostArena, HostBudget
 from tests.accelerators.test_gradient_downloads import Engine, HeldDevice, numbers
 from tests.support import models
 from tests.support.devices.late_device import LateDevice, Ticks, use_device
@@ -47,7 +47,7 @@ NEVER = 0
 def made() -> Iterator[tuple[DeviceToHost, HeldDevice]]:
     device, engine = HeldDevice(), Engine()
     device.go.set()
-    arena = HostArena(Classes(0, 0, 0, 0, 3 * STAGING), device)
+    arena = HostArena(HostBudget(0, 0, 0, 0, 3 * STAGING), device)
     staging = [arena.staging.take(STAGING) for _ in range(3)]
     downloads = DeviceToHost(device, [each for each in staging if each], 16384, True, engine.fail, engine.check)
     yield downloads, device

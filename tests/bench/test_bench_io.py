@@ -121,10 +121,10 @@ def test_the_file_holds_what_was_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_ratio_is_that_of_the_rounds() -> None:
-    from offload.aio.measure import Pass
+    from offload.aio.measure import TimedTransfer
 
-    def passes(*seconds: float) -> list[Pass]:
-        return [Pass(100, each, 0) for each in seconds]
+    def passes(*seconds: float) -> list[TimedTransfer]:
+        return [TimedTransfer(100, each, 0) for each in seconds]
 
     case = Case("threads", 4096, 1)
     found = {

@@ -19,7 +19,7 @@ from offload.engine.gradients import borders, parameter_starts
 from offload.errors import EngineFailed, IoError, StoreError
 from offload.layout.flat_layout import lay_out
 from offload.swapper.memory.device import Device
-from offload.swapper.memory.host_arena import Classes, HostArena
+from offload.swapper.memory.host_arena import HostArena, HostBudget
 from offload.swapper.store import spill_file as scratch
 from offload.timeline import OFF
 from tests.support import models
@@ -206,7 +206,7 @@ class MemoryScratch:
 def test_a_window_holds_what_was_added_whoever_writes_it_when(order: list[int]) -> None:
     """Windows in any order, each added to again and again, while writes end only when they are waited for."""
     numel, itemsize = 1024, 4
-    arena = HostArena(Classes(0, 0, 3 * numel * itemsize, 0), Device(torch.device("cpu")))
+    arena = HostArena(HostBudget(0, 0, 3 * numel * itemsize, 0), Device(torch.device("cpu")))
     buffers = [taken for _ in range(3) if (taken := arena.gradients.take(numel * itemsize)) is not None]
     ranges = {0: tuple(range(start, start + numel) for start in range(0, 6 * numel, numel))}
     failures: list[BaseException] = []
@@ -240,7 +240,7 @@ def test_a_gradient_that_is_lost_stops_the_engine_whoever_notices(
 ) -> None:
     """A flush that cannot start a write has let go of the window, and a caught error would update with zeros."""
     numel, failures = 1024, list[BaseException]()
-    arena = HostArena(Classes(0, 0, numel * 4, 0), Device(torch.device("cpu")))
+    arena = HostArena(HostBudget(0, 0, numel * 4, 0), Device(torch.device("cpu")))
     lease = arena.gradients.take(numel * 4)
     assert lease is not None
     stretches = {0: (range(numel),)}

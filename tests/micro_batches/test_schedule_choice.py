@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, SCHEDULES, Choice, choose_schedule
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, SCHEDULES, ScheduleChoice, choose_schedule
 
 GIB = 1 << 30
 PAYS: dict[str, Any] = {
@@ -23,12 +23,12 @@ PAYS: dict[str, Any] = {
 """A run for which layer-major pays and fits."""
 
 
-def chosen(**other: Any) -> Choice:
+def chosen(**other: Any) -> ScheduleChoice:
     return choose_schedule(**{**PAYS, **other})
 
 
 def test_layer_major_is_taken_where_it_saves_transfers_and_fits() -> None:
-    assert chosen() == Choice(LAYER_MAJOR, "each weight is fetched twice a step instead of 16 times")
+    assert chosen() == ScheduleChoice(LAYER_MAJOR, "each weight is fetched twice a step instead of 16 times")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_layer_major_is_taken_where_it_saves_transfers_and_fits() -> None:
     ],
 )
 def test_a_reason_says_why_auto_takes_the_other_order(other: dict[str, Any], reason: str) -> None:
-    assert chosen(**other) == Choice(MICRO_BATCH_MAJOR, reason)
+    assert chosen(**other) == ScheduleChoice(MICRO_BATCH_MAJOR, reason)
 
 
 @pytest.mark.parametrize("unknown", ["activation_nbytes", "free_nbytes"])

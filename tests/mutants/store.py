@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "tell of damage only the first who waits",
         "offload.swapper.store.requests",
-        "            self._damage = error\n            return\n",
-        "            self._source = None\n            raise error\n",
+        "                    self._damage = error\n",
+        "                    self._verified = True\n                    raise error\n",
         "tests/store/test_store_read_checksums.py",
     ),
     Mutant(
@@ -151,7 +151,7 @@ MUTANTS = (
     Mutant(
         "compare nothing that this process has written",
         "offload.swapper.store.requests",
-        "        return sums.first_damage(start, nbytes, page_sums, memory)",
+        "        return sums.first_damage(start, nbytes, page_sums, pages)",
         "        return None",
         "tests/store/test_store_checksums.py",
     ),
@@ -178,22 +178,22 @@ MUTANTS = (
     ),
     Mutant(
         "forget a later commit before the copies of slots are back on the drive",
-        "offload.swapper.store.undo",
+        "offload.swapper.store.recovery",
         "            sync()\n",
         "",
         "tests/store/test_power_cut.py",
     ),
     Mutant(
         "put a copy of a slot back that is not what was copied",
-        "offload.swapper.store.undo",
+        "offload.swapper.store.recovery",
         " and _fits(file, extent, table.get(key, ())):",
         ":",
         "tests/store/test_slot_copies.py",
     ),
     Mutant(
         "resume without the slots whose copies are damaged",
-        "offload.swapper.store.undo",
-        "if not copies.undamaged and find_damage is not None and",
+        "offload.swapper.store.recovery",
+        "if not undamaged and find_damage is not None and",
         "if False and",
         "tests/store/test_slot_copies.py",
     ),

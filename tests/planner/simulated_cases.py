@@ -8,8 +8,7 @@ from offload.planner.simulation.simulate import Budgets, Simulation, Use, simula
 from offload.planner.simulation.updater import UpdateCost
 from offload.states import Tier
 from offload.swapper.policy import Limits
-from offload.swapper.table import UnitSize
-from offload.swapper.weight_source import pieces_of
+from offload.swapper.table import UnitSize, pieces_of
 
 PAGE = 4096
 
@@ -38,7 +37,7 @@ class Case(NamedTuple):
     @property
     def moving(self) -> list[int]:
         """Bytes of the units that are not stored on the device."""
-        return sorted(size.nbytes for size in self.sizes if not size.stays) or [0]
+        return sorted(size.nbytes for size in self.sizes if not size.device_resident) or [0]
 
     @property
     def on_disk(self) -> list[int]:

@@ -104,5 +104,5 @@ def test_a_unit_in_codes_comes_and_goes_on_its_own_device() -> None:
         gradient_dtype=torch.bfloat16,
         alone=True,
     )
-    assert [parts.stays(unit, {State.WEIGHT: Tier.DEVICE}) for unit in (0, 1)] == [True, False]
+    assert [parts.device_resident(unit, {State.WEIGHT: Tier.DEVICE}) for unit in (0, 1)] == [True, False]
     assert stored_as_blocks(JOB.model(), None, torch.bfloat16) == {}

@@ -161,15 +161,15 @@ def test_rounds_end_with_their_seconds(seconds: float, monkeypatch: pytest.Monke
 
 
 def test_a_slow_drive_has_a_shorter_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.aio.measure import Pass
+    from offload.aio.measure import TimedTransfer
     from offload.hardware.probe import measure
 
     moved: list[int] = []
 
-    def move(queue: Any, file: Any, buffer: memoryview, *_: Any) -> Pass:
+    def move(queue: Any, file: Any, buffer: memoryview, *_: Any) -> TimedTransfer:
         moved.append(len(buffer))
         time.sleep(0.02)
-        return Pass(len(buffer), len(buffer) / 1e6, 0.0)
+        return TimedTransfer(len(buffer), len(buffer) / 1e6, 0.0)
 
     monkeypatch.setattr(measure, "move", move)
     monkeypatch.setattr(measure, "_REQUEST", 1 << 16)

@@ -13,7 +13,7 @@ from torch import nn
 
 import offload
 from offload import testing
-from offload.distributed.gathers import WeightGathers
+from offload.distributed.gathers import CodedWeightGathers
 from offload.distributed.process_group import Communication, Mesh, Sent
 from offload.errors import RankError
 from offload.kernels.blocks import BLOCK_FORMATS, dequantize, quantize
@@ -145,7 +145,7 @@ def test_on_a_gpu_all_work_on_codes_is_submitted_to_the_upload_stream() -> None:
     """Behind the copy of the shard, before what waits for the upload; the host waits for nothing."""
     device = Streamed()
     coded = CodedGathers(torch.float32, (range(256),), 256)
-    gathers = WeightGathers(TwoShards(device), device, coded, torch.empty(coded.nbytes, dtype=torch.uint8))  # type: ignore[arg-type]
+    gathers = CodedWeightGathers(TwoShards(device), device, coded, torch.empty(coded.nbytes, dtype=torch.uint8))  # type: ignore[arg-type]
     whole = torch.randn(512)
     mine = whole[128:256].clone()
     end = gathers.gather(0, whole.view(torch.uint8), [range(512, 1024), range(3 * 512, 4 * 512)], None)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 import offload
 from offload import testing
-from offload.distributed.process_group import Communication, ProcessGroup, Sent, Work
+from offload.distributed.process_group import CollectiveWork, Communication, ProcessGroup, Sent
 from offload.distributed.reduce_scatter import ReduceScatterAccumulator
 from offload.errors import BudgetError, NumericsError, OffloadError, RankError
 from offload.layout.flat_layout import layouts_of
@@ -533,7 +533,7 @@ TWO_STEPS = JOBS["gpt2"]._replace(steps=2, lr=3e-4)
 class Late:
     """An exchange that begins only when somebody needs its values."""
 
-    def __init__(self, begin: Callable[[], Work]) -> None:
+    def __init__(self, begin: Callable[[], CollectiveWork]) -> None:
         self._begin = begin
 
     def order_compute(self) -> None:
@@ -659,7 +659,7 @@ def test_a_lost_rank_is_named_once_however_many_exchanges_fail(monkeypatch: pyte
     testing.replace(monkeypatch, "ranks.gone", lambda *_: pytest.fail("the loss is known"))
     for _ in range(2):
         with pytest.raises(RankError) as caught:
-            Work(ranks, Broken(), "reduce gradients").order_compute()
+            CollectiveWork(ranks, Broken(), "reduce gradients").order_compute()
         assert caught.value is ranks._lost
 
 
@@ -676,7 +676,7 @@ class Streamed(Broken):
 def test_on_a_gpu_the_stream_waits_and_not_the_host() -> None:
     ranks, work = object.__new__(ProcessGroup), Streamed()
     ranks.on_gpu = True
-    Work(ranks, work, "reduce gradients").order_compute()
+    CollectiveWork(ranks, work, "reduce gradients").order_compute()
     assert work.waits == [()]
 
 

@@ -156,9 +156,9 @@ class Failed:
 
 def test_a_collective_that_has_failed_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was gathered ahead may have failed long before anybody waits for it."""
-    from offload.distributed.process_group import ProcessGroup, Work
+    from offload.distributed.process_group import CollectiveWork, ProcessGroup
 
     ranks = object.__new__(ProcessGroup)
     testing.replace(monkeypatch, "ranks.blame", lambda self, error: RankError(f"gone: {error}"))
     with pytest.raises(RankError, match="gone: connection closed"):
-        Work(ranks, Failed(), "gather weights").wait()
+        CollectiveWork(ranks, Failed(), "gather weights").wait()

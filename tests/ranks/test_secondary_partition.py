@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,11 +16,11 @@ from torch import nn
 import offload
 from offload import testing
 from offload.config import load_config
-from offload.distributed.gathers import SecondaryShards
+from offload.distributed.gathers import NodeGathers
 from offload.distributed.process_group import Communication, Sent
 from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import layouts_of
-from offload.layout.tiers import Secondary, check_room
+from offload.layout.tiers import NodeShards, check_room
 from offload.layout.units import find_units
 from offload.planner.memory import Memory, Room, settle
 from offload.sizes import GIB, align_up
@@ -206,6 +207,16 @@ class Node:
         return "gathered"
 
 
+class OverAll:
+    """The gathers of rank 2 over all ranks: it is the first of its node, and keeps the first half."""
+
+    ranks = SimpleNamespace(rank=2)
+
+    def gather(self, _: int, whole: torch.Tensor, *__: Any) -> Any:
+        whole[:2] = 7
+        return "over all"
+
+
 class Ordered(Streamed):
     """A device that notes for which events its upload stream waits."""
 
@@ -221,17 +232,13 @@ class Ordered(Streamed):
 def test_on_a_gpu_copies_are_submitted_to_the_upload_stream() -> None:
     """Behind the gather that fills them, or ahead of the one that reads them; the host waits for nothing."""
     device = Ordered()
-    shards = SecondaryShards(Secondary(2, 4, (2,)), 2, Node(device), device, torch.zeros(4096, dtype=torch.uint8))  # type: ignore[arg-type]
-    whole, mine = torch.zeros(4, dtype=torch.uint8), [range(2, 3)]
-
-    def over_all() -> Any:
-        whole[:2] = 7  # rank 2 is the first of its node, and keeps the first half
-        return "over all"
-
-    assert shards.gather(0, whole, mine, "uploaded", over_all) is device.end  # type: ignore[arg-type, comparison-overlap]
+    over_all, memory = OverAll(), torch.zeros(4096, dtype=torch.uint8)
+    gathers = NodeGathers(over_all, NodeShards(2, 4, (2,)), Node(device), device, memory)  # type: ignore[arg-type]
+    whole, shard = torch.zeros(4, dtype=torch.uint8), [range(2, 3)]
+    assert gathers.gather(0, whole, shard, "uploaded") is device.end  # type: ignore[arg-type, comparison-overlap]
     assert device.waited == ["over all"]
     whole.zero_()
-    assert shards.gather(0, whole, mine, "uploaded", over_all) == "gathered"  # type: ignore[arg-type, comparison-overlap]
+    assert gathers.gather(0, whole, shard, "uploaded") == "gathered"  # type: ignore[arg-type, comparison-overlap]
     assert device.waited == ["over all", "uploaded"]
 
 
@@ -335,9 +342,9 @@ def test_a_plan_counts_it() -> None:
 
 
 def test_a_device_without_room_for_it_is_an_error_that_names_the_key() -> None:
-    kept = Secondary(8, 16, (1 << 30,))
+    kept = NodeShards(8, 16, (1 << 30,))
     check_room(kept, 2 << 30, 2 << 30)
-    check_room(None, 3 << 30, 2 << 30)
+    check_room(NodeShards(), 3 << 30, 2 << 30)
     with pytest.raises(BudgetError, match=r"zero_hpz_partition_size is 8, so each rank keeps 1/8 .* 2.0 GiB is free"):
         check_room(kept, 3 << 30, 2 << 30)
 

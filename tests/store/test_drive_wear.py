@@ -18,7 +18,7 @@ from offload.aio import IoQueue, aligned_empty
 from offload.cli.main import app
 from offload.report.figures import forecast, warning
 from offload.runs.inspection import inspect
-from offload.swapper.store import Rating, Written
+from offload.swapper.store import DriveByteCounter, Rating
 from offload.swapper.store.spill_file import SpillFile
 from tests.support.oracle import Job, start, train_step
 
@@ -99,17 +99,17 @@ def test_inspect_tells_of_the_rated_life(tmp_path: Path) -> None:
 
 
 def test_a_commit_of_before_these_counts_begins_at_nothing() -> None:
-    counts = Written(["/a"])
+    counts = DriveByteCounter(["/a"])
     counts.add(0, 7)
     counts.go_on(None)
     assert counts.drives()[0].life_bytes == 7
-    after = Written(["/a"])
+    after = DriveByteCounter(["/a"])
     after.go_on(counts.pack())
     assert after.drives()[0][1:] == (0, 7)
 
 
 def test_gradients_that_wait_on_a_drive_count(tmp_path: Path) -> None:
-    counts = Written([tmp_path])
+    counts = DriveByteCounter([tmp_path])
     with IoQueue() as queue:
         scratch = SpillFile([tmp_path], {0: 8192}, queue, counts)
         scratch.write(0, 0, memoryview(aligned_empty(8192))).wait()
@@ -118,7 +118,7 @@ def test_gradients_that_wait_on_a_drive_count(tmp_path: Path) -> None:
 
 
 def test_a_life_is_warned_of_once_with_numbers(caplog: pytest.LogCaptureFixture) -> None:
-    counts = Written(["/mnt/a", "/mnt/b"], Rating(1e12, 0.1, ranks=2))
+    counts = DriveByteCounter(["/mnt/a", "/mnt/b"], Rating(1e12, 0.1, ranks=2))
     with caplog.at_level(logging.WARNING):
         counts.add(0, 40 * 10**9)
         assert not caplog.records
@@ -138,7 +138,7 @@ def test_two_threads_that_exceed_a_life_at_once_warn_once(caplog: pytest.LogCapt
                 second.join(0.2)
             return super().used(nbytes)
 
-    counts = Written(["/mnt/a"], Slow(1e12, 0.1))
+    counts = DriveByteCounter(["/mnt/a"], Slow(1e12, 0.1))
     second = threading.Thread(target=counts.add, args=(0, 10**11))
     with caplog.at_level(logging.WARNING):
         counts.add(0, 2 * 10**11)

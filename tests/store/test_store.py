@@ -20,7 +20,7 @@ from offload.states import State
 from offload.swapper.store import Store, StoreSpec, remove_run, run_status
 from offload.swapper.store import store as store_module
 from offload.swapper.store import store as swap_files
-from offload.swapper.store.format import MAX_UNITS, Manifest, Record
+from offload.swapper.store.format import MAX_UNITS, CommitRecord, StoreManifest
 from tests.support.drives import filesystems
 
 SIZES = {State.WEIGHT: 8192, State.EXP_AVG: 16384}
@@ -75,16 +75,16 @@ def weight(store: Store, unit: int) -> int:
 
 @given(st.integers(1, 2**60), st.lists(st.integers(0, 1), max_size=300), st.integers(0, 1), st.integers(0, 2**40))
 def test_a_record_comes_back_as_it_went(epoch: int, slots: list[int], blob: int, nbytes: int) -> None:
-    record = Record(epoch + 3, epoch, tuple(slots), blob, nbytes, 12345, 678)
+    record = CommitRecord(epoch + 3, epoch, tuple(slots), blob, nbytes, 12345, 678)
     page = record.pack()
-    assert len(page) == PAGE and Record.unpack(page, record.blob) == record
+    assert len(page) == PAGE and CommitRecord.unpack(page, record.blob) == record
 
 
 @given(st.integers(0, PAGE * 8 - 1))
 def test_any_flipped_bit_is_noticed(bit: int) -> None:
-    page = bytearray(Record(9, 7, (0, 1, 1), 1, 100, 5).pack())
+    page = bytearray(CommitRecord(9, 7, (0, 1, 1), 1, 100, 5).pack())
     page[bit // 8] ^= 1 << (bit % 8)
-    assert Record.unpack(bytes(page), 1) is None
+    assert CommitRecord.unpack(bytes(page), 1) is None
 
 
 def test_a_commit_is_what_open_finds(tmp_path: Path, queue: IoQueue) -> None:
@@ -104,13 +104,13 @@ def test_commits_share_one_copy_of_the_manifest(
 ) -> None:
     """It names each parameter of the model, so a commit must not make it again."""
     made: list[int] = []
-    pack = Manifest.pack
+    pack = StoreManifest.pack
 
-    def counted(manifest: Manifest, drive: int = 0) -> bytes:
+    def counted(manifest: StoreManifest, drive: int = 0) -> bytes:
         made.append(drive)
         return pack(manifest, drive)
 
-    monkeypatch.setattr(Manifest, "pack", counted)
+    monkeypatch.setattr(StoreManifest, "pack", counted)
     store = created(tmp_path, queue)
     for epoch in range(3):
         store.commit(epoch, blob("text"))

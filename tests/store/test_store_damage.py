@@ -22,7 +22,7 @@ from offload import testing
 from offload.errors import EngineFailed, IoError, StoreError
 from offload.states import State
 from offload.swapper.store import Store
-from offload.swapper.store.format import Record, read_manifest, read_records
+from offload.swapper.store.format import CommitRecord, read_manifest, read_records
 from tests.support import models
 from tests.support.drives import filesystems
 from tests.support.drives.fault_injection import flip_bit
@@ -54,7 +54,7 @@ DONE = 3
 """Steps of the run before something happens to it."""
 
 
-def records(folder: Path) -> tuple[Record, ...]:
+def records(folder: Path) -> tuple[CommitRecord, ...]:
     return read_records(folder / "default" / "rank0" / "commit").valid
 
 

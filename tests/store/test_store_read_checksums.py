@@ -22,7 +22,8 @@ from offload.aio.protocols import Future
 from offload.errors import IoError
 from offload.sizes import PAGE
 from offload.states import State
-from offload.swapper.store import Store, StoreSpec, format, requests
+from offload.swapper.store import Store, StoreSpec, format
+from offload.swapper.store import store as store_module
 from offload.swapper.store.format import ChecksumRange, ChecksumTable, Key, PageSums, Passages, Slot
 from offload.swapper.store.requests import CheckedRead, DriveSpans
 from offload.timeline import Timeline
@@ -257,7 +258,7 @@ def test_a_slot_is_shared_extent_by_extent(
         done += 1
         return os.pwrite(destination, os.pread(source, count, start), offset) == count
 
-    monkeypatch.setattr(requests, "clone_range", copy)
+    monkeypatch.setattr(store_module, "clone_range", copy)
     update(store, 4096, 1)
     expected = aligned_empty(nbytes)
     store.read(0, State.WEIGHT, store.newest[0], 0, expected).wait()

@@ -103,7 +103,7 @@ def _add_undo(rank: Path) -> None:
     from offload.states import State
     from offload.swapper.store.format import own_nbytes
     from offload.swapper.store.inspection import look
-    from offload.swapper.store.undo import _Entry
+    from offload.swapper.store.recovery import _UndoEntry
 
     found = look(rank)
     assert found.manifest is not None
@@ -112,7 +112,7 @@ def _add_undo(rank: Path) -> None:
     with (rank / "states").open("rb") as states:
         states.seek(place.offset)
         data = states.read(own_nbytes(places))
-    (rank / "undo").write_bytes(_Entry((record.serial, record.time_ns), 0, State.WEIGHT, len(data)).pack() + data)
+    (rank / "undo").write_bytes(_UndoEntry((record.serial, record.time_ns), 0, State.WEIGHT, len(data)).pack() + data)
 
 
 # -- changes ------------------------------------------------------------------------------------------

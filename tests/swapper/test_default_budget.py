@@ -15,7 +15,7 @@ from torch import nn
 
 import offload
 from offload.errors import BudgetError
-from offload.layout.placement import HOST_SHARE, Machine, beside_arenas, place
+from offload.layout.placement import HOST_SHARE, MachineMemory, beside_arenas, place
 from offload.layout.tiers import PlacementRequest
 from offload.sizes import MIB
 from offload.states import Tier
@@ -33,7 +33,7 @@ STEPS, WIDTH, LAYERS = 2, 1024, 10
 def test_both_arenas_leave_room_for_a_backward(numels: list[int], free: int, weights: Tier) -> None:
     parts = parts_of(numels)
     request = PlacementRequest(weights=weights, states=Tier.DISK)
-    machine = Machine(free_host=free, free_device=0, host_addressable=True, drives=True)
+    machine = MachineMemory(free_host=free, free_device=0, host_addressable=True, drives=True)
     placement = place(parts, MODE, request, machine)
     room = free - placement.device_nbytes - beside_arenas(parts)
     in_host = sum(placement.classes)
@@ -48,7 +48,7 @@ def least_of(numels: list[int], request: PlacementRequest, free: int) -> int:
     while high - low > MIB:
         middle = (low + high) // 2
         try:
-            machine = Machine(free_host=free, free_device=0, host_addressable=True, drives=True)
+            machine = MachineMemory(free_host=free, free_device=0, host_addressable=True, drives=True)
             place(parts_of(numels), MODE, replace(request, host_memory=middle), machine)
             high = middle
         except BudgetError:

@@ -17,12 +17,11 @@ from offload.sizes import PAGE
 from offload.states import Tier
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.device_arena import DeviceArena
-from offload.swapper.memory.host_arena import Classes, HostArena
+from offload.swapper.memory.host_arena import HostArena, HostBudget
 from offload.swapper.pager import Pager
 from offload.swapper.policy import AccessOrder, Limits, PassKind
 from offload.swapper.prefetch import may_upload_elsewhere
-from offload.swapper.table import Residency, UnitSize
-from offload.swapper.weight_source import pieces_of
+from offload.swapper.table import Residency, UnitSize, pieces_of
 
 FORWARD_AND_BACKWARD = [0, 1, 2, 2, 1, 0]
 
@@ -106,7 +105,7 @@ class Rig:
             UnitSize(str(unit), nbytes, Tier.DISK, nbytes, pieces_of([range(nbytes)]))
             for unit, nbytes in enumerate(size * PAGE for size in pages)
         ]
-        host = HostArena(Classes(0, weights * PAGE, 0, 0), self.device)
+        host = HostArena(HostBudget(0, weights * PAGE, 0, 0), self.device)
         arena = DeviceArena(device * PAGE, self.device)
         self.pager = Pager(sizes, host, arena, self.device, self.store, Limits())
         self.pager.table.access_order = AccessOrder.of(order, PassKind.TRAIN)
@@ -117,7 +116,7 @@ class Rig:
         host_buffer = updates.buffer_for(unit)
         assert host_buffer is not None
         host_buffer.tensor(torch.uint8).fill_(value)
-        updates.weights_ready(unit, True, True)
+        updates.publish_weights(unit, True, True)
 
     def elsewhere(self, act: Callable[[], object]) -> threading.Thread:
         """Runs `act` on a thread of its own."""

@@ -19,11 +19,10 @@ import torch
 from offload.sizes import PAGE, align_up
 from offload.states import Tier
 from offload.swapper.memory.device_arena import DeviceArena
-from offload.swapper.memory.host_arena import Classes, HostArena
+from offload.swapper.memory.host_arena import HostArena, HostBudget
 from offload.swapper.pager import Pager
 from offload.swapper.policy import Limits
-from offload.swapper.table import Residency, UnitSize
-from offload.swapper.weight_source import pieces_of
+from offload.swapper.table import Residency, UnitSize, pieces_of
 from tests.support.devices.late_device import LateDevice, Ticks
 
 STEPS = 5
@@ -91,7 +90,7 @@ class Storm:
             for unit, (pages, tier) in enumerate(zip(self.pages, tiers, strict=True))
         ]
         kept = sum(align_up(size.nbytes) for size in sizes if size.tier is Tier.HOST)
-        arena = HostArena(Classes(0, host * PAGE, 0, kept), self.device)
+        arena = HostArena(HostBudget(0, host * PAGE, 0, kept), self.device)
         limits = Limits(chance.choice([None, None, 0, 2 * PAGE]), chance.choice([None, None, 3 * PAGE]))
         device_arena = DeviceArena(on_device * PAGE, self.device, poison=chance.random() < 0.3)
         self.pager = Pager(sizes, arena, device_arena, self.device, self.store, limits)
@@ -160,12 +159,12 @@ class Storm:
                 buffer = updates.buffer_for(unit) if updates.delivers(unit) else None
                 if buffer is None:
                     self.store.write(unit, self.values[unit])
-                    updates.weights_ready(unit, False, False)
+                    updates.publish_weights(unit, False, False)
                     updates.flushed(unit)
                     continue
                 buffer.tensor(torch.uint8).fill_(self.values[unit])
                 on_disk = self.pager.sizes[unit].tier is Tier.DISK
-                updates.weights_ready(unit, True, on_disk)
+                updates.publish_weights(unit, True, on_disk)
                 unwritten.append(unit)
                 while unwritten and chance.random() < 0.6:
                     self._write(unwritten.pop(0))

@@ -14,7 +14,7 @@ from offload.sizes import align_up
 from offload.swapper.memory.allocator import Allocator
 from offload.swapper.memory.device import DONE, Device
 from offload.swapper.memory.device_arena import DeviceArena, check_budget
-from offload.swapper.memory.host_arena import Classes, HostArena
+from offload.swapper.memory.host_arena import HostArena, HostBudget
 
 CPU = Device(torch.device("cpu"))
 
@@ -72,7 +72,7 @@ def test_what_could_be_taken_can_be(sizes: list[int], given_back: set[int], want
 
 
 def test_classes_do_not_lend_to_each_other() -> None:
-    host = HostArena(Classes(4096, 8192, 4096, 0), CPU)
+    host = HostArena(HostBudget(4096, 8192, 4096, 0), CPU)
     assert host.tiles.take(4096) is not None and host.tiles.take(4096) is None
     first = host.weights.take(8192)
     assert first is not None and host.weights.take(1) is None
@@ -81,7 +81,7 @@ def test_classes_do_not_lend_to_each_other() -> None:
 
 
 def test_a_host_buffer_is_the_same_memory_for_io_and_for_tensors() -> None:
-    with HostArena(Classes(0, 8192, 0, 0), CPU).weights.take(8192) as buffer:
+    with HostArena(HostBudget(0, 8192, 0, 0), CPU).weights.take(8192) as buffer:
         buffer.tensor(torch.float32).fill_(1.5)
         assert bytes(buffer.buffer[:4]) == b"\x00\x00\xc0\x3f"
 

@@ -14,11 +14,10 @@ from offload.sizes import PAGE
 from offload.states import Tier
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.device_arena import DeviceArena
-from offload.swapper.memory.host_arena import Classes, HostArena
+from offload.swapper.memory.host_arena import HostArena, HostBudget
 from offload.swapper.pager import GatherDecision, Pager, UnitState
 from offload.swapper.policy import AccessOrder, Limits, PassKind
-from offload.swapper.table import Residency, UnitSize
-from offload.swapper.weight_source import pieces_of
+from offload.swapper.table import Residency, UnitSize, pieces_of
 
 CPU = Device(torch.device("cpu"))
 
@@ -96,7 +95,7 @@ def pager_of(
         UnitSize(str(unit), nbytes, Tier.DISK, nbytes, pieces_of([range(nbytes)]))
         for unit, nbytes in enumerate(size * PAGE for size in pages)
     ]
-    host = HostArena(Classes(0, weights * PAGE, 0, 0), on)
+    host = HostArena(HostBudget(0, weights * PAGE, 0, 0), on)
     pager = Pager(sizes, host, DeviceArena(device * PAGE, on), on, store, Limits(), twin)  # type: ignore[arg-type]
     if twin is not None:
         twin.pager = pager
@@ -116,7 +115,7 @@ def test_the_host_buffer_of_a_running_update_stays() -> None:
         assert bool((pager.acquire(unit) == unit + 1).all())
         pager.release(unit)
     assert pager._entries[0].host_buffer is host_buffer
-    pager.weight_updates.weights_ready(0, True, False)
+    pager.weight_updates.publish_weights(0, True, False)
     pager.acquire(0)
     assert [unit for unit, _ in store.reads].count(0) == 1
 
@@ -145,7 +144,7 @@ def test_a_unit_that_is_about_to_be_used_keeps_its_host_buffer() -> None:
     pager.begin_updates([0, 1, 2])
     for unit in (0, 1):
         assert pager.weight_updates.buffer_for(unit) is not None
-        pager.weight_updates.weights_ready(unit, True, False)
+        pager.weight_updates.publish_weights(unit, True, False)
     entry = pager._entries[0]
     entry.pins += 1  # a thread waits in `acquire`, and has not gone on yet
     pager.table.access_order.use(0)
@@ -201,7 +200,7 @@ def test_a_gather_beside_a_series_ends_the_series_on_the_rank_that_asked(ahead: 
     lacking = next(unit for unit in range(4) if pager.residency(unit) is not Residency.DEVICE)
     edited = (lacking + 1) % 4
     pager.begin_updates([edited])
-    pager.weight_updates.weights_ready(edited, False, False)
+    pager.weight_updates.publish_weights(edited, False, False)
     use(edited)
     assert twin.series == [(edited,)], "the room of the old weights"
     use(lacking)

@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from offload.swapper.memory.device import Device
-from offload.swapper.memory.host_arena import Classes, Copied, HostArena, HostBuffer, HostMemory
+from offload.swapper.memory.host_arena import HostArena, HostBudget, HostBuffer, HostMemory, PinnedRegions
 from tests.swapper.fake_pinning import PAGE, SMALL, FakeCuda, Install, install
 
 __all__ = ["install"]  # fixtures
 
-CLASSES = Classes(
+CLASSES = HostBudget(
     tiles=8 * SMALL, weights=2 * SMALL, gradients=SMALL, resident=6 * SMALL, staging=SMALL, cache=4 * SMALL
 )
-COPIED = Copied(resident=2 * SMALL, promoted=SMALL, tiles=False)
+COPIED = PinnedRegions(resident=2 * SMALL, promoted=SMALL, tiles=False)
 PINNED = {"staging": SMALL, "weights": 2 * SMALL, "gradients": SMALL, "cache": 3 * SMALL, "copied": 2 * SMALL}
 
 
-def arena_over(device: Device, copied: Copied | None = COPIED) -> HostArena:
+def arena_over(device: Device, copied: PinnedRegions | None = COPIED) -> HostArena:
     return HostArena(CLASSES, device, copied=copied)
 
 
@@ -98,8 +98,8 @@ def test_the_cache_that_another_engine_takes_is_unpinned_and_pinned_for_that_eng
     memory = HostMemory()
     first: list[HostArena] = []
     first.append(HostArena(CLASSES, device, memory, 22 * SMALL, lambda: first[0].drop_cache(), COPIED))
-    small = Classes(tiles=SMALL, weights=SMALL, gradients=0, resident=SMALL)
-    other = HostArena(small, device, memory, 22 * SMALL, copied=Copied(resident=SMALL, promoted=0, tiles=False))
+    small = HostBudget(tiles=SMALL, weights=SMALL, gradients=0, resident=SMALL)
+    other = HostArena(small, device, memory, 22 * SMALL, copied=PinnedRegions(resident=SMALL, promoted=0, tiles=False))
     assert first[0].pinned == {name: PINNED.get(name, 0) for name in first[0].pinned} and "cache" not in first[0].pinned
     assert other.pinned["weights"] == other.pinned["copied"] == SMALL
     assert lies_in(cuda, other.take_copied(SMALL)) and not lies_in(cuda, other.tiles.take(SMALL))

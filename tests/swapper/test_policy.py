@@ -11,9 +11,9 @@ from offload.swapper.memory.allocator import Allocator, free_regions
 from offload.swapper.policy import (
     NEVER,
     AccessOrder,
-    Block,
     Floor,
     Limits,
+    UnitBlock,
     _best_place,
     _places,
     _Question,
@@ -29,10 +29,10 @@ orders = st.lists(st.integers(0, 9), min_size=1, max_size=40)
 sizes = st.lists(st.integers(1, 9), min_size=10, max_size=10)
 
 
-def _filled(pages: list[int], present: set[int], total: int = 40) -> tuple[Allocator, list[Block]]:
+def _filled(pages: list[int], present: set[int], total: int = 40) -> tuple[Allocator, list[UnitBlock]]:
     space = Allocator(total * PAGE, random.Random(0))
     blocks = [
-        Block(unit, offset, pages[unit] * PAGE)
+        UnitBlock(unit, offset, pages[unit] * PAGE)
         for unit in sorted(present)
         if (offset := space.take(pages[unit] * PAGE)) is not None
     ]
@@ -98,7 +98,7 @@ def test_two_units_that_have_room_together_can_be_in_use(uses: list[int], room: 
     held: list[int] = []
     for unit in uses:
         if unit not in at:
-            free = [Block(other, offset, pages[other] * PAGE) for other, offset in at.items() if other not in held]
+            free = [UnitBlock(other, offset, pages[other] * PAGE) for other, offset in at.items() if other not in held]
             floor = Floor(0, room * PAGE, largest_beside(unit, pages[unit] * PAGE, ascending, room * PAGE))
             place = find_room(space, pages[unit] * PAGE, free, trace, floor)
             if place is None:
@@ -170,7 +170,7 @@ def test_the_best_of_many_places_is_found_without_a_look_at_each(seed: int, ahea
     for unit in range(chance.randint(120, 260)):
         pages, kind = chance.choice((1, 1, 1, 2, 5)), chance.random()
         if kind < 0.8:
-            blocks.append(Block(unit, offset, pages * PAGE))
+            blocks.append(UnitBlock(unit, offset, pages * PAGE))
         elif kind < 0.9:
             holes.append((offset, offset + pages * PAGE))
         offset += pages * PAGE

@@ -18,11 +18,10 @@ from offload.states import Tier
 from offload.swapper.caches import DeviceCache
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_arena import DeviceArena
-from offload.swapper.memory.host_arena import Classes, HostArena
+from offload.swapper.memory.host_arena import HostArena, HostBudget
 from offload.swapper.pager import Pager
 from offload.swapper.policy import AccessOrder, Limits, PassKind
-from offload.swapper.table import Residency, UnitSize
-from offload.swapper.weight_source import pieces_of
+from offload.swapper.table import Residency, UnitSize, pieces_of
 from tests.support import models
 from tests.support.drives.fault_injection import LateQueue, use_queue
 from tests.support.oracle import (
@@ -93,7 +92,7 @@ def pager_of(units: int, room: int, order: list[int]) -> tuple[Pager, PendingSto
     cpu, store = Device(torch.device("cpu")), PendingStore(units)
     nbytes = PAGES * PAGE
     sizes = [UnitSize(str(unit), nbytes, Tier.DISK, nbytes, pieces_of([range(nbytes)])) for unit in range(units)]
-    host = HostArena(Classes(0, 2 * PAGE, 0, 0), cpu)
+    host = HostArena(HostBudget(0, 2 * PAGE, 0, 0), cpu)
     pager = Pager(sizes, host, DeviceArena(room * nbytes, cpu), cpu, store, Limits())
     pager.table.access_order = AccessOrder.of(order, PassKind.TRAIN)
     return pager, store
@@ -188,7 +187,7 @@ def test_bytes_that_an_update_makes_old_are_never_used() -> None:
     store.values = [8, 9]
     for unit in (0, 1):
         assert not pager.weight_updates.delivers(unit)
-        pager.weight_updates.weights_ready(unit, False, False)
+        pager.weight_updates.publish_weights(unit, False, False)
         use(pager, store, unit)
     pager.close()
 

@@ -14,11 +14,10 @@ from offload.states import Tier
 from offload.swapper.caches import DeviceCache, HostCache
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_arena import DeviceArena
-from offload.swapper.memory.host_arena import Classes, HostArena
+from offload.swapper.memory.host_arena import HostArena, HostBudget
 from offload.swapper.pager import Pager, WeightUpdates
 from offload.swapper.policy import Limits
-from offload.swapper.table import ARROWS, Residency, UnitSize, UnitTable
-from offload.swapper.weight_source import pieces_of
+from offload.swapper.table import ARROWS, Residency, UnitSize, UnitTable, pieces_of
 
 PACKAGE = Path(offload.__file__).parent
 
@@ -26,7 +25,7 @@ PACKAGE = Path(offload.__file__).parent
 @pytest.mark.parametrize(("start", "end"), list(itertools.product(Residency, Residency)))
 def test_the_pager_takes_the_listed_transitions_alone(start: Residency, end: Residency) -> None:
     cpu = Device(torch.device("cpu"))
-    host = HostArena(Classes(0, 0, 0, 4096), cpu)
+    host = HostArena(HostBudget(0, 0, 0, 4096), cpu)
     unit = UnitSize("unit", 4096, Tier.HOST, 4096, pieces_of([range(4096)]))
     pager = Pager([unit], host, DeviceArena(4096, cpu), cpu, None, Limits())
     entry = pager._entries[0]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from offload.errors import BudgetError
 from offload.layout.modes import MODES
-from offload.layout.placement import Machine, Placement, place
+from offload.layout.placement import MachineMemory, Placement, place
 from offload.layout.tiers import Partitions, PlacementRequest, TierMap
 from offload.sizes import GIB, MIB
 from offload.states import State, Tier
@@ -49,7 +49,7 @@ def placed(
         parts_of(numels),
         MODE,
         placement_request,
-        Machine(free_host=free, free_device=0, host_addressable=True, drives=drives),
+        MachineMemory(free_host=free, free_device=0, host_addressable=True, drives=drives),
     )
 
 
@@ -132,7 +132,9 @@ def test_without_a_disk_nothing_moves_and_the_error_names_the_least() -> None:
 def test_the_least_does_not_grow_with_the_model(sizes: list[int]) -> None:
     """As the guide says: 161 MiB, and 48 MiB more with a GPU."""
     for on_cpu, enough in ((True, 161 * MIB), (False, 209 * MIB)):
-        machine = Machine(free_host=1 << 50, free_device=0 if on_cpu else GIB, host_addressable=on_cpu, drives=True)
+        machine = MachineMemory(
+            free_host=1 << 50, free_device=0 if on_cpu else GIB, host_addressable=on_cpu, drives=True
+        )
         found = place(parts_of(sizes), MODE, replace(DISK, host_memory=enough), machine)
         assert enough - MIB < sum(found.classes) <= enough and len(found.spilled) == len(sizes)
         with pytest.raises(BudgetError, match="the least that works"):
@@ -181,7 +183,7 @@ def on_gpu(
         parts_of(numels),
         MODES[mode],
         placement_request,
-        Machine(free_host=1 << 50, free_device=free, host_addressable=False, drives=True, device_kernels=kernels),
+        MachineMemory(free_host=1 << 50, free_device=free, host_addressable=False, drives=True, device_kernels=kernels),
     )
 
 

@@ -205,7 +205,7 @@ def test_beside_units_that_come_and_go_every_bit_is_the_same(tmp_path: Path) -> 
     torch.manual_seed(job.seed)
     engine = offload.initialize(model=job.model(), config=settings)[0]
     pager = testing.inspect(engine).pager
-    assert {pager.stays(unit) for unit in range(len(pager.sizes))} == {True, False}
+    assert {pager.device_resident(unit) for unit in range(len(pager.sizes))} == {True, False}
     old = job.loss(engine, 9, 0)
     losses = [train_step(engine, job, 0)]
     with pytest.raises(UsageError, match=r"made before step\(\)"):

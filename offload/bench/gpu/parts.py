@@ -24,7 +24,7 @@ from offload.hardware.probe import Rates, drive_rates, measure_rates
 from offload.presets import require_transformers
 from offload.sizes import GIB
 from offload.swapper.memory.device import Device, open_device
-from offload.swapper.memory.host_arena import Classes, Copied, HostArena, HostBuffer
+from offload.swapper.memory.host_arena import HostArena, HostBudget, HostBuffer, PinnedRegions
 
 # -- parts ---------------------------------------------------------------------------------------------
 
@@ -196,8 +196,8 @@ def bounds(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def copies(work: Work, save: Save) -> None:
     """Measures copies to and from a host arena by the device object, in turns with the same copies by torch."""
     nbytes, device = work.copy_nbytes, open_device(work.device)
-    copied = None if device.host_addressable else Copied(resident=0, promoted=0, tiles=True)
-    arena = HostArena(Classes(nbytes, 0, 0, 0), device, copied=copied)  # registers its memory
+    copied = None if device.host_addressable else PinnedRegions(resident=0, promoted=0, tiles=True)
+    arena = HostArena(HostBudget(nbytes, 0, 0, 0), device, copied=copied)  # registers its memory
     buffer = arena.tiles.take(nbytes)
     assert buffer is not None
     ours = buffer.tensor(torch.uint8).random_(0, 256)

@@ -18,9 +18,9 @@ from offload.states import Tier
 from offload.swapper.memory.allocator import Allocator
 from offload.swapper.policy import (
     AccessOrder,
-    Block,
     Floor,
     Limits,
+    UnitBlock,
     find_room,
     keeps,
     largest_beside,
@@ -42,9 +42,9 @@ class Entry:
     index: int
     size: UnitSize
     residency: Residency
-    host_buffer: Block | None = None
+    host_buffer: UnitBlock | None = None
     """Host buffer of the weights, also during their read. None for weights whose tier is HOST."""
-    device_buffer: Block | None = None
+    device_buffer: UnitBlock | None = None
     """Device buffer of the weights."""
     reading: Work | None = None
     copied: Work | None = None
@@ -115,7 +115,9 @@ class SimulatedPager:
         self.version = self.uses = self.hits = self.waiting_for_buffer = 0
         self.wanted: list[int] = []
         self.entries = [Entry(index, size, size.start) for index, size in enumerate(sizes)]
-        self._ascending = sorted((align_up(size.nbytes), unit) for unit, size in enumerate(sizes) if not size.stays)
+        self._ascending = sorted(
+            (align_up(size.nbytes), unit) for unit, size in enumerate(sizes) if not size.device_resident
+        )
         # Units whose reads have begun and are not delivered, by index. After each event an actor asks which have ended.
         self._reading: dict[int, Entry] = {}
         self._candidates = Candidates(self.entries, self.streams)
@@ -143,7 +145,7 @@ class SimulatedPager:
             entry.pins -= 1
             if (
                 not entry.pins
-                and not entry.size.stays
+                and not entry.size.device_resident
                 and not keeps(self.access_order, entry.index, self._nbytes, self._limits)
             ):
                 self.drop(entry)
@@ -213,13 +215,13 @@ class SimulatedPager:
             max(reading, key=lambda each: (self.access_order.distance(each.index), -each.index))
         )
 
-    def _start_read(self, entry: Entry, host_buffer: Block, priority: Priority) -> None:
+    def _start_read(self, entry: Entry, host_buffer: UnitBlock, priority: Priority) -> None:
         """Starts the read of a unit's partition into a host buffer."""
         entry.host_buffer = host_buffer
         self._read(entry, priority)
         self.move(entry, Residency.READING)
 
-    def _start_read_in_place(self, entry: Entry, place: Block, priority: Priority) -> None:
+    def _start_read_in_place(self, entry: Entry, place: UnitBlock, priority: Priority) -> None:
         """Starts the read of a unit into its device buffer."""
         entry.device_buffer = place
         self._read(entry, priority)
@@ -255,7 +257,7 @@ class SimulatedPager:
     def _buffer_nbytes(self, entry: Entry) -> int:
         return self.host.nbytes // 2 // PAGE * PAGE if self.streams(entry.index) else entry.size.shard_nbytes
 
-    def _stream(self, entry: Entry, host_buffer: Block) -> Acting[None]:
+    def _stream(self, entry: Entry, host_buffer: UnitBlock) -> Acting[None]:
         """Moves a unit from DISK to the device in chunks; each but the last is copied while the next is read."""
         second = yield from self.machine.counted("room", self.take_host_buffer(entry.index, host_buffer.nbytes))
         place = self._allocate_on_device(entry)
@@ -275,7 +277,7 @@ class SimulatedPager:
         entry.device_buffer = place
         self.move(entry, Residency.DEVICE)
 
-    def _upload(self, entry: Entry, place: Block) -> Acting[None]:
+    def _upload(self, entry: Entry, place: UnitBlock) -> Acting[None]:
         """Starts the copy of a unit to the device. On a CPU the model's thread makes the copy and waits for it."""
         self.move(entry, Residency.UPLOADING)
         # A GPU makes values far faster than the bus brings their blocks; a CPU makes them at the speed of its copies.
@@ -286,14 +288,17 @@ class SimulatedPager:
         entry.device_buffer = place
         self.move(entry, Residency.DEVICE)
 
-    def _allocate_on_device(self, entry: Entry, beyond: int = -1) -> Block | None:
+    def _allocate_on_device(self, entry: Entry, beyond: int = -1) -> UnitBlock | None:
         """Allocates a device buffer, evicting idle units whose next use is later than `beyond`; None without room."""
         beside = largest_beside(entry.index, entry.size.nbytes, self._ascending, self.device.nbytes)
         floor = Floor(0, self.device.nbytes, beside)
         idle = [
             e.device_buffer
             for e in self.entries
-            if e.device_buffer is not None and e.residency is Residency.DEVICE and not e.pins and not e.size.stays
+            if e.device_buffer is not None
+            and e.residency is Residency.DEVICE
+            and not e.pins
+            and not e.size.device_resident
         ]
         place = find_room(self.device, entry.size.nbytes, idle, self.access_order, floor, beyond)
         if place is None:
@@ -301,7 +306,7 @@ class SimulatedPager:
         for unit in place.victims:
             self.drop(self.entries[unit])
         self.device.take_at(place.offset, entry.size.nbytes)
-        return Block(entry.index, place.offset, entry.size.nbytes)
+        return UnitBlock(entry.index, place.offset, entry.size.nbytes)
 
     def _no_room(self, entry: Entry) -> BudgetError:
         """Returns the error for a unit that has no room on the device."""
@@ -399,7 +404,7 @@ class SimulatedPager:
 
     # -- host buffers of weights ------------------------------------------------------------------
 
-    def take_host_buffer(self, unit: int, nbytes: int, beyond: int = -1, wait: bool = True) -> Acting[Block | None]:
+    def take_host_buffer(self, unit: int, nbytes: int, beyond: int = -1, wait: bool = True) -> Acting[UnitBlock | None]:
         """Allocates a host buffer, evicting units whose next use is later than `beyond`; None without room.
 
         Without `wait`, no unit is evicted whose copy to the device is under way.
@@ -420,7 +425,7 @@ class SimulatedPager:
         going = victims(self.host, nbytes, evictable, self._distance, beyond)
         return None if going is None else [self.entries[unit] for unit in going]
 
-    def _take(self, unit: int, nbytes: int, going: Sequence[Entry]) -> Block:
+    def _take(self, unit: int, nbytes: int, going: Sequence[Entry]) -> UnitBlock:
         """Allocates a host buffer once those of `going` are freed."""
         for entry in going:
             assert entry.host_buffer is not None
@@ -430,7 +435,7 @@ class SimulatedPager:
                 self.move(entry, Residency.DISK)
         offset = self.host.take(nbytes)
         assert offset is not None
-        return Block(unit, offset, nbytes)
+        return UnitBlock(unit, offset, nbytes)
 
     def _distance(self, unit: int) -> int:
         """Returns the uses until the next use of `unit`; 0 while the unit is pinned on its way to the device."""
@@ -492,7 +497,7 @@ class SimulatedWeightUpdates:
             self._pager.set_updating(entry, True)
             if entry.reading_in_place:
                 self._pager.stop_reading_in_place(entry)
-            if entry.residency is Residency.DEVICE and not entry.size.stays:
+            if entry.residency is Residency.DEVICE and not entry.size.device_resident:
                 self._pager.drop(entry)
 
     def buffer_for_update(self, entry: Entry) -> Acting[bool]:

@@ -16,7 +16,6 @@ def free_regions(holes: Iterable[Region], places: Iterable[tuple[int, int]]) -> 
     """Returns the free regions, in ascending order, once the blocks at `places`, (offset, nbytes) each, were freed.
 
     Args:
-        holes: the free regions before.
         places: allocated blocks, each at once.
     """
     merged: list[Region] = []

@@ -201,7 +201,6 @@ class Device:
         The tensor and its views stay, and must not be used before `take_back`; then the regions have any contents.
 
         Args:
-            memory: the result of `allocate`.
             regions: (start, stop) in bytes. A device that the host cannot address gives back all of the memory.
         """
         for start, stop in regions:
@@ -501,7 +500,6 @@ class AcceleratorDevice(Device):
             raise RuntimeError(f"{self.torch.type} cannot unpin {len(refusals)} ranges of host memory: {refusals[0]}")
 
     def _find_borders(self) -> None:
-        """Updates `_borders` after a change of the pinned pieces."""
         self._borders = tuple(sorted({end for pieces in self._pinned.values() for piece in pieces for end in piece}))
 
     # -- copies -------------------------------------------------------------------------------------
@@ -756,7 +754,6 @@ def _hint(name: str) -> str:
 
 
 def _is_type(name: str) -> bool:
-    """Returns True if `name` is a type of device that torch knows, present or not."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -805,9 +802,6 @@ def let_segments_grow(device: str) -> tuple[Remark, ...]:
 
     A further call changes nothing, and returns the same line.
 
-    Args:
-        device: the device of the config: "auto", "cpu" or "cuda".
-
     Returns:
         The line if segments grow by this setting, or if it comes too late; nothing if there is no GPU of NVIDIA, or
         if the user has set anything else.
@@ -824,7 +818,6 @@ def growing_segments(environment: Mapping[str, str], in_use: bool) -> tuple[bool
     """Returns whether the variable is to be set, and the line for the user, if any.
 
     Args:
-        environment: the environment of the process.
         in_use: True if CUDA has been used, and the environment read.
     """
     settings = {name: environment[name] for name in _NAMES if environment.get(name)}

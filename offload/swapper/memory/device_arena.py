@@ -81,8 +81,6 @@ class Binding:
         """Begins a use of the memory.
 
         Args:
-            unit: the unit.
-            memory: its device buffer, in a storage of its own.
             updates: how often the weights have changed; None for a unit that stays, whose weights change in place.
             waits: True if streams must wait for the upload of the unit.
         """
@@ -142,7 +140,6 @@ class DeviceArena:
         """Ranges (start, stop, event): until the event, uploads may write the range or compute read the range."""
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        """Allocates device memory; raises `BudgetError` if the device has not enough."""
         try:
             return self._device.allocate(nbytes)
         except (torch.OutOfMemoryError, OSError) as error:
@@ -263,7 +260,6 @@ class DeviceArena:
         """Frees a buffer.
 
         Args:
-            device_buffer: the buffer.
             written: the event of the last upload into the buffer.
             read: the event of the last compute that reads the buffer.
         """
@@ -313,14 +309,7 @@ class DeviceArena:
 
 
 def check_budget(what: str, have: int, need: int, advice: str) -> None:
-    """Raises `BudgetError` with both numbers if `have` bytes cannot hold `need`.
-
-    Args:
-        what: name of the budget, for the message.
-        have: bytes of the budget.
-        need: bytes that are needed.
-        advice: next step for the user, for the message.
-    """
+    """Raises `BudgetError` with both numbers if `have` bytes cannot hold `need`."""
     if have < need:
         raise BudgetError(
             f"{what} is {format_size(have)} ({have} bytes), the least that works is "

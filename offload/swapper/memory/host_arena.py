@@ -30,7 +30,7 @@ TILE_BUFFERS = 8
 """Number of tiles of an update that are read, computed or written at a time: enough to keep a drive busy both ways."""
 
 
-class Classes(NamedTuple):
+class HostBudget(NamedTuple):
     """Bytes of each class of host buffers; their sum is what the engine takes of the host budget."""
 
     tiles: int
@@ -48,16 +48,16 @@ class Classes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Copied:
+class PinnedRegions:
     """Memory of an arena that an accelerator copies, besides staging, gradients, and buffers of weights.
 
     Only such memory is pinned: pinning takes time at the start, and the system cannot move pinned pages.
     """
 
     resident: int
-    """Bytes of `Classes.resident` for weights and gradients, which the device copies. The CPU alone uses the rest."""
+    """Bytes of `HostBudget.resident` with weights and gradients, which the device copies."""
     promoted: int
-    """Bytes of `Classes.cache` that hold states of the optimizer, which the CPU alone uses."""
+    """Bytes of `HostBudget.cache` that hold states of the optimizer, which the CPU alone uses."""
     tiles: bool
     """True if updates or commits copy states between tiles and the device."""
 
@@ -143,7 +143,7 @@ class Region:
     def take_last(self, nbytes: int) -> HostBuffer | None:
         """Allocates a buffer of `nbytes` as near to the end of the class as possible; None if no hole is large enough.
 
-        The end of the cache is not pinned where promoted states take it: see `Copied`.
+        The end of the cache is not pinned where promoted states take it: see `PinnedRegions`.
         """
         offset = self.space.take_last(nbytes)
         return None if offset is None else HostBuffer(self, offset, nbytes)
@@ -154,18 +154,16 @@ class HostArena:
 
     def __init__(
         self,
-        classes: Classes,
+        classes: HostBudget,
         device: Device,
         memory: HostMemory | None = None,
         budget: int | None = None,
         give_cache: Callable[[], None] | None = None,
-        copied: Copied | None = None,
+        copied: PinnedRegions | None = None,
     ) -> None:
         """Maps the memory, or takes a free region of an existing mapping.
 
         Args:
-            classes: bytes of each class.
-            device: pins what it copies of the memory, so that copies to the device are fast.
             memory: the memory of all engines of the process; None for a memory of its own.
             budget: bytes that all engines of `memory` may take together; None for no limit.
             give_cache: evicts all buffers of weights and calls `drop_cache`. The thread of another engine calls it.
@@ -203,7 +201,7 @@ class HostArena:
             self.close()
             raise
 
-    def _parts_to_pin(self, copied: Copied) -> dict[str, torch.Tensor]:
+    def _parts_to_pin(self, copied: PinnedRegions) -> dict[str, torch.Tensor]:
         """Returns the parts that the device copies: first those whose bytes it copies most often in a step."""
         weights, cache = self.weights.start + self.classes.weights, self._start + self._without_cache
         bounds = {
@@ -349,7 +347,6 @@ class HostMemory:
             return self._taken_bytes
 
     def _join(self, arena: HostArena) -> None:
-        """Registers an arena, whose bytes count from now on."""
         with self._lock:
             self._arenas.append(arena)
 
@@ -358,7 +355,6 @@ class HostMemory:
         return sum(arena._taken_bytes for arena in self._arenas)
 
     def _find(self, nbytes: int, device: Device) -> tuple[Mapping, int] | None:
-        """Returns a free region in a mapping that is registered with `device`; None if there is none."""
         for mapping in self._mappings:
             if mapping.device is device and (offset := mapping.space.take(nbytes)) is not None:
                 return mapping, offset

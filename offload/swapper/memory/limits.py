@@ -42,7 +42,6 @@ def _file_nbytes(stat: str, prefix: str) -> int:
 
 
 def _read(path: str) -> str:
-    """Returns the text of a file; an empty string if the file cannot be read."""
     try:
         return Path(path).read_text()
     except OSError:

@@ -22,23 +22,21 @@ files for other programs.
 | file | contents |
 |---|---|
 | `store.py` | a rank's store while it is open: its files together, reads, writes, commits |
-| `recovery.py` | decides which commit a run resumes from; raises the errors for damage |
+| `recovery.py` | decides which commit a run resumes from, compares its data; slots that an edit has overwritten |
 | `drives.py` | the room that a store needs, and how it is divided among drives |
 | `requests.py` | requests to an I/O queue; reads compared with checksums; bytes written to each drive |
 | `folder.py` | locks, private folders, small files that are replaced atomically, notes such as finished.json |
-| `verify.py` | the comparison of all data of a commit |
 | `inspection.py` | a rank's folder from outside: contents and damage |
 | `runs.py` | a run's folder from outside: status, removal |
 | `spill_file.py` | files without a name for gradients and inputs, whose reads are compared too |
 | `format.py` | commit record, manifest and blob; checksums of byte ranges and of pages |
-| `undo.py` | slots that an edit on a grid has overwritten |
 | `model_files.py` | the model's own files as a source of weights |
 """
 
 from offload.swapper.store.drives import Shortage, find_shortage
 from offload.swapper.store.folder import close_in_children
 from offload.swapper.store.format import StoreSpec
-from offload.swapper.store.requests import Compared, DriveWrites, Rating, Written, bytes_of
+from offload.swapper.store.requests import Compared, DriveByteCounter, DriveWrites, Rating, bytes_of
 from offload.swapper.store.runs import (
     check_unused,
     find_removal,
@@ -53,12 +51,12 @@ from offload.swapper.store.store import Store
 
 __all__ = [
     "Compared",
+    "DriveByteCounter",
     "DriveWrites",
     "Rating",
     "Shortage",
     "Store",
     "StoreSpec",
-    "Written",
     "bytes_of",
     "check_unused",
     "close_in_children",

@@ -16,7 +16,7 @@ from offload.aio.file import whole_weights
 from offload.errors import StoreError
 from offload.fileio import real_path
 from offload.sizes import MIB, PAGE, format_size
-from offload.swapper.store.format import Manifest, StoreSpec
+from offload.swapper.store.format import StoreManifest, StoreSpec
 
 logger = logging.getLogger("offload")
 
@@ -48,9 +48,7 @@ def shares(paths: Sequence[str | Path], speeds: Sequence[float], need: int) -> l
     Paths on one file system share its free space. All free space together must suffice for `need`.
 
     Args:
-        paths: a folder on each drive.
         speeds: speed of each drive; any unit of measurement, the same for all.
-        need: bytes to distribute.
     """
     volumes = _free_bytes(paths)
     room: dict[int, float] = dict(volumes)
@@ -90,7 +88,6 @@ def find_drive_shortage(paths: Sequence[Path], needs: Sequence[int]) -> Shortage
 
     Args:
         paths: The folder of each drive. Some may be on one file system.
-        needs: The bytes that each drive takes.
     """
     need: dict[int, int] = {}
     for path, nbytes in zip(paths, needs, strict=True):
@@ -106,7 +103,6 @@ def no_room(short: Shortage, slots: int) -> StoreError:
     """Returns the error for a store that does not fit, with the bytes needed and free, and the remedies.
 
     Args:
-        short: The file systems that are too small.
         slots: The number of slots of the store. With two slots, the message suggests a store with one slot.
     """
     half = (
@@ -120,21 +116,14 @@ def no_room(short: Shortage, slots: int) -> StoreError:
 
 
 def places_of(folders: Sequence[Path]) -> tuple[str, ...]:
-    """Returns the paths of the drives, as a manifest holds them.
-
-    Args:
-        folders: The rank's folder on each drive, in order.
-    """
+    """Returns the paths of the drives, as a manifest holds them."""
     return tuple(str(real_path(folder.parent.parent)) for folder in folders)
 
 
-def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec, run_id: str | None) -> Manifest:
+def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec, run_id: str | None) -> StoreManifest:
     """Returns the manifest of a new store. Several drives are measured, and share the stripes by their speeds.
 
     Args:
-        run: The name of the run.
-        rank: The rank whose store it is.
-        folders: The rank's folder on each drive, in order. The folders exist.
         spec: The contents of the store. All drives together must have room for the store.
         run_id: The id on which the ranks have agreed; None if unknown.
     """
@@ -143,7 +132,7 @@ def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec, 
     if len(folders) > 1:
         speeds = [bandwidth.swap for bandwidth in _measured(folders, spec.nbytes)]
         weights = [max(share, 1.0) for share in shares(drives, speeds, spec.nbytes)]
-    return Manifest(
+    return StoreManifest(
         id=uuid.uuid4().hex,
         run=run,
         rank=rank,
@@ -160,7 +149,6 @@ def _measured(folders: Sequence[Path], nbytes: int) -> list[Bandwidth]:
     """Returns the bandwidth of each drive, measured with a queue of default settings; logs each.
 
     Args:
-        folders: A folder on each drive.
         nbytes: The bytes of the store. A small one is not measured for longer than it trains.
     """
     most = min(max(nbytes, _LEAST_MEASURED), _MOST_MEASURED) // PAGE * PAGE

@@ -84,7 +84,6 @@ class Lock:
     file, and leaves a locked folder alone.
 
     Args:
-        folder: The folder.
         use: What it is locked for. A reader needs no file of the lock where this user may not write one.
 
     Raises:
@@ -396,7 +395,6 @@ def writing_in_place(path: Path) -> Iterator[Callable[[bytes | memoryview, int],
 
 @contextlib.contextmanager
 def _named(path: Path, offset: int, nbytes: int) -> Iterator[None]:
-    """Raises `IoError` with the file and the bytes for an error of the system."""
     try:
         yield
     except OSError as error:
@@ -463,7 +461,6 @@ close_in_children: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Closes the files of all registered objects, in a forked child."""
     for lock in list(close_in_children):
         with contextlib.suppress(OSError):
             lock.close_in_child()
@@ -485,10 +482,8 @@ def clone_range(source: int, start: int, nbytes: int, destination: int, offset: 
     """Lets `destination` share bytes of `source` without a copy. Returns False if the file systems cannot.
 
     Args:
-        source: open descriptor to read.
         start: offset in `source`, a multiple of 4096.
         nbytes: number of bytes, a positive multiple of 4096.
-        destination: open descriptor to write.
         offset: offset in `destination`, a multiple of 4096.
     """
     try:

@@ -54,7 +54,7 @@ MAX_UNITS = (PAGE - _HEAD.size - _CRC.size) * 8
 """Number of units whose slots fit into the record's bitmap, one bit each."""
 
 
-class Record(NamedTuple):
+class CommitRecord(NamedTuple):
     """Contents of one commit record."""
 
     serial: int
@@ -91,7 +91,7 @@ class Record(NamedTuple):
         return body + _CRC.pack(crc32c(body))
 
     @classmethod
-    def unpack(cls, page: bytes, which: int) -> Record | None:
+    def unpack(cls, page: bytes, which: int) -> CommitRecord | None:
         """Returns the record in page number `which`; None if the page is incomplete, empty or of another format."""
         if len(page) != PAGE:
             return None
@@ -118,14 +118,14 @@ def page_version(page: bytes) -> int | None:
 class Records(NamedTuple):
     """Contents of a commit file."""
 
-    valid: tuple[Record, ...]
+    valid: tuple[CommitRecord, ...]
     """The valid records, newest first."""
     invalid_pages: tuple[int, ...]
     """Indices of pages that are neither empty nor valid: interrupted commits, or damage."""
     other_format: int | None = None
     """The format version that an invalid page claims, if it is not this version's; else None."""
 
-    def forget_later(self, path: Path, record: Record) -> None:
+    def forget_later(self, path: Path, record: CommitRecord) -> None:
         """Deletes durably all records of the commit file at `path` that are newer than `record`."""
         for later in self.valid:
             if later.serial > record.serial:
@@ -157,7 +157,7 @@ def read_records(path: Path) -> Records:
 def unpack_records(data: bytes) -> Records:
     """Returns the records in the bytes of a commit file; of a short file, complete pages count."""
     pages = [data[start : start + PAGE] for start in (0, PAGE)]
-    unpacked = [Record.unpack(page, which) for which, page in enumerate(pages)]
+    unpacked = [CommitRecord.unpack(page, which) for which, page in enumerate(pages)]
     valid = sorted((record for record in unpacked if record is not None), key=lambda record: -record.serial)
     # An empty page was never written. Any other page without a valid record is an interrupted commit, or damage.
     invalid_pages = tuple(which for which in (0, 1) if unpacked[which] is None and any(pages[which]))
@@ -307,7 +307,7 @@ class StoreSpec(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class StoreManifest:
     """Contents of `manifest.json`; see docs/reference/store-format.md."""
 
     id: str
@@ -352,7 +352,7 @@ class Manifest:
         return self.pack()
 
     @classmethod
-    def unpack(cls, data: bytes, where: str) -> Manifest:
+    def unpack(cls, data: bytes, where: str) -> StoreManifest:
         """Returns the manifest in `data`.
 
         Raises:
@@ -401,7 +401,6 @@ class Manifest:
 
 
 def _made_by(content: Mapping[str, Any]) -> str:
-    """Returns the version of offload that wrote a manifest of any format, or "unknown"."""
     about = content.get("about")
     return str(about.get("offload", "unknown")) if isinstance(about, dict) else "unknown"
 
@@ -486,7 +485,6 @@ _MANIFEST = fields(
 
 
 def _plain_places(spec: StoreSpec) -> list[dict[str, list[list[list[int]]]]]:
-    """Returns the extents as JSON stores them: for each unit, state to slots, each a list of extents."""
     return [
         {state.value: [[list(extent) for extent in place.extents] for place in slots] for state, slots in row.items()}
         for row in spec.places()
@@ -499,16 +497,16 @@ def _in_all(slots: Sequence[Sequence[Sequence[int]]]) -> int:
     return sum(extent[1] for extent in slots[0] if extent in slots[1]) if len(slots) == 2 else 0
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> StoreManifest:
     """Returns the manifest in a file; raises `StoreError` if there is none that can be read."""
     try:
         data = read_whole(path)
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
-    return Manifest.unpack(data, str(path))
+    return StoreManifest.unpack(data, str(path))
 
 
-def check_rank(manifest: Manifest, rank: int, folder: Path) -> None:
+def check_rank(manifest: StoreManifest, rank: int, folder: Path) -> None:
     """Raises `StoreError` if the files in the folder of `rank` are those of another rank."""
     if manifest.rank != rank:
         raise StoreError(
@@ -518,13 +516,7 @@ def check_rank(manifest: Manifest, rank: int, folder: Path) -> None:
 
 
 def compare(own: StoreSpec, stored: StoreSpec, folder: Path) -> None:
-    """Raises `StoreError` with the first difference between two specs, and advice.
-
-    Args:
-        own: the spec of this run.
-        stored: the spec of the store in `folder`.
-        folder: the rank's folder, for the message.
-    """
+    """Raises `StoreError` with the first difference between two specs, and advice."""
     for name in ("fingerprint", "slots", "partitions", "shared"):
         # The found spec was read from JSON, so both are converted to JSON and back before they are compared.
         expected, there = (json.loads(json.dumps(_plain(getattr(spec, name)))) for spec in (own, stored))
@@ -597,7 +589,6 @@ def _words(mode: str) -> tuple[str, str, dict[str, str]]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value with tuples as lists and states as strings, as JSON has them."""
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):
@@ -606,7 +597,6 @@ def _plain(value: Any) -> Any:
 
 
 def _difference(expected: Any, actual: Any, where: str) -> str | None:
-    """Returns the first difference between two values of JSON at the path `where`; None if they are equal."""
     if isinstance(expected, dict) and isinstance(actual, dict):
         for key in sorted(expected.keys() ^ actual.keys()):
             return f"{where}/{key} exists in only one of the run and this configuration"
@@ -624,7 +614,6 @@ def _difference(expected: Any, actual: Any, where: str) -> str | None:
 
 
 def _short(value: Any) -> str:
-    """Returns a value as JSON, shortened to fit a message."""
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:60]}… ({len(value)} entries)"
 
@@ -677,7 +666,7 @@ class Blob:
 
     @property
     def manifest(self) -> bytes:
-        """Returns the packed manifest; see `Manifest.unpack`."""
+        """Returns the packed manifest; see `StoreManifest.unpack`."""
         return self._bytes(MANIFEST)
 
     @property
@@ -711,14 +700,7 @@ def tensors_in(data: bytes) -> dict[str, torch.Tensor]:
 
 
 def pack_blob(contents: Mapping[str, torch.Tensor], table: torch.Tensor, manifest: bytes, written: bytes) -> bytes:
-    """Returns the bytes of a commit's blob.
-
-    Args:
-        contents: the engine's tensors.
-        table: the checksums, as `pack_checksums` returns them.
-        manifest: the manifest, as `Manifest.pack` returns it.
-        written: the write counts, as `Written.pack` returns them.
-    """
+    """Returns the bytes of a commit's blob."""
     import safetensors.torch
     import torch
 
@@ -787,7 +769,6 @@ def joined(checksum_ranges: Iterable[ChecksumRange], least: int) -> list[Checksu
 
     Args:
         checksum_ranges: neighbours in order, without gaps.
-        least: number of bytes.
     """
     joined_ranges: list[ChecksumRange] = []
     for checksum_range in checksum_ranges:
@@ -803,13 +784,7 @@ def joined(checksum_ranges: Iterable[ChecksumRange], least: int) -> list[Checksu
 
 
 def sum_of(slot: Sequence[ChecksumRange], start: int, nbytes: int) -> int | None:
-    """Returns the CRC-32C of bytes of a slot; None if they do not begin and end at borders of ranges.
-
-    Args:
-        slot: the checksum ranges of the slot.
-        start: first byte, from the start of the slot.
-        nbytes: number of bytes.
-    """
+    """Returns the CRC-32C of bytes of a slot; None if they do not begin and end at borders of ranges."""
     first, last = _border(slot, start), _border(slot, start + nbytes)
     if first is None or last is None:
         return None
@@ -860,12 +835,7 @@ def unpack(rows: bytes) -> dict[Key, Slot]:
 
 
 def check_whole(table: Mapping[Key, Slot], places: Sequence[Mapping[State, Sequence[Extents]]]) -> None:
-    """Raises `StoreError` if a table does not contain the checksums of all bytes of each slot, and of no others.
-
-    Args:
-        table: made by `unpack`.
-        places: for each unit and state, the places of all slots.
-    """
+    """Raises `StoreError` if a table does not contain the checksums of all bytes of each slot, and of no others."""
     for unit, row in enumerate(places):
         for state, slots in row.items():
             slot, nbytes = table.get((unit, state), ()), slots[0].nbytes
@@ -913,11 +883,7 @@ class Passages:
         range whose predecessor did not come first is never compared.
 
         Args:
-            key: the unit and the state.
             slot: the checksum ranges of the slot at the time of the request.
-            start: first byte read, from the start of the slot.
-            nbytes: number of bytes read.
-            crc: CRC-32C of the bytes read.
         """
         with self._lock:
             # A read that begins and ends at borders is compared at once.
@@ -964,7 +930,7 @@ _SUM_NBYTES = 4
 _BYTE_ORDER = sys.byteorder
 
 
-class _Part(NamedTuple):
+class _PagePart(NamedTuple):
     """Bytes [start, stop) of a slot, all in one page, and their CRC-32C."""
 
     start: int
@@ -982,14 +948,13 @@ class PageSums:
         """Creates the checksums of zeros, but for `ranges`.
 
         Args:
-            nbytes: number of bytes of the slot.
             ranges: ranges whose only known checksum is that of the whole.
         """
         self.nbytes = nbytes
         self._sums = bytearray(_packed(crc32c_of_zeros(PAGE)) * (nbytes // PAGE))
         if nbytes % PAGE:
             self._sums += _packed(crc32c_of_zeros(nbytes % PAGE))
-        self._parts: dict[int, list[_Part]] = {}
+        self._parts: dict[int, list[_PagePart]] = {}
         """The parts of pages that are not written as a whole, in order, by the number of the page."""
         self._ranges = list(ranges)
         self._lock = threading.Lock()
@@ -1019,8 +984,6 @@ class PageSums:
         """Enters the checksums of bytes that were written, or proven right.
 
         Args:
-            start: first byte.
-            nbytes: number of bytes.
             sums: the checksum of the bytes in each page, as `Future.page_crcs` returns them.
         """
         stop, first = start + nbytes, start // PAGE
@@ -1032,7 +995,7 @@ class PageSums:
                     del self._parts[page]
             for begin, end in self._cut_pages(start, stop):
                 page = begin // PAGE
-                self._put(page, _Part(begin, end, _unpacked(sums, page - first)))
+                self._put(page, _PagePart(begin, end, _unpacked(sums, page - first)))
 
     def mark_proven(self, ranges: Iterable[ChecksumRange]) -> None:
         """Removes ranges all of whose bytes were recorded from those that `unproven` returns."""
@@ -1061,9 +1024,6 @@ class PageSums:
         """Compares bytes that were read, none of which is in an unproven range; returns the first damaged page.
 
         Args:
-            start: first byte.
-            nbytes: number of bytes.
-            sums: the checksum of the bytes in each page.
             pages: the bytes of `pages_to_read`, by the number of the page.
         """
         stop, first = start + nbytes, start // PAGE
@@ -1101,14 +1061,14 @@ class PageSums:
         cut = [(start, whole.start * PAGE), (max(whole.stop * PAGE, start), stop)]
         return [(begin, end) for begin, end in cut if begin < end]
 
-    def _parts_of(self, page: int) -> list[_Part]:
+    def _parts_of(self, page: int) -> list[_PagePart]:
         parts = self._parts.get(page)
         if parts is not None:
             return parts
         of = self._page(page)
-        return [_Part(of.start, of.stop, _unpacked(self._sums, page))]
+        return [_PagePart(of.start, of.stop, _unpacked(self._sums, page))]
 
-    def _put(self, page: int, new: _Part) -> None:
+    def _put(self, page: int, new: _PagePart) -> None:
         """Enters a part. What is left of parts that it overwrites is known only if it is zeros."""
         parts = [new]
         for old in self._parts_of(page):
@@ -1116,7 +1076,7 @@ class PageSums:
                 if begin < end and (begin, end) == (old.start, old.stop):
                     parts.append(old)
                 elif begin < end and old.crc == crc32c_of_zeros(old.stop - old.start):
-                    parts.append(_Part(begin, end, crc32c_of_zeros(end - begin)))
+                    parts.append(_PagePart(begin, end, crc32c_of_zeros(end - begin)))
         self._parts[page] = sorted(parts)
         of = self._page(page)
         # None: some bytes of the page are unknown, and a read of them fails.
@@ -1136,7 +1096,7 @@ class PageSums:
         expected = self._joined(start, stop)
         page = start // PAGE
         if expected is None and page in pages:
-            memory, split = pages[page], list[_Part]()
+            memory, split = pages[page], list[_PagePart]()
             for part in self._parts_of(page):
                 cuts = {border for border in (start, stop) if part.start < border < part.stop}
                 borders = sorted({part.start, part.stop, *cuts})
@@ -1145,7 +1105,7 @@ class PageSums:
                         return False
                     for begin, end in itertools.pairwise(borders):
                         some = memory[begin % PAGE : begin % PAGE + end - begin]
-                        split.append(_Part(begin, end, crc32c(some)))
+                        split.append(_PagePart(begin, end, crc32c(some)))
                 else:
                     split.append(part)
             # The checksum of the page stays.
@@ -1186,21 +1146,13 @@ class ChecksumTable:
         self._pages: dict[Key, PageSums] = {}
 
     def fill_zeros(self, places: Sequence[Mapping[State, Sequence[Extents]]]) -> None:
-        """Enters the checksums of slots that were never written.
-
-        Args:
-            places: For each unit and state, the places of all slots.
-        """
+        """Enters the checksums of slots that were never written."""
         for unit, row in enumerate(places):
             self._slots |= {(unit, state): of_zeros(slots[0]) for state, slots in row.items()}
             self._pages |= {(unit, state): PageSums(slots[0].nbytes) for state, slots in row.items()}
 
     def load(self, rows: bytes, places: Sequence[Mapping[State, Sequence[Extents]]]) -> None:
         """Replaces the table by the packed table of a commit.
-
-        Args:
-            rows: The packed table.
-            places: For each unit and state, the places of all slots.
 
         Raises:
             StoreError: If the table does not contain the checksums of these slots.
@@ -1218,9 +1170,6 @@ class ChecksumTable:
         """Returns how many bytes the packed table may grow.
 
         A new store has one checksum for each state; later each tile of an update has one.
-
-        Args:
-            places: For each unit and state, the places of all slots.
         """
         sizes = [slots[0].nbytes for row in places for slots in row.values()]
         most = sum(map(_max_checksums, sizes))
@@ -1238,7 +1187,6 @@ class ChecksumTable:
         """Enters the checksums of the writes to a slot. Frozen weights after the last write keep theirs.
 
         Args:
-            key: The unit and the state.
             writes: The start and the ended future of each write, in order, without gaps and from byte 0 on.
             own_nbytes: The bytes at the start of the slot that updates write. No checksum covers some of these
                 and some after them, since an update would replace it.

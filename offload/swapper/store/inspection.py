@@ -23,10 +23,10 @@ from offload.swapper.store.folder import FILES, FINISHED, RESHARDED, folders_asi
 from offload.swapper.store.format import (
     FORMAT_VERSION,
     Blob,
+    CommitRecord,
     Key,
-    Manifest,
-    Record,
     Slot,
+    StoreManifest,
     read_manifest,
     unpack_records,
 )
@@ -52,7 +52,7 @@ class Wrong(NamedTuple):
 class Commit(NamedTuple):
     """A commit record whose checksum is correct, and its blob."""
 
-    record: Record
+    record: CommitRecord
     blob: Blob | None
     """The blob; None if the file does not match the record."""
 
@@ -75,14 +75,14 @@ class Commit(NamedTuple):
         return read_written(None if self.blob is None else self.blob.written)
 
 
-class Found(NamedTuple):
+class RankFiles(NamedTuple):
     """Contents of a rank's folder."""
 
     folder: Path
     rank: int
     commits: tuple[Commit, ...]
     """The valid commits, newest first."""
-    manifest: Manifest | None
+    manifest: StoreManifest | None
     """The manifest in the newest commit whose blob is intact, with the drives of the file, else that of the file."""
     drive: int
     """Index of the drive that holds the folder. Records and blobs are stored on drive 0."""
@@ -149,7 +149,7 @@ def _is_note(path: Path) -> bool:
     return not notes or "date" in notes or "steps" in notes
 
 
-def leftovers(run: Path, all_rank_files: Sequence[Found]) -> list[str]:
+def leftovers(run: Path, all_rank_files: Sequence[RankFiles]) -> list[str]:
     """Returns files and folders of a run that nothing reads.
 
     These are interrupted replacements, ranks beyond the world size, and those of a change of the number of ranks, which
@@ -165,7 +165,7 @@ def leftovers(run: Path, all_rank_files: Sequence[Found]) -> list[str]:
     return sorted(left)
 
 
-def look(folder: Path) -> Found:
+def look(folder: Path) -> RankFiles:
     """Returns the contents of a rank's folder, without the states. The store may be in use by a live run."""
     for _ in range(_TRIES):
         before = _bytes(folder / "commit")
@@ -177,7 +177,7 @@ def look(folder: Path) -> Found:
     return rank_files
 
 
-def _look(folder: Path) -> Found:
+def _look(folder: Path) -> RankFiles:
     """Reads the folder once, without protection against a concurrent commit."""
     rank = rank_number(folder.name)
     assert rank is not None, "the caller knows the folder for one of a rank"
@@ -187,15 +187,15 @@ def _look(folder: Path) -> Found:
         about = notes.get("about")
         made = about.get("offload", "unknown") if isinstance(about, dict) else "unknown"
         words = f"format {version}, made by offload {made}; this version reads format {FORMAT_VERSION}"
-        return Found(folder, rank, (), None, 0, words, ())
+        return RankFiles(folder, rank, (), None, 0, words, ())
     # Only the first drive contains a commit file. On another drive the manifest names the drive.
     drive = 0 if (folder / "commit").exists() else place_of(folder)[1]
     commits, wrong = ((), []) if drive else _commits(folder)
-    manifest: Manifest | None = None
+    manifest: StoreManifest | None = None
     # A blob is covered by its record's checksum, so its copy of the manifest is preferred to the file.
     for commit in commits:
         if commit.blob is not None and manifest is None:
-            manifest = Manifest.unpack(commit.blob.manifest, f"{folder}/blob.{commit.record.blob}")
+            manifest = StoreManifest.unpack(commit.blob.manifest, f"{folder}/blob.{commit.record.blob}")
             if len(manifest.spec.partitions) != len(commit.record.slots):
                 units = f"{len(commit.record.slots)} and {len(manifest.spec.partitions)}"
                 raise StoreError(f"cannot read {folder}: record and manifest of a commit are of {units} units")
@@ -212,7 +212,7 @@ def _look(folder: Path) -> Found:
             manifest = dataclasses.replace(manifest, drives=file.drives)
     if not drive:
         wrong += _wrong_drives(folder, manifest)
-    return Found(folder, rank, commits, manifest, drive, None, tuple(wrong))
+    return RankFiles(folder, rank, commits, manifest, drive, None, tuple(wrong))
 
 
 def _other_format(folder: Path, notes: Mapping[str, Any]) -> int | None:
@@ -257,7 +257,7 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
     return commits, wrong
 
 
-def blob_of(record: Record, data: bytes) -> Blob | None:
+def blob_of(record: CommitRecord, data: bytes) -> Blob | None:
     """Returns the blob of a record in the bytes of its file; None if they do not match its length and checksum."""
     # The file may be longer than the blob, since room is reserved in advance.
     data = data[: record.blob_nbytes]
@@ -269,7 +269,7 @@ def blob_of(record: Record, data: bytes) -> Blob | None:
         return None
 
 
-def _wrong_drives(folder: Path, manifest: Manifest | None) -> list[Wrong]:
+def _wrong_drives(folder: Path, manifest: StoreManifest | None) -> list[Wrong]:
     """Returns the manifests and states of all drives that are missing, cut short, or of another store."""
     if manifest is None:
         path = folder / "manifest.json"
@@ -309,12 +309,12 @@ def _wrong_drives(folder: Path, manifest: Manifest | None) -> list[Wrong]:
     return wrong
 
 
-def _same_but_places(one: Manifest, other: Manifest) -> bool:
+def _same_but_places(one: StoreManifest, other: StoreManifest) -> bool:
     """Returns True if two manifests differ at most in the places where their drives were."""
     return len(one.drives) == len(other.drives) and dataclasses.replace(one, drives=other.drives) == other
 
 
-def _folders(folder: Path, manifest: Manifest | None) -> tuple[Path, ...]:
+def _folders(folder: Path, manifest: StoreManifest | None) -> tuple[Path, ...]:
     """Returns the rank's folder on each drive, `folder` being the one on the first."""
     if manifest is None:
         return (folder,)
@@ -361,12 +361,10 @@ def place_in(manifest: bytes, folder: Path) -> tuple[str | None, int, Path | Non
 
 
 def _notes(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; empty if the file cannot be read or holds no object."""
     return _object_in(_bytes(path) or b"")
 
 
 def _object_in(data: bytes) -> dict[str, Any]:
-    """Returns the JSON object in `data`; empty if there is none."""
     try:
         notes: dict[str, Any] = read(data, fields({}))
     except ValueError:
@@ -381,7 +379,6 @@ def store_id(folder: Path) -> str | None:
 
 
 def _bytes(path: Path) -> bytes | None:
-    """Returns the bytes of a file; None if it cannot be read."""
     return _read(path)[0]
 
 
@@ -394,7 +391,6 @@ def _read(path: Path) -> tuple[bytes | None, str]:
 
 
 def _nbytes_of(path: Path) -> int | None:
-    """Returns the size of a rank's file; None if there is none."""
     with contextlib.suppress(OSError):
         status = inner_status(path, 3)
         return None if status is None else status.st_size
@@ -402,7 +398,6 @@ def _nbytes_of(path: Path) -> int | None:
 
 
 def _reason_of(error: OSError) -> str:
-    """Returns the words for a file that is missing, or that cannot be read for another reason."""
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return "the file is missing"
     return f"the file cannot be read: {error.strerror}"

@@ -6,17 +6,17 @@ import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from offload.aio import DirectFile, Priority
-from offload.aio.file import Piece as FilePiece
 from offload.aio.protocols import Future, Queue
 from offload.errors import IoError
 from offload.fileio.cache_file import Stamp
 from offload.sizes import PAGE, align_up
 from offload.states import State
-from offload.swapper.store.requests import NO_SPANS, DriveSpans
-from offload.swapper.weight_source import Piece
+from offload.swapper.store.format import Extent
+from offload.swapper.store.requests import NO_SPANS, DriveSpans, Joined, VerifiedRead
+from offload.swapper.table import UploadPiece
 from offload.timeline import Row, now
 
 # -- image ---------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ class UnitImage(NamedTuple):
 
     extents: tuple[FileRange, ...]
     """The pages, one range after the other in the image."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[UploadPiece, ...]
     """The tensors, in the order of the image."""
 
     @property
@@ -63,7 +63,6 @@ def image_of(tensors: Sequence[tuple[FileRange, int]], file_nbytes: Mapping[str,
 
     Args:
         tensors: bytes of each tensor in its file, and the first byte of the tensor in the unit.
-        file_nbytes: size of each file.
     """
     ordered = sorted(pair for pair in tensors if pair[0].nbytes)
     extents: list[FileRange] = []
@@ -87,7 +86,7 @@ def image_of(tensors: Sequence[tuple[FileRange, int]], file_nbytes: Mapping[str,
         extent = next(
             candidate for candidate in extents if candidate.path == path and candidate.start <= start < candidate.stop
         )
-        pieces.append(Piece(begins[extent] + start - extent.start, range(target, target + nbytes)))
+        pieces.append(UploadPiece(begins[extent] + start - extent.start, range(target, target + nbytes)))
     return UnitImage(tuple(extents), tuple(sorted(pieces, key=lambda piece: piece.start)))
 
 
@@ -113,9 +112,7 @@ class ModelFiles:
 
         Args:
             images: image of each unit; None for a unit that is not read from here.
-            stamps: stamp of each file as its header was read.
             queue: reads the files; it belongs to the caller.
-            spans: records requests on the timeline.
 
         Raises:
             IoError: If a file cannot be opened, or has changed since its header was read.
@@ -130,18 +127,20 @@ class ModelFiles:
         except BaseException:
             self.close()
             raise
-        self._units = [None if image is None else _UnitFile(image, self._files) for image in images]
+        # One request moves all extents of a unit, so that the drive sees them at once.
+        self._units = [
+            Joined([(self._files[path], Extent(start, nbytes)) for path, start, nbytes in image.extents])
+            for image in (image or UnitImage((), ()) for image in images)
+        ]
 
     def start_read(self, unit: int, start: int, buffer: memoryview, priority: Priority) -> Future:
         """Submits a read that fills `buffer` from the image of a unit; see `WeightSource`.
 
         The `wait` of the request raises `IoError` (ESTALE) if a file has changed.
         """
-        # One request for all extents of the unit, so that the drive sees them at once.
         began, file = now(), self._units[unit]
-        assert file is not None, "a unit without an image has another tier than DISK"
         future = self._queue.read(file, start, buffer, priority=priority)
-        checked = Unchanged(future, partial(self._check, file.paths))
+        checked = Unchanged(future, partial(self._check, [part.path for part in file.parts()]))
         return self._spans.show(Row.READS, unit, State.WEIGHT, began, len(buffer), checked)
 
     def close(self) -> None:
@@ -158,15 +157,12 @@ class ModelFiles:
                 raise IoError(path, 0, 0, errno.ESTALE, "read weights from")
 
 
-class Unchanged:
-    """A read whose file is compared with its stamp by `wait`, after the bytes have come."""
+class Unchanged(VerifiedRead):
+    """A read whose file is compared with its stamp by each `wait`, after the bytes have come."""
 
     def __init__(self, future: Future, check: Callable[[], None]) -> None:
-        self._future, self._check = future, check
-
-    def done(self) -> bool:
-        """Returns True if the read has ended."""
-        return self._future.done()
+        super().__init__(future)
+        self._check = check
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for the read and returns its bytes. Raises the `IoError` of a changed file, or that of the read."""
@@ -177,45 +173,3 @@ class Unchanged:
             raise
         self._check()
         return nbytes
-
-    def crc32c(self) -> int:
-        """Returns the CRC-32C of the bytes read."""
-        return self._future.crc32c()
-
-    def page_crcs(self) -> bytes:
-        """Returns the CRC-32C of the bytes read in each page."""
-        return self._future.page_crcs()
-
-    def add_done_callback(self, function: Callable[[Any], object]) -> None:
-        """Calls `function` with the request of the queue once the read has ended."""
-        self._future.add_done_callback(function)
-
-
-class _UnitFile:
-    """The image of one unit, presented as one file, so that one request moves all of it."""
-
-    def __init__(self, image: UnitImage, files: Mapping[str, DirectFile]) -> None:
-        self._extents = [(files[extent.path], extent) for extent in image.extents]
-        self.paths = tuple(dict.fromkeys(extent.path for extent in image.extents))
-
-    @property
-    def path(self) -> str:
-        return self.paths[0]
-
-    @property
-    def closed(self) -> bool:
-        return any(file.closed for file, _ in self._extents)
-
-    def pieces(self, offset: int, nbytes: int) -> list[FilePiece]:
-        """Returns the requests of the native queue for `nbytes` bytes of the image from `offset` on."""
-        requests: list[FilePiece] = []
-        begin = 0
-        for file, extent in self._extents:
-            first, last = max(begin, offset), min(begin + extent.nbytes, offset + nbytes)
-            if first < last:
-                requests += file.pieces(extent.start + first - begin, last - first)
-            begin += extent.nbytes
-        return requests
-
-    def parts(self) -> list[DirectFile]:
-        return list(dict.fromkeys(file for file, _ in self._extents))

@@ -1,43 +1,70 @@
-"""Recovery: decides which files of an earlier process to trust, and raises the errors for the others.
+"""Recovery: which commit a run resumes from, the comparison of its data, and slots that an edit has overwritten.
 
 The newest record with a valid checksum wins. From the files two cases are hard to tell apart: a commit that a power cut
 interrupted, and a commit that was damaged later. In the first, the previous commit is complete; in the second, its
 slots have been overwritten. So if anything looks wrong, all data of a commit is checked against its checksums before
 the commit is taken.
 
-Nothing in this module writes. `Store` calls these functions and changes the files.
+Nothing in this module writes, except `Undo`. `Store` calls these functions and changes the files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import contextlib
+import errno
+import json
+import os
+import struct
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from offload.aio import DirectFile
-from offload.errors import StoreError
+from offload.aio import DirectFile, File, StripedFile, aligned_empty, crc32c, crc32c_joined
+from offload.aio.protocols import Future, Queue, wait_for_all
+from offload.errors import IoError, StoreError
+from offload.fileio.inner_files import check_holes, inner_opener, open_inner
 from offload.notices import shell_command
-from offload.sizes import count_of
-from offload.swapper.store.folder import RESHARDED, read_finished
-from offload.swapper.store.format import Blob, Manifest, Record, Records, read_if_any, read_manifest, was_committed
+from offload.records import fields, read, text, whole
+from offload.sizes import MIB, PAGE, count_of
+from offload.states import State
+from offload.swapper.store.folder import RESHARDED, cut_short, is_there, read_finished, unlink, writing_in_place
+from offload.swapper.store.format import (
+    Blob,
+    ChecksumRange,
+    CommitRecord,
+    Extent,
+    Extents,
+    Key,
+    Records,
+    Slot,
+    StoreManifest,
+    StoreSpec,
+    own_nbytes,
+    read_if_any,
+    read_manifest,
+    sum_of,
+    unpack,
+    was_committed,
+)
 from offload.swapper.store.inspection import blob_of, place_in
-from offload.swapper.store.verify import Damage
+from offload.swapper.store.requests import Joined, bytes_of
 
+_CHUNK_NBYTES = 8 * MIB
+"""Bytes that are read, compared or copied at a time."""
+_CHUNKS = 4
+"""Number of buffers of a comparison: one chunk is compared while the others are read."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recovered:
-    """The commit that a run resumes from."""
+Places = Sequence[Mapping[State, Sequence[Extents]]]
+"""For each unit and state, the places of all slots."""
 
-    record: Record
-    notice: str | None
-    """A line for the user if anything looked wrong and the commit was therefore compared; else None."""
+# -- a start -------------------------------------------------------------------------------------------
 
 
 def check_startable(folders: Sequence[Path], over: bool) -> None:
     """Raises `StoreError` if a folder holds a run that did not end, or a drive of another store: both may be needed.
 
     Args:
-        folders: The rank's folder on each drive, in order.
         over: True if commits of this run may be deleted.
 
     Raises:
@@ -92,7 +119,10 @@ def _place_of(folder: Path) -> tuple[str | None, int, Path | None]:
     return place_in(read_if_any(folder / "manifest.json"), folder)
 
 
-def _read_blob(folder: Path, record: Record) -> Blob | None:
+# -- choice of a commit --------------------------------------------------------------------------------
+
+
+def _read_blob(folder: Path, record: CommitRecord) -> Blob | None:
     """Returns the blob of a record, None if damaged. Raises `IoError` if the file exists and cannot be read."""
     return blob_of(record, read_if_any(folder / f"blob.{record.blob}"))
 
@@ -102,14 +132,11 @@ def find_newest(
     file_records: Records,
     units: int,
     doubtful: bool,
-    find_damage: Callable[[Record, Blob], Damage | None],
-) -> Recovered:
-    """Returns the newest commit that can be opened.
+    find_damage: Callable[[CommitRecord, Blob], Damage | None],
+) -> tuple[CommitRecord, str | None]:
+    """Returns the newest commit that can be opened, and a line for the user if doubts made a comparison necessary.
 
     Args:
-        folder: The rank's folder on the first drive. Blobs are read from it.
-        file_records: The records of the commit file, newest first.
-        units: The number of units of the model.
         doubtful: True if a page is damaged, or damage was seen before. Then no commit is taken without `find_damage`.
         find_damage: Checks all data of a commit against its checksums and returns the first damage, or None.
 
@@ -127,37 +154,32 @@ def find_newest(
         )
     wrong: list[str] = []
     for record in records:
-        _check_units(folder, record, units)
+        if len(record.slots) != units:
+            raise StoreError(
+                f"{folder} belongs to another model: the run contains {count_of(len(record.slots), 'unit')}, this "
+                f'model {units}; resume with the "units" and "experts" that the run had, choose another run name, or '
+                f"remove the run with `{shell_command('rm', folder.parent)}`"
+            )
         blob = _read_blob(folder, record)
         if blob is None:
             wrong.append(f"blob.{record.blob} of step {record.step} is damaged")
             continue
         if record is records[0] and not doubtful:
-            return Recovered(record=record, notice=None)
+            return record, None
         damage = find_damage(record, blob)
         if damage is None:
             why = f" ({'; '.join(wrong)})" if wrong else ""
-            notice = (
+            return record, (
                 f"a commit or its record looked damaged{why}; all data of step {record.step} was compared and is "
                 "intact, and the run resumes from it"
             )
-            return Recovered(record=record, notice=notice)
         wrong.append(f"step {record.step}: {damage}")
     raise StoreError(
         f"{folder}: no commit is intact: {'; '.join(wrong)}; the run cannot be resumed, go back to a checkpoint"
     )
 
 
-def _check_units(folder: Path, record: Record, units: int) -> None:
-    if len(record.slots) != units:
-        raise StoreError(
-            f"{folder} belongs to another model: the run contains {count_of(len(record.slots), 'unit')}, this model "
-            f'{units}; resume with the "units" and "experts" that the run had, choose another run name, or remove the '
-            f"run with `{shell_command('rm', folder.parent)}`"
-        )
-
-
-def record_at(folder: Path, serial: int, records: Sequence[Record]) -> Record:
+def record_at(folder: Path, serial: int, records: Sequence[CommitRecord]) -> CommitRecord:
     """Returns the record number `serial`, on which all ranks agreed; raises `StoreError` if it is not in `records`."""
     for record in records:
         if record.serial == serial:
@@ -169,7 +191,7 @@ def record_at(folder: Path, serial: int, records: Sequence[Record]) -> Record:
     )
 
 
-def load_blob(folder: Path, record: Record) -> Blob:
+def load_blob(folder: Path, record: CommitRecord) -> Blob:
     """Returns the blob of the record that was chosen; raises `StoreError` if the blob is damaged."""
     blob = _read_blob(folder, record)
     if blob is None:
@@ -180,13 +202,8 @@ def load_blob(folder: Path, record: Record) -> Blob:
     return blob
 
 
-def check_drives(folders: Sequence[Path], copy: Manifest, step: int) -> tuple[list[str], list[tuple[str, ...]]]:
+def check_drives(folders: Sequence[Path], copy: StoreManifest, step: int) -> tuple[list[str], list[tuple[str, ...]]]:
     """Compares the manifest on each drive with the copy that a commit holds.
-
-    Args:
-        folders: The rank's folder on each drive, in order.
-        copy: The manifest in the commit's blob.
-        step: The commit's step.
 
     Returns:
         A line for each drive whose manifest is missing or damaged; the copy must then be written to all drives. And the
@@ -220,15 +237,351 @@ def check_drives(folders: Sequence[Path], copy: Manifest, step: int) -> tuple[li
 
 
 def check_sizes(files: Sequence[DirectFile], expected: Sequence[int]) -> None:
-    """Raises `StoreError` if the states file of a drive is shorter than expected.
-
-    Args:
-        files: The open file of each drive.
-        expected: The bytes that each file must have.
-    """
+    """Raises `StoreError` if the states file of a drive is shorter than expected."""
     for file, nbytes in zip(files, expected, strict=True):
         if file.size() < nbytes:
             raise StoreError(
                 f"{file.path} is cut short: {file.size()} bytes of {nbytes}; the store cannot be used, go back to "
                 f"a checkpoint"
             )
+
+
+# -- comparison of a commit ----------------------------------------------------------------------------
+
+
+class Damage(NamedTuple):
+    """Bytes of a slot that differ from the bytes written, or cannot be read."""
+
+    state: str
+    unit: str
+    slot: str
+    """A or B."""
+    path: str
+    offset: int
+    """Byte offset in the states file over all drives."""
+    nbytes: int
+    reason: str
+
+    def __str__(self) -> str:
+        what = f"{self.state} of {self.unit}, slot {self.slot}"
+        return f"{what}: {self.nbytes} bytes at offset {self.offset} of {self.path}: {self.reason}"
+
+
+def damages_of_commit(
+    file: StripedFile,
+    queue: Queue,
+    spec: StoreSpec,
+    record: CommitRecord,
+    table: Mapping[Key, Slot],
+    undo: Undo,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Generator[Damage]:
+    """Reads every slot that a record names, and yields each checksum range that is damaged; takes 32 MiB of memory.
+
+    Complete copies of `undo` count in the place of their slots. Close the generator, or exhaust it, before the file is
+    closed: reads are in flight between two results.
+
+    Args:
+        progress: Called with the bytes of each chunk that was compared.
+    """
+    places = spec.places()
+
+    def place_of(key: Key) -> Extents:
+        unit, state = key
+        return places[unit][state][record.slots[unit]]
+
+    def damage(key: Key, start: int, nbytes: int, reason: str) -> Damage:
+        unit, state = key
+        offset = place_of(key).offset(start)
+        return Damage(state.value, spec.title(unit), "AB"[record.slots[unit]], file.path, offset, nbytes, reason)
+
+    # Checksums of bytes that the store has not are compared with nothing, and bytes without a checksum are reported.
+    compared: dict[Key, Slot] = {}
+    for unit, row in enumerate(places):
+        for state in row:
+            key = (unit, state)
+            covered = sum(checksum_range.nbytes for checksum_range in table.get(key, ()))
+            nbytes = place_of(key).nbytes
+            if covered <= nbytes:
+                compared[key] = table.get(key, ())
+            if covered != nbytes:
+                yield damage(key, 0, nbytes, f"checksums cover {covered} bytes only")
+
+    # One range after the other, each in chunks. Only complete ranges have a stored checksum, so those of chunks are
+    # joined until the range is complete. A damaged range is reported once.
+    chunks = (
+        (key, checksum_range, range(start, min(start + _CHUNK_NBYTES, checksum_range.start + checksum_range.nbytes)))
+        for key, slot in compared.items()
+        for checksum_range in slot
+        for start in range(checksum_range.start, checksum_range.start + checksum_range.nbytes, _CHUNK_NBYTES)
+    )
+    buffers = [aligned_empty(_CHUNK_NBYTES) for _ in range(_CHUNKS)]
+    reading: deque[tuple[Key, ChecksumRange, range, Future]] = deque()
+    crc, unreadable = 0, False
+
+    def compare() -> Iterator[Damage]:
+        """Finishes the oldest chunk."""
+        nonlocal crc, unreadable
+        # Popped only after the wait: the `finally` below waits for all that is left, whatever is raised.
+        key, checksum_range, chunk, future = reading[0]
+        if chunk.start == checksum_range.start:
+            crc, unreadable = 0, False
+        try:
+            future.wait()
+            crc = crc32c_joined(crc, future.crc32c(), len(chunk))
+        except IoError as error:
+            if not unreadable:
+                yield damage(key, chunk.start, len(chunk), str(error))
+            unreadable = True
+        last = chunk.stop == checksum_range.start + checksum_range.nbytes
+        if last and crc != checksum_range.crc and not unreadable:
+            reason = "the bytes do not match the stored checksum"
+            yield damage(key, checksum_range.start, checksum_range.nbytes, reason)
+        reading.popleft()
+        progress(len(chunk))
+
+    with undo.slots(file, record, places, table) as copied:
+        try:
+            for count, (key, checksum_range, chunk) in enumerate(chunks):
+                if len(reading) == _CHUNKS:
+                    yield from compare()
+                # The buffers are used in turn. The oldest chunk was finished above, so its buffer is free.
+                buffer = buffers[count % _CHUNKS][: len(chunk)]
+                of, at = bytes_of(file, place_of(key), chunk.start, len(chunk), copied.get(key))
+                reading.append((key, checksum_range, chunk, queue.read(of, at, buffer, checksum=True)))
+            while reading:
+                yield from compare()
+        finally:
+            wait_for_all(future for *_, future in reading)
+
+
+def first_damage(
+    file: StripedFile, queue: Queue, spec: StoreSpec, record: CommitRecord, packed: bytes, undo: Undo
+) -> Damage | None:
+    """Returns the first of `damages_of_commit`, or None. `packed` is the table as a blob contains it."""
+    scan = damages_of_commit(file, queue, spec, record, unpack(packed), undo)
+    try:
+        return next(scan, None)
+    finally:
+        scan.close()  # waits for the reads in flight: the caller closes the file next
+
+
+# -- slots that an edit overwrites ---------------------------------------------------------------------
+#
+# A process of a grid edits weights without the others. The slot that it writes is named by the commit before its last
+# one, from which all resume if another process is lost before it has made the last one too. So the slot is copied
+# first:
+#
+#     file    entries, one for each state of an edited unit
+#     entry   a page of JSON with its CRC-32C in the last 4 bytes ► the bytes of the slot
+#
+# All entries of a unit are durable before its slot is written. So a copy that a kill or a power cut has interrupted is
+# one of a slot that is whole. Only the checksums of the commit show whether a copy is complete: a page may be durable
+# before its bytes.
+
+
+_CRC = struct.Struct("<I")
+
+_FIELDS = fields(
+    {"serial": whole(), "time_ns": whole(0, 2**64), "unit": whole(), "state": text(), "nbytes": whole(1, 1 << 56)}
+)
+"""Fields of the page of an entry."""
+
+
+class _UndoEntry(NamedTuple):
+    """The copy of one slot, without the bytes that both slots share."""
+
+    commit: tuple[int, int]
+    """Serial and time of the record that names the slot."""
+    unit: int
+    state: State
+    nbytes: int
+
+    def pack(self) -> bytes:
+        fields = {"serial": self.commit[0], "time_ns": self.commit[1], "unit": self.unit, "state": self.state.value}
+        body = json.dumps({**fields, "nbytes": self.nbytes}).encode().ljust(PAGE - _CRC.size)
+        return body + _CRC.pack(crc32c(body))
+
+    @classmethod
+    def unpack(cls, page: bytes) -> _UndoEntry | None:
+        """Returns the entry of a page; None if the page is incomplete, or of another version."""
+        body = page[: -_CRC.size]
+        if len(page) != PAGE or _CRC.unpack(page[-_CRC.size :])[0] != crc32c(body):
+            return None
+        try:
+            values = read(body, _FIELDS)
+            entry = cls((values["serial"], values["time_ns"]), values["unit"], State(values["state"]), values["nbytes"])
+        except ValueError:
+            return None
+        return entry if entry.nbytes % PAGE == 0 else None
+
+
+class Undo:
+    """The file `undo` of one rank, on its first drive.
+
+    The rank's lock must be held where files are written; one thread at a time may call.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is the rank's folder on the first drive."""
+        self.path = folder / "undo"
+        self._nbytes = 0
+        """Bytes of the entries that this process has made durable."""
+
+    def save(
+        self,
+        named_by: CommitRecord,
+        unit: int,
+        places: Mapping[State, Sequence[Extents]],
+        read: Callable[[int, State, int, int, memoryview], Future],
+    ) -> int:
+        """Copies the slot of a unit durably.
+
+        Returns:
+            The bytes that were written.
+
+        Raises:
+            IoError: if the slot cannot be read, or the copy cannot be written. The entries before stay as they are.
+        """
+        sizes = {state: nbytes for state, slots in places.items() if (nbytes := own_nbytes(slots))}
+        buffer = aligned_empty(min(_CHUNK_NBYTES, max(sizes.values(), default=PAGE)))
+        at = self._nbytes
+        try:
+            with writing_in_place(self.path) as write:
+                for state, nbytes in sizes.items():
+                    # In any order: only the sync at the end of the block counts, and nothing is overwritten before.
+                    write(_UndoEntry((named_by.serial, named_by.time_ns), unit, state, nbytes).pack(), at)
+                    for start in range(0, nbytes, len(buffer)):
+                        part = buffer[: min(len(buffer), nbytes - start)]
+                        read(unit, state, named_by.slots[unit], start, part).wait()
+                        write(part, at + PAGE + start)
+                    at += PAGE + nbytes
+        except BaseException:
+            # Only gives room back, which others may need now: a reader passes over what is incomplete.
+            with contextlib.suppress(OSError):
+                cut_short(self.path, self._nbytes)
+            raise
+        began, self._nbytes = self._nbytes, at
+        return at - began
+
+    def _copies(
+        self, record: CommitRecord, places: Places, table: Mapping[Key, Slot]
+    ) -> tuple[Mapping[Key, Extent], bool]:
+        """Returns where the file has complete copies of slots that `record` names, whose checksums are `table`.
+
+        The second result is False if the file contains anything else: what a kill has left of a copy, copies for
+        another record, or damage.
+        """
+        if not is_there(self.path):
+            return {}, True
+        extents: dict[Key, Extent] = {}
+        at, undamaged = 0, True
+        with self._opened() as file:
+            size = os.fstat(file).st_size
+            while (entry := _UndoEntry.unpack(os.pread(file, PAGE, at))) is not None:
+                extent, at = Extent(at + PAGE, entry.nbytes), at + PAGE + entry.nbytes
+                key = (entry.unit, entry.state)
+                slots = places[entry.unit].get(entry.state) if 0 <= entry.unit < len(places) else None
+                # A page that is whole may be in another file's or another version's place: all of it is compared.
+                right = entry.commit == (record.serial, record.time_ns) and at <= size
+                if right and slots and own_nbytes(slots) == entry.nbytes and _fits(file, extent, table.get(key, ())):
+                    extents[key] = extent
+                else:
+                    undamaged = False
+        return extents, undamaged and at == size
+
+    def put_back(
+        self,
+        record: CommitRecord,
+        places: Places,
+        packed: bytes,
+        write: Callable[[int, State, int, int, memoryview], Future],
+        sync: Callable[[], None],
+        find_damage: Callable[[], object | None] | None,
+    ) -> None:
+        """Writes the copies of slots that `record` names to their places, durably. May be repeated.
+
+        Args:
+            find_damage: compares all data of the commit, and returns the first damage; None if there is no later
+                commit, beside which an edit could have written over a slot of this one.
+
+        Raises:
+            IoError: if something cannot be read or written.
+            StoreError: if a copy is damaged, and the commit needs it.
+        """
+        extents, undamaged = self._copies(record, places, unpack(packed))
+        if extents:
+            with self._opened() as file:
+                for (unit, state), extent in extents.items():
+                    for offset, chunk in _chunks_of(file, extent):
+                        write(unit, state, record.slots[unit], offset, chunk).wait()
+            sync()
+        # A kill may have interrupted a copy, whose slot is then whole. After damage of a copy it is not.
+        if not undamaged and find_damage is not None and (damage := find_damage()) is not None:
+            raise StoreError(
+                f"{self.path} is damaged: it has the copies of slots that an edit of weights has overwritten, and step "
+                f"{record.step}, the last one that all processes have, needs them ({damage}); go back to a checkpoint"
+            )
+
+    @contextlib.contextmanager
+    def slots(
+        self, states: File, record: CommitRecord, places: Places, table: Mapping[Key, Slot]
+    ) -> Iterator[Mapping[Key, File]]:
+        """Yields each slot of `record` that has a copy, with its bytes from there, as a file of its own.
+
+        Raises:
+            IoError: if the file cannot be read.
+        """
+        extents, _ = self._copies(record, places, table)
+        # The usual case opens no file: only an edit between two steps of a grid makes copies.
+        if not extents:
+            yield {}
+            return
+        with DirectFile(self.path, writable=False, opener=inner_opener(3)) as file:
+            files: dict[Key, File] = {}
+            for (unit, state), extent in extents.items():
+                place = places[unit][state][record.slots[unit]]
+                # Frozen bytes have no copy, since no edit writes them.
+                shared = place.extents_of(extent.nbytes, place.nbytes - extent.nbytes)
+                files[unit, state] = Joined([(file, extent), *((states, shared_extent) for shared_extent in shared)])
+            yield files
+
+    def remove(self) -> None:
+        """Deletes the file, if there is one. If a power cut takes that back, the copies' record has gone."""
+        unlink(self.path)
+        self._nbytes = 0
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        """Yields a descriptor for reads. An error of a read of the block names the file."""
+        try:
+            file = open_inner(self.path, 3)
+            try:
+                check_holes(file, self.path)
+                yield file
+            finally:
+                os.close(file)
+        except IoError:
+            raise
+        except OSError as error:
+            wrong = IoError(str(self.path), 0, 0, error.errno or errno.EIO, "read")
+            wrong.strerror = error.strerror
+            raise wrong from error
+
+
+def _fits(descriptor: int, extent: Extent, slot: Slot) -> bool:
+    """Returns True if bytes of the file are the first ones of a slot with these checksums."""
+    crc = 0
+    for _, chunk in _chunks_of(descriptor, extent):
+        crc = crc32c(chunk, crc)
+    return crc == sum_of(slot, 0, extent.nbytes)
+
+
+def _chunks_of(descriptor: int, extent: Extent) -> Iterator[tuple[int, memoryview]]:
+    """Yields the bytes of an extent, each chunk with its offset there, in memory that the next one reuses."""
+    buffer = aligned_empty(min(_CHUNK_NBYTES, extent.nbytes))
+    for offset in range(0, extent.nbytes, len(buffer)):
+        chunk = buffer[: min(len(buffer), extent.nbytes - offset)]
+        if os.preadv(descriptor, [chunk], extent.offset + offset) != len(chunk):
+            raise OSError(errno.EIO, "the file was cut short meanwhile")
+        yield offset, chunk

@@ -11,23 +11,18 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from offload.aio import DirectFile, File, StripedFile, aligned_empty, crc32c_joined
-from offload.aio.file import Piece
+from offload.aio import DirectFile, File, aligned_empty, crc32c_joined
+from offload.aio.file import FilePiece
 from offload.aio.protocols import Future
 from offload.errors import IoError, StoreError
 from offload.notices import announce
 from offload.records import fields, maybe, number, read, rows, whole
 from offload.sizes import MIB, PAGE, format_decimal
 from offload.states import State
-from offload.swapper.store.folder import clone_range
 from offload.swapper.store.format import ChecksumRange, Extent, Extents, PageSums, sum_of
 from offload.timeline import OFF, Row, Timeline, now
-
-if TYPE_CHECKING:
-    from offload.aio.protocols import Future
-
 
 # -- requests ------------------------------------------------------------------------------------------
 
@@ -49,9 +44,9 @@ class Joined:
         """True if one of the files is closed."""
         return any(file.closed for file in self._files)
 
-    def pieces(self, offset: int, nbytes: int) -> list[Piece]:
+    def pieces(self, offset: int, nbytes: int) -> list[FilePiece]:
         """Returns the requests of the native queue for `nbytes` bytes from `offset` on."""
-        file_pieces: list[Piece] = []
+        file_pieces: list[FilePiece] = []
         for file, extent in zip(self._files, self._extents, strict=True):
             for part in Extents((extent,)).extents_of(offset, nbytes):
                 file_pieces += file.pieces(*part)
@@ -68,10 +63,6 @@ def bytes_of(file: File, place: Extents, start: int, nbytes: int, copied: File |
     """Returns the file and the offset at which a queue finds bytes of a slot.
 
     Args:
-        file: the states file over all drives.
-        place: the extents of the slot.
-        start: first byte, from the start of the slot.
-        nbytes: number of bytes.
         copied: the slot as a file of its own, where some of its bytes are elsewhere; see `Undo.slots`.
     """
     if copied is not None:
@@ -82,59 +73,68 @@ def bytes_of(file: File, place: Extents, start: int, nbytes: int, copied: File |
     return (file, extents[0].offset) if len(extents) == 1 else (Joined([(file, extent) for extent in extents]), 0)
 
 
-def clone_extents(file: StripedFile, extents: Sequence[Extent], descriptor: int, offset: int) -> bool:
-    """Lets another file share bytes of `file`, without a copy. Returns False if that is impossible.
-
-    Args:
-        file: the states file over all drives; of several drives none is shared.
-        extents: the bytes, in pages of 4096.
-        descriptor: the other file, open for writing; it belongs to the caller.
-        offset: the first byte in the other file, a multiple of 4096.
-    """
-    parts = file.parts()
-    if len(parts) > 1:
-        return False
-    for start, length in extents:
-        if not clone_range(parts[0].descriptors.buffered, start, length, descriptor, offset):
-            return False
-        offset += length
-    return True
-
-
 _CHUNK_NBYTES = 8 * MIB
 
 
-class Compared:
-    """A read in order that `compare` compares in the first `wait`. Every `wait` has that outcome."""
+class VerifiedRead:
+    """A read in flight whose bytes the first `wait` verifies. Every `wait` has that outcome, on any thread."""
 
-    def __init__(self, future: Future, compare: Callable[[int, int], None]) -> None:
-        self._future, self._compare = future, compare
-        # Two threads may wait for one read, and a comparison consumes the reads before it: only one is made.
+    def __init__(self, future: Future) -> None:
+        self._future = future
+        # Two threads may wait for one read, and a comparison may consume the reads before it: only one is made.
         self._lock = threading.Lock()
-        self._compared = False
+        self._verified = False
         self._damage: IoError | None = None
 
+    def _verify(self, nbytes: int) -> None:
+        """Raises `IoError` if the bytes are not those written. Called once, after the read has ended."""
+
     def done(self) -> bool:
-        """Returns True if the read has ended; the bytes may not be compared yet."""
+        """Returns True if the read has ended; the bytes may not be verified yet."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for the read, compares its bytes, and returns their number; raises `IoError` if they are damaged."""
+        """Waits for the read, verifies its bytes, and returns their number; raises `IoError` if they are damaged."""
         nbytes = self._future.wait(timeout)
         with self._lock:
-            if not self._compared:
+            if not self._verified:
                 try:
-                    self._compare(nbytes, self._future.crc32c())
+                    self._verify(nbytes)
                 except IoError as error:
                     self._damage = error
-                self._compared = True
+                self._verified = True
         if self._damage is not None:
             raise self._damage
         return nbytes
 
+    def crc32c(self) -> int:
+        """Returns the CRC-32C of the bytes read."""
+        return self._future.crc32c()
 
-class CheckedRead:
-    """A read of a live run: the first `wait` compares its bytes with their checksums. Every `wait` has that outcome.
+    def page_crcs(self) -> bytes:
+        """Returns the CRC-32C of the bytes read in each page."""
+        return self._future.page_crcs()
+
+    def add_done_callback(self, function: Callable[[Any], object]) -> None:
+        """Calls `function` with the request of the queue once the read has ended."""
+        # Not with this object: reads end on the queue's thread, and a `wait` there would take the damage from the
+        # thread that uses the bytes.
+        self._future.add_done_callback(function)
+
+
+class Compared(VerifiedRead):
+    """A read in order, whose bytes and CRC-32C the first `wait` passes to `compare`."""
+
+    def __init__(self, future: Future, compare: Callable[[int, int], None]) -> None:
+        super().__init__(future)
+        self._compare = compare
+
+    def _verify(self, nbytes: int) -> None:
+        self._compare(nbytes, self._future.crc32c())
+
+
+class CheckedRead(VerifiedRead):
+    """A read of a live run, of any bytes, which are compared with the checksums of their pages.
 
     Bytes that differ are read once more, since a fault on their way from the drive leaves those on the drive right.
     """
@@ -156,80 +156,45 @@ class CheckedRead:
             submit: Starts to read from a byte offset into a buffer, with checksums.
             damaged: Returns the error for damaged bytes.
         """
+        super().__init__(submit(start, buffer))
         self._sums, self._start, self._damaged = sums, start, damaged
-        self._source: tuple[memoryview, Callable[[int, memoryview], Future]] | None = buffer, submit
-        self._future = submit(start, buffer)
-        self._pages = self._read_pages(len(buffer), submit)
-        # Two threads may wait for one read: only one comparison is made.
-        self._lock = threading.Lock()
-        self._damage: IoError | None = None
+        self._buffer, self._submit = buffer, submit
+        self._pages = self._read_pages(len(buffer))
 
-    def done(self) -> bool:
-        """Returns True if the read has ended; the bytes may not be compared yet."""
-        return self._future.done()
+    def _verify(self, nbytes: int) -> None:
+        if (damage := self._first_damage(nbytes)) is not None:
+            self._future = self._submit(self._start, self._buffer)
+            self._pages = self._read_pages(nbytes)
+            self._future.wait()
+            again = self._first_damage(nbytes)
+            error = self._damaged(damage if again is None else again)
+            if again is not None:
+                raise error
+            announce(
+                f"read {error.nbytes} bytes at offset {error.offset} of {error.path} twice, since they were not those "
+                "written at first and were so the second time: training goes on with the right ones, but the drive, "
+                "its cable or the memory is failing"
+            )
+        self._buffer, self._pages = memoryview(b""), {}  # the caller's memory again, and of no use
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Waits for the read, compares its bytes, and returns their number; raises `IoError` if they are damaged."""
-        nbytes = self._future.wait(timeout)
-        with self._lock:
-            if self._source is not None:
-                self._compare(*self._source)
-                self._source, self._pages = None, {}
-        if self._damage is not None:
-            raise self._damage
-        return nbytes
-
-    def crc32c(self) -> int:
-        """Returns the CRC-32C of the bytes read."""
-        return self._future.crc32c()
-
-    def page_crcs(self) -> bytes:
-        """Returns the CRC-32C of the bytes read in each page."""
-        return self._future.page_crcs()
-
-    def add_done_callback(self, function: Callable[[Any], object]) -> None:
-        """Calls `function` with the request of the queue once the read has ended."""
-        # Not with this object: reads end on the queue's thread, and a `wait` there would take the damage from the
-        # thread that uses the bytes.
-        self._future.add_done_callback(function)
-
-    def _compare(self, buffer: memoryview, submit: Callable[[int, memoryview], Future]) -> None:
-        """Compares the bytes, and reads them once more if they differ. Sets `_damage` if they differ again."""
-        damage = self._first_damage(len(buffer), submit)
-        if damage is None:
-            return
-        self._future = submit(self._start, buffer)
-        self._pages = self._read_pages(len(buffer), submit)
-        self._future.wait()
-        again = self._first_damage(len(buffer), submit)
-        error = self._damaged(damage if again is None else again)
-        if again is not None:
-            self._damage = error
-            return
-        announce(
-            f"read {error.nbytes} bytes at offset {error.offset} of {error.path} twice, since they were not those "
-            "written at first and were so the second time: training goes on with the right ones, but the drive, its "
-            "cable or the memory is failing"
-        )
-
-    def _read_pages(self, nbytes: int, submit: Callable[[int, memoryview], Future]) -> dict[int, _Page]:
+    def _read_pages(self, nbytes: int) -> dict[int, tuple[memoryview, Future]]:
         """Starts to read whole pages where the request covers only a part that has no checksum of its own."""
         pages = {}
         for page_range in self._sums.pages_to_read(self._start, nbytes):
             memory = aligned_empty(len(page_range))
-            pages[page_range.start // PAGE] = _Page(memory, submit(page_range.start, memory))
+            pages[page_range.start // PAGE] = memory, self._submit(page_range.start, memory)
         return pages
 
-    def _first_damage(self, nbytes: int, submit: Callable[[int, memoryview], Future]) -> range | None:
+    def _first_damage(self, nbytes: int) -> range | None:
         """Returns the first bytes that are not those written; None if all are right."""
         sums, start, page_sums = self._sums, self._start, self._future.page_crcs()
         # Read first, whatever is compared: no memory is freed while the queue writes to it.
-        memory = {number: page.memory for number, page in self._pages.items() if page.future.wait()}
+        pages = {number: memory for number, (memory, future) in self._pages.items() if future.wait()}
         if unproven := sums.unproven(start, nbytes):
             expected = sum_of(unproven, start, nbytes)
             if expected is None:
                 for checksum_range in unproven:
-                    if not self._prove(checksum_range, submit):
+                    if not self._prove(checksum_range):
                         return range(checksum_range.start, checksum_range.start + checksum_range.nbytes)
             elif expected == self._future.crc32c():
                 sums.record(start, nbytes, page_sums)
@@ -237,15 +202,15 @@ class CheckedRead:
                 return None
             else:
                 return range(start, start + nbytes)
-        return sums.first_damage(start, nbytes, page_sums, memory)
+        return sums.first_damage(start, nbytes, page_sums, pages)
 
-    def _prove(self, of: ChecksumRange, submit: Callable[[int, memoryview], Future]) -> bool:
+    def _prove(self, of: ChecksumRange) -> bool:
         """Reads a range whose only known checksum is that of the whole, to learn those of its pages."""
         buffer, parts, crc = aligned_empty(min(of.nbytes, _CHUNK_NBYTES + PAGE)), list[tuple[int, int, bytes]](), 0
         at, stop = of.start, of.start + of.nbytes
         while at < stop:
             nbytes = min(_CHUNK_NBYTES - at % PAGE, stop - at)  # later chunks begin with a page
-            future = submit(at, buffer[:nbytes])
+            future = self._submit(at, buffer[:nbytes])
             future.wait()
             crc = crc32c_joined(crc, future.crc32c(), nbytes)
             parts.append((at, nbytes, future.page_crcs()))
@@ -256,13 +221,6 @@ class CheckedRead:
             self._sums.record(*part)
         self._sums.mark_proven([of])
         return True
-
-
-class _Page(NamedTuple):
-    """A page in memory of its own, and the request that fills it."""
-
-    memory: memoryview
-    future: Future
 
 
 # -- drive spans ---------------------------------------------------------------------------------------
@@ -285,12 +243,7 @@ class DriveSpans:
         """Records the request of `future` when the request has ended, and returns `future`.
 
         Args:
-            row: `Row.READS` or `Row.WRITES`.
-            unit: the unit whose bytes are moved.
-            state: the state of the unit.
             began: the value of `now()` before the submission.
-            nbytes: number of bytes moved.
-            future: the request. A request that fails is recorded with its error.
         """
         if not self._recorded.started:  # spans that begin before the start are dropped, and `OFF` never starts
             return future
@@ -355,7 +308,7 @@ class Rating(NamedTuple):
         return nbytes * self.ranks / self.nbytes
 
 
-class Written:
+class DriveByteCounter:
     """Bytes written to each drive, in the order of `paths`.
 
     Any thread may call `add`, which warns once for each drive if the fraction in `rating` is exceeded.
@@ -390,7 +343,6 @@ class Written:
             return tuple(DriveWrites(path, run, run + before) for path, run, before in counts)
 
     def _warn(self, drive: int, life: int, rating: Rating) -> None:
-        """Logs a warning that a drive's count, `life` of this rank, has exceeded the fraction in `rating`."""
         logger.warning(
             "%s: this run has written %s to this drive, %.1f %% of its rated %s (drive_tbw); the config asks for a "
             "warning from %g %% on (drive_share)",

@@ -29,8 +29,8 @@ from offload.swapper.store.folder import (
     unlink,
     write_durably,
 )
-from offload.swapper.store.format import Manifest, read_manifest, was_committed
-from offload.swapper.store.inspection import Found, allocated_nbytes, is_rank, look, store_id
+from offload.swapper.store.format import StoreManifest, read_manifest, was_committed
+from offload.swapper.store.inspection import RankFiles, allocated_nbytes, is_rank, look, store_id
 
 NOTE = fields({}, {"steps": whole()})
 """What a note of a run's end must be; its other fields are shown, or compared with those of a start."""
@@ -48,12 +48,7 @@ class RunStatus(NamedTuple):
 
 
 def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
-    """Returns the status of `run` without locking it.
-
-    Args:
-        paths: folders of the drives; the first one holds records and notes.
-        run: name of the run.
-    """
+    """Returns the status of `run` without locking it."""
     folder = Path(paths[0]) / run
     check_owner(folder)
     # A run that ends writes the note before it deletes its files, and a start deletes the note. Files next to the note
@@ -84,10 +79,6 @@ def note_saved(run: Path, step: int) -> None:
     """Adds to `closed.json` that the weights of the run's last step are in other files. The ranks must be locked.
 
     Does nothing if the run was not closed at this step.
-
-    Args:
-        run: the run's folder on its first drive.
-        step: the step whose weights these are.
     """
     note = read_closed(run)
     if note and note.get("steps") == step:
@@ -173,12 +164,7 @@ def find_removal(path: Path) -> Removal:
 
 
 def _aside(run: Path, ranks: Sequence[Path]) -> tuple[Path, ...]:
-    """Returns the folders that an interrupted change of the number of ranks has left, on all drives of the run.
-
-    Args:
-        run: the run's folder on its first drive.
-        ranks: the folders of its ranks on all drives.
-    """
+    """Returns the folders that an interrupted change of the number of ranks has left, on all drives of the run."""
     here = folders_aside(run)
     drives = {folder.parent: None for folder in ranks if folder.parent != run}
     for folder in here:
@@ -226,7 +212,7 @@ def _check_run(path: Path) -> None:
         check_owner(path)
 
 
-def _check_drive(rank_files: Found) -> None:
+def _check_drive(rank_files: RankFiles) -> None:
     """Raises `StoreError` if this is a later drive of a run whose first drive, which holds the lock, is present."""
     if rank_files.drive and rank_files.manifest is not None:
         first = Path(rank_files.manifest.drives[0]) / rank_files.folder.parent.name
@@ -236,12 +222,11 @@ def _check_drive(rank_files: Found) -> None:
             )
 
 
-def _first_drive(manifest: Manifest, folder: Path) -> Path:
-    """Returns where the manifest says that the folder of a rank on its first drive is, `folder` being that on any."""
+def _first_drive(manifest: StoreManifest, folder: Path) -> Path:
     return Path(manifest.drives[0]) / folder.parent.name / folder.name
 
 
-def _folders_on_other_drives(rank_files: Found) -> tuple[Path, ...]:
+def _folders_on_other_drives(rank_files: RankFiles) -> tuple[Path, ...]:
     """Returns the rank's folders on its other drives, except folders that now belong to another store."""
     if rank_files.drive or rank_files.manifest is None:
         return ()
@@ -251,7 +236,7 @@ def _folders_on_other_drives(rank_files: Found) -> tuple[Path, ...]:
     return tuple(folder for folder in rank_files.folders[1:] if _is_of(rank_files, folder))
 
 
-def _is_of(rank_files: Found, folder: Path) -> bool:
+def _is_of(rank_files: RankFiles, folder: Path) -> bool:
     """Returns True if a folder that a manifest names on another drive is of its store, and may be deleted with it.
 
     Nothing seals a manifest, which may come from anybody. So the folder must belong to the owner of the first one, and
@@ -272,7 +257,7 @@ def _says_so(folder: Path, ids: set[str], run: Path) -> bool:
     return owner == expected and (stored_id in ids or (stored_id is None and names <= {"states", "lock"}))
 
 
-def _not_found(rank_files: Found) -> tuple[Path, ...]:
+def _not_found(rank_files: RankFiles) -> tuple[Path, ...]:
     """Returns the rank's folders on other drives that cannot be found, or that may belong to another copy of the run.
 
     A copy of the first drive alone, next to its original, has none.
@@ -291,7 +276,6 @@ def _not_found(rank_files: Found) -> tuple[Path, ...]:
 
 
 def _names(folder: Path) -> list[str]:
-    """Returns the names in a folder, sorted; none if the folder does not exist."""
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 

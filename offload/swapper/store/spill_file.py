@@ -17,7 +17,7 @@ from offload.aio.protocols import Future, Queue
 from offload.errors import IoError, StoreError
 from offload.sizes import align_up, format_size
 from offload.states import State
-from offload.swapper.store import Written, close_in_children
+from offload.swapper.store import DriveByteCounter, close_in_children
 from offload.swapper.store.format import PageSums
 from offload.swapper.store.requests import NO_SPANS, CheckedRead, DriveSpans
 from offload.timeline import Row, now
@@ -36,7 +36,7 @@ class SpillFile:
         paths: Sequence[str | Path],
         nbytes: Mapping[int, int],
         queue: Queue,
-        written: Written | None = None,
+        written: DriveByteCounter | None = None,
         spans: DriveSpans = NO_SPANS,
         what: str = "gradients that do not fit host memory",
         title: Callable[[int], str] = "bytes of key {}".format,
@@ -44,19 +44,15 @@ class SpillFile:
         """Creates and reserves the files.
 
         Args:
-            paths: a folder on each drive.
             nbytes: number of bytes to reserve for each key; a key is the index of a unit if `spans` are recorded.
-            queue: reads and writes the files.
             written: counts the bytes written to each drive; None for a count of its own.
-            spans: records each request on the timeline, as a request for the gradient of its unit.
             what: name of the contents, for the error of missing room.
-            title: returns the name of the bytes of a key, for the error of damaged bytes.
 
         Raises:
             StoreError: if a file cannot be created, or there is not enough room.
         """
         self._queue, self._spans = queue, spans
-        self._written = Written(paths) if written is None else written
+        self._written = DriveByteCounter(paths) if written is None else written
         self._title = title
         self._places: dict[int, tuple[int, int]] = {}
         self._sums = {key: PageSums(size) for key, size in nbytes.items()}

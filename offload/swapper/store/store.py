@@ -36,6 +36,7 @@ from offload.swapper.store.drives import Shortage, find_drive_shortage, find_sho
 from offload.swapper.store.folder import (
     STAGED,
     RunNotes,
+    clone_range,
     close_in_children,
     lock_folders,
     remove_files,
@@ -48,10 +49,10 @@ from offload.swapper.store.folder import (
 from offload.swapper.store.format import (
     MAX_UNITS,
     ChecksumTable,
+    CommitRecord,
     Key,
-    Manifest,
-    Record,
     Records,
+    StoreManifest,
     StoreSpec,
     check_rank,
     compare,
@@ -60,10 +61,8 @@ from offload.swapper.store.format import (
     was_committed,
 )
 from offload.swapper.store.inspection import allocated_nbytes
-from offload.swapper.store.recovery import check_drives, check_sizes
-from offload.swapper.store.requests import NO_SPANS, CheckedRead, DriveSpans, Written, bytes_of, clone_extents
-from offload.swapper.store.undo import Undo
-from offload.swapper.store.verify import Damage, first_damage
+from offload.swapper.store.recovery import Damage, Undo, check_drives, check_sizes, first_damage
+from offload.swapper.store.requests import NO_SPANS, CheckedRead, DriveByteCounter, DriveSpans, bytes_of
 from offload.timeline import Row, now
 
 if TYPE_CHECKING:
@@ -85,10 +84,6 @@ class SwapFiles:
         """Makes and locks the rank's folder on each drive.
 
         Args:
-            paths: The folder for swap files of each drive. The first contains records and blobs.
-            run: The name of the run.
-            rank: The rank whose files they are.
-            spec: The contents that the files must have.
             staged: True for a folder next to those of a run that has another number of ranks.
 
         Raises:
@@ -99,14 +94,14 @@ class SwapFiles:
         self.folders = [Path(os.path.abspath(path)) / run / name for path in paths]
         self.notes = RunNotes(self.folders[0])
         self._run, self._rank, self._spec = run, rank, spec
-        self._manifest: Manifest | None = None
+        self._manifest: StoreManifest | None = None
         self._states: StripedFile | None = None
         self._loss_reported = False
         self._locks = lock_folders(self.folders)
         close_in_children.add(self)
 
     @property
-    def manifest(self) -> Manifest:
+    def manifest(self) -> StoreManifest:
         """The manifest of the files that `create` made or `open` opened."""
         assert self._manifest is not None
         return self._manifest
@@ -176,14 +171,10 @@ class SwapFiles:
         if short is not None:
             raise no_room(short, self._spec.slots)
 
-    def open(self, copy: Manifest, step: int) -> list[str]:
+    def open(self, copy: StoreManifest, step: int) -> list[str]:
         """Opens the states file of a commit.
 
         Rewrites all manifests if one is missing or damaged, or names other places of the drives than these.
-
-        Args:
-            copy: The manifest in the commit's blob.
-            step: The commit's step.
 
         Returns:
             A line for the user for each manifest that was missing or damaged.
@@ -313,20 +304,15 @@ class Store:
         rank: int,
         spec: StoreSpec,
         queue: Queue,
-        written: Written | None = None,
+        written: DriveByteCounter | None = None,
         spans: DriveSpans = NO_SPANS,
         first: int | None = None,
     ) -> None:
         """Makes and locks the rank's folders. `create` or `open` must follow.
 
         Args:
-            paths: The folder for swap files of each drive. The first holds records and blobs.
-            run: The name of the run.
-            rank: The rank whose files they are.
-            spec: The contents that the store must have.
             queue: Reads and writes the files; it belongs to the caller.
             written: Counts the bytes written to each drive; may be shared with spill files. None for a new count.
-            spans: Records requests and commits on the timeline.
             first: The first commit's number, for folders next to those of a run with other ranks; None for a run's own.
 
         Raises:
@@ -337,9 +323,9 @@ class Store:
         self.spec = spec
         self.run = run
         self.newest = [0] * len(spec.partitions)
-        self.durable: Record | None = None
-        self._before: Record | None = None  # the one before `durable`; other processes may have no newer one
-        self.written = Written(paths) if written is None else written
+        self.durable: CommitRecord | None = None
+        self._before: CommitRecord | None = None  # the one before `durable`; other processes may have no newer one
+        self.written = DriveByteCounter(paths) if written is None else written
         """Bytes written to each drive, by this store and by the other users of a shared count, such as spill files."""
         self.notices: list[str] = []
         """Lines for the user about damage that `open` found and fixed or avoided."""
@@ -436,15 +422,15 @@ class Store:
             self.close()
             raise
 
-    def _newest(self, records: Records) -> Record:
+    def _newest(self, records: Records) -> CommitRecord:
         """Returns the newest record that can be opened. After any sign of damage, compares all data of its commit."""
         doubtful = bool(records.invalid_pages) or self._notes.suspect
-        recovered = recovery.find_newest(self.folders[0], records, len(self.newest), doubtful, self._find_damage)
-        if recovered.notice is not None:
-            self.notices.append(recovered.notice)
-        return recovered.record
+        units = len(self.newest)
+        record, notice = recovery.find_newest(self.folders[0], records, units, doubtful, self._find_damage)
+        self.notices += [] if notice is None else [notice]
+        return record
 
-    def _find_damage(self, record: Record, blob: format.Blob) -> Damage | None:
+    def _find_damage(self, record: CommitRecord, blob: format.Blob) -> Damage | None:
         """Opens the files, compares all data of a commit and closes them again; returns the first damage."""
         self._open_files(record, blob)
         try:
@@ -452,12 +438,12 @@ class Store:
         finally:
             self._files.close_states()
 
-    def _first_damage(self, record: Record, blob: format.Blob) -> Damage | None:
+    def _first_damage(self, record: CommitRecord, blob: format.Blob) -> Damage | None:
         """Compares all data of a commit, whose files are open; returns the first damage."""
         return first_damage(self._files.states, self._queue, self.spec, record, blob.sums, self._undo)
 
-    def _open_files(self, record: Record, blob: format.Blob) -> None:
-        copy = Manifest.unpack(blob.manifest, f"{self.folders[0]}/blob.{record.blob}")
+    def _open_files(self, record: CommitRecord, blob: format.Blob) -> None:
+        copy = StoreManifest.unpack(blob.manifest, f"{self.folders[0]}/blob.{record.blob}")
         self.notices += self._files.open(copy, record.step)
 
     # -- data ---------------------------------------------------------------------------------------
@@ -499,12 +485,8 @@ class Store:
         A unit must not be read while `wrote` changes its newest slot.
 
         Args:
-            unit: The unit.
-            state: The state of the unit.
             slot: The slot, 0 or 1. Bytes of the newest one are compared with their checksums.
-            start: The first byte, from the start of the slot.
             buffer: Receives the bytes; it belongs to the caller and must live until the future is done.
-            priority: The priority in the queue.
             compare: False if the caller compares the bytes with `sum_of`.
 
         Returns:
@@ -582,8 +564,6 @@ class Store:
         """Lets another file share the first `nbytes` of the newest slot, without a copy.
 
         Args:
-            unit: The unit.
-            state: The state of the unit.
             nbytes: The bytes, a multiple of 4096.
             descriptor: The other file, open for writing; it belongs to the caller.
             offset: The first byte in the other file, a multiple of 4096.
@@ -591,17 +571,19 @@ class Store:
         Returns:
             False if the file systems cannot share, or the store is on several drives. Then the caller copies.
         """
-        extents = self._places[unit][state][self.newest[unit]].extents_of(0, nbytes)
-        return clone_extents(self._files.states, extents, descriptor, offset)
+        parts = self._files.states.parts()
+        if len(parts) > 1:
+            return False
+        for start, length in self._places[unit][state][self.newest[unit]].extents_of(0, nbytes):
+            if not clone_range(parts[0].descriptors.buffered, start, length, descriptor, offset):
+                return False
+            offset += length
+        return True
 
     def write(self, unit: int, state: State, slot: int, start: int, buffer: memoryview) -> Future:
         """Submits a write of `buffer`. The bytes count as the newest copy only after `wrote`.
 
         Args:
-            unit: The unit.
-            state: The state of the unit.
-            slot: The slot, 0 or 1.
-            start: The first byte, from the start of the slot.
             buffer: The bytes; it belongs to the caller and must stay unchanged until the future is done.
 
         Returns:
@@ -635,8 +617,6 @@ class Store:
         """Makes `slot` the newest of a unit. The update worker calls this, and between steps a load does.
 
         Args:
-            unit: The unit.
-            slot: The slot that was written.
             written: For each state that is kept, the start and the ended future of each write. The writes of a state
                 have no gaps and begin at byte 0. Frozen weights after the last write keep their checksums.
         """
@@ -669,7 +649,7 @@ class Store:
         reserve_blobs(self.folders[0], len(data) + self._sums.growth_nbytes(self._places))
         write_in_place(self.folders[0] / f"blob.{which}", data)
         serial = self._first if self.durable is None else self.durable.serial + 1
-        record = Record(serial, step, tuple(self.newest), which, len(data), crc32c(data), time.time_ns())
+        record = CommitRecord(serial, step, tuple(self.newest), which, len(data), crc32c(data), time.time_ns())
         write_in_place(self._commit_path, record.pack(), which * PAGE)
         self._before, self.durable = self.durable, record
         self._undo.remove()  # all processes have met in a step since its slots were written

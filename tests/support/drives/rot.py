@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.aio import DirectFile, File, IoFuture, IoQueue
-from offload.aio.file import Piece
+from offload.aio.file import FilePiece
 from offload.sizes import PAGE
 from tests.support.drives.fault_injection import LateQueue
 
@@ -77,7 +77,7 @@ class Rot:
             self._flip(pieces)
         return future
 
-    def _can_strike(self, operation: str, pieces: list[Piece]) -> bool:
+    def _can_strike(self, operation: str, pieces: list[FilePiece]) -> bool:
         if self._kind in ("lost", "misdirected"):
             return operation == "write"
         if self._kind == "bit":
@@ -98,13 +98,13 @@ class Rot:
                 if a < b
             ]
 
-    def _flip(self, pieces: list[Piece]) -> None:
+    def _flip(self, pieces: list[FilePiece]) -> None:
         piece = self._chance.choice([each for each in pieces if each.nbytes])
         at = piece.offset + self._chance.randrange(piece.nbytes)
         (byte,) = os.pread(piece.buffered, 1, at)
         os.pwrite(piece.buffered, bytes([byte ^ 1 << self._chance.randrange(8)]), at)
 
-    def _other(self, file: File, piece: Piece) -> tuple[File, int]:
+    def _other(self, file: File, piece: FilePiece) -> tuple[File, int]:
         """Returns another place of the file of a piece, at the same offset in its page."""
         part = next(each for each in file.parts() if each.descriptors is piece.owner)
         pages = max((part.size() - piece.nbytes) // PAGE, 1)
@@ -116,11 +116,11 @@ class Rot:
         return part, at
 
 
-def _inode(piece: Piece) -> int:
+def _inode(piece: FilePiece) -> int:
     return os.fstat(piece.buffered).st_ino
 
 
-def _bytes_of(piece: Piece) -> tuple[int, int, int]:
+def _bytes_of(piece: FilePiece) -> tuple[int, int, int]:
     return _inode(piece), piece.offset, piece.offset + piece.nbytes
 
 
