@@ -48,7 +48,7 @@ ON_DEVICE := tests/activations/test_activation_graphs.py \
 	tests/params/test_param_access.py \
 	tests/params/test_param_access_refused.py \
 	tests/models/test_module_kinds.py \
-	tests/models/test_feature_combinations.py \
+	tests/models/test_pytorch_parity.py \
 	tests/swapper/test_random_budgets.py \
 	tests/models/test_autocast.py \
 	tests/optim/test_muon.py \

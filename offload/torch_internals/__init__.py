@@ -1,6 +1,6 @@
 """Every private name of torch that this library uses, with the reason: a new version of torch affects one folder.
 
-`tests/repository/test_torch_internals.py` checks that no other file of the package uses one.
+`tests/repository/test_imports.py` checks that no other file of the package uses one.
 """
 
 from __future__ import annotations

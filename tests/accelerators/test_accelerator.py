@@ -1,8 +1,9 @@
-"""Every accelerator that torch reports is used by the same code, and what is CUDA's own has a plain fall-back."""
+"""Every accelerator that torch reports is used by the same code: streams, pinned memory, and plain fall-backs."""
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,21 +12,90 @@ import pytest
 import torch
 from torch import nn
 
+from offload import testing
 from offload.engine.plan import _device_kernels
 from offload.engine.snapshot import read_generators, write_generators
 from offload.errors import ConfigError
+from offload.swapper.memory import device as accelerator
 from offload.swapper.memory import device as device_choice
 from offload.swapper.memory.device import (
+    DONE,
     AcceleratorDevice,
     CudaHostSide,
     Device,
     TorchHostSide,
+    bytes_taken_by_torch,
     compute_device,
     host_side_of,
     open_device,
 )
+from offload.swapper.memory.host_arena import HostArena, HostBudget, PinnedRegions
 from offload.torch_internals import SHALLOW_COPY_QUERY, set_data
-from tests.accelerators.accelerator_modules import CUDA, XPU, Torch
+
+PAGE = 4096
+XPU, CUDA = torch.device("xpu", 0), torch.device("cuda", 0)
+
+
+class Stream:
+    """A stream that notes in which order it was told what."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.told: list[Any] = []
+
+    def record_event(self) -> Event:
+        self.told.append("record")
+        return Event()
+
+    def wait_event(self, event: Any) -> None:
+        self.told.append(event)
+
+
+class Event:
+    def __init__(self) -> None:
+        self.ended = False
+
+    def query(self) -> bool:
+        return self.ended
+
+    def synchronize(self) -> None:
+        self.ended = True
+
+
+class Torch:
+    """`torch.accelerator` on a machine with `count` devices of one type."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, of: str | None, count: int = 1) -> None:
+        self.index = 0
+        self.stream: Any = "compute"
+        self.history: list[Any] = []
+        for name, value in {
+            "is_available": lambda: of is not None,
+            "current_accelerator": lambda: torch.device(of or "nothing, as torch 2.6, which raises"),
+            "device_count": lambda: count,
+            "current_device_index": lambda: self.index,
+            "set_device_index": self.set_index,
+            "current_stream": lambda _: self.stream,
+            "set_stream": self.set_stream,
+            "synchronize": lambda device: self.history.append(("synchronize", device)),
+        }.items():
+            monkeypatch.setattr(torch.accelerator, name, value)
+        monkeypatch.setattr(torch, "Stream", Stream)
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+    def set_index(self, index: int) -> None:
+        self.index = index
+        self.history.append(index)
+
+    def set_stream(self, stream: Any) -> None:
+        """As torch does, which makes the stream's device the current one too."""
+        self.stream = stream
+        self.index = 0 if stream == "compute" else stream.device.index
+
+
+def opened(monkeypatch: pytest.MonkeyPatch) -> tuple[AcceleratorDevice, Torch]:
+    machine = Torch(monkeypatch, "xpu", 2)
+    return AcceleratorDevice(torch.device("xpu", 1), TorchHostSide(XPU)), machine
 
 
 @pytest.mark.parametrize(
@@ -170,3 +240,171 @@ def test_a_parameter_that_a_graph_holds_is_an_error_of_torch(hold: Callable[[nn.
     with pytest.raises(RuntimeError):
         set_data(parameter, torch.zeros(2, device="meta"))
     assert held is not None and not parameter.is_meta
+
+
+def pinning(monkeypatch: pytest.MonkeyPatch, works: bool = True) -> list[tuple[int, int]]:
+    """Makes torch allocate pinned memory, or refuse it; returns the list of its (first, last) addresses."""
+    blocks: list[tuple[int, int]] = []
+    plain = torch.empty
+
+    def empty(*size: int, **named: Any) -> torch.Tensor:
+        if not named.pop("pin_memory", False):
+            return plain(*size, **named)
+        if not works:
+            raise RuntimeError("Cannot pin\nTraceback of C++")
+        block = plain(*size, **named)
+        blocks.append((block.data_ptr(), block.data_ptr() + block.nbytes))
+        return block
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(
+        torch.Tensor, "is_pinned", lambda self: any(first <= self.data_ptr() < last for first, last in blocks)
+    )
+    return blocks
+
+
+CLASSES = HostBudget(tiles=2 * PAGE, weights=PAGE, gradients=PAGE, resident=2 * PAGE, staging=PAGE)
+COPIED = PinnedRegions(resident=PAGE, promoted=0, tiles=False)
+
+
+def test_torch_pins_the_memory_of_an_accelerator_that_cannot_register_any(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocks = pinning(monkeypatch)
+    device, _ = opened(monkeypatch)
+    arena = HostArena(CLASSES, device, copied=COPIED)
+    (block,) = blocks
+    assert arena.address % PAGE == 0 and block[0] <= arena.address and arena.address + arena.nbytes <= block[1]
+    assert arena.pinned_bytes == 4 * PAGE and not caplog.records
+    buffer = arena.take_copied(PAGE)
+    assert buffer is not None
+    buffer.tensor(torch.uint8).fill_(3)
+    arena.close()
+    assert bytes(buffer.buffer[:2]) == b"\x03\x03", "the memory lives as long as a buffer of it"
+
+
+def test_where_torch_refuses_the_memory_stays_ordinary(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pinning(monkeypatch, works=False)
+    device, _ = opened(monkeypatch)
+    arena = HostArena(CLASSES, device, copied=COPIED)
+    assert arena.pinned_bytes == 0
+    (record,) = caplog.records
+    assert "XPU pins 0 B of 16.0 KiB" in record.getMessage() and ": Cannot pin." in record.getMessage()
+    arena.close()
+
+
+def test_torch_takes_a_power_of_two_and_is_not_asked_for_more_than_is_free(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert [bytes_taken_by_torch(n) for n in (0, 1, 2, 3, 4096, 4097)] == [1, 1, 2, 4, 4096, 8192]
+    blocks = pinning(monkeypatch)
+    testing.replace(monkeypatch, "memory.free", lambda: 12 * PAGE)
+    device, _ = opened(monkeypatch)
+    HostArena(CLASSES, device, copied=COPIED).close()
+    assert len(blocks) == 1, "7 pages and one to align them"
+    HostArena(CLASSES._replace(tiles=4 * PAGE), device, copied=COPIED).close()
+    assert len(blocks) == 1 and "torch would take 64.0 KiB for 36.0 KiB" in caplog.text
+
+
+def test_a_copy_runs_on_its_own_stream_and_leaves_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, machine = opened(monkeypatch)
+    here, there, seen = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8), []
+    plain = torch.Tensor.copy_
+
+    def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        seen.append((machine.stream, machine.index, non_blocking))
+        return plain(self, source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    machine.stream = compute = Stream(torch.device("xpu", 0))
+    before = device.record_event()
+    event = device.upload(there, here, (before, DONE))
+    (upload, index, non_blocking) = seen[0]
+    assert torch.equal(here, there) and upload is not compute and (index, non_blocking) == (1, True)
+    assert upload.told == [before.event, "record"], "after compute; the event comes behind the copy"  # type: ignore[attr-defined]
+    assert (machine.stream, machine.index) == (compute, 0), "also where the caller's device is another one"
+    assert not event.done()
+    device.wait_event(event)
+    assert compute.told == ["record", event.event], "ordered on the device; the host does not wait"  # type: ignore[attr-defined]
+    assert not event.done()
+    event.wait()
+    assert event.done()
+    device.download(here, there).wait()
+    assert seen[1][0] not in (upload, compute)
+
+
+def test_a_copy_that_fails_leaves_the_callers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, machine = opened(monkeypatch)
+    for context in (device.uploading, device.updating):
+        with pytest.raises(KeyboardInterrupt), context():
+            assert machine.stream != "compute" and machine.index == 1
+            raise KeyboardInterrupt
+        assert (machine.stream, machine.index) == ("compute", 0)
+
+
+def test_each_thread_and_each_wait_for_all_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, machine = opened(monkeypatch)
+    device.enter_thread()
+    device.synchronize()
+    assert machine.history == [1, ("synchronize", torch.device("xpu", 1))]
+
+
+def test_torch_2_6_has_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(
+        torch, "accelerator", SimpleNamespace(current_device_idx=lambda: 3, set_device_idx=calls.append)
+    )
+    accelerator.set_index(5)
+    assert (accelerator.current_index(), calls) == (3, [5])
+
+
+class SleepingStream:
+    """A stream of CUDA, which only the thread that made it may use."""
+
+    def __init__(self, device: torch.device, priority: int) -> None:
+        assert (device, priority) == (CUDA, -1)
+        self.thread, self.told = threading.get_ident(), list[Any]()
+
+    def wait_event(self, event: Any) -> None:
+        assert self.thread == threading.get_ident(), "another thread's waits would come first"
+        self.told.append(event)
+
+    def record_event(self, event: SleepingEvent) -> SleepingEvent:
+        event.of = self.told[-1]
+        return event
+
+
+class SleepingEvent:
+    of: Event
+
+    def __init__(self, blocking: bool) -> None:
+        assert blocking, "a wait for any other event spins"
+
+    def synchronize(self) -> None:
+        self.of.ended = True
+
+
+def test_a_thread_that_waits_for_cuda_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[SleepingStream] = []
+    monkeypatch.setattr(
+        torch.cuda, "Stream", lambda *given, **named: made.append(SleepingStream(*given, **named)) or made[-1]
+    )
+    monkeypatch.setattr(torch.cuda, "Event", SleepingEvent)
+    monkeypatch.setattr(Event, "synchronize", lambda self: pytest.fail("that spins"))
+    side, ended = CudaHostSide(CUDA), Event()
+    ended.ended = True
+    side.wait(ended)  # type: ignore[arg-type]
+    assert made == [], "there is nothing to wait for"
+    events = [Event() for _ in range(4)]
+
+    def wait(mine: list[Event]) -> None:
+        for event in mine:
+            side.wait(event)  # type: ignore[arg-type]
+
+    wait(events[:2])
+    other = threading.Thread(target=wait, args=(events[2:],))
+    other.start()
+    other.join()
+    assert all(event.ended for event in events) and len(made) == 2, "a stream for each thread"

@@ -25,7 +25,7 @@ from offload.swapper.memory import device as torch_allocator
 from offload.swapper.memory.device import AcceleratorDevice, TorchHostSide
 from offload.swapper.memory.device_arena import DeviceArena
 from tests import device
-from tests.accelerators.test_device_stream_random import JOBS, Plan, draw
+from tests.accelerators.test_device_streams import JOBS, Plan, draw
 from tests.device import module
 from tests.support import models
 from tests.support.least_budget import budget

@@ -30,7 +30,7 @@ from offload.swapper.store.folder import RESHARDED, Lock
 from offload.swapper.store.inspection import is_run, look
 from offload.swapper.store.recovery import check_startable
 from tests.checkpoints.test_checkpoint_ranks import train
-from tests.models.test_weights_kept_in_fp32 import JOB as IN_FP32
+from tests.models.test_weights_in_fp32 import JOB as IN_FP32
 from tests.support import models
 from tests.support.drives.fault_injection import die
 from tests.support.drives.filesystems import disk

@@ -14,7 +14,7 @@ import torch
 from offload.kernels.blocks import BLOCK_FORMATS
 from offload.sizes import GIB, MIB
 from tests.frozen.limited_training import STEPS, in_memory
-from tests.model_files.test_pretrained_large import write_folder
+from tests.model_files.test_pretrained import write_folder
 from tests.support.processes.memory_limit import memory_limit
 
 SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 28, "num_attention_heads": 32}

@@ -75,8 +75,6 @@ FAULTS: dict[str, Job] = {
     "one micro-batch of two": ADAM._replace(accumulation=1),
     "one step less": ADAM._replace(steps=ADAM.steps - 1),
 }
-
-
 SEEN_IN_BF16 = ("a bias without its gradient", "one micro-batch of two")
 """Over several steps. `test_pytorch_parity` has single steps in bf16 from one state: roundings are those of fp32."""
 

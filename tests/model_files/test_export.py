@@ -1,27 +1,42 @@
-"""`offload export` writes what transformers loads: the weights of the engine, bit for bit, from any number of ranks."""
+"""`offload export` writes what transformers loads: the engine's weights, bit for bit, in bounded memory, or nothing."""
 
 from __future__ import annotations
 
 import json
+import os
+import random
 import shutil
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 from typer.testing import CliRunner
 
 import offload
 from offload import kernels, testing
+from offload.aio import IoQueue
 from offload.cli.main import app
+from offload.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from offload.errors import UsageError
+from offload.model_io.grid import strips
+from offload.model_io.source import StoreSource
+from offload.runs.export import export, make_plan, read_nbytes
 from offload.states import State
 from tests.support import models
 from tests.support.exported_runs import DISK, FROZEN, LLAMA, ended, exported, run, tensors, tied_by_hand, trained
-from tests.support.oracle import Job, assert_same_tensors, train_step, weights_of
-from tests.support.ranks import rank_pool
-from tests.support.ranks.rank_pool import RankPool
+from tests.support.oracle import Job, assert_same_tensors, config, processes, train_step, weights_of
+from tests.support.processes.process_measures import peak_memory, peak_rss
+from tests.support.ranks import pipelines, rank_pool
+from tests.support.ranks import tensor_parallel as tp
+from tests.support.ranks.pipelines import Plan
+from tests.support.ranks.rank_pool import RankPool, shared_pool
 
 
 def image_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
@@ -191,3 +206,321 @@ def test_the_shards_of_all_ranks_are_merged(ranks: RankPool, tmp_path: Path) -> 
     assert result.exit_code == 2 and "no folder of rank 1 of 2" in result.stderr
     result = CliRunner().invoke(app, ["verify", str(run_folder)])
     assert result.exit_code == 2 and "no folder of rank 1 of 2" in result.stderr
+
+
+GRID_DISK = ("nvme", "nvme")
+TENSOR = Job(tp.Net, tp.one_loss, steps=1, lr=3e-4, dtype="bf16")
+GRID_LLAMA = TENSOR._replace(model=tp.llama)
+PIPELINE = pipelines.JOB._replace(accumulation=2, steps=1, dtype="bf16")
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    with shared_pool(4) as ranks:
+        yield ranks
+
+
+def start(kind: str, folder: Path) -> offload.Engine:
+    """An engine that has trained a step."""
+    if kind in ("sequence", "transformers"):
+        engine = tp.start(GRID_LLAMA if kind == "transformers" else TENSOR, kind, 2, GRID_DISK, folder)
+        tp.steps(engine, TENSOR, 2, 0, 1)
+        return engine
+    plan = Plan(tensor=2 if kind == "both" else 1)
+    engine = pipelines.start(PIPELINE, plan, GRID_DISK, folder)
+    pipelines.steps(engine, PIPELINE, plan, 0, 1)
+    return engine
+
+
+def save(kind: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Writes the weights in each way, and returns those of this rank, whole, by their names in the whole model."""
+    engine = start(kind, folder / "run")
+    weights = {name: tp.whole(value) for name, value in engine.module.state_dict().items()}
+    engine.save_checkpoint(folder / "saved")
+    engine.save_pretrained(folder / "model")
+    engine.save_pretrained(folder / "small", max_shard_size=8192, dtype="fp32")
+    assert engine.save_16bit_model(folder / "one", "weights.safetensors")
+    engine.destroy(remove=True)
+    if kind in ("sequence", "transformers"):
+        return weights
+    return {name.partition(".")[2]: value for name, value in weights.items()}
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+def command(*arguments: object, code: int = 0) -> Any:
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, [*map(str, arguments), "--json"])
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout) if code in (0, 1) and result.stdout else result.output
+
+
+@pytest.mark.works("Several ranks", "`save_pretrained` and exports of tensor parallelism, and of a pipeline", "right")
+@pytest.mark.parametrize("kind", ["sequence", "pipeline", pytest.param("transformers", marks=pytest.mark.slow)])
+def test_the_weights_are_those_of_one_process(kind: str, ranks: RankPool, tmp_path: Path) -> None:
+    check(kind, ranks.run(save, kind, tmp_path), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sequence", "pipeline", "both"])
+def test_beside_zero_too(kind: str, four: RankPool, tmp_path: Path) -> None:
+    check(kind, four.run(save, kind, tmp_path), tmp_path)
+
+
+def check(kind: str, found: list[dict[str, torch.Tensor]], folder: Path) -> None:
+    weights = {name: value for each in found for name, value in each.items()}
+    assert_same_tensors(read(folder / "model"), weights)
+    assert_same_tensors(read(folder / "one"), weights)
+    masters = read(folder / "small")
+    assert masters.keys() == weights.keys()
+    for name, value in masters.items():
+        # A master halfway between two weights may be split into either.
+        torch.testing.assert_close(value.bfloat16(), weights[name], rtol=2**-7, atol=0)
+    assert any(not torch.equal(value, weights[name].float()) for name, value in masters.items())
+    assert len(list((folder / "small").glob("*.safetensors"))) > 2
+    # Files made without an engine, from the parts of the checkpoint.
+    command("export", folder / "saved", folder / "exported")
+    assert_same_tensors(read(folder / "exported"), weights)
+    with pytest.MonkeyPatch.context() as patch:
+        testing.replace(patch, "size.export_chunk", 1000)  # chunks begin and end within rows
+        command("export", folder / "saved", folder / "in chunks")
+    assert_same_tensors(read(folder / "in chunks"), weights)
+    assert_same_tensors(get_fp32_state_dict_from_zero_checkpoint(folder / "saved"), masters)
+    if kind == "transformers":
+        from transformers import AutoModelForCausalLM
+
+        loaded = AutoModelForCausalLM.from_pretrained(folder / "exported", dtype="auto")
+        assert_same_tensors(loaded.state_dict(), weights)
+    # All of it is verified, and a part alone is no model.
+    report = command("verify", folder / "saved")
+    inspected = command("inspect", folder / "saved")["checkpoints"][0]
+    assert inspected["model"]["parameters"] == sum(value.numel() for value in weights.values())
+    assert report["whole"] and report["bytes"] >= sum(12 * value.numel() for value in weights.values())
+    part = next(path for path in (folder / "saved" / "global_step1").iterdir() if path.is_dir())
+    assert "give the folder of the whole checkpoint" in command("export", part, folder / "part", code=2)
+    refused = command("export", folder / "saved", folder / "states", "--format", "dcp", code=2)
+    assert "weights alone are put together" in refused
+    flip(part / "states.rank0.safetensors")
+    assert not command("verify", folder / "saved", code=1)["whole"]
+    assert "use 0.weight" in command("export", folder / "saved", folder / "damaged", code=1)
+
+
+def flip(path: Path) -> None:
+    """Change a byte of the weights: they are the first tensor of the file."""
+    data = bytearray(path.read_bytes())
+    data[8 + int.from_bytes(data[:8], "little")] ^= 1
+    path.write_bytes(data)
+
+
+def refuse_a_pickle(folder: Path) -> None:
+    import offload.deepspeed as deepspeed
+
+    model = pipelines.stages_of(PIPELINE, Plan())
+    content = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "optimizer": {"type": "AdamW"}}
+    content["optimizer"]["params"] = {"lr": 1e-3}  # type: ignore[index]
+    engine = deepspeed.initialize(model=model, config=content)[0]
+    with pytest.raises(UsageError, match=r"knows nothing of pipeline parallelism.*model\.safetensors"):
+        engine.save_16bit_model(str(folder))
+    engine.save_16bit_model(str(folder), "model.safetensors")
+    engine.destroy(remove=True)
+
+
+def test_a_pickle_of_a_grid_is_refused_for_a_file_of_safetensors(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(refuse_a_pickle, tmp_path)
+    assert read(tmp_path).keys() == pipelines.whole().state_dict().keys()
+
+
+def test_strips_are_the_elements_of_the_whole() -> None:
+    """Any range of a tensor that is cut along any dimension, into pieces of any size, also of none."""
+    chance = random.Random(0)
+    for _ in range(300):
+        shape = [chance.randint(1, 4) for _ in range(chance.randint(1, 3))]
+        dim = chance.randrange(len(shape))
+        cuts = sorted(chance.randint(0, shape[dim]) for _ in range(chance.randint(0, 2)))
+        sizes = [b - a for a, b in zip([0, *cuts], [*cuts, shape[dim]], strict=True)]
+        whole = torch.arange(torch.Size(shape).numel()).view(shape)
+        pieces = [piece.reshape(-1) for piece in whole.split(sizes, dim)]
+        widths = [torch.Size([size, *shape[dim + 1 :]]).numel() for size in sizes]
+        start = chance.randrange(whole.numel())
+        stop = chance.randint(start + 1, whole.numel())
+        out = torch.full((stop - start,), -1)
+        for strip in strips(widths, start, stop):
+            width = (strip.stop - strip.start) // strip.rows
+            rows = pieces[strip.piece][strip.start : strip.stop].view(strip.rows, width)
+            out[strip.at :].as_strided((strip.rows, width), (sum(widths), 1)).copy_(rows)
+        assert out.tolist() == list(range(start, stop))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A run's folder."""
+    ended(models.GPT2, tmp_path / "swap")
+    return tmp_path / "swap" / "default"
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4096, 16384, bias=False)
+
+
+@pytest.mark.slow
+def test_a_large_parameter_is_never_completely_in_memory(tmp_path: Path) -> None:
+    """256 MiB of fp32 from 64 Mi elements: what torch and our buffers take is counted, and what is read ahead."""
+    engine = offload.initialize(
+        model=Wide().bfloat16(), config=config(Job(Wide, models.language_loss, dtype="bf16"), DISK, tmp_path / "swap")
+    )[0]
+    engine.destroy()
+    (grown, nbytes), _ = peak_memory(_growth, tmp_path / "swap" / "default", tmp_path / "out")
+    assert nbytes == 256 << 20
+    assert grown < 160 << 20, f"{grown / 2**20:.0f} MiB, of which libraries are up to 80 in a process that is new"
+
+
+def _growth(run: Path, out: Path) -> tuple[int, int]:
+    """How far the peak RSS grew, and how many bytes were written."""
+    small = torch.ones(8, dtype=torch.bfloat16)
+    kernels.join_master(small, torch.zeros(8, dtype=torch.int16), torch.empty(8))
+    before = peak_rss()
+    with IoQueue() as queue:
+        source = StoreSource(run, queue)
+        done = export(source, out, make_plan(source, "fp32", 5_000_000_000), queue)
+        source.close()
+    return peak_rss() - before, done.nbytes
+
+
+def test_what_is_read_is_what_was_planned(small: Path, tmp_path: Path) -> None:
+    """So that a progress bar ends at its end."""
+    export_report: list[int] = []
+    with IoQueue() as queue:
+        source = StoreSource(small, queue)
+        plan = make_plan(source, "fp32", 5_000_000)
+        export(source, tmp_path / "out", plan, queue, export_report.append)
+        source.close()
+    assert sum(export_report) == read_nbytes(plan) > 0
+
+
+def test_small_chunks_give_the_same(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exported(small, tmp_path / "out")
+    testing.replace(monkeypatch, "size.export_chunk", 2048)
+    exported(small, tmp_path / "again")
+    assert tensors(tmp_path / "out").keys() == tensors(tmp_path / "again").keys()
+    assert_same_tensors(tensors(tmp_path / "again"), tensors(tmp_path / "out"))
+
+
+def test_a_folder_that_holds_something_is_refused(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis").write_text("dear")
+    (tmp_path / "file").write_text("dear")
+    for out, words in (("full", "exists already"), ("file", "exists already"), ("no/where", "there is no folder")):
+        result = run(small, tmp_path / out)
+        assert result.exit_code == 2 and words in result.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "full", "swap"]
+    (tmp_path / "empty").mkdir()
+    exported(small, tmp_path / "empty")
+    assert (tmp_path / "empty" / "model.safetensors").is_file()
+
+
+def test_a_run_that_is_held_is_refused_with_its_holder(tmp_path: Path) -> None:
+    engine = trained(models.GPT2, tmp_path / "swap")
+    for command in (
+        ["export", str(tmp_path / "swap/default"), str(tmp_path / "out")],
+        ["verify", str(tmp_path / "swap/default")],
+    ):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 2 and f"in use by process {os.getpid()}" in result.stderr
+        assert '"run"' not in result.stderr and "wait until it has ended" in result.stderr
+    train_step(engine, models.GPT2, 2)
+    engine.destroy()
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    for path in (tmp_path / "photos", tmp_path / "none"):
+        for command in (["export", str(path), str(tmp_path / "out")], ["verify", str(path)]):
+            result = CliRunner().invoke(app, command)
+            assert result.exit_code == 2 and result.stderr.startswith("error: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_without_its_files_is_refused_with_the_option_that_keeps_them(tmp_path: Path) -> None:
+    trained(models.GPT2, tmp_path / "swap").finish({})
+    run_folder = tmp_path / "swap" / "default"
+    for command in (
+        ["export", str(run_folder), str(tmp_path / "out")],
+        ["convert", str(run_folder), "--moments", "int8"],
+    ):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 2 and "removed at the end" in result.stderr and "--keep" in result.stderr
+
+
+def test_no_room_is_an_error_before_anything_is_written(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100_000))
+    result = run(small, tmp_path / "out")
+    assert result.exit_code == 2 and "has 97.7 KiB free" in result.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["swap"]
+
+
+def test_damage_ends_it_and_leaves_nothing(small: Path, tmp_path: Path) -> None:
+    states = small / "rank0" / "states"
+    data = bytearray(states.read_bytes())
+    for position in range(0, len(data), 4096):
+        data[position] ^= 1
+    states.write_bytes(data)
+    result = run(small, tmp_path / "out")
+    assert result.exit_code == 1 and "checksum" in result.stderr and "weight" in result.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["swap"]
+
+
+def _stalled(run: Path, out: Path) -> None:
+    """An export that stops in the middle, until it is killed."""
+
+    def stop(_: int) -> None:
+        print("middle", flush=True)
+        time.sleep(60)
+
+    with IoQueue() as queue:
+        source = StoreSource(run, queue)
+        export(source, out, make_plan(source, None, 5_000_000), queue, stop)
+
+
+def test_a_kill_leaves_a_partial_folder_that_the_next_export_removes(small: Path, tmp_path: Path) -> None:
+    process = processes().Process(target=_stalled, args=(small, tmp_path / "out"))
+    process.start()
+    partial = tmp_path / "out.partial"
+    deadline = time.monotonic() + 60
+    while not (partial / "model.safetensors").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    result = run(small, tmp_path / "out")
+    assert result.exit_code == 2 and f"in use by process {process.pid}" in result.stderr
+    process.kill()
+    process.join()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".out.lock", "out.partial", "swap"]
+    export_report = exported(small, tmp_path / "out")
+    assert any(f"removed {partial}" in notice for notice in export_report["notices"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "swap"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+
+
+def test_a_partial_folder_that_is_not_ours_stays(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "thesis").write_text("dear")
+    result = run(small, tmp_path / "out")
+    assert result.exit_code == 2 and "thesis" in result.stderr
+    assert (tmp_path / "out.partial" / "thesis").read_text() == "dear"
+
+
+def test_a_run_of_one_slot_cannot_be_exported(tmp_path: Path) -> None:
+    engine = trained(models.GPT2, tmp_path / "swap", durability="none")
+    shutil.copytree(tmp_path / "swap", tmp_path / "left")  # as a kill leaves it
+    engine.destroy()
+    result = run(tmp_path / "left" / "default", tmp_path / "out")
+    assert result.exit_code == 2 and '"durability": "none"' in result.stderr

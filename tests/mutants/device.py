@@ -26,7 +26,7 @@ MUTANTS = (
         "offload.swapper.pager",
         "                entry.copied.wait()  # an upload ahead may still read where the load is about to write\n",
         "",
-        "tests/accelerators/test_device_stream_order.py::test_a_load_writes_no_weights_that_are_still_uploaded",
+        "tests/accelerators/test_device_streams.py::test_a_load_writes_no_weights_that_are_still_uploaded",
     ),
     Mutant(
         "compare gathered weights in memory that the user has filled, on the test device",

@@ -10,21 +10,21 @@ MUTANTS = (
         "offload.swapper.memory.device_arena",
         "        for event in inside:\n            event.wait()\n",
         "",
-        "tests/accelerators/test_device_shrink_backward.py",
+        "tests/accelerators/test_device_memory.py",
     ),
     Mutant(
         "give memory to torch while weights in it are in use",
         "offload.swapper.caches",
         "if not start or uploading or not all(self.idle(entry) for entry in inside):",
         "if not start:",
-        "tests/accelerators/test_device_shrink_backward.py",
+        "tests/accelerators/test_device_memory.py",
     ),
     Mutant(
         "start a copy to an accelerator before what it has to wait for",
         "offload.swapper.memory.device",
         "            for event in after:\n                self._order(stream, event)\n",
         "",
-        "tests/accelerators/test_accelerator_streams.py",
+        "tests/accelerators/test_accelerator.py",
     ),
     Mutant(
         "copy over the border of two pinned pieces",
@@ -38,7 +38,7 @@ MUTANTS = (
         "offload.swapper.memory.device",
         "            torch.accelerator.set_stream(before)\n",
         "",
-        "tests/accelerators/test_accelerator_streams.py",
+        "tests/accelerators/test_accelerator.py",
     ),
     Mutant(
         "pin tiles although the CPU alone uses them",
@@ -66,7 +66,7 @@ MUTANTS = (
         "offload.swapper.memory.device_arena",
         "if first < stop and offset < last)",
         "if False)",
-        "tests/accelerators/test_device_stream_order.py",
+        "tests/accelerators/test_device_streams.py",
     ),
     Mutant(
         "skip the wait for a read of weights",
@@ -187,7 +187,7 @@ MUTANTS = (
         "        try:\n            # compute stream: the upload may be in flight.\n"
         "            self._device.wait_event(uploaded)",
         "        try:\n            pass",
-        "tests/accelerators/test_device_stream_order.py",
+        "tests/accelerators/test_device_streams.py",
     ),
     Mutant(
         "ask other ranks for what is not there alone",
@@ -229,7 +229,7 @@ MUTANTS = (
         "offload.swapper.pager",
         "                entry.read = self._device.record_event()",
         "                pass",
-        "tests/accelerators/test_device_stream_order.py",
+        "tests/accelerators/test_device_streams.py",
     ),
     Mutant(
         "put what is in use in the middle of the device",
@@ -250,7 +250,7 @@ MUTANTS = (
         "offload.swapper.caches",
         "copied[host_buffer.offset].wait()",
         "pass",
-        "tests/accelerators/test_device_stream_order.py",
+        "tests/accelerators/test_device_streams.py",
     ),
     Mutant(
         "read weights from a model's file that has changed",

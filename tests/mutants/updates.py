@@ -73,7 +73,7 @@ MUTANTS = (
         "offload.optimizers.fused",
         "done.wait()  # blocks",
         "pass  # blocks",
-        "tests/accelerators/test_device_stream_order.py",
+        "tests/accelerators/test_device_streams.py",
     ),
     Mutant(
         "drop the decay",

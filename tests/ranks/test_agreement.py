@@ -48,13 +48,9 @@ from tests.support.ranks.rank_jobs import JOBS, rows_loss
 from tests.support.ranks.rank_pool import RankPool, rank_and_size, shared_pool, start, train
 
 FREE = (Collective.USE, Collective.REDUCE)
-
-
 TOGETHER = (Collective.STEP, Collective.EDIT, Collective.END, Collective.MEAN)
 
 free = st.builds(RankIntent, st.sampled_from(FREE), st.integers(0, 3), st.booleans())
-
-
 together = st.builds(RankIntent, st.sampled_from(TOGETHER), st.integers(-1, 3))
 
 
@@ -423,11 +419,7 @@ def four() -> Iterator[RankPool]:
 
 
 ROOM = "64MiB"
-
-
 """On the device for all units of each model here."""
-
-
 SERIES_DISK, RAM = ("nvme", "nvme"), ("cpu", "cpu")
 
 
@@ -507,11 +499,7 @@ class Branching(nn.Module):
 
 
 SAME_PATH = (0, 1, 2, 3)
-
-
 PATHS = {3: (SAME_PATH, (0, 1, 3)), 5: ((0, 1, 3), (1, 4, 2, 0))}
-
-
 """Of both ranks: one leaves out a layer; later each takes another way, one through a layer that nobody has used."""
 
 
@@ -527,8 +515,6 @@ def branching_loss_at_once(model: Any, step: int, micro: int) -> torch.Tensor:
 
 
 BRANCHING = Job(Branching, branching_loss_at_once, steps=8)
-
-
 TWICE = Job(Branching, branching_loss, steps=8, accumulation=2)
 
 

@@ -25,8 +25,6 @@ from tests.support.ranks.pipelines import JOB, Plan
 from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, shared_pool
 
 DISK, HOST, MEMORY = ("nvme", "nvme"), ("cpu", "cpu"), ("none", "none")
-
-
 CLIPPED = JOB._replace(clip=0.05)
 
 
@@ -158,8 +156,6 @@ def test_several_stages_a_process_are_one_engine(
 
 
 AGAIN = {"activations": "nvme", "units": ["Block"]}
-
-
 OTHERS: dict[str, tuple[Job, dict[str, Any]]] = {
     "blocks computed again": (JOB, AGAIN),
     "LAMB": (JOB._replace(optimizer="Lamb"), {}),

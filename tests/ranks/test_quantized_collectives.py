@@ -31,14 +31,8 @@ from tests.support.ranks.rank_jobs import JOBS, language_rows_loss
 from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, start, train
 
 MEMORY, HOST, DISK = ("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")
-
-
 JOB = JOBS["gpt2"]._replace(steps=2, lr=3e-4)
-
-
 ALL = "weights nontrainable_weights gradients"
-
-
 BLOCK, BYTES = 128, 130
 
 

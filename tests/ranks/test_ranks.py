@@ -167,8 +167,6 @@ def test_each_rank_gives_device_memory_back_by_itself(ranks: RankPool, tmp_path:
 
 
 THREE_BLOCKS = models.GPT2._replace(loss=language_rows_loss)
-
-
 """More than the device has room for, below."""
 
 
@@ -363,8 +361,6 @@ def test_weights_of_rank_0_count(ranks: RankPool, tmp_path: Path) -> None:
 
 
 FP32 = 4
-
-
 SUMS = JOBS["gpt2"]._replace(stage=1, accumulation=3, steps=2, lr=3e-4)
 
 
@@ -384,8 +380,6 @@ def test_a_step_equals_one_rank_and_every_placement(dtype: str, ranks: RankPool,
 # -- parameters that only some micro-batches use ------------------------------------------------------
 
 PATHS = (((0, 1), (1,), (2,)), ((1,), (2,), ()))
-
-
 """Of each rank and micro-batch. Nobody uses the last expert, and the first has no gradient in a last micro-batch."""
 
 

@@ -40,11 +40,7 @@ from tests.support.ranks.rank_pool import RankPool, free_port, meet, pool, rank_
 from tests.support.sampling import drawn
 
 DISK = ("nvme", "nvme")
-
-
 JOB = models.GPT2._replace(loss=language_rows_loss, steps=24, dtype="bf16")
-
-
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -366,8 +362,6 @@ def test_an_end_after_an_error_waits_for_nobody(kind: str, how: str, tmp_path: P
 
 
 WORDS = "the batch\nis empty" + " and empty" * 100
-
-
 LINE = r"ValueError: the batch is empty and empty [ a-z]*…"
 
 
@@ -478,8 +472,6 @@ def test_a_rank_that_is_far_behind_is_not_advised_to_start_again(tmp_path: Path)
 
 
 LONGEST = 0.3
-
-
 SILENT = "torch's key-value store has not answered for 0.3 s"
 
 

@@ -34,14 +34,8 @@ from tests.support.ranks.rank_jobs import JOBS, message_of_a_failing_drive, my_r
 from tests.support.ranks.rank_pool import RankPool, shared_pool, start, train
 
 DISK = ("nvme", "nvme")
-
-
 PLACES = (("none", "none"), ("nvme", "nvme"), ("cpu", "nvme"))
-
-
 MIXTURE = JOBS["mixture"]._replace(model=models.Mixture, steps=3)
-
-
 TRIED = {
     "fp16": MIXTURE._replace(dtype="fp16"),
     "lion, bf16": MIXTURE._replace(dtype="bf16", optimizer="Lion", lr=1e-4),
@@ -52,8 +46,6 @@ TRIED = {
     "lamb, bf16": MIXTURE._replace(optimizer="Lamb", lr=1e-2, dtype="bf16"),
     "lamb, fp16": MIXTURE._replace(optimizer="Lamb", lr=1e-2, dtype="fp16"),
 }
-
-
 LAMB = TRIED["lamb, bf16"]._replace(accumulation=2, steps=5)
 
 
@@ -182,8 +174,6 @@ MATRIX_JOBS = {
     "Adafactor, bf16": _own("Adafactor", 1e-2)._replace(dtype="bf16", accumulation=2),
     "NAdam, fp16": _own("NAdam", 1e-3)._replace(dtype="fp16"),
 }
-
-
 OPTIONS: dict[str, dict[str, Any]] = {"Muon, bf16 moments": {"moments": "bf16"}}
 
 

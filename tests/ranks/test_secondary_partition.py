@@ -32,14 +32,8 @@ from tests.support.ranks.rank_jobs import JOBS, language_rows_loss, my_rows
 from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, start
 
 MEMORY, HOST, DISK = ("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")
-
-
 JOB = JOBS["gpt2"]._replace(steps=2, lr=3e-4, dtype="bf16")
-
-
 NODE = 2
-
-
 """Ranks of a node, of which four ranks are two."""
 
 

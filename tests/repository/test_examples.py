@@ -1,17 +1,22 @@
-"""Each example runs unchanged from an empty folder, and resumes."""
+"""Each example, each block of a guide and of the first pages runs unchanged from an empty folder."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from accelerate.state import AcceleratorState
 
+from offload.config import load_config
 from tests import ROOT
 from tests.support.processes import warm_process
 
@@ -89,3 +94,100 @@ def test_a_loop_of_ones_own_goes_on_after_a_kill(
     assert "ended with step 20" in output and "each loss is that of the unbroken run: True" in output
     losses = [float(loss) for loss in followed[2].values()]
     assert len(losses) == 20 and losses[-1] < losses[0] - 1
+
+
+GUIDES = ROOT / "docs" / "guides"
+PAGES = {
+    guide.stem: re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
+    for guide in sorted(GUIDES.glob("*.md"))
+}
+BLOCKS = [pytest.param(code, id=f"{page}: {code.splitlines()[0]}") for page, codes in PAGES.items() for code in codes]
+OPTIONAL = {"bitsandbytes", "diffusers", "lightning", "ray", "torchao", "trl"}
+"""Packages that a guide may use and that are in none of our extras: its block runs where they are installed."""
+_run = subprocess.run
+
+
+def run_guides(arguments: Sequence[str], check: bool = False, **options: Any) -> Any:
+    """As `subprocess.run`, but a command of Python's is forked."""
+    if options or arguments[0] != sys.executable:
+        return _run(arguments, check=check, **options)
+    done = warm_process.run(arguments[1:])
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # trl asks for the old name
+@pytest.mark.filterwarnings("ignore::Warning:lightning")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # dcp.save in one process
+@pytest.mark.parametrize("code", BLOCKS)
+def test_a_code_block_of_a_guide_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _in_folder(tmp_path, [code], monkeypatch)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("page", [page for page, codes in PAGES.items() if len(codes) > 1])
+def test_blocks_of_a_page_run_one_after_the_other_in_one_folder(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader does a page from top to bottom: a block must not find the run of the one above it."""
+    _in_folder(tmp_path, PAGES[page], monkeypatch)
+
+
+def _in_folder(folder: Path, codes: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs programs one after the other in `folder`."""
+    for name in OPTIONAL & set(re.findall(r"^(?:import|from) (\w+)", "\n".join(codes), re.MULTILINE)):
+        pytest.importorskip(name)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(subprocess, "run", run_guides)
+    for drive in ("drive_a", "drive_b"):
+        Path(drive).mkdir()
+    for code in codes:
+        AcceleratorState._reset_state(True)  # of an earlier block, which a program of its own would not have
+        exec(compile(code, "a guide", "exec"), {})
+
+
+@pytest.mark.parametrize("guide", sorted(GUIDES.glob("*.md")), ids=lambda guide: guide.stem)
+def test_the_guide_ends_in_the_next_action(guide: Path) -> None:
+    heading, *rest = re.split(r"^## ", guide.read_text(encoding="utf-8"), flags=re.MULTILINE)[-1].splitlines()
+    assert heading == "Next" and re.search(r"\]\([\w./#-]+\)", "\n".join(rest))
+
+
+def run_blocks(page: str, folder: Path) -> str:
+    """What the blocks of shell and of Python have printed. One that fails ends it."""
+    output = ""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    installed, forked = Path(sys.executable).parent, warm_process.commands(folder / "bin")
+    for language, code in re.findall(r"```(bash|python)\n(.*?)```", text, re.DOTALL):
+        command = ("bash", "-euo", "pipefail", "-c", code) if language == "bash" else (forked / "python", "-c", code)
+        installs = code.startswith("pip install")
+        alone = installs or "kill" in code  # a signal must reach the command itself
+        path = f"{installed if alone else forked}:{installed}:{os.environ['PATH']}"
+        dry = {"PIP_DRY_RUN": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0"} if installs else {}
+        done = subprocess.run(
+            command,
+            cwd=ROOT if installs else folder,
+            env=os.environ | {"PATH": path} | dry,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, f"{code}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        assert "does not provide the extra" not in done.stderr
+        output += done.stdout
+    return output
+
+
+@pytest.mark.timeout(900)  # ten processes that import torch, which takes a while where the machine is busy
+def test_the_quick_start_runs(tmp_path: Path) -> None:
+    output = run_blocks("quick-start.md", tmp_path)
+    log = [json.loads(line) for line in (tmp_path / "demo.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log if "loss" in line] == list(range(1, 31))
+    losses = [float(loss) for loss in re.findall(r"step \d+  loss (\S+)\n", output)]
+    assert len(losses) == 3 and losses[2] < losses[0] / 2
+    assert (tmp_path / "demo.html").is_file() and "3487232" in output
+    load_config(str(tmp_path / "plan.json"))
+
+
+def test_the_install_page_runs(tmp_path: Path) -> None:
+    assert "io_uring" in run_blocks("install.md", tmp_path)

@@ -1,12 +1,13 @@
-"""The repository's front files are right: issue forms, the citation, and what SECURITY.md claims of the code."""
+"""The repository's front files are right, and the pages of bounds and of what works agree with the tests."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
@@ -14,6 +15,8 @@ import yaml
 import offload
 from offload.cli import app
 from tests import ROOT
+from tests.pages import what_works_page
+from tests.support.processes import warm_process
 
 PACKAGE = ROOT / "offload"
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
@@ -85,33 +88,6 @@ def test_there_is_a_form_for_each_kind() -> None:
     assert content == {"blank_issues_enabled": False}
 
 
-FIELD: dict[str, Any] = {"type": "textarea", "id": "a", "attributes": {"label": "A"}}
-BOXES: dict[str, Any] = {"type": "checkboxes", "id": "b", "attributes": {"label": "B", "options": [{"label": "x"}]}}
-
-
-@pytest.mark.parametrize(
-    ("body", "found"),
-    [
-        ([FIELD, BOXES], []),
-        ([], ["labels"]),
-        ([FIELD, FIELD], ["ids", "labels"]),
-        ([FIELD | {"type": "text"}], ["0: attributes"]),
-        ([FIELD | {"required": True}], ["0: attributes"]),
-        ([FIELD | {"attributes": {"label": "A", "options": ["x"]}}], ["0: attributes"]),
-        ([FIELD | {"id": "a b"}], ["ids"]),
-        ([BOXES | {"attributes": {"label": "B", "options": [{"label": "x"}] * 2}}], ["0: options"]),
-        ([FIELD, {"type": "dropdown", "id": "c", "attributes": {"label": "C", "options": [True]}}], ["1: options"]),
-    ],
-)
-def test_a_form_that_github_refuses_is_found(body: list[Any], found: list[str]) -> None:
-    assert faults({"name": "N", "description": "D", "body": body}) == found
-
-
-def test_the_top_of_a_form_is_checked() -> None:
-    assert faults({"name": "N", "body": [FIELD]}) == ["top"]
-    assert faults({"name": "N", "description": "D", "about": "A", "body": [FIELD]}) == ["top"]
-
-
 def commands(text: str) -> set[str]:
     """Returns the commands of offload that `text` names in code font."""
     return set(re.findall(r"`offload ([a-z]+)", text))
@@ -177,23 +153,59 @@ def test_no_file_brings_code() -> None:
     assert {path: found for path, source in sources.items() if (found := list(unsafe(source)))} == _ALLOWED
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("import json, pickle", ["pickle"]),
-        ("from pickle import loads", ["pickle"]),
-        ("import torch\ntorch.load(path)", ["torch.load"]),
-        ("torch.load(path, weights_only=False)", ["torch.load", "weights_only"]),
-        ("torch.load(path, weights_only=True)", []),
-        ("safetensors.torch.load(data)", []),
-        ("eval(text)", ["eval"]),
-        ("model.eval()", []),
-        ("re.compile(text)", []),
-        ("subprocess.run(command, shell=True)", ["shell"]),
-        ("AutoModel.from_pretrained(name, trust_remote_code=given)", ["trust_remote_code"]),
-        ("AutoModel.from_pretrained(name, trust_remote_code=False)", []),
-        ("dist.all_gather_object(out, mine)", ["all_gather_object"]),
-    ],
-)
-def test_what_brings_code_is_found(source: str, found: list[str]) -> None:
-    assert [each.removeprefix("dist.") for each in unsafe(source)] == found
+PAGE = ROOT / "docs" / "reference" / "bounds.md"
+_NAMED = re.compile(r"`([\w/]+\.(?:py|cpp))::(\w+)`")
+
+
+class Row(NamedTuple):
+    quantity: str
+    bound: str
+    keeper: str
+    test: str
+
+
+def rows(text: str) -> list[Row]:
+    """The rows of all tables, without heads and rules."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return [Row(*row) for row in cells if row[0] != "quantity" and row[0].strip("-")]
+
+
+@cache
+def _source(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def defines(path: Path, name: str) -> bool:
+    """Whether a file defines a function, class or method of that name; of C++, whether it has one."""
+    defined = rf"^ *(?:async )?(?:def|class) {name}\b" if path.suffix == ".py" else rf"\b{name}\(|\bTEST\({name}\)"
+    return re.search(defined, _source(path), re.MULTILINE) is not None
+
+
+def wrong(row: Row) -> list[str]:
+    """What is not there, or not said, in a row."""
+    found = []
+    for cell, folder, enough in ((row.keeper, "offload", ()), (row.test, "tests", ("by construction",))):
+        names = _NAMED.findall(cell)
+        found += [f"{path}::{name}" for path, name in names if not defines(ROOT / folder / path, name)]
+        # Words without a reference would be a promise that nobody holds.
+        if not names and cell not in enough:
+            found.append(f"{row.quantity}: {cell or 'nothing'}")
+    return found if row.bound else [*found, f"{row.quantity}: no bound"]
+
+
+ROWS = rows(PAGE.read_text(encoding="utf-8"))
+
+
+def test_every_bound_is_kept_by_code_and_held_by_a_test() -> None:
+    assert len(ROWS) > 40
+    assert [each for row in ROWS for each in wrong(row)] == []
+
+
+def test_the_page_is_of_these_tests(request: pytest.FixtureRequest) -> None:
+    items = request.config.stash[what_works_page.COLLECTED]
+    if {item.path for item in items} >= set(what_works_page.files()):
+        page = what_works_page.page(what_works_page.rows(items))
+        assert page == what_works_page.PAGE.read_text(), "run: python -m tests.pages.what_works_page"
+        return
+    done = warm_process.run(["-m", "tests.pages.what_works_page", "--check"], cwd=ROOT)
+    assert done.returncode == 0, done.stderr

@@ -19,8 +19,7 @@ import offload
 from offload import testing
 from offload.errors import EngineFailed, UsageError
 from offload.torch_internals import top_saved_tensor_hooks
-from tests.models.test_autograd import LAYERS
-from tests.models.test_autograd_refused import ShowsItsHead
+from tests.models.test_autograd import LAYERS, ShowsItsHead
 from tests.models.test_module_kinds import MEMORY, Clamped, Replaced
 from tests.support import models
 from tests.support.modules.autograd_modules import KeepsViews

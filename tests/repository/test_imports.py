@@ -1,7 +1,4 @@
-"""`import offload`, and the commands that compute nothing, load neither torch nor anything else that takes long.
-
-Which modules are loaded is compared, in a process of its own; how long that takes is not.
-"""
+"""Imports go one way, layer by layer; private names of torch are in one package, and what is light stays light."""
 
 from __future__ import annotations
 
@@ -9,16 +6,154 @@ import ast
 import importlib
 import json
 import pickle
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import offload
+from tests import ROOT
 from tests.support import models
 from tests.support.oracle import start, train_step
+
+PACKAGE = ROOT / "offload"
+
+CIRCLE = ("engine", "distributed", "checkpoint", "model_io", "activations", "optimizers", "parallel", "passes")
+"""The engine and its features, which know each other."""
+
+LAYERS = (
+    *("errors", "records", "interrupts", "sizes", "notices", "states", "timeline", "torch_internals", "provenance"),
+    *("aio", "config", "launch", "presets", "report", "deepnvme"),
+    *("fileio", "kernels", "precision", "schedules", "checkpointing"),
+    *("swapper", "hardware", "layout", "metrics"),
+    *CIRCLE,
+    *("planner", "losses", "dtype_choice", "inference_engine", "__init__"),
+    *("finetune", "bench", "offline", "hf", "integrations", "runs", "deepspeed"),
+    *("cli", "testing", "__main__"),
+)
+"""Modules and folders of the package. Each may import only those before it, and those of its circle."""
+
+NEVER = {
+    "errors": ("torch", "numpy"),
+    "sizes": ("torch", "numpy"),
+    "config": ("torch", "numpy"),
+    "aio": ("torch", "numpy"),
+    "swapper": ("torch.nn", "torch.distributed"),
+}
+"""Packages of others that a layer never imports."""
+
+OF_HF = {"transformers", "accelerate", "peft", "trl"}
+"""Packages that `hf` alone imports at the top of a file."""
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@cache
+def imported_names(source: str) -> set[str]:
+    """Returns dotted names of all that is imported, at any depth of the file, and of the parts of torch it uses."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            # `import offload` is the package itself: its `__init__` imports layers above most others.
+            names |= {"offload.__init__" if alias.name == "offload" else alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            names.add(f"torch.{node.attr}")
+    return names
+
+
+def forbidden_imports(module: str, source: str) -> list[str]:
+    """Returns the imports of a file that its layer forbids.
+
+    Args:
+        module: The file's dotted name within the package, such as "engine.optim.lamb".
+        source: The file's text.
+    """
+    layer = module.split(".")[0]
+    last = CIRCLE[-1] if layer in CIRCLE else layer
+    lower = LAYERS[: LAYERS.index(last) + 1]
+    forbidden = []
+    for name in sorted(imported_names(source)):
+        package, _, rest = name.partition(".")
+        if package == "offload" and rest:
+            # A name that is no layer is a public name, which the package's `__init__` gives.
+            target = rest.split(".")[0] if rest.split(".")[0] in LAYERS else "__init__"
+            wrong = target not in lower
+        else:
+            wrong = package in ("", "tests", "bench")
+            wrong |= any(f"{name}.".startswith(f"{banned}.") for banned in NEVER.get(layer, ()))
+        if wrong:
+            forbidden.append(name)
+    return forbidden
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def test_every_layer_is_listed_once() -> None:
+    assert sorted(LAYERS) == sorted({module_name(path).split(".")[0] for path in FILES})
+
+
+def test_imports_go_one_way() -> None:
+    sources = {module_name(path): path.read_text() for path in FILES}
+    assert {module: names for module, source in sources.items() if (names := forbidden_imports(module, source))} == {}
+
+
+def test_hf_alone_cannot_be_imported_without_hugging_face() -> None:
+    """Others import what they need of it where they need it."""
+    modules = [module_name(path) for path in FILES if packages_at_the_top(path) & OF_HF]
+    assert [module for module in modules if not module.startswith("hf.")] == []
+
+
+def packages_at_the_top(path: Path) -> set[str]:
+    """Returns the packages that a file imports when it is imported itself."""
+    top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {name.partition(".")[0] for node in top for name in imported_names(ast.unparse(node))}
+
+
+TORCH_PACKAGE = Path(offload.__file__).parent
+TORCH_FILES = sorted(path for path in TORCH_PACKAGE.rglob("*.py") if path.parent.name != "torch_internals")
+_SUSPECTED = re.compile(r"\btorch\b[\w.]*\._[a-zA-Z]|\bfrom torch\b[^\n]*\bimport\b(?:[^\n(]*|\s*\([^)]*)\b_[a-zA-Z]")
+"""Of a text in which a private name of torch may be: the others need not be parsed."""
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """What is imported from torch, or reached through the name `torch`, by a path with a leading underscore."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            paths = [f"{node.module}.{each.name}" for each in node.names]
+        elif isinstance(node, ast.Import):
+            paths = [each.name for each in node.names if each.name.split(".")[0] == "torch"]
+        elif isinstance(node, ast.Attribute) and _begins_with_torch(node):
+            paths = [ast.unparse(node)]
+        else:
+            continue
+        yield from (path for path in paths if any(_is_private(part) for part in path.split(".")))
+
+
+def _begins_with_torch(node: ast.expr) -> bool:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id == "torch"
+
+
+def _is_private(part: str) -> bool:
+    return part.startswith("_") and not part.startswith("__")
+
+
+def test_no_other_file_uses_them() -> None:
+    sources = {path.relative_to(TORCH_PACKAGE): path.read_text() for path in TORCH_FILES}
+    suspected = {path: source for path, source in sources.items() if _SUSPECTED.search(source)}
+    assert {path: found for path, source in suspected.items() if (found := [*private_names(ast.parse(source))])} == {}
+
 
 HEAVY = ("torch", "numpy", "psutil", "rich", "safetensors", "transformers", "accelerate", "matplotlib", "pyarrow")
 """Not pydantic, by which typer itself reads the options of a command; that the package does without is seen below."""
@@ -140,19 +275,6 @@ def test_help_loads_nothing() -> None:
     for command, (code, output, found) in commands(*((*each, "--help") for each in asked), ("--version",)).items():
         assert (code, found) == (0, []), (command, output)
         assert "Usage: " in output or output.strip() == offload.__version__
-
-
-def test_an_option_that_cannot_be_is_refused_before_anything_is_loaded() -> None:
-    wrong = [
-        ("train", "--resume", "perhaps"),
-        ("train", "--offload-param", "disk"),
-        ("train", "--steps", "many"),
-        ("train", "--no-such-option"),
-        ("export", "run", "out", "--dtype", "int8"),
-    ]
-    for command, (code, output, found) in commands(*wrong).items():
-        option = next(word for word in command if word.startswith("--"))
-        assert (code, found) == (2, []) and option in output
 
 
 def test_looking_at_what_lies_there_needs_no_torch(made: Path) -> None:

@@ -1,0 +1,232 @@
+"""Every link between our pages leads somewhere, the reference has every public name, and the site builds."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+import offload
+from offload import aio, checkpointing, deepnvme, errors, hf, kernels, losses, schedules
+from tests import ROOT
+from tests.pages import command_line_page
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+BESIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+
+_FENCE = re.compile(r"^(```+|~~~+).*?^\1$", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(r"(`+).+?\1", re.DOTALL)
+_LINK = re.compile(r"\]\(\s*<?([^)\s>]+)[^)]*\)|^\[[^\]]+\]:\s*(\S+)|\b(?:href|src)=\"([^\"]+)\"", re.MULTILINE)
+_HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
+_ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:|//")
+
+
+class Link(NamedTuple):
+    """What a page points to: a path as it is written, empty for the page itself, and an anchor, empty for none."""
+
+    path: str
+    anchor: str
+
+
+def links(text: str) -> Iterator[Link]:
+    """Those that do not leave for another site."""
+    for found in _LINK.finditer(_CODE.sub("", _FENCE.sub("", text))):
+        target = next(filter(None, found.groups()))
+        if not _ELSEWHERE.match(target):
+            path, _, anchor = target.partition("#")
+            yield Link(path, anchor)
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub and our site make them."""
+    found: set[str] = set()
+    for heading in _HEADING.findall(_FENCE.sub("", text)):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        found.add(re.sub(r"[^\w\- ]", "", words).strip().lower().replace(" ", "-"))
+    return found
+
+
+@cache
+def anchors_of(page: Path) -> set[str]:
+    return anchors(page.read_text(encoding="utf-8"))
+
+
+def wrong(page: Path, inside: Path) -> list[str]:
+    """The links of `page` that lead nowhere, or out of the folder `inside`."""
+    found = []
+    for path, anchor in links(page.read_text(encoding="utf-8")):
+        target = (page.parent / path).resolve() if path else page
+        link = f"{path}#{anchor}" if anchor else path
+        if path.startswith("/"):
+            found.append(f"{link}: is absolute")
+        elif not target.is_relative_to(inside):
+            found.append(f"{link}: leaves {inside.name}; write the path in code font")
+        elif not target.exists():
+            found.append(f"{link}: is not there")
+        elif anchor and (target.suffix != ".md" or anchor not in anchors_of(target)):
+            found.append(f"{link}: has no such heading")
+    return found
+
+
+def test_links_of_a_page_lead_somewhere_in_the_site() -> None:
+    found = {page: wrong(page, DOCS) for page in PAGES}
+    assert {str(page): links for page, links in found.items() if links} == {}
+
+
+def test_links_beside_the_site_lead_somewhere() -> None:
+    found = {page: wrong(page, ROOT) for page in BESIDE}
+    assert {page.name: links for page, links in found.items() if links} == {}
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    _, _, nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")
+    named = re.findall(r"([\w/.-]+\.md)$", nav, re.MULTILINE)
+    assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
+
+
+REFERENCE_PAGES = sorted((ROOT / "docs" / "reference").rglob("*.md"))
+NAMED = [
+    name
+    for page in REFERENCE_PAGES
+    for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+]
+NOT_INSTALLED = {
+    name for name in NAMED if name.startswith("offload.integrations.") and find_spec(name.split(".")[2]) is None
+}
+"""Names of modules that are imported where the package is installed whose trainer they serve, and has their name."""
+MODULES = (offload, aio, checkpointing, deepnvme, hf, kernels, losses, schedules)
+NOT_FOR_USERS = {"forward"}
+OF_AN_ENGINE = {f"offload.Engine.{name}" for name in ("module", "optimizer", "device", "notices")} | {
+    f"offload.InferenceEngine.{name}" for name in ("module", "device", "notices")
+}
+"""Attributes that the constructors of engines set."""
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Each public name, and what it is."""
+    for module in MODULES:
+        for name in module.__all__:
+            if not isinstance(getattr(module, name), ModuleType) and name != "__version__":
+                yield f"{module.__name__}.{name}", getattr(module, name)
+    for name in {"__call__", *dir(offload.Engine)} - NOT_FOR_USERS:
+        if name == "__call__" or not name.startswith("_"):
+            yield f"offload.Engine.{name}", inspect.getattr_static(offload.Engine, name)
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and value.__module__ == errors.__name__:
+            yield f"offload.errors.{name}", value
+
+
+def found(name: str) -> Any:
+    """What a dotted name is; raises where it is nothing."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            value: Any = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[count:]:
+            # A module gives its names when they are asked for; a property must not be.
+            value = getattr(value, part) if isinstance(value, ModuleType) else inspect.getattr_static(value, part)
+        return value
+    raise AssertionError(f"there is no {name}")
+
+
+def test_every_public_name_is_there_once() -> None:
+    known = [found(name) for name in NAMED if name not in OF_AN_ENGINE | NOT_INSTALLED]
+    assert [name for name, value in public() if not any(value is each for each in known)] == []
+    assert set(NAMED) >= OF_AN_ENGINE
+    assert [name for name in NAMED if NAMED.count(name) > 1] == []
+
+
+def test_each_name_of_the_reference_exists_and_is_described() -> None:
+    silent = []
+    for name in sorted(set(NAMED) - OF_AN_ENGINE - NOT_INSTALLED):
+        value = found(name)
+        described = [*members(value)] if isinstance(value, type) else []
+        if callable(value) or isinstance(value, property | ModuleType):
+            described.append((name, value))
+        silent += [each for each, member in described if not inspect.getdoc(member)]
+    assert silent == [], "these have no docstring"
+
+
+def members(kind: type) -> Iterator[tuple[str, Any]]:
+    """Public methods and properties that are code of ours."""
+    for each in kind.__mro__:
+        if each.__module__.partition(".")[0] == "offload":
+            for name, member in vars(each).items():
+                if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
+                    yield f"{each.__name__}.{name}", member
+
+
+def test_the_commands_are_as_they_say_themselves() -> None:
+    assert command_line_page.document() == command_line_page.PAGE.read_text(encoding="utf-8"), (
+        "run: python -m tests.pages.command_line_page"
+    )
+    helps = {command: command_line_page.help_of(*command) for command in command_line_page.commands()}
+    silent = [command for command, words in helps.items() if "\nCommands:" not in words and "--json" not in words]
+    assert silent == [("run",), ("launch",)], "all but those whose output is a script's"
+
+
+_LOADED = re.compile(r"<(?:script|img|iframe)[^>]*\ssrc=\"?([^\s\">]+)|<link[^>]*\shref=\"?([^\s\">]+)")
+
+
+def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """As `make docs` does. Not `--quiet`, with which mkdocs does not count its warnings."""
+    command = (sys.executable, "-m", "mkdocs", "build", "--strict", "-f", config, "--site-dir", site)
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings") is None,
+    reason="mkdocs is not installed: make .venv/.docs",
+)
+def test_it_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    done = build(ROOT / "mkdocs.yml", tmp_path)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    pages = [page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")]
+    assert len(pages) > len(list((ROOT / "docs").rglob("*.md")))  # and the one for what is not found
+    loaded = {target for page in pages for found in _LOADED.findall(page) for target in found if target}
+    assert loaded and [target for target in sorted(loaded) if re.match(r"https?:|//", target)] == []
+    assert (tmp_path / "search" / "search_index.js").is_file(), "a page from the disk can load this alone"
+
+
+def build_page(folder: Path, *lines: str) -> subprocess.CompletedProcess[str]:
+    """Builds a site of one page, with the settings of ours."""
+    (folder / "docs" / "stylesheets").mkdir(parents=True)
+    shutil.copytree(ROOT / "docs" / "javascripts", folder / "docs" / "javascripts")
+    (folder / "docs" / "index.md").write_text("\n\n".join(["# A page", *lines]))
+    (folder / "mkdocs.yml").write_text(f"INHERIT: {ROOT / 'mkdocs.yml'}\ndocs_dir: docs\nnav: [index.md]\n")
+    return build(folder / "mkdocs.yml", folder / "site")
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings") is None,
+    reason="mkdocs is not installed: make .venv/.docs",
+)
+@pytest.mark.skipif(CHROMIUM is None, reason="the system has no Chromium")
+def test_the_search_works_where_the_site_is_opened_from_the_disk(tmp_path: Path) -> None:
+    done = build_page(tmp_path, "## Budgets", "Two numbers.", "## Wear", "Of drives.")
+    assert done.returncode == 0, done.stdout + done.stderr
+    browser = (str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}")
+    asked = f"{(tmp_path / 'site' / 'index.html').as_uri()}?q=budgets"
+    command = (*browser, "--virtual-time-budget=20000", "--dump-dom", asked)
+    page = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert re.findall(r'href="[^"]*#(\w+)" class="md-search-result__link"', page) == ["budgets"]
