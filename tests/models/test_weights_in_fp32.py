@@ -234,6 +234,7 @@ def test_every_form_of_states_has_the_same_bits_on_disk_and_in_memory(name: str,
     same_bits(job, tmp_path, (PLACEMENTS[0], PLACEMENTS[-1]), **options)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_unbroken(tmp_path: Path) -> None:
     job = JOB._replace(steps=40)
     killed = kill_and_resume(job, PLACEMENTS[-1], tmp_path / "killed", kills=1)
