@@ -7,7 +7,7 @@ NATIVE := $(wildcard offload/*/native/*.cpp offload/*/native/*.h)
 PACKAGES := $(wildcard offload/*/__init__.py offload/*/*/__init__.py)
 NATIVE_TESTS := $(wildcard $(foreach folder,native kernel_bits fake_cuda device/native,tests/$(folder)/*.cpp tests/$(folder)/*.h))
 
-.PHONY: help train test test-all test-avx2 device test-device test-gpu bench check format docs mutants storm sanitize
+.PHONY: help train quick test test-all test-avx2 device test-device test-gpu bench check format docs mutants storm sanitize
 # Tests at a time: more memory and more of the drive each. A test waits for two fifths of the time that it takes alone, for
 # drives, timers, and processes that it starts or kills, so four leave a tenth of two cores idle, by calculation.
 JOBS ?= 6
@@ -23,6 +23,12 @@ help: ## Say what there is
 
 train: $(VENV)/.hf ## Train a 3.5M-parameter model from swap files, in a few minutes
 	$(BIN)/offload train
+
+# The rooms of what an edit breaks first. Files whose tests start ranks or other processes are left out.
+QUICK := $(addprefix tests/,aio config fileio gradients kernels micro_batches params store swapper updates)
+
+quick: $(VENV)/.dev ## Run the tests of the core that start no process, in under a minute: for every edit
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --quick $(QUICK)
 
 test: $(VENV)/.dev ## Run the tests: each promise once, samples of large grids
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder

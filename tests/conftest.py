@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 # Models here are tiny: a second thread of torch only waits, for ever so long where the machine is busy.
@@ -55,6 +56,11 @@ def pytest_configure(config: pytest.Config) -> None:
     sampling.configure(config)
     device_process.configure(config)
     workers.fork_from_one(config)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    quick = config.getoption("quick") and collection_path.name.startswith("test_")
+    return True if quick and sampling.starts_processes(collection_path) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -60,6 +60,7 @@ def save_and_load(kind: str, folder: Path) -> list[str]:
     return sorted(each.name for each in (folder / "saved" / "global_step1").iterdir())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.works("Several ranks", "checkpoints of tensor parallelism, and of a pipeline", "right")
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
 def test_a_grid_goes_on_from_its_checkpoint_bit_for_bit(kind: str, ranks: RankPool, tmp_path: Path) -> None:

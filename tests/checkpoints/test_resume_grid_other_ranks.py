@@ -144,6 +144,7 @@ def killed_between(folder: Path) -> None:
     die()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_kill_between_two_columns_leaves_a_run_for_either_number(ranks: int, edited: Path, tmp_path: Path) -> None:
     shutil.copytree(edited, tmp_path / "same")
@@ -201,6 +202,7 @@ def pipeline_resumed(folder: Path) -> tuple[str, ...]:
     return notices
 
 
+@pytest.mark.slow
 def test_a_pipeline_goes_on_with_other_ranks(tmp_path: Path) -> None:
     with pool(2) as two:
         two.run(pipeline_begun, tmp_path)

@@ -18,7 +18,7 @@ SMALL = tuple(f"| 13B | {gpu} |" for gpu in table.SMALL)
 CARD_ROWS = [line for line in table.CARD_PAGE.read_text(encoding="utf-8").splitlines() if table.is_of_card(line)]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(ROWS)))
 def test_a_row_of_the_first_model_is_generated(number: int) -> None:
     """Those of the others take longer."""

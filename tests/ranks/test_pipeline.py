@@ -116,7 +116,7 @@ def test_pipelines_beside_each_other_equal_one_process(
     stage: int, four: RankPool, alone: Callable[..., Result], tmp_path: Path
 ) -> None:
     job = CLIPPED._replace(stage=stage)
-    found = pipelines.together(four.run(in_each_placement, job, Plan(), tmp_path / "four"))
+    found = pipelines.together(four.run(pipelines.train, job, Plan(), DISK, tmp_path / "four"))
     rounding_bounds.same_training(found, alone(job), job, reordered=True)
 
 

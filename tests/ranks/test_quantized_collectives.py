@@ -28,7 +28,7 @@ from tests.ranks.test_ranks_replicas import train_and_look as train_and_sum
 from tests.support import models
 from tests.support.oracle import DTYPES, Job, Result, assert_same, assert_same_tensors, rounded, weights_of
 from tests.support.ranks.rank_jobs import JOBS, language_rows_loss
-from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, start, train
+from tests.support.ranks.rank_pool import RankPool, pool, rank_and_size, shared_pool, start, train
 
 MEMORY, HOST, DISK = ("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")
 JOB = JOBS["gpt2"]._replace(steps=2, lr=3e-4)
@@ -437,6 +437,7 @@ def test_the_device_budget_holds_the_memory_of_codes(ranks: RankPool, tmp_path: 
     assert needs["gradients"] - needs[""] == 4 * align_up(codes(largest)) - 3 * align_up(4 * largest)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "stage", "accumulation", "dtype"),
     [("gpt2", 3, 2, "fp32"), ("gpt2", 1, 3, "bf16"), ("adapters", 2, 1, "bf16")],
@@ -524,16 +525,21 @@ def test_killed_and_resumed_has_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.works("Several ranks", "int8 codes beside replicas of shards (`mics_shard_size`)", "right")
-@pytest.mark.parametrize("shard_size", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_replicas_stay_equal(shard_size: int, four: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "shard_size"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_replicas_stay_equal(size: int, shard_size: int, tmp_path: Path) -> None:
     """Each adds up the same codes of all replicas' sums, in the same order."""
+    with shared_pool(size) as together:
+        check_replicas(together, shard_size, tmp_path)
+
+
+def check_replicas(together: RankPool, shard_size: int, tmp_path: Path) -> None:
     job = JOB._replace(shard_size=shard_size, accumulation=2, quantized=ALL)
-    memory = four.run(train_and_sum, job._replace(overlap=False), MEMORY, tmp_path / "memory")
-    disk = four.run(train_and_sum, job._replace(overlap=True), DISK, tmp_path / "disk")
+    memory = together.run(train_and_sum, job._replace(overlap=False), MEMORY, tmp_path / "memory")
+    disk = together.run(train_and_sum, job._replace(overlap=True), DISK, tmp_path / "disk")
     for rank, (result, checksums) in enumerate(memory):
         assert_same(result, disk[rank].result)
         assert checksums == memory[rank % shard_size].checksums
-    exact = four.run(train, job._replace(quantized=""), MEMORY, tmp_path / "exact")
+    exact = together.run(train, job._replace(quantized=""), MEMORY, tmp_path / "exact")
     assert memory[0].result.losses != exact[0].losses
     assert memory[0].result.losses == pytest.approx(exact[0].losses, rel=0.02)
 

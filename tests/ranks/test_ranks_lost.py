@@ -354,6 +354,7 @@ def end_in_a_batch(kind: str, how: str, folder: Path) -> None:
         engine.destroy()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["destroy", "exit"])
 @pytest.mark.parametrize("kind", ["tensor", "sequence"])
 def test_an_end_after_an_error_waits_for_nobody(kind: str, how: str, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@
     @settings(max_examples=examples(300))   a fortieth of hypothesis' examples, five at least
     for where in drawn(PLACEMENTS, 2):      two of them, others in each test
 
+With `--quick` no file is read whose tests start another process.
+
 The sample of a test depends on its name and `--sample-seed` alone, so every run with the same seed has the same tests.
 """
 
@@ -11,7 +13,9 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -21,6 +25,8 @@ SHARE = 40
 """One of so many examples of hypothesis is tried without `--whole`."""
 _LEAST_EXAMPLES = 5
 
+_PROCESSES = re.compile(r"process(?:es)?\b|_process|RankPool|kill|test_device")
+
 _complete = False
 _seed = 0
 
@@ -29,6 +35,7 @@ _T = TypeVar("_T")
 
 def add_options(parser: pytest.Parser) -> None:
     """Adds `--whole` and `--sample-seed` to pytest."""
+    parser.addoption("--quick", action="store_true", help="leave out the files whose tests start ranks or processes")
     parser.addoption("--whole", action="store_true", help="run every case of the large grids, not a sample of them")
     parser.addoption("--sample-seed", type=int, default=0, metavar="N", help="draw other samples of the large grids")
 
@@ -41,6 +48,11 @@ def configure(config: pytest.Config) -> None:
     settings.register_profile("sample", deadline=None, derandomize=True, max_examples=examples(100))
     settings.register_profile("whole", deadline=None)
     settings.load_profile("whole" if _complete else "sample")
+
+
+def starts_processes(path: Path) -> bool:
+    """Tells whether the tests of a file start ranks or other processes, by what the file names."""
+    return path.suffix == ".py" and _PROCESSES.search(path.read_text(encoding="utf-8")) is not None
 
 
 def examples(all_examples: int) -> int:

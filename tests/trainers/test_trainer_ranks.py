@@ -60,6 +60,7 @@ def test_two_ranks_give_what_one_gives(two: RankPool, tmp_path: Path) -> None:
     assert_same_tensors(saved, mine.weights)
 
 
+@pytest.mark.slow
 def test_two_ranks_resume(two: RankPool, tmp_path: Path) -> None:
     single, _ = two.run(train, tmp_path / "whole")
     two.run(train, tmp_path / "broken", 4)
