@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,8 @@ from torch import nn
 from offload.aio import aligned_empty
 from offload.aio.protocols import Future, wait_for_all
 from offload.distributed.agreement import AllOrNothing, Collective, all_or_nothing
-from offload.engine.callbacks import EngineCallbacks
+from offload.engine.callbacks import EngineCallbacks, ParamOwner
 from offload.engine.components import EngineComponents
-from offload.engine.experts import StackHandle
 from offload.engine.keywords import refuse
 from offload.engine.params import ParamHandle, handle_of
 from offload.errors import BudgetError, UsageError
@@ -116,8 +115,8 @@ class ParamAccess:
         Raises:
             UsageError: if the optimizer keeps no state of that name.
         """
-        segment = self._segment(handle)
-        states = states_of(self._held.mode, self._components.layouts[handle.unit], segment)
+        segment = self._segment(handle.parts[0])  # all have the same states
+        states = states_of(self._held.mode, self._components.layouts[handle.parts[0].unit], segment)
         states |= {field.name: State.PACKED for field in segment.kept}
         if name not in states:
             known = ", ".join(f'"{known}"' for known in states) or "none"
@@ -137,6 +136,7 @@ class ParamAccess:
         state = self.state(handle, name)
         if state is not State.PACKED:
             return self.read(handle, state)
+        # Such an optimizer steps whole parameters, so nothing that trains is in several parts.
         self._begin(state)
         self._finish()
         segment = self._segment(handle)
@@ -181,7 +181,7 @@ class ParamAccess:
     def read(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
         """Returns a copy of a state, of the parameter's shape in fp32, on the compute device. Every rank calls it.
 
-        For WEIGHT the copy is of the master.
+        For WEIGHT the copy is of the master. Parts without a gradient are zero where another part has one.
 
         Args:
             handle: handle of the parameter.
@@ -194,16 +194,20 @@ class ParamAccess:
         Raises:
             BudgetError: if the RAM has no room for the copy.
         """
+        return _joined(handle, [self._read_part(part, state) for part in handle.parts])
+
+    def _read_part(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
+        """Returns a copy of a state of one segment, as `read` does."""
         if not self._settled(handle, state):
             return None
         if self._segment(handle).form:
-            return self._components.weights.read(handle.unit, handle.position).float()
-        whole = torch.empty(0, dtype=torch.float32, device="cpu")
+            return handle.read().float()
+        numel, whole = math.prod(handle.shape), torch.empty(0, dtype=torch.float32, device="cpu")
 
         def read_shard() -> None:
             nonlocal whole
-            check_room(handle.name, self._numel(handle))
-            whole = torch.empty(self._numel(handle), dtype=torch.float32, device="cpu")
+            check_room(handle.name, numel)
+            whole = torch.empty(numel, dtype=torch.float32, device="cpu")
             shard = self._own_shard(handle)
             self._read_own_shard(handle, state, shard, whole[shard.position : shard.position + shard.numel])
 
@@ -213,14 +217,17 @@ class ParamAccess:
             everyone.settle(read_shard)
             self._complete(handle, whole)
         # The memory was allocated inside of the collective, so a rank without room has failed the call on all ranks.
-        return whole.view(self._shape(handle)).to(handle.device)
+        return whole.view(handle.shape).to(handle.device)
 
     def read_weight(self, handle: ParamHandle) -> torch.Tensor:
         """Returns a copy of the weights that ranks store, as `read` does, in the dtype of the weights."""
-        values = self.read(handle, State.WEIGHT)
-        assert values is not None, "every parameter has weights"
-        weights = weights_of(values.to("cpu").view(-1), self._held.mode_of(handle.unit).weights)
-        return weights.to(handle.device).view(self._shape(handle))
+        parts = []
+        for part in handle.parts:
+            values = self._read_part(part, State.WEIGHT)
+            assert values is not None, "every parameter has weights"
+            weights = weights_of(values.to("cpu").view(-1), self._held.mode_of(part.unit).weights)
+            parts.append(weights.to(handle.device).view(part.shape))
+        return handle.form.join(parts)
 
     def write(self, handle: ParamHandle, state: State, values: torch.Tensor) -> None:
         """Replaces a state. With several ranks all of them call it, and the values of rank 0 count.
@@ -237,8 +244,8 @@ class ParamAccess:
         self._begin(state)
         if state is not State.WEIGHT and not handle.trainable:
             raise UsageError(f"parameter {handle.name} is frozen: it has no gradient and no optimizer states to set")
-        check_values(handle.name, values, self._shape(handle), self._shape(handle))
-        check_room(handle.name, self._numel(handle))
+        check_values(handle.name, values, handle.shape, handle.shape)
+        check_room(handle.name, max(math.prod(part.shape) for part in handle.parts))
         if state is State.PACKED:
             raise UsageError(
                 "the states of an optimizer without a kernel can be read but not set; engine.load_checkpoint loads them"
@@ -246,9 +253,11 @@ class ParamAccess:
         if state is State.GRAD:
             # No update may still read the gradient of the step before while that gradient is replaced.
             self._finish()
-            self._set_gradient(handle, values.detach().to("cpu", torch.float32, copy=True).contiguous().view(-1))
-        else:
-            self._components.weights.edit(handle.unit, handle.position, values.detach().float(), state)
+        for part, part_values in zip(handle.parts, handle.form.divide(values.detach()), strict=True):
+            if state is State.GRAD:
+                self._set_gradient(part, part_values.to("cpu", torch.float32, copy=True).contiguous().view(-1))
+            else:
+                self._components.weights.edit(part.unit, part.position, part_values.float(), state)
 
     def read_local(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
         """Returns this rank's partition of the result of `read`, flat.
@@ -260,6 +269,11 @@ class ParamAccess:
             handle: handle of the parameter.
             state: the state to read.
         """
+        values = _joined(handle, [self._read_own_part(part, state) for part in handle.parts])
+        return None if values is None else values.view(-1)
+
+    def _read_own_part(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
+        """Returns this rank's partition of a state of one segment, as `read_local` does."""
         if not self._settled(handle, state):
             return None
         if state is State.GRAD:
@@ -268,7 +282,7 @@ class ParamAccess:
                     return None
         if form := self._segment(handle).form:
             if self._components.world.ranks.size == 1:
-                return self._components.weights.read(handle.unit, handle.position).float().view(-1)
+                return handle.read().float().view(-1)
             raise UsageError(
                 f"no rank has values of {handle.name} of its own: it is stored in {form}, whose bytes ranks divide; "
                 "read the whole parameter with safe_get_full_fp32_param"
@@ -285,29 +299,37 @@ class ParamAccess:
         Args:
             handle: handle of the parameter.
             state: the state to replace.
-            values: (n,), the elements of this rank; copied.
+            values: (n,), the elements of this rank, part by part; copied.
 
         Raises:
             UsageError: as in `write`.
             BudgetError: if the RAM has no room for two copies of the whole parameter.
         """
         self._begin(state)
-        whole = torch.empty(0, dtype=torch.float32, device="cpu")
+        shards = [self._own_shard(part) for part in handle.parts]
+        own_numel = [shard.numel for shard in shards]
+        # All ranks refuse what one has passed: each part that follows is a collective.
+        with self._together("set a shard of a parameter", handle, state) as everyone:
+            everyone.settle(lambda: check_values(handle.name, values, (sum(own_numel),), handle.shape))
+        for part, shard, own in zip(handle.parts, shards, values.detach().split(own_numel), strict=True):
+            self._write_own_part(part, state, shard, own)
+
+    def _write_own_part(self, handle: ParamHandle, state: State, shard: SegmentShard, values: torch.Tensor) -> None:
+        """Replaces a state of one segment by the `values` of all ranks' shards."""
+        numel, whole = math.prod(handle.shape), torch.empty(0, dtype=torch.float32, device="cpu")
 
         def take_shard() -> None:
             nonlocal whole
-            shard = self._own_shard(handle)
-            check_values(handle.name, values, (shard.numel,), self._shape(handle))
-            check_room(handle.name, 2 * self._numel(handle))
-            whole = torch.empty(self._numel(handle), dtype=torch.float32, device="cpu")
-            whole[shard.position : shard.position + shard.numel] = values.detach().to("cpu", torch.float32)
+            check_room(handle.name, 2 * numel)
+            whole = torch.empty(numel, dtype=torch.float32, device="cpu")
+            whole[shard.position : shard.position + shard.numel] = values.to("cpu", torch.float32)
 
         # Ranks hold segments of any length, so each fills its own into a copy of the whole, and `write` takes the whole
         # from there: one path for edits.
         with self._together("set a shard of a parameter", handle, state) as everyone:
             everyone.settle(take_shard)
             self._complete(handle, whole)
-        self.write(handle, state, whole.view(self._shape(handle)))
+        self.write(handle, state, whole.view(handle.shape))
 
     def state_dict(self, module: nn.Module, without_frozen: bool) -> dict[str, Any]:
         """Returns `module.state_dict()` with every tensor on the CPU, optionally without frozen parameters."""
@@ -321,7 +343,7 @@ class ParamAccess:
 
     def use_in(self, module: nn.Module, handle: ParamHandle) -> None:
         """Binds the parameter's unit also whenever `module` runs."""
-        self._components.hooks.use_in(module, handle.unit)
+        self._components.hooks.use_in(module, handle.form.unit_for_others(handle))
 
     def end_use_in(self, module: nn.Module, handle: ParamHandle) -> None:
         """Reverts one `use_in`."""
@@ -424,11 +446,13 @@ class ParamAccess:
         own = self._components.world.ranks.shard
         return next((shard for shard in self._shards_of(handle) if shard.rank == own), SegmentShard(own, 0, 0, 0))
 
-    def _shape(self, handle: ParamHandle) -> tuple[int, ...]:
-        return self._segment(handle).shape
 
-    def _numel(self, handle: ParamHandle) -> int:
-        return self._segment(handle).value_numel
+def _joined(handle: ParamHandle, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Returns the values of a parameter, made of those of its parts; None if no part has any."""
+    present = next((values for values in parts if values is not None), None)
+    if present is None:
+        return None
+    return handle.form.join([torch.zeros_like(present) if values is None else values for values in parts])
 
 
 # -- gathered ------------------------------------------------------------------------------------------
@@ -501,10 +525,18 @@ def _write_back(handles: Sequence[ParamHandle], changed: Sequence[tuple[ParamHan
     """Writes changed values to the swap tiers, unit by unit, and ends the edits of each unit."""
     # Also for units without a change, or without room here: every rank must come to the same `end_edits`, in the same
     # order.
-    for engine, unit in dict.fromkeys((handle.engine, handle.unit) for handle in handles):
-        for handle, values in changed:
-            if (handle.engine, handle.unit) == (engine, unit):
-                handle.edit(values)
+    new = {
+        part: part_values
+        for handle, values in changed
+        for part, part_values in zip(handle.parts, handle.form.divide(values), strict=True)
+    }
+    parts: dict[tuple[ParamOwner, int], list[ParamHandle]] = {}
+    for part in (part for handle in handles for part in handle.parts):
+        parts.setdefault((part.engine, part.unit), []).append(part)
+    for (engine, unit), parts_of_unit in parts.items():
+        for part in parts_of_unit:
+            if part in new:
+                part.edit(new[part])
         engine.end_edits(unit)
 
 
@@ -592,88 +624,6 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Returns True if two tensors of one kind are equal bit for bit: a NaN equals itself, and -0 differs from 0."""
     one, other = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
     return torch.equal(one, other)
-
-
-# -- stack access --------------------------------------------------------------------------------------
-#
-# Access to the values of stacked parameters whose rows are units, as to those of any other parameter.
-#
-# A read joins the rows, a write divides its values among them.
-
-
-class StackAccess(ParamAccess):
-    """Reads and sets the values of the parameters of one engine, stacked ones included."""
-
-    def state(self, handle: ParamHandle, name: Any) -> State:
-        """Returns the optimizer state of a name, which is the same for all rows."""
-        return super().state(handle.rows[0] if isinstance(handle, StackHandle) else handle, name)
-
-    def read_state(self, handle: ParamHandle, name: Any) -> torch.Tensor | None:
-        """Returns a copy of an optimizer state, or None for a frozen parameter."""
-        return _joined(super().read_state, handle, name)
-
-    def read_state_local(self, handle: ParamHandle, name: Any) -> torch.Tensor | None:
-        """Returns this rank's partition of an optimizer state, flat, or None for a frozen parameter."""
-        return _flat(_joined(super().read_state_local, handle, name))
-
-    def read(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
-        """Returns a copy of a state; the gradient of a row without one is zero if another row has one."""
-        return _joined(super().read, handle, state)
-
-    def read_local(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
-        """Returns this rank's partition of the result of `read`, flat."""
-        return _flat(_joined(super().read_local, handle, state))
-
-    def write(self, handle: ParamHandle, state: State, values: torch.Tensor) -> None:
-        """Replaces a state."""
-        if not isinstance(handle, StackHandle):
-            super().write(handle, state, values)
-            return
-        check_values(handle.name, values, handle.shape, handle.shape)
-        for row, row_values in zip(handle.rows, values, strict=True):
-            super().write(row, state, row_values)
-
-    def write_local(self, handle: ParamHandle, state: State, values: torch.Tensor) -> None:
-        """Replaces this rank's partition of a state; that of a stack are this rank's partitions of the rows."""
-        if not isinstance(handle, StackHandle):
-            super().write_local(handle, state, values)
-            return
-        rows, numel = len(handle.rows), self._own_shard(handle.rows[0]).numel  # all rows are divided alike
-        # All ranks refuse what one has passed: a row is a collective.
-        with self._together("set a shard of a parameter", handle, state) as everyone:
-            everyone.settle(lambda: check_values(handle.name, values, (rows * numel,), handle.shape))
-        for row, row_values in zip(handle.rows, values.reshape(rows, numel), strict=True):
-            super().write_local(row, state, row_values)
-
-    def use_in(self, module: nn.Module, handle: ParamHandle) -> None:
-        """Binds the parameter's unit also whenever `module` runs."""
-        if isinstance(handle, StackHandle):
-            raise UsageError(
-                f"{handle.name} cannot be registered with another module, since each of its experts is paged by "
-                'itself; set "experts": "whole" in the "offload" block'
-            )
-        super().use_in(module, handle)
-
-    def _shape(self, handle: ParamHandle) -> tuple[int, ...]:
-        return handle.shape
-
-    def _numel(self, handle: ParamHandle) -> int:
-        return handle.parameter.numel()
-
-
-def _joined(read: Callable[..., torch.Tensor | None], handle: ParamHandle, what: Any) -> torch.Tensor | None:
-    """Returns what `read` gives for a parameter; for a stack, the results for its rows joined."""
-    if not isinstance(handle, StackHandle):
-        return read(handle, what)
-    rows = [read(row, what) for row in handle.rows]
-    first = next((row for row in rows if row is not None), None)
-    if first is None:
-        return None
-    return torch.stack([torch.zeros_like(first) if row is None else row for row in rows])
-
-
-def _flat(values: torch.Tensor | None) -> torch.Tensor | None:
-    return None if values is None else values.view(-1)
 
 
 # -- tensor api ----------------------------------------------------------------------------------------

@@ -41,14 +41,14 @@ from offload.engine.deferred import forget
 from offload.engine.early_updates import run_may_speculate
 from offload.engine.edits import WeightEdits
 from offload.engine.engine import EngineCore
-from offload.engine.experts import StackHandle
+from offload.engine.experts import Rows
 from offload.engine.fill import InitialFill, make_resident_shards
 from offload.engine.gradient_transfer import DeviceToHost, DiskSpill, windows
 from offload.engine.gradients import GradientAccumulator, GradientPlaces, UnitCompletion, borders, parameter_starts
 from offload.engine.hooks import ModuleHooks, SavedTensors, other_hooks
 from offload.engine.opaque import ParameterBytes, page_out
 from offload.engine.optimizer import Optimizer, Rule
-from offload.engine.params import ParamHandle, handle_of
+from offload.engine.params import ParamHandle, StorageForm, handle_of
 from offload.engine.plan import (
     Plan,
     check_fits,
@@ -730,7 +730,15 @@ def _handles(plan: Plan, model: nn.Module) -> list[list[ParamHandle]]:
     return [
         [
             ParamHandle(
-                parameter(segment), segment.name, unit, position, mode.weight_dtype, segment.shape, device, RULES
+                parameter(segment),
+                segment.name,
+                StorageForm(),
+                unit,
+                position,
+                mode.weight_dtype,
+                segment.shape,
+                device,
+                RULES,
             )
             for position, segment in enumerate(layout.segments)
         ]
@@ -738,19 +746,22 @@ def _handles(plan: Plan, model: nn.Module) -> list[list[ParamHandle]]:
     ]
 
 
-def _stack_handles(plan: Plan, model: nn.Module, handles: Sequence[Sequence[ParamHandle]]) -> list[StackHandle]:
-    """Returns a handle for each parameter whose rows have the `handles` of experts."""
+def _stack_handles(plan: Plan, model: nn.Module, handles: Sequence[Sequence[ParamHandle]]) -> list[ParamHandle]:
+    """Returns a handle for each parameter whose rows have the `handles` of experts, and makes it a placeholder."""
     dtype, device = plan.mode.weight_dtype, plan.device.torch
+    experts = frozenset(unit for units in plan.units.experts.values() for unit in units)
     rows: dict[str, list[ParamHandle]] = {}
     # Experts of a stack are units one after the other, so that its rows come in their order.
     for layout, unit_handles in zip(plan.layouts, handles, strict=True):
         for segment, handle in zip(layout.segments, unit_handles, strict=True):
             if segment.stack:
                 rows.setdefault(segment.stack, []).append(handle)
-    return [
-        StackHandle(model.get_parameter(name), name, row_handles, dtype, device, RULES)
-        for name, row_handles in rows.items()
-    ]
+    stacks = []
+    for name, row_handles in rows.items():
+        shape, form = (len(row_handles), *row_handles[0].shape), Rows(row_handles, experts)
+        stacks.append(ParamHandle(model.get_parameter(name), name, form, -1, -1, dtype, shape, device, RULES))
+    ParamHandle.release(stacks)
+    return stacks
 
 
 def _weights(
@@ -776,7 +787,7 @@ def _weights(
         several_ranks=plan.world.ranks.size > 1,
         callbacks=callbacks,
         opaque=tuple(sources.values()),
-        stacks=_stack_handles(plan, model, handles),
+        composed=_stack_handles(plan, model, handles),
         coded=plan.parts.coded.elements,
     )
 

@@ -7,7 +7,7 @@ up calls this protocol, which it receives through its constructor. `ParamOwner` 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -125,8 +125,8 @@ class ParamOwner(Protocol):
         outermost module or the backward ends, or earlier if its memory is needed.
         """
 
-    def turn_to(self, unit: int) -> bool:
-        """Does as `fetch` for an expert's unit, which is released when the next expert's is fetched in this way."""
+    def turn_to(self, unit: int, others: Collection[int]) -> bool:
+        """Does as `fetch` for a unit that takes the place of the one of `others` that was turned to before."""
 
     def frozen_view(self, unit: int, position: int) -> torch.Tensor:
         """Returns the weights of a frozen parameter that `fetch` has left a placeholder, as in a recomputation.

@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch import nn
 
 from offload.engine._native import handle_of
 from offload.engine.callbacks import Edit, EngineCallbacks
-from offload.engine.experts import StackHandle
 from offload.engine.hooks import ModuleHooks
 from offload.engine.opaque import PagedTensor, ParameterBytes, keep_unpacked, ordinary
 from offload.engine.params import ParamHandle
@@ -61,7 +60,7 @@ class WeightEdits:
         several_ranks: bool,
         callbacks: EngineCallbacks,
         opaque: Sequence[ParameterBytes] = (),
-        stacks: Sequence[StackHandle] = (),
+        composed: Sequence[ParamHandle] = (),
         coded: Sequence[range] = (),
     ) -> None:
         """Hooks the state dicts of `model` and becomes the owner of its parameters.
@@ -78,11 +77,11 @@ class WeightEdits:
             several_ranks: True if other ranks must take part in every edit.
             callbacks: the engine.
             opaque: the parameters that are stored as bytes.
-            stacks: parameters of the model whose rows are among `handles`.
+            composed: parameters of the model whose parts are among `handles`.
             coded: for each unit the elements that ranks gather as codes; empty if there are none.
         """
         self._pager, self._layouts, self._handles, self._hooks, self._dtypes = pager, layouts, handles, hooks, dtypes
-        self._served = [*(handle for unit in handles for handle in unit), *stacks]
+        self._served = [*(handle for unit in handles for handle in unit), *composed]
         self._handle_of = {id(handle.parameter): handle for handle in self._served}
         self._pending: dict[tuple[int, State], torch.Tensor] = {}  # (position, state) -> values
         self._pending_unit = -1
@@ -131,9 +130,9 @@ class WeightEdits:
         """Returns the weights of a frozen parameter, whose unit was fetched in a recomputation; see `ParamOwner`."""
         return self._unit_views.frozen_view(unit, position)
 
-    def turn_to(self, unit: int) -> bool:
-        """Materializes an expert's `unit` in place of the one before, as `fetch`."""
-        return self._hooks.turn_to(unit)
+    def turn_to(self, unit: int, others: Collection[int]) -> bool:
+        """Materializes `unit` in place of the one of `others` before, as `fetch`."""
+        return self._hooks.turn_to(unit, others)
 
     def runs_now(self) -> bool:
         """Returns True if a hooked module or a backward is running."""
@@ -315,7 +314,7 @@ class WeightEdits:
                 continue
             if handle is None:
                 continue
-            if self._layouts[handle.unit].segments[handle.position].inner:
+            if any(self._layouts[part.unit].segments[part.position].inner for part in handle.parts):
                 self._replace_bytes(state, prefix, name)
                 continue
             if self._without_frozen and not parameter.requires_grad:
@@ -340,10 +339,8 @@ class WeightEdits:
                 state[key] = self._copy_of(handle).view(value.shape)
 
     def _copy_of(self, handle: ParamHandle) -> torch.Tensor:
-        """Returns a CPU copy of one parameter, as `weight` does. Rows of a stack are joined."""
-        if isinstance(handle, StackHandle):
-            return torch.stack([self.weight(row.unit, row.position) for row in handle.rows])
-        return self.weight(handle.unit, handle.position)
+        """Returns a CPU copy of one parameter, as `weight` does."""
+        return handle.form.join([self.weight(part.unit, part.position) for part in handle.parts])
 
     def _replace_bytes(self, state: dict[str, Any], prefix: str, name: str) -> None:
         """Replaces a module's entries in the state dict for a parameter that is stored as bytes, or leaves them out.

@@ -34,7 +34,7 @@ from offload.checkpoint.save import SaveRequest
 from offload.config.blocks import unpacked
 from offload.distributed.process_group import Communication
 from offload.engine import step
-from offload.engine.access import StackAccess
+from offload.engine.access import ParamAccess
 from offload.engine.callbacks import Edit, EngineCallbacks, Turn
 from offload.engine.components import EngineComponents, close_all
 from offload.engine.data import InputCast, Loader, check_data, load
@@ -111,7 +111,7 @@ class EngineCore(EngineCallbacks):
             self.device_budget = DeviceBudget(module, components.pager, components.gradients, shards.device, need)
             self.sleeping = Sleep(components, self.device_budget)
             self.inputs = InputCast(device, components.shards.mode.weight_dtype, settings.config.casts_inputs)
-            self.param_access = StackAccess(components, self)
+            self.param_access = ParamAccess(components, self)
             self.stage_run = stage_run_of(module, self.accumulation, self.param_access)
             self.pretrained_writer = PretrainedWriter(module, components)
             self.base_bytes = base_bytes(components)

@@ -1,4 +1,4 @@
-"""Handle of a stacked parameter whose rows are units of their own: what the model and the user see stays one parameter.
+"""A stacked parameter whose rows are units of their own: what the model and the user see stays one parameter.
 
 The parameter of the model is always a placeholder. Each row has a parameter of its own, outside of the model, with a
 handle like any other. While a module runs, `stack[expert]` gives the row's parameter, whose unit is then on the device;
@@ -9,67 +9,51 @@ rows, and an edit divides its values among them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.engine.callbacks import ParamOwner
-from offload.engine.params import ParamHandle
+from offload.engine.params import ParamHandle, StorageForm
 from offload.errors import BudgetError, UsageError
 from offload.interrupts import uninterrupted
 from offload.layout.experts import LOOP, is_parameter_adapter
 from offload.swapper.pager import Pager
 from offload.torch_internals import outside_of_compiled_code, plain_tensors
 
-# -- stack handle --------------------------------------------------------------------------------------
+# -- rows ----------------------------------------------------------------------------------------------
 
 
-class StackHandle(ParamHandle):
-    """A stacked parameter of a model under an engine, and the handles of its rows."""
+class Rows(StorageForm):
+    """The form of a stacked parameter: each of its rows is a parameter of its own, in a unit of its own."""
 
-    def __init__(
-        self,
-        parameter: nn.Parameter,
-        name: str,
-        rows: Sequence[ParamHandle],
-        dtype: torch.dtype,
-        device: torch.device,
-        rules: Mapping[Any, Callable[..., Any]],
-    ) -> None:
-        """Makes the parameter a placeholder.
+    def __init__(self, rows: Sequence[ParamHandle], experts: Collection[int]) -> None:
+        """Joins rows.
 
         Args:
-            parameter: the parameter of the model, without memory.
-            name: its name in the model.
             rows: the handle of each expert's row.
-            dtype: dtype of the weights that the model computes with.
-            device: device that the model computes on.
-            rules: see `ParamHandle`.
+            experts: the units of all experts of the model, any of which makes room for the next one in a module.
         """
-        shape = (len(rows), *rows[0].shape)
-        # It belongs to no unit: whoever needs one asks the rows.
-        super().__init__(parameter, name, -1, -1, dtype, shape, device, rules)
-        self.rows = tuple(rows)
-        self.release([self])
+        self._rows, self._experts = tuple(rows), experts
 
-    def attach(self, owner: ParamOwner) -> None:
-        """Makes `owner` the object that serves this parameter and its rows."""
-        super().attach(owner)
-        for row in self.rows:
-            row.attach(owner)
+    def parts(self, handle: ParamHandle) -> Sequence[ParamHandle]:
+        """Returns the handles of the rows."""
+        return self._rows
 
-    def detach(self) -> None:
-        """Removes the owner of the parameter and of its rows, at the end of the engine."""
-        super().detach()
-        for row in self.rows:
-            row.detach()
+    def join(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the rows as one tensor."""
+        return torch.stack(list(values))
 
-    def row(self, index: Any) -> torch.Tensor | None:
+    def divide(self, values: torch.Tensor) -> Iterable[torch.Tensor]:
+        """Returns the rows of a tensor."""
+        return values
+
+    def item(self, handle: ParamHandle, index: Any) -> torch.Tensor | None:
         """Returns one row, on the device until the next one is asked for; None unless a module or a backward runs.
 
         Args:
+            handle: the handle of the stack.
             index: what stands in the brackets. None is returned for all but an integer.
         """
         if isinstance(index, torch.Tensor):
@@ -78,82 +62,69 @@ class StackHandle(ParamHandle):
             index = int(index)
         if type(index) is not int:
             return None
-        row = self.rows[index]
-        if not self.engine.turn_to(row.unit):
+        row = self._rows[index]
+        if not handle.engine.turn_to(row.unit, self._experts):
             return None
         if not row.materialized:  # frozen, in a recomputation
             return row.engine.frozen_view(row.unit, row.position)
         parameter = row.parameter
         with plain_tensors():  # the stack is a placeholder, which would look for a rule
-            trains = self.parameter.requires_grad
+            trains = handle.parameter.requires_grad
         if parameter.requires_grad is not trains:
             parameter.requires_grad_(trains)
         return parameter
 
-    def here(self) -> torch.Tensor | None:
+    def here(self, handle: ParamHandle) -> torch.Tensor | None:
         """Returns all rows as one tensor with their graph, if a module or a backward runs; None otherwise.
 
         Raises:
             BudgetError: if they do not fit on the device together.
         """
-        tensors = [values for row in self.rows if (values := row.here()) is not None]
-        if len(tensors) < len(self.rows):
+        tensors = [values for row in self._rows if (values := row.here()) is not None]
+        if len(tensors) < len(self._rows):
             return None
         with plain_tensors():
-            trains = self.parameter.requires_grad
-        for row, values in zip(self.rows, tensors, strict=True):
+            trains = handle.parameter.requires_grad
+        for row, values in zip(self._rows, tensors, strict=True):
             if values is not row.parameter:  # a view of a frozen one, which pins its unit
                 continue
             if not row.materialized:
                 raise BudgetError(
-                    f"all experts of {self.name} are used at once, and they do not fit on the device together; raise "
+                    f"all experts of {handle.name} are used at once, and they do not fit on the device together; raise "
                     '"device_memory" in the "offload" block, or use an implementation that takes them one by one'
                 )
             row.parameter.requires_grad_(trains)
         return torch.stack(tensors)
 
-    def fetch(self, stays: bool = False) -> bool:
+    def fetch(self, handle: ParamHandle, stays: bool) -> bool:
         """Returns False if neither a module nor a backward runs: otherwise a stack has no memory of its own.
 
         Raises:
             UsageError: if one runs.
         """
-        if self.engine.runs_now():
+        if handle.engine.runs_now():
             raise UsageError(
-                f"the memory of {self.name} was asked for, or changed, while the model runs, but each of its experts "
+                f"the memory of {handle.name} was asked for, or changed, while the model runs, but each of its experts "
                 'is paged by itself; set "experts": "whole" in the "offload" block'
             )
         return False
 
-    def read(self) -> torch.Tensor:
-        """Returns a copy of the newest weights of all rows, on the compute device."""
-        return torch.stack([row.read() for row in self.rows])
-
-    def read_with_gradient(self) -> torch.Tensor:
-        """Returns a copy of the newest weights, whose gradient becomes that of the rows."""
-        return torch.stack([row.read_with_gradient() for row in self.rows])
-
-    def edit(self, values: torch.Tensor) -> None:
+    def edit(self, handle: ParamHandle, values: torch.Tensor) -> None:
         """Replaces the weights of all rows by `values`, which must have the parameter's shape.
 
         Raises:
             UsageError: if a module or a backward runs.
         """
-        self.fetch()
-        for row, row_values in zip(self.rows, values, strict=True):
+        handle.fetch()
+        for row, row_values in zip(self._rows, values, strict=True):
             row.edit(row_values)
 
-    def gather(self, values: torch.Tensor) -> None:
-        """Gives the parameter the memory of `values` until `let_go`; no module may use a row meanwhile."""
-        super().gather(values)
-        for row in self.rows:
-            row.gathered = True
-
-    def let_go(self) -> torch.Tensor:
-        """Ends `gather` and returns its memory, with all changes that the user has written to it."""
-        for row in self.rows:
-            row.gathered = False
-        return super().let_go()
+    def unit_for_others(self, handle: ParamHandle) -> int:
+        """Raises `UsageError`: a module that does not own the stack cannot name the rows that it will use."""
+        raise UsageError(
+            f"{handle.name} cannot be registered with another module, since each of its experts is paged by "
+            'itself; set "experts": "whole" in the "offload" block'
+        )
 
 
 # -- implementation ------------------------------------------------------------------------------------
@@ -242,8 +213,6 @@ class ExpertTurns:
         """
         self._sites = [(modules[name], units) for name, units in experts.items()]
         self._pager = pager
-        self.units = frozenset(unit for _, units in self._sites for unit in units)
-        """All experts."""
 
     def install(self) -> list[Callable[[], None]]:
         """Hooks the modules, after the hooks that make them sites, and makes their forwards loops over experts.

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -585,8 +585,8 @@ class ModuleHooks:
         self._trainable = [handle for unit in handles for handle in unit if handle.trainable]
         for handle in self._trainable:
             self._removers.append(handle.hook_gradient(self._gradient_hook(handle)).remove)
-        self._experts = ExpertTurns(modules, experts, pager)
-        self._removers += [*self._experts.install(), *forgive_parametrizations(modules, handles)]
+        turns = ExpertTurns(modules, experts, pager)
+        self._removers += [*turns.install(), *forgive_parametrizations(modules, handles)]
         compute.install(modules, {"": ()} | sites)
         checkpoints.install(modules)
 
@@ -656,8 +656,8 @@ class ModuleHooks:
         return True
 
     @uninterrupted
-    def turn_to(self, unit: int) -> bool:
-        """Materializes an expert's `unit` until the next expert is turned to, or the innermost site ends.
+    def turn_to(self, unit: int, others: Collection[int]) -> bool:
+        """Materializes `unit` until another one of `others` is turned to, or the innermost site ends.
 
         Returns:
             False if neither a forward nor a backward runs.
@@ -668,10 +668,10 @@ class ModuleHooks:
         if unit in units:
             self._pager.wait_upload(unit)
             return True
-        # Released first: two experts need not fit on the device together.
-        for expert in [candidate for candidate in units if candidate in self._experts.units]:
-            units.remove(expert)
-            self._unit_views.release_unit(expert)
+        # Released first: two of them need not fit on the device together.
+        for other in [candidate for candidate in units if candidate in others]:
+            units.remove(other)
+            self._unit_views.release_unit(other)
         return self.fetch(unit, stays=True)
 
     def runs_now(self) -> bool:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from offload.engine.access import ParamAccess
-from offload.engine.experts import StackHandle
 from offload.engine.params import ParamHandle
 from offload.engine.state import TrainingState
 from offload.errors import UsageError
@@ -45,9 +44,8 @@ class OptimizerStates:
         if not count:
             return {}
         if State.PACKED in self._mode.moments:
-            fields = (
-                () if isinstance(handle, StackHandle) else self._layouts[handle.unit].segments[handle.position].kept
-            )
+            part = handle.parts[0]
+            fields = self._layouts[part.unit].segments[part.position].kept
             states = {field.name: self._param_access.read_state(handle, field.name) for field in fields}
             # torch's own code keeps the count among its states, if it counts.
             return {name: value.cpu() for name, value in states.items() if value is not None}
@@ -119,27 +117,23 @@ class OptimizerStates:
             self._param_access.write(handle, moment, value)
         count = _count(state) if state else 0
         assert count is not None, "check has accepted the state"
-        for part in _in_units(handle):
+        for part in handle.parts:
             self._training_state.parameter_steps[part.unit][part.position] = count
 
     def _steps(self, handle: ParamHandle) -> int:
-        """Returns the number of updates of a parameter; 0 if it is frozen. Of a stack, that of the row with most."""
-        return max(self._training_state.parameter_steps[part.unit][part.position] for part in _in_units(handle))
+        """Returns the number of updates of the part of a parameter with most; 0 if it is frozen."""
+        return max(self._training_state.parameter_steps[part.unit][part.position] for part in handle.parts)
 
     def _moments(self, handle: ParamHandle) -> dict[str, State]:
         """Returns the moments of a parameter by the names that torch gives them."""
-        layout = self._layouts[handle.unit]
-        return states_of(self._mode, layout, layout.segments[handle.position])
+        part = handle.parts[0]  # all have the same states
+        layout = self._layouts[part.unit]
+        return states_of(self._mode, layout, layout.segments[part.position])
 
     def _handle(self, parameter: nn.Parameter) -> ParamHandle:
         handle = self._param_access.handle(parameter)
         assert handle is not None, "the groups contain the parameters of the engine"
         return handle
-
-
-def _in_units(handle: ParamHandle) -> Sequence[ParamHandle]:
-    """Returns the handles of a stack's rows, or the handle of any other parameter."""
-    return handle.rows if isinstance(handle, StackHandle) else (handle,)
 
 
 def _count(state: Mapping[str, Any]) -> int | None:

@@ -20,7 +20,7 @@ costs nothing per call. That of a unit that stays on the device keeps its memory
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -98,6 +98,52 @@ def name_of(func: Any) -> str:
 # -- paged parameter -----------------------------------------------------------------------------------
 
 
+class StorageForm:
+    """How the weights of a parameter are stored: here as one segment of a unit, which fetches and reads it whole.
+
+    What is stored in another way overrides the methods whose answer differs. Every method receives the parameter's
+    handle, so a form without data serves any number of parameters.
+    """
+
+    def parts(self, handle: ParamHandle) -> Sequence[ParamHandle]:
+        """Returns the handles of the segments that make up the parameter, each with a unit and a position."""
+        return (handle,)
+
+    def join(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the values of the parameter, made of those of its parts."""
+        return values[0]
+
+    def divide(self, values: torch.Tensor) -> Iterable[torch.Tensor]:
+        """Returns the values of each part, made of those of the parameter."""
+        return (values,)
+
+    def fetch(self, handle: ParamHandle, stays: bool) -> bool:
+        """Materializes the parameter if a hooked module or a backward is running, and returns True if one is."""
+        return handle.engine.fetch(handle.unit, stays)
+
+    def here(self, handle: ParamHandle) -> torch.Tensor | None:
+        """Returns the parameter, or a view of it, if a hooked module or a backward is running; None otherwise."""
+        if not handle.fetch():
+            return None
+        return handle.parameter if handle.materialized else handle.engine.frozen_view(handle.unit, handle.position)
+
+    def item(self, handle: ParamHandle, index: Any) -> torch.Tensor | None:
+        """Returns `parameter[index]` if that takes less than the whole parameter; None otherwise."""
+        return None
+
+    def edit(self, handle: ParamHandle, values: torch.Tensor) -> None:
+        """Replaces the weights by `values`, which must have the parameter's shape."""
+        handle.engine.edit(handle.unit, handle.position, values)
+
+    def unit_for_others(self, handle: ParamHandle) -> int:
+        """Returns the unit that holds the parameter whenever a module runs that does not own it.
+
+        Raises:
+            UsageError: if no unit contains all of the parameter.
+        """
+        return handle.unit
+
+
 class ParamHandle:
     """One parameter of a model under an engine, switched between placeholder and weights on behalf of its owner."""
 
@@ -105,6 +151,7 @@ class ParamHandle:
         self,
         parameter: nn.Parameter,
         name: str,
+        form: StorageForm,
         unit: int,
         position: int,
         dtype: torch.dtype,
@@ -117,14 +164,15 @@ class ParamHandle:
         Args:
             parameter: the parameter of the model. Its identity never changes.
             name: name of the parameter in the model.
-            unit: index of the unit that contains the parameter.
-            position: index of the parameter's segment in the unit.
+            form: how its weights are stored.
+            unit: index of the unit that contains the parameter; -1 if several contain its parts.
+            position: index of the parameter's segment in the unit; -1 if it has several.
             dtype: dtype of the weights that the model computes with.
             shape: shape of the parameter.
             device: device that the model computes on.
             rules: replacement for a torch function, by function; see `torch_functions.RULES`.
         """
-        self.parameter, self.name, self.unit, self.position = parameter, name, unit, position
+        self.parameter, self.name, self.form, self.unit, self.position = parameter, name, form, unit, position
         self.owner: ParamOwner | None = None
         """The object that serves this parameter. None before the engine is complete and after its end; see `attach`."""
         self.trainable = parameter.requires_grad
@@ -142,6 +190,11 @@ class ParamHandle:
         self.storage_address = self._nan.untyped_storage().data_ptr()
         self._own, self._own_address = self._nan, self.storage_address
         """Memory of the placeholder: of one element, or of the weights where the unit stays on the device."""
+
+    @property
+    def parts(self) -> Sequence[ParamHandle]:
+        """The handles of the segments that make up the parameter: this one, or others."""
+        return self.form.parts(self)
 
     def attach(self, owner: ParamOwner) -> None:
         """Makes `owner` the object that fetches, reads and edits this parameter."""
@@ -239,12 +292,14 @@ class ParamHandle:
     def gather(self, values: torch.Tensor) -> None:
         """Gives the parameter the memory of `values` until `let_go`; no module may use the parameter meanwhile."""
         self.materialize([self], [values])
-        self.gathered = True
+        for handle in (self, *self.parts):
+            handle.gathered = True
 
     def let_go(self) -> torch.Tensor:
         """Ends `gather` and returns its memory, with all changes that the user has written to it."""
         values = self.parameter.data
-        self.gathered = False
+        for handle in (self, *self.parts):
+            handle.gathered = False
         self.release([self])
         return values
 
@@ -280,20 +335,22 @@ class ParamHandle:
 
     def fetch(self, stays: bool = False) -> bool:
         """Materializes the unit if a hooked module or a backward is running, and returns True if one is."""
-        return self.engine.fetch(self.unit, stays)
+        return self.form.fetch(self, stays)
 
     def here(self) -> torch.Tensor | None:
         """Returns the parameter, or a view of it, if a hooked module or a backward is running; None otherwise."""
-        if not self.fetch():
-            return None
-        return self.parameter if self.materialized else self.engine.frozen_view(self.unit, self.position)
+        return self.form.here(self)
 
     def read(self) -> torch.Tensor:
         """Returns a copy of the newest weights, on the compute device."""
-        return self.engine.read(self.unit, self.position)
+        return self.form.join([part.engine.read(part.unit, part.position) for part in self.parts])
 
     def read_with_gradient(self) -> torch.Tensor:
-        """Returns a copy of the newest weights as an autograd leaf, whose gradient becomes the parameter's."""
+        """Returns a copy of the newest weights, whose gradient becomes the parameter's."""
+        return self.form.join([part._leaf() for part in self.parts])
+
+    def _leaf(self) -> torch.Tensor:
+        """Returns a copy of the newest weights of one segment as an autograd leaf."""
         values, updates = self.read(), self.engine.updates(self.unit)
 
         def take(copy: torch.Tensor) -> None:
@@ -311,7 +368,7 @@ class ParamHandle:
 
     def edit(self, values: torch.Tensor) -> None:
         """Replaces the weights by `values`, which must have the parameter's shape."""
-        self.engine.edit(self.unit, self.position, values)
+        self.form.edit(self, values)
 
     @property
     def engine(self) -> ParamOwner:
@@ -413,7 +470,7 @@ def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                 f"{name_of(func)} needs {', '.join(handle.name for handle in handles.values())} on the device at one "
                 'time, but their units do not fit together; raise "device_memory" in the "offload" block'
             )
-    # Copies: outside of a run, and of a stack of experts, whose rows lie in units of their own.
+    # Copies: outside of a run, and of a parameter whose parts lie in several units.
     copied = [key for key in real if not isinstance(leaves[key], PagedParameterView) or key in outside]
     before = {key: real[key]._version for key in copied}
     args, kwargs = tree_map(lambda value: real.get(id(value), value), (args, kwargs))

@@ -20,7 +20,6 @@ from torch.nn.utils.clip_grad import __file__ as clip_grad_file
 from torch.utils.checkpoint import __file__ as checkpoint_file
 
 from offload.engine import params
-from offload.engine.experts import StackHandle
 from offload.engine.params import (
     TENSOR,
     PagedParameter,
@@ -98,14 +97,14 @@ def _set_data(func: Any, tensor: Any, values: Any) -> None:
 
 
 def _index(func: Any, tensor: Any, index: Any) -> Any:
-    """Implements `tensor[index]`: of experts that are units of their own, the one asked for is all that is fetched."""
+    """Implements `tensor[index]`, which fetches no more than the item where its form can fetch less than the whole."""
     handle = handle_of(tensor)
-    row = None
-    if isinstance(handle, StackHandle) and getattr(tensor, "own", None) is None and tensor.shape == handle.shape:
-        row = handle.row(index)
-    if row is None:
+    item = None
+    if handle is not None and getattr(tensor, "own", None) is None and tensor.shape == handle.shape:
+        item = handle.form.item(handle, index)
+    if item is None:
         return call_with_weights(func, (tensor, index), {})
-    return row if isinstance(tensor, PagedParameter) else row.detach()
+    return item if isinstance(tensor, PagedParameter) else item.detach()
 
 
 def _is_compatible(func: Any, tensor: Any, values: Any) -> bool:
@@ -266,8 +265,8 @@ def _like(func: Any, tensor: Any, other: Any) -> Any:
     if getattr(tensor, "own", None) is not None or handle.engine.runs_now():
         return call_with_weights(func, (tensor, other), {})
     view, with_graph = call_plainly(func, tensor, other), torch.is_grad_enabled() and tensor.requires_grad
-    # The gradient of a stack goes to its rows, past its own node.
-    if view.numel() != tensor.numel() or (with_graph and isinstance(handle, StackHandle)):
+    # The gradient of a parameter in several parts goes to these, past the node that accumulates its own.
+    if view.numel() != tensor.numel() or (with_graph and handle.take_gradient is None):
         return call_with_weights(func, (tensor, other), {})
     if not with_graph:
         return handle.alias(view.detach())  # torch says of a view without a graph too that it requires a gradient

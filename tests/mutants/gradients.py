@@ -36,8 +36,8 @@ MUTANTS = (
     Mutant(
         "hold every expert of a forward",
         "offload.engine.hooks",
-        "if candidate in self._experts.units]:",
-        "if candidate not in self._experts.units]:",
+        "if candidate in others]:",
+        "if candidate not in others]:",
         "tests/experts/test_stacked_experts_bytes.py",
     ),
     Mutant(
