@@ -200,7 +200,7 @@ class ParamAccess:
         """Returns a copy of a state of one segment, as `read` does."""
         if not self._settled(handle, state):
             return None
-        if self._segment(handle).form:
+        if handle.form.content:
             return handle.read().float()
         numel, whole = math.prod(handle.shape), torch.empty(0, dtype=torch.float32, device="cpu")
 
@@ -280,11 +280,11 @@ class ParamAccess:
             with self._together("access a parameter", handle, state) as everyone:
                 if not any(everyone.settle(lambda: self._has(handle, state))):
                     return None
-        if form := self._segment(handle).form:
+        if content := handle.form.content:
             if self._components.world.ranks.size == 1:
                 return handle.read().float().view(-1)
             raise UsageError(
-                f"no rank has values of {handle.name} of its own: it is stored in {form}, whose bytes ranks divide; "
+                f"no rank has values of {handle.name} of its own: it is stored in {content}, whose bytes ranks divide; "
                 "read the whole parameter with safe_get_full_fp32_param"
             )
         shard = self._own_shard(handle)

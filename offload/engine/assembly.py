@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -37,16 +37,15 @@ from offload.distributed.reshard import NewRanks, finish, reshard
 from offload.engine.callbacks import EngineCallbacks, Extension
 from offload.engine.components import EngineComponents, close_all
 from offload.engine.data import Loader
-from offload.engine.deferred import forget
 from offload.engine.early_updates import run_may_speculate
 from offload.engine.edits import WeightEdits
 from offload.engine.engine import EngineCore
 from offload.engine.experts import Rows
-from offload.engine.fill import InitialFill, make_resident_shards
+from offload.engine.fill import Codes, InitialFill, Values, make_resident_shards
 from offload.engine.gradient_transfer import DeviceToHost, DiskSpill, windows
 from offload.engine.gradients import GradientAccumulator, GradientPlaces, UnitCompletion, borders, parameter_starts
 from offload.engine.hooks import ModuleHooks, SavedTensors, other_hooks
-from offload.engine.opaque import ParameterBytes, page_out
+from offload.engine.opaque import ParameterBytes, QuantizedTensors, UnpackedWeights
 from offload.engine.optimizer import Optimizer, Rule
 from offload.engine.params import ParamHandle, StorageForm, handle_of
 from offload.engine.plan import (
@@ -539,25 +538,26 @@ def _components(
         compute, agreement = compute_spans(timeline, shown_names(plan)), _agreement(plan, arena, callbacks, timeline)
         pager = undo.enter_context(contextlib.closing(_pager(plan, host, arena, files, agreement, timeline)))
         shards = _held(plan, host, arena, pager, files.store)
-        sources = _sources(plan)
-        _fill(plan, model, shards, files, resume, sources)
+        forms = _forms(plan)
+        _fill(plan, model, shards, files, resume, forms)
         gradients = gradient_accumulator(
             plan, host, arena, files, pager, agreement, callbacks, recorders.spans, compute
         )
         undo.callback(gradients.close)
-        handles = _handles(plan, model)
+        handles = _handles(plan, model, forms)
         unit_views = UnitViews(plan.layouts, handles, pager, [mode.weight_dtype for mode in plan.modes])
         model_activations = undo.enter_context(contextlib.closing(activations(plan, model, files, callbacks, timeline)))
         users = (unit_views, gradients, pager, callbacks, model_activations)
         hooks, borders = module_hooks(plan, model, handles, *users, timeline, compute)
         undo.callback(hooks.remove)
-        weights = _weights(plan, model, handles, pager, hooks, unit_views, callbacks, sources)
+        weights = _weights(plan, model, handles, pager, hooks, unit_views, callbacks)
         undo.callback(weights.remove)
         updater = _updater(plan, optimizer, host, shards, gradients, timeline)
         # Complete: from now on the engine closes the components. Nothing that follows fails.
         undo.pop_all()
     timeline.start()  # the filling of the tiers is not shown
-    extensions: list[Extension] = []
+    quantized = [segment.name for layout in plan.layouts for segment in layout.segments if segment.inner]
+    extensions: list[Extension] = [UnpackedWeights(model, quantized)] if quantized else []
     if plan.world.divides_model or plan.sites:
         extensions.append(ShardedViews(plan.sites))
     if plan.world.sequence.size > 1:
@@ -658,15 +658,16 @@ def _held(plan: Plan, host: HostArena, arena: DeviceArena, pager: Pager, store: 
     )
 
 
-def _sources(plan: Plan) -> dict[str, ParameterBytes]:
-    """Returns the bytes of each parameter that is stored as bytes, by name."""
+def _forms(plan: Plan) -> list[list[Values]]:
+    """Returns how the weights of each segment are stored, unit by unit."""
     itemsize, device = plan.mode.weight_dtype.itemsize, plan.device.torch
-    return {
-        segment.name: ParameterBytes(segment.name, unit, segment.start * itemsize, device)
-        for unit, layout in enumerate(plan.layouts)
-        for segment in layout.segments
-        if segment.inner
-    }
+
+    def form(unit: int, segment: Segment) -> Values:
+        if segment.inner:
+            return QuantizedTensors(segment, ParameterBytes(segment.name, unit, segment.start * itemsize, device))
+        return Codes(segment) if segment.form else Values(segment)
+
+    return [[form(unit, segment) for segment in layout.segments] for unit, layout in enumerate(plan.layouts)]
 
 
 def _fill(
@@ -675,7 +676,7 @@ def _fill(
     shards: LocalShards,
     files: RunFiles,
     resume: bool,
-    sources: Mapping[str, ParameterBytes],
+    forms: Sequence[Sequence[Values]],
 ) -> None:
     """Writes every weight to its tier, into new files or none, and moves buffers; parameters are left empty."""
     files.make()
@@ -684,15 +685,12 @@ def _fill(
     if not resume:
         # The stages of a pipeline number their units alike, and are to draw other values.
         seed = plan.config.offload.seed + plan.world.position
-        filler.fill(model, plan.layouts, seed, sources, plan.in_place)
+        filler.fill(model, plan.layouts, forms, seed, plan.in_place)
     else:
         shards.read_back()
         # The model's own values are dropped, unread.
-        for segment in (segment for layout in plan.layouts for segment in layout.segments):
-            if segment.inner:
-                page_out(model, segment, sources[segment.name])
-            else:
-                forget(model.get_parameter(segment.parameter))
+        for form in (form for unit_forms in forms for form in unit_forms):
+            form.empty(model)
     _move_buffers(model, plan)
 
 
@@ -717,7 +715,7 @@ def _of_rank_0(buffer: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return values
 
 
-def _handles(plan: Plan, model: nn.Module) -> list[list[ParamHandle]]:
+def _handles(plan: Plan, model: nn.Module, forms: Sequence[Sequence[StorageForm]]) -> list[list[ParamHandle]]:
     """Returns a handle for each parameter, unit by unit; for an expert's rows, of parameters made here."""
     device = plan.device.torch
 
@@ -732,7 +730,7 @@ def _handles(plan: Plan, model: nn.Module) -> list[list[ParamHandle]]:
             ParamHandle(
                 parameter(segment),
                 segment.name,
-                StorageForm(),
+                forms[unit][position],
                 unit,
                 position,
                 mode.weight_dtype,
@@ -772,7 +770,6 @@ def _weights(
     hooks: ModuleHooks,
     unit_views: UnitViews,
     callbacks: EngineCallbacks,
-    sources: Mapping[str, ParameterBytes],
 ) -> WeightEdits:
     """Returns the component that reads and edits weights for users."""
     return WeightEdits(
@@ -786,7 +783,6 @@ def _weights(
         trains=any(plan.parts.trainable_numel),
         several_ranks=plan.world.ranks.size > 1,
         callbacks=callbacks,
-        opaque=tuple(sources.values()),
         composed=_stack_handles(plan, model, handles),
         coded=plan.parts.coded.elements,
     )

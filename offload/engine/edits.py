@@ -11,8 +11,7 @@ is called.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
+import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
@@ -24,9 +23,7 @@ from torch import nn
 from offload.engine._native import handle_of
 from offload.engine.callbacks import Edit, EngineCallbacks
 from offload.engine.hooks import ModuleHooks
-from offload.engine.opaque import PagedTensor, ParameterBytes, keep_unpacked, ordinary
 from offload.engine.params import ParamHandle
-from offload.engine.params import handle_of as handle_of_placeholder
 from offload.engine.unit_views import UnitViews
 from offload.errors import BudgetError, UsageError
 from offload.interrupts import uninterrupted
@@ -59,7 +56,6 @@ class WeightEdits:
         trains: bool,
         several_ranks: bool,
         callbacks: EngineCallbacks,
-        opaque: Sequence[ParameterBytes] = (),
         composed: Sequence[ParamHandle] = (),
         coded: Sequence[range] = (),
     ) -> None:
@@ -76,7 +72,6 @@ class WeightEdits:
             trains: True if anything trains; otherwise every edit is refused.
             several_ranks: True if other ranks must take part in every edit.
             callbacks: the engine.
-            opaque: the parameters that are stored as bytes.
             composed: parameters of the model whose parts are among `handles`.
             coded: for each unit the elements that ranks gather as codes; empty if there are none.
         """
@@ -106,19 +101,13 @@ class WeightEdits:
                 self._removers.append(module.register_load_state_dict_pre_hook(_refuse_assign).remove)
         for handle in self._served:
             handle.attach(self)
-        self._opaque = opaque
-        for source in opaque:
-            source.owner = self
-        self._removers.append(keep_unpacked(model, [source.name for source in opaque]))
 
     def remove(self) -> None:
-        """Removes the hooks, and lets modules pack weights again. Placeholders then have no owner and no weights."""
+        """Removes the hooks. Placeholders then have no owner and no weights."""
         for remover in self._removers:
             remover()
         for handle in self._served:
             handle.detach()
-        for source in self._opaque:
-            source.owner = None
 
     # -- requests of placeholders -------------------------------------------------------------------
 
@@ -158,9 +147,9 @@ class WeightEdits:
     def on_gathered(self, parameters: Set[int]) -> AbstractContextManager[None]:
         """Returns a context that lets the model run on gathered memory, if `parameters` (ids) are all that it has.
 
-        Experts that are units, and tensors that are stored as bytes, have no memory of that kind.
+        What has parts, or another library's bytes, has no memory of that kind.
         """
-        complete = not self._opaque and parameters >= self._handle_of.keys()
+        complete = parameters >= self._handle_of.keys()
         return self._hooks.resting() if complete else contextlib.nullcontext()
 
     def miss_gradient(self, name: str) -> None:
@@ -309,51 +298,17 @@ class WeightEdits:
         """Replaces placeholders in a module's state dict by copies of the weights."""
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             handle = self.handle(parameter)
-            if handle is not None and prefix + name not in state:
-                self._replace_renamed(state, prefix, handle)
-                continue
             if handle is None:
                 continue
-            if any(self._layouts[part.unit].segments[part.position].inner for part in handle.parts):
-                self._replace_bytes(state, prefix, name)
-                continue
-            if self._without_frozen and not parameter.requires_grad:
-                del state[prefix + name]
-            elif not handle.gathered:
-                state[prefix + name] = self._copy_of(handle)
-
-    def _replace_renamed(self, state: dict[str, Any], prefix: str, handle: ParamHandle) -> None:
-        """Replaces what a module's `_save_to_state_dict` has saved of a parameter under other names."""
-        parameter = handle.parameter
-        for key in list(itertools.takewhile(lambda key: key.startswith(prefix), reversed(state))):
-            value = state[key]
-            if handle_of_placeholder(value) is handle:
-                same = True
-            else:  # a materialized parameter shares the memory of its unit, which changes
-                same = (
-                    handle.materialized and isinstance(value, torch.Tensor) and value.data_ptr() == parameter.data_ptr()
-                )
-            if same and self._without_frozen and not parameter.requires_grad:
-                del state[key]
-            elif same and not handle.gathered and value.numel() == math.prod(handle.shape):
-                state[key] = self._copy_of(handle).view(value.shape)
+            for key in handle.form.saved_keys(handle, state, prefix, name):
+                if self._without_frozen and not parameter.requires_grad:
+                    del state[key]
+                elif not handle.gathered:
+                    state[key] = handle.form.saved(state[key], functools.partial(self._copy_of, handle))
 
     def _copy_of(self, handle: ParamHandle) -> torch.Tensor:
         """Returns a CPU copy of one parameter, as `weight` does."""
         return handle.form.join([self.weight(part.unit, part.position) for part in handle.parts])
-
-    def _replace_bytes(self, state: dict[str, Any], prefix: str, name: str) -> None:
-        """Replaces a module's entries in the state dict for a parameter that is stored as bytes, or leaves them out.
-
-        That is the parameter and the entries that its module makes of it under other names, such as scales.
-        """
-        # A module's entries are the last ones when its hooks run.
-        for key in list(itertools.takewhile(lambda key: key.startswith(prefix), reversed(state))):
-            owned = f"{key}.".startswith(f"{prefix}{name}.") or isinstance(state[key], PagedTensor)
-            if owned and self._without_frozen:
-                del state[key]
-            elif owned:
-                state[key] = ordinary(state[key])
 
     def handle(self, parameter: Any) -> ParamHandle | None:
         """Returns the handle of `parameter`, also while materialized; None for a parameter of a copy of the model."""

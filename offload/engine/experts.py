@@ -109,6 +109,10 @@ class Rows(StorageForm):
             )
         return False
 
+    def read(self, handle: ParamHandle) -> torch.Tensor:
+        """Returns a copy of the newest weights of all rows, on the compute device."""
+        return torch.stack([row.read() for row in self._rows])
+
     def edit(self, handle: ParamHandle, values: torch.Tensor) -> None:
         """Replaces the weights of all rows by `values`, which must have the parameter's shape.
 

@@ -12,11 +12,11 @@ from offload.aio import aligned_empty
 from offload.aio.protocols import Future
 from offload.distributed.world import World
 from offload.engine.deferred import DeferredParameter, Draw, forget, materialize, origin_of
-from offload.engine.opaque import ParameterBytes, page_out, write_bytes
+from offload.engine.params import StorageForm
 from offload.engine.shards import LocalShards, ResidentShard
 from offload.errors import ConfigError
 from offload.layout.flat_layout import Segment, UnitLayout
-from offload.layout.frozen import BlockWriter
+from offload.layout.frozen import write_blocks
 from offload.layout.modes import Mode
 from offload.layout.optimizer_states import split
 from offload.layout.placement import Placement
@@ -129,6 +129,80 @@ def _sources(model: nn.Module, names: Sequence[str]) -> Mapping[str, str]:
     return sources
 
 
+# -- forms ---------------------------------------------------------------------------------------------
+#
+# How the first values of a segment come into the memory of its unit, and what becomes of the parameter then.
+
+
+class Values(StorageForm):
+    """The form of weights that are stored as they are computed with, in the dtype of the mode."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+
+    def fill(self, model: nn.Module, chunk: range, flats: Mapping[State, torch.Tensor]) -> None:
+        """Writes the first values that are in a chunk of the unit.
+
+        Args:
+            model: the model, whose parameter has its values, or an origin to read them from.
+            chunk: elements of the unit. A segment of bytes or codes is in one chunk.
+            flats: each state of the masters, (len(chunk),).
+        """
+        segment = self.segment
+        part = range(max(chunk.start - segment.start, 0), min(chunk.stop - segment.start, segment.numel))
+        for position, values in self.pieces(model, part):
+            first = segment.start + position - chunk.start
+            split(values, {state: flat[first : first + len(values)] for state, flat in flats.items()})
+
+    def pieces(self, model: nn.Module, part: range) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields `part` of the segment's values from an origin or from memory.
+
+        Values are (n,) at a time on the CPU, each with its position in the segment.
+        """
+        if not part:
+            return
+        parameter, first = model.get_parameter(self.segment.parameter), self.segment.first
+        origin = origin_of(parameter)
+        if origin is None:
+            values = self.segment.of(parameter.detach()).reshape(-1)
+            yield part.start, values[part.start : part.stop].to("cpu")
+        else:
+            for position, values in origin.pieces(range(first + part.start, first + part.stop)):
+                yield part.start + position, values
+
+    def memory(self, chunk: range, flats: Mapping[State, torch.Tensor]) -> torch.Tensor | None:
+        """Returns the bytes of a segment that has no masters in a chunk of the unit; None if it is in another chunk."""
+        begin = self.segment.start - chunk.start
+        if begin not in range(len(chunk)):
+            return None
+        return flats[State.WEIGHT][begin : begin + self.segment.numel].view(torch.uint8)
+
+    def empty(self, model: nn.Module, in_place: bool = False) -> None:
+        """Frees the memory of the parameter. Identity and ties stay.
+
+        Args:
+            model: the model.
+            in_place: True if the weights are read from the model's own files.
+        """
+        # The hooks make a parameter a placeholder of its shape; until then it has no memory.
+        forget(model.get_parameter(self.segment.parameter))
+
+
+class Codes(Values):
+    """The form of a frozen weight that `"frozen"` of the config stores as blocks of codes."""
+
+    def __init__(self, segment: Segment) -> None:
+        super().__init__(segment)
+        self.content = segment.form
+
+    def fill(self, model: nn.Module, chunk: range, flats: Mapping[State, torch.Tensor]) -> None:
+        """Writes the blocks of all values."""
+        memory = self.memory(chunk, flats)
+        if memory is not None:
+            pieces = self.pieces(model, range(self.segment.value_numel))
+            write_blocks(self.segment.form, (values for _, values in pieces), memory)
+
+
 # -- initial fill --------------------------------------------------------------------------------------
 
 
@@ -175,93 +249,6 @@ def make_resident_shards(
     return residents
 
 
-def _values(parameter: nn.Parameter, segment: Segment, part: range) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields `part` of a segment's values from an origin or from memory.
-
-    Values are (n,) at a time on the CPU, each with its position in the segment.
-    """
-    first = segment.first if segment.stack else 0
-    origin = origin_of(parameter)
-    if origin is None:
-        values = parameter.detach()[segment.row] if segment.stack else parameter.detach()
-        yield part.start, values.reshape(-1)[part.start : part.stop].to("cpu")
-    else:
-        for position, values in origin.pieces(range(first + part.start, first + part.stop)):
-            yield part.start + position, values
-
-
-def _split(parameter: nn.Parameter, segment: Segment, chunk: range, flats: Mapping[State, torch.Tensor]) -> None:
-    """Writes the values of a segment that are in a chunk of the unit into the states of their masters.
-
-    Args:
-        parameter: the parameter.
-        segment: its segment.
-        chunk: elements of the unit.
-        flats: each state of their masters, (len(chunk),).
-    """
-    part = range(max(chunk.start - segment.start, 0), min(chunk.stop - segment.start, segment.numel))
-    if not part:
-        return
-    for position, values in _values(parameter, segment, part):
-        first = segment.start + position - chunk.start
-        split(values, {state: flat[first : first + len(values)] for state, flat in flats.items()})
-
-
-def _quantize(parameter: nn.Parameter, segment: Segment, blocks: torch.Tensor) -> None:
-    """Writes the blocks of a frozen parameter into `blocks`, (nbytes,) uint8."""
-    writer = BlockWriter(segment.form, blocks)
-    for _, values in _values(parameter, segment, range(segment.value_numel)):
-        writer.put(values)
-    writer.end()
-
-
-def _leave_in_place(
-    model: nn.Module, layout: UnitLayout, ending: Collection[str], sources: Mapping[str, ParameterBytes]
-) -> None:
-    """Empties the parameters of a unit whose values stay in the model's own files.
-
-    `ending` contains the parameters whose last values are in this unit.
-    """
-    for segment in layout.segments:
-        if segment.inner:
-            page_out(model, segment, sources[segment.name], in_place=True)
-        elif segment.parameter in ending:
-            forget(model.get_parameter(segment.parameter))
-
-
-def _copy_values(
-    model: nn.Module,
-    layout: UnitLayout,
-    chunk: range,
-    sources: Mapping[str, ParameterBytes],
-    flats: Mapping[State, torch.Tensor],
-) -> None:
-    """Copies the values of a unit's parameters that are in a chunk of the unit into `flats`.
-
-    Parameters that are stored as bytes are emptied.
-
-    Args:
-        model: the model.
-        layout: the unit.
-        chunk: elements of the unit. Bytes and blocks are in no other chunk than the last.
-        sources: the bytes of each parameter that is stored as bytes.
-        flats: the states of the masters, (len(chunk),) each.
-    """
-    for segment in layout.segments:
-        if segment.form or segment.inner:
-            # Blocks of codes have no master: they are made from the values at once.
-            if chunk.stop == layout.numel:
-                begin = segment.start - chunk.start
-                memory = flats[State.WEIGHT][begin : begin + segment.numel].view(torch.uint8)
-                if segment.inner:
-                    write_bytes(model, segment, memory)
-                    page_out(model, segment, sources[segment.name])
-                else:
-                    _quantize(model.get_parameter(segment.parameter), segment, memory)
-        else:
-            _split(model.get_parameter(segment.parameter), segment, chunk, flats)
-
-
 def _chunks(layout: UnitLayout) -> Iterator[range]:
     """Yields the elements of a unit in chunks of `CHUNK`. All bytes and blocks of others are in the last one."""
     start = 0
@@ -287,8 +274,8 @@ class InitialFill:
         self,
         model: nn.Module,
         layouts: Sequence[UnitLayout],
+        forms: Sequence[Sequence[Values]],
         seed: int,
-        sources: Mapping[str, ParameterBytes],
         in_place: Collection[int] = (),
     ) -> None:
         """Moves the weights of `model` into their tiers. Each parameter is left empty as soon as it has been copied.
@@ -296,8 +283,8 @@ class InitialFill:
         Args:
             model: the model; deferred parameters are read from their origin, or initialized.
             layouts: the segments of each unit.
+            forms: how each of them is stored.
             seed: seed of the initialization. Each unit derives its own from it.
-            sources: the bytes of each parameter that is stored as bytes.
             in_place: units whose values stay in the model's own files.
 
         Raises:
@@ -310,7 +297,7 @@ class InitialFill:
                 nbytes[state] = max(nbytes.get(state, 0), room * dtype.itemsize)
         self._buffers = {state: aligned_empty(most) for state, most in nbytes.items()}
         units = [
-            [segment.parameter for segment in layout.segments if not segment.inner] if index not in in_place else []
+            [segment.parameter for segment in layout.segments] if index not in in_place else []
             for index, layout in enumerate(layouts)
         ]
         values = FirstValues(model, units, seed)
@@ -319,16 +306,18 @@ class InitialFill:
         for index in order:
             layout = layouts[index]
             # A stack of experts has rows in several units, and is empty after the last of them.
-            ending = {segment.parameter for segment in layout.segments if last[segment.parameter] == index}
+            ending = [form for form in forms[index] if last[form.segment.parameter] == index]
             if index in in_place:
-                _leave_in_place(model, layout, ending, sources)
+                for form in ending:
+                    form.empty(model, in_place=True)
                 continue
             has_values = any(not model.get_parameter(segment.parameter).is_meta for segment in layout.segments)
             values.make(index)
             writes: dict[State, list[tuple[int, Future]]] = {}
             for chunk in _chunks(layout):
                 flats = self._flats(index, len(chunk))
-                _copy_values(model, layout, chunk, sources, flats)
+                for form in forms[index]:
+                    form.fill(model, chunk, flats)
                 if has_values:  # given weights may differ between ranks; drawn ones do not
                     for flat in flats.values():
                         self._world.ranks.broadcast(flat, 0)
@@ -337,10 +326,8 @@ class InitialFill:
                 self._put(index, chunk, flats, writes)
             if self._store is not None and writes:
                 self._store.wrote(index, 0, writes)
-            # The hooks make a parameter a placeholder of its shape; until then it has no memory.
-            for segment in layout.segments:
-                if segment.parameter in ending and not segment.inner:
-                    forget(model.get_parameter(segment.parameter))
+            for form in ending:
+                form.empty(model)
 
     def _share_replicated(self, layout: UnitLayout, chunk: range, flats: Mapping[State, torch.Tensor]) -> None:
         """Gives the processes of a stage the first one's values of each parameter that each of them has whole."""

@@ -16,16 +16,18 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from offload.engine.callbacks import ParamOwner
+from offload.engine.callbacks import Extension, ParamOwner
+from offload.engine.fill import Values
+from offload.engine.params import ParamHandle, last_keys
 from offload.errors import UsageError
 from offload.layout.flat_layout import Segment
 from offload.layout.frozen import OWN, first_names, holders, inner_starts, inner_tensors_of, tensors_of
+from offload.states import State
 from offload.torch_internals import NO_TORCH_FUNCTION, inner_tensors, make_subclass, make_wrapper, tree_map
 
 # -- paged tensor --------------------------------------------------------------------------------------
@@ -249,22 +251,55 @@ _PACKS = "support_avx512bf16_for_cpu"
 """Attribute of a Linear4bit: True if it packs its weight for the CPU."""
 
 
-def write_bytes(model: nn.Module, segment: Segment, memory: torch.Tensor) -> None:
-    """Copies the inner tensors of a parameter, or reads them from their file.
+class QuantizedTensors(Values):
+    """The form of a parameter that another library has quantized: the bytes of its inner tensors, one after another."""
 
-    Args:
-        model: the model, with the parameter.
-        segment: the parameter.
-        memory: uint8 on the CPU that begin with the parameter's bytes; written.
-    """
-    starts = inner_starts(segment.inner)
-    for name, tensor in _inner(model, segment).items():
-        if name not in starts:
-            continue
-        nbytes = tensor.numel() * tensor.element_size()
-        place = memory[starts[name] : starts[name] + nbytes].view(tensor.dtype)
-        place = place.as_strided(tensor.size(), _stride(tensor), place.storage_offset())
-        place.copy_(tensor.values() if isinstance(tensor, PagedTensor) else _plain(tensor))
+    def __init__(self, segment: Segment, source: ParameterBytes) -> None:
+        super().__init__(segment)
+        self.content = segment.kind
+        self._source = source
+
+    def attach(self, owner: ParamOwner) -> None:
+        """Makes `owner` the object that reads the bytes."""
+        self._source.owner = owner
+
+    def detach(self) -> None:
+        """Removes the owner: the bytes cannot be read any more."""
+        self._source.owner = None
+
+    def fill(self, model: nn.Module, chunk: range, flats: Mapping[State, torch.Tensor]) -> None:
+        """Copies the inner tensors of the parameter, or reads them from their file."""
+        memory = self.memory(chunk, flats)
+        if memory is None:
+            return
+        starts = inner_starts(self.segment.inner)
+        for name, tensor in _inner(model, self.segment).items():
+            if name not in starts:
+                continue
+            nbytes = tensor.numel() * tensor.element_size()
+            place = memory[starts[name] : starts[name] + nbytes].view(tensor.dtype)
+            place = place.as_strided(tensor.size(), _stride(tensor), place.storage_offset())
+            place.copy_(tensor.values() if isinstance(tensor, PagedTensor) else _plain(tensor))
+
+    def empty(self, model: nn.Module, in_place: bool = False) -> None:
+        """Replaces the inner tensors of the parameter by paged ones."""
+        page_out(model, self.segment, self._source, in_place)
+
+    def read(self, handle: ParamHandle) -> torch.Tensor:
+        """Raises `UsageError`: only the library that has quantized the parameter knows its values."""
+        raise UsageError(
+            f"parameter {handle.name} has no values that the engine can read: it is stored as its library has "
+            f"quantized it ({self.content}); state_dict() of its module returns codes and scales"
+        )
+
+    def saved_keys(self, handle: ParamHandle, state: dict[str, Any], prefix: str, name: str) -> list[str]:
+        """Returns the keys of the parameter, and of what its module makes of it under other names, such as scales."""
+        keys = last_keys(state, prefix)
+        return [key for key in keys if f"{key}.".startswith(f"{prefix}{name}.") or isinstance(state[key], PagedTensor)]
+
+    def saved(self, value: torch.Tensor, copy: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Returns a copy of what is paged out of `value`."""
+        return ordinary(value)
 
 
 def page_out(model: nn.Module, segment: Segment, source: ParameterBytes, in_place: bool = False) -> None:
@@ -300,25 +335,20 @@ def page_out(model: nn.Module, segment: Segment, source: ParameterBytes, in_plac
     torch.utils.swap_tensors(parameter, standin)
 
 
-def keep_unpacked(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
-    """Stops modules of bitsandbytes from packing weights anew for the CPU, as a Linear4bit does that evaluates there.
+class UnpackedWeights(Extension):
+    """Modules of bitsandbytes that do not pack weights anew for the CPU, as a Linear4bit does that evaluates there."""
 
-    Args:
-        model: the model.
-        names: names of parameters of the modules.
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        """Stops the modules of the parameters `names` from packing."""
+        owners: list[Any] = [model.get_submodule(name.rpartition(".")[0]) for name in names]
+        self._packing = [owner for owner in owners if getattr(owner, _PACKS, False)]
+        for owner in self._packing:
+            setattr(owner, _PACKS, False)
 
-    Returns:
-        A function that lets the modules pack again that did before.
-    """
-    owners: list[Any] = [model.get_submodule(name.rpartition(".")[0]) for name in names]
-    packing = [owner for owner in owners if getattr(owner, _PACKS, False)]
-
-    def switch(on: bool) -> None:
-        for owner in packing:
-            setattr(owner, _PACKS, on)
-
-    switch(False)
-    return partial(switch, True)
+    def remove(self) -> None:
+        """Lets the modules pack again that did before."""
+        while self._packing:
+            setattr(self._packing.pop(), _PACKS, True)
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:

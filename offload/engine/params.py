@@ -19,6 +19,7 @@ costs nothing per call. That of a unit that stays on the device keeps its memory
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -105,6 +106,17 @@ class StorageForm:
     handle, so a form without data serves any number of parameters.
     """
 
+    content = ""
+    """What the segment contains if its elements are no values of the parameter, such as "nf4"; empty if they are."""
+
+    def attach(self, owner: ParamOwner) -> None:
+        """Makes `owner` the object that serves the parameter, as `ParamHandle.attach`."""
+        return  # the handle asks the owner itself
+
+    def detach(self) -> None:
+        """Removes the owner, at the end of the engine."""
+        return
+
     def parts(self, handle: ParamHandle) -> Sequence[ParamHandle]:
         """Returns the handles of the segments that make up the parameter, each with a unit and a position."""
         return (handle,)
@@ -131,6 +143,10 @@ class StorageForm:
         """Returns `parameter[index]` if that takes less than the whole parameter; None otherwise."""
         return None
 
+    def read(self, handle: ParamHandle) -> torch.Tensor:
+        """Returns a copy of the newest weights, on the compute device."""
+        return handle.engine.read(handle.unit, handle.position)
+
     def edit(self, handle: ParamHandle, values: torch.Tensor) -> None:
         """Replaces the weights by `values`, which must have the parameter's shape."""
         handle.engine.edit(handle.unit, handle.position, values)
@@ -142,6 +158,38 @@ class StorageForm:
             UsageError: if no unit contains all of the parameter.
         """
         return handle.unit
+
+    def saved_keys(self, handle: ParamHandle, state: dict[str, Any], prefix: str, name: str) -> list[str]:
+        """Returns the keys of a state dict under which a module has just saved the parameter.
+
+        Args:
+            handle: the parameter's handle.
+            state: the state dict, whose last entries are the module's.
+            prefix: beginning of the module's keys.
+            name: name of the parameter in the module.
+        """
+        if prefix + name in state:
+            return [prefix + name]
+        # The module's own `_save_to_state_dict` has saved it under other names.
+        return [key for key in last_keys(state, prefix) if handle.is_at(state[key])]
+
+    def saved(self, value: torch.Tensor, copy: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Returns the entry of a state dict in place of `value`, which a module has saved.
+
+        Args:
+            value: the placeholder, or a tensor with memory of the parameter.
+            copy: returns a copy of the weights on the CPU.
+        """
+        weights = copy()
+        if weights.numel() != value.numel():
+            return value  # a part of the parameter
+        # The same tensor where it can be: copies of a tied parameter are tied.
+        return weights if weights.shape == value.shape else weights.view(value.shape)
+
+
+def last_keys(state: dict[str, Any], prefix: str) -> list[str]:
+    """Returns the keys of the module that is saved now: those with its prefix that come last in the state dict."""
+    return list(itertools.takewhile(lambda key: key.startswith(prefix), reversed(state)))
 
 
 class ParamHandle:
@@ -199,10 +247,12 @@ class ParamHandle:
     def attach(self, owner: ParamOwner) -> None:
         """Makes `owner` the object that fetches, reads and edits this parameter."""
         self.owner = owner
+        self.form.attach(owner)
 
     def detach(self) -> None:
         """Removes the owner and the gradient hook, at the end of the engine."""
         self.owner = self.take_gradient = self.gradient_hook = None
+        self.form.detach()
 
     def hook_gradient(self, hook: Callable[[torch.Tensor], None]) -> Any:
         """Registers the hook that moves `.grad` into the engine's gradients, and returns torch's handle of the hook.
@@ -289,6 +339,12 @@ class ParamHandle:
         """True if the parameter is an ordinary one now, over real memory."""
         return type(self.parameter) is not PagedParameter  # nn.Parameter's isinstance is slow Python
 
+    def is_at(self, tensor: Any) -> bool:
+        """Returns True if `tensor` is a placeholder of this parameter, or has the memory of its weights."""
+        if handle_of(tensor) is not None:
+            return handle_of(tensor) is self
+        return self.materialized and isinstance(tensor, torch.Tensor) and tensor.data_ptr() == self.parameter.data_ptr()
+
     def gather(self, values: torch.Tensor) -> None:
         """Gives the parameter the memory of `values` until `let_go`; no module may use the parameter meanwhile."""
         self.materialize([self], [values])
@@ -343,7 +399,7 @@ class ParamHandle:
 
     def read(self) -> torch.Tensor:
         """Returns a copy of the newest weights, on the compute device."""
-        return self.form.join([part.engine.read(part.unit, part.position) for part in self.parts])
+        return self.form.read(self)
 
     def read_with_gradient(self) -> torch.Tensor:
         """Returns a copy of the newest weights, whose gradient becomes the parameter's."""

@@ -220,8 +220,12 @@ class Segment(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Index of the first value in the model's parameter."""
+        """Index of the first value in the model's parameter; 0 for a whole one."""
         return self.row * self.value_numel
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Returns the values of the segment, as a view of those of the model's parameter."""
+        return parameter[self.row] if self.stack else parameter
 
     kind: str = ""
     """Class of such a parameter, and what else decides how its bytes are read."""

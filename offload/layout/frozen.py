@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -341,41 +341,32 @@ def values_of(segment: Segment, memory: torch.Tensor, values: torch.Tensor) -> N
 # Values of a frozen weight on their way in: they come in pieces of any length and leave as blocks.
 
 
-class BlockWriter:
-    """Writer of one parameter's blocks. Its values come in order; less than a block of them waits for the next."""
+def write_blocks(form: str, pieces: Iterable[torch.Tensor], memory: torch.Tensor) -> None:
+    """Writes the blocks of one parameter.
 
-    def __init__(self, form: str, memory: torch.Tensor) -> None:
-        """Begins at the parameter's first value.
+    Args:
+        form: name of the block format.
+        pieces: its values in order, (n,) at a time of any length and floating dtype, on the CPU.
+        memory: uint8 that begin with the parameter's blocks; written, and owned by the caller.
+    """
+    block_format, at, rest = BLOCK_FORMATS[form], 0, torch.empty(0)
 
-        Args:
-            memory: uint8 that begin with the parameter's blocks; written, and owned by the caller.
-        """
-        self._form, self._memory = BLOCK_FORMATS[form], memory
-        self._at = 0
-        self._rest: torch.Tensor | None = None
-
-    def put(self, values: torch.Tensor) -> None:
-        """Writes the next values, (n,) of any floating dtype on the CPU."""
-        if values.dtype is torch.float64:
-            values = values.float()
-        if self._rest is not None:
-            values = torch.cat((self._rest.to(values.dtype), values))
-        whole = len(values) // self._form.values * self._form.values
-        self._write(values[:whole])
-        self._rest = values[whole:].clone() if whole < len(values) else None
-
-    def end(self) -> None:
-        """Writes the last block, which may have fewer values than the others."""
-        if self._rest is not None:
-            self._write(self._rest)
-            self._rest = None
-
-    def _write(self, values: torch.Tensor) -> None:
-        """Writes blocks of `values`, (n,)."""
+    def write(values: torch.Tensor) -> None:
+        nonlocal at
         if len(values):
-            stop = self._at + self._form.stored_nbytes(len(values))
-            quantize(self._form, values.contiguous(), self._memory[self._at : stop])
-            self._at = stop
+            stop = at + block_format.stored_nbytes(len(values))
+            quantize(block_format, values.contiguous(), memory[at:stop])
+            at = stop
+
+    for piece in pieces:
+        values = piece.float() if piece.dtype is torch.float64 else piece
+        if len(rest):
+            values = torch.cat((rest.to(values.dtype), values))
+        # What is less than a block waits for the next values.
+        whole = len(values) // block_format.values * block_format.values
+        write(values[:whole])
+        rest = values[whole:].clone()
+    write(rest)  # the last block may have fewer values than the others
 
 
 # -- notices -------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from offload.kernels import _native, blocks
 from offload.kernels.blocks import BLOCK_FORMATS, NF4, BlockFormat
-from offload.layout.frozen import BlockWriter
+from offload.layout.frozen import write_blocks
 from tests.support.kernel_inputs import ISAS, default_settings, normal
 from tests.support.sampling import examples
 
@@ -180,10 +180,7 @@ def test_codes_of_codes_are_the_same_codes() -> None:
 def test_values_that_come_in_pieces_make_the_same_bytes(cuts: list[int], form: BlockFormat, dtype: torch.dtype) -> None:
     values = normal(sum(cuts), 3).to(dtype)
     whole = torch.zeros(form.stored_nbytes(len(values)), dtype=torch.uint8)
-    writer = BlockWriter(form.name, whole)
-    for piece in values.split(cuts) if cuts else ():
-        writer.put(piece)
-    writer.end()
+    write_blocks(form.name, values.split(cuts) if cuts else (), whole)
     assert torch.equal(whole, by_formula(form, values))
 
 

@@ -21,16 +21,16 @@ MUTANTS = (
     ),
     Mutant(
         "the row of the first expert for all of them",
-        "offload.engine.fill",
-        "parameter.detach()[segment.row]",
-        "parameter.detach()[0]",
+        "offload.layout.flat_layout",
+        "return parameter[self.row] if",
+        "return parameter[0] if",
         "tests/experts/test_stacked_experts.py",
     ),
     Mutant(
         "the first row of a file for all experts",
         "offload.engine.fill",
-        "first = segment.first if segment.stack else 0",
-        "first = 0",
+        "self.segment.parameter), self.segment.first",
+        "self.segment.parameter), 0",
         "tests/experts/test_stacked_experts_names.py",
     ),
     Mutant(
