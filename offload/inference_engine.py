@@ -28,7 +28,6 @@ from offload.engine import build_optimizer
 from offload.engine.assembly import STARTING, assemble
 from offload.engine.deferred import is_deferred, origin_of
 from offload.engine.engine import EngineCore, ModelEngine
-from offload.engine.opaque import PagedTensor, with_adopted_buffers
 from offload.engine.plan import Plan, decide
 from offload.errors import ConfigError, UsageError
 from offload.fileio.cache_file import Stamp
@@ -41,6 +40,7 @@ from offload.model_io.folder import CONFIG, FileBytes, Run, Stored, stored_tenso
 from offload.model_io.load import Converted, load_pretrained
 from offload.notices import Remark, announce
 from offload.presets import read_config
+from offload.quantized.tensors import PagedTensor, with_adopted_buffers
 from offload.sizes import count_of, format_size
 from offload.states import State, Tier
 from offload.swapper.memory.device import compute_device, let_segments_grow, open_device

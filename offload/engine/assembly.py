@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -40,12 +40,10 @@ from offload.engine.data import Loader
 from offload.engine.early_updates import run_may_speculate
 from offload.engine.edits import WeightEdits
 from offload.engine.engine import EngineCore
-from offload.engine.experts import Rows
 from offload.engine.fill import Codes, InitialFill, Values, make_resident_shards
 from offload.engine.gradient_transfer import DeviceToHost, DiskSpill, windows
 from offload.engine.gradients import GradientAccumulator, GradientPlaces, UnitCompletion, borders, parameter_starts
 from offload.engine.hooks import ModuleHooks, SavedTensors, other_hooks
-from offload.engine.opaque import ParameterBytes, QuantizedTensors, UnpackedWeights
 from offload.engine.optimizer import Optimizer, Rule
 from offload.engine.params import ParamHandle, StorageForm, handle_of
 from offload.engine.plan import (
@@ -63,6 +61,8 @@ from offload.engine.unit_views import UnitViews
 from offload.engine.update import UpdateWorker
 from offload.engine.update_strategy import UpdateSetting, UpdateStrategy
 from offload.errors import StoreError
+from offload.experts.adapters import TargetedParameters
+from offload.experts.stacks import Rows, StackedExperts, ZeroGradients
 from offload.hardware.probe import kept_window
 from offload.launch.environment import rank_number
 from offload.layout.fingerprint import describe
@@ -80,6 +80,7 @@ from offload.parallel.sequence import SequenceForward, SequenceParallel
 from offload.parallel.sharded_params import ShardedViews
 from offload.parallel.stages import stage_sites
 from offload.passes.layer_major import LayerMajor
+from offload.quantized.tensors import ParameterBytes, QuantizedTensors, UnpackedWeights
 from offload.sizes import format_size
 from offload.states import State, Tier
 from offload.swapper.memory.device import Device
@@ -552,18 +553,14 @@ def _components(
         undo.callback(hooks.remove)
         weights = _weights(plan, model, handles, pager, hooks, unit_views, callbacks)
         undo.callback(weights.remove)
+        extensions: list[Extension] = []
+        for extension in _extensions(plan, model, handles, gradients, pager):
+            undo.callback(extension.remove)
+            extensions.append(extension)
         updater = _updater(plan, optimizer, host, shards, gradients, timeline)
         # Complete: from now on the engine closes the components. Nothing that follows fails.
         undo.pop_all()
     timeline.start()  # the filling of the tiers is not shown
-    quantized = [segment.name for layout in plan.layouts for segment in layout.segments if segment.inner]
-    extensions: list[Extension] = [UnpackedWeights(model, quantized)] if quantized else []
-    if plan.world.divides_model or plan.sites:
-        extensions.append(ShardedViews(plan.sites))
-    if plan.world.sequence.size > 1:
-        extensions.append(SequenceForward(model, SequenceParallel(world=plan.world)))
-    if plan.tiled_mlps:
-        extensions.append(TiledMlps(model, plan.tiled_mlps, plan.config.offload.tile_mlp))
     return EngineComponents(
         hooks=hooks,
         weights=weights,
@@ -588,6 +585,31 @@ def _components(
         shows_dtensors=bool(plan.sites),
         extensions=tuple(extensions),
     )
+
+
+def _extensions(
+    plan: Plan,
+    model: nn.Module,
+    handles: Sequence[Sequence[ParamHandle]],
+    gradients: GradientAccumulator,
+    pager: Pager,
+) -> Iterator[Extension]:
+    """Yields the features that stand on the model, each once the one before is there."""
+    quantized = [segment.name for layout in plan.layouts for segment in layout.segments if segment.inner]
+    if quantized:
+        yield UnpackedWeights(model, quantized)
+    if plan.units.experts:
+        zeros = None
+        if plan.config.offload.experts == "each":
+            zeros = ZeroGradients(plan.layouts, plan.trainable, gradients, plan.device.torch)
+        yield StackedExperts(model, plan.units.experts, pager, zeros)
+    yield TargetedParameters(model, handles)
+    if plan.world.divides_model or plan.sites:
+        yield ShardedViews(plan.sites)
+    if plan.world.sequence.size > 1:
+        yield SequenceForward(model, SequenceParallel(world=plan.world))
+    if plan.tiled_mlps:
+        yield TiledMlps(model, plan.tiled_mlps, plan.config.offload.tile_mlp)
 
 
 def _host_arena(plan: Plan, callbacks: EngineCallbacks) -> HostArena:
@@ -974,7 +996,6 @@ def module_hooks(
         pager,
         callbacks,
         model_activations.checkpoints,
-        experts=plan.units.experts,
         timeline=timeline,
         compute=compute,
     )

@@ -176,5 +176,13 @@ class Extension(Protocol):
         """Clears what an interrupted call has left on the model; every call of the engine begins with it."""
         return  # most features leave nothing
 
+    def add_gradients(self, present: Sequence[set[int]]) -> None:
+        """Adds gradients to those of a step, once the ranks know which segments have one.
+
+        Args:
+            present: for each unit the segments that have a gradient, of all ranks; those that are added join them.
+        """
+        return
+
     def remove(self) -> None:
         """Takes the feature off the model. Idempotent."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,7 +31,6 @@ from offload.activations.kept_inputs import InputView, KeptInputs
 from offload.engine import _native
 from offload.engine._native import GradientHook, Handle, Pack, Plain, Unpack
 from offload.engine.callbacks import EngineCallbacks
-from offload.engine.experts import ExpertTurns, forgive_parametrizations
 from offload.engine.gradients import GradientAccumulator
 from offload.engine.params import ParamHandle, handle_of
 from offload.engine.unit_views import UnitViews
@@ -542,7 +541,6 @@ class ModuleHooks:
         callbacks: EngineCallbacks,
         checkpoints: UnitCheckpoints,
         *,
-        experts: Mapping[str, range] = {},
         timeline: Timeline = OFF,
         compute: ComputeSpans = NO_SPANS,
     ) -> None:
@@ -558,7 +556,6 @@ class ModuleHooks:
             pager: is notified of the beginning and the end of each forward.
             callbacks: the engine, as its components see it.
             checkpoints: the hooks of checkpointing, which are outside of all others.
-            experts: units of each module whose experts are units, expert by expert.
             timeline: records phases and gradients.
             compute: records the forwards of units.
         """
@@ -585,8 +582,6 @@ class ModuleHooks:
         self._trainable = [handle for unit in handles for handle in unit if handle.trainable]
         for handle in self._trainable:
             self._removers.append(handle.hook_gradient(self._gradient_hook(handle)).remove)
-        turns = ExpertTurns(modules, experts, pager)
-        self._removers += [*turns.install(), *forgive_parametrizations(modules, handles)]
         compute.install(modules, {"": ()} | sites)
         checkpoints.install(modules)
 

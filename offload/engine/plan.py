@@ -27,7 +27,6 @@ from offload.config import Batch, Config
 from offload.distributed.process_group import Mesh, Ranks
 from offload.distributed.world import World
 from offload.engine.deferred import is_deferred, origin_of
-from offload.engine.opaque import is_under_engine
 from offload.engine.optimizer import Optimizer, Rule
 from offload.engine.params import PagedParameter
 from offload.engine.saved_state import ModuleEntries
@@ -59,6 +58,7 @@ from offload.layout.tiers import Partitions, check_node
 from offload.layout.units import Units, tied_numel
 from offload.notices import Headline, Remark, shell_command
 from offload.parallel.sharded_params import FoundShards, Site, is_dtensor
+from offload.quantized.tensors import is_under_engine
 from offload.sizes import count_of, format_size
 from offload.states import State
 from offload.swapper.memory.device import Device

@@ -33,7 +33,6 @@ from offload.engine.data import Loader, check_data, load
 from offload.engine.dtype_mismatch import precision_notices
 from offload.engine.engine import Engine
 from offload.engine.keywords import PlainKeywords, plain_config, refuse
-from offload.engine.opaque import with_adopted_buffers
 from offload.engine.optimizer import Optimizer, check_options, refuse_others
 from offload.engine.plan import (
     Plan,
@@ -56,6 +55,7 @@ from offload.parallel.sharded_params import FoundShards, Site, find_shards, take
 from offload.parallel.stages import PipelineStages, check_pipeline, pipeline_place
 from offload.parallel.tensor import form_grid
 from offload.precision import warn_if_slow
+from offload.quantized.tensors import with_adopted_buffers
 from offload.sizes import count_of, format_size
 from offload.swapper.memory.device import Device, compute_device, let_segments_grow, open_device
 

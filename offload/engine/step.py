@@ -20,7 +20,6 @@ from torch import nn
 from offload.engine.callbacks import GradientStats
 from offload.engine.components import EngineComponents
 from offload.engine.early_updates import EarlyUpdates, reason_to_clip
-from offload.engine.expert_zeros import ZeroGradients, zero_gradients
 from offload.engine.optimizer import Optimizer
 from offload.engine.state import TrainingState
 from offload.engine.update import UpdateWorker
@@ -269,12 +268,6 @@ class OptimizerStep:
                 optimizer=optimizer,
                 speculate=state.settings.config.offload.speculate,
             )
-        self._zeros: ZeroGradients | None = None
-        """None if experts without a token are not updated, or no experts are units."""
-        if state.settings.config.offload.experts == "each":
-            self._zeros = zero_gradients(
-                components.layouts, components.trainable, components.gradients, components.shards.device.torch
-            )
         self._unforeseen = 0
         self.grad_norm: float | None = None
         """Norm of the last step's gradient before the clip; None before the first step and after a load."""
@@ -373,10 +366,9 @@ class OptimizerStep:
         gradients.complete()
         own = functools.partial(gradients.known, elsewhere)
         known = components.agreement.step(self._accumulation.count, state.global_steps, settings, own)
-        if self._zeros is not None:
-            # Only now all ranks know the stacks with an expert that any rank has visited. Zeros change no norm.
-            self._zeros.add(known.present)
-            gradients.receive_totals()
+        # Only now all ranks know which parameters have a gradient. What is added is zeros, which change no norm.
+        for extension in components.extensions:
+            extension.add_gradients(known.present)
         return components.world.step(known, self._accumulation.count, state.global_steps, settings)
 
     def _order(self) -> Sequence[int]:

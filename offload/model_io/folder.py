@@ -15,12 +15,12 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 
-from offload.engine.opaque import PagedTensor, paged, paged_kind
 from offload.errors import ConfigError, IoError, StoreError
 from offload.fileio.cache_file import Stamp
 from offload.fileio.inner_files import open_regular, read_bounded
 from offload.fileio.safetensors_stream import Tensor, TensorLocation, read_header, unrepeated
 from offload.fileio.torch_file import StoredTensor, read_torch_file
+from offload.quantized.tensors import PagedTensor, paged, paged_kind
 from offload.sizes import MIB
 
 # -- safetensors folder --------------------------------------------------------------------------------

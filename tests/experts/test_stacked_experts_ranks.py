@@ -128,6 +128,10 @@ def read_and_set(folder: Path) -> None:
     with offload.gathered(stack, modify=True):
         stack.data[3] = 7.0
     assert bool((stack.detach().clone()[3] == 7).all())
+    with offload.gathered(stack, modify=True):
+        if rank_and_size()[0] == 0:
+            stack.data[5] = 8.0
+    assert bool((stack.detach().clone()[5] == 8).all())
     engine.destroy(remove=True)
 
 

@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "leave the states of an expert without a token alone, unasked",
-        "offload.engine.expert_zeros",
+        "offload.experts.stacks",
         "if len(missing) == len(rows):",
         "if missing:",
         "tests/experts/test_stacked_experts.py",
@@ -15,8 +15,8 @@ MUTANTS = (
     Mutant(
         "each rank gives zeros to the experts that it has not visited itself",
         "offload.engine.step",
-        "self._zeros.add(known.present)",
-        "self._zeros.add([gradients.present(unit) for unit, _ in enumerate(components.layouts)])",
+        "extension.add_gradients(known.present)",
+        "extension.add_gradients([gradients.present(unit) for unit, _ in enumerate(components.layouts)])",
         "tests/experts/test_stacked_experts_ranks.py",
     ),
     Mutant(

@@ -23,7 +23,10 @@ from tests.support.oracle import start, train_step
 
 PACKAGE = ROOT / "offload"
 
-CIRCLE = ("engine", "distributed", "checkpoint", "model_io", "activations", "optimizers", "parallel", "passes")
+CIRCLE = (
+    *("engine", "distributed", "checkpoint", "model_io", "activations", "optimizers"),
+    *("parallel", "passes", "experts", "quantized"),
+)
 """The engine and its features, which know each other."""
 
 LAYERS = (

@@ -1,4 +1,4 @@
-"""A stacked parameter whose rows are units of their own: what the model and the user see stays one parameter.
+"""Stacked parameters whose rows are units of their own: what the model and the user see stays one parameter.
 
 The parameter of the model is always a placeholder. Each row has a parameter of its own, outside of the model, with a
 handle like any other. While a module runs, `stack[expert]` gives the row's parameter, whose unit is then on the device;
@@ -15,10 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.engine.callbacks import Extension
+from offload.engine.gradients import GradientAccumulator
 from offload.engine.params import ParamHandle, StorageForm
 from offload.errors import BudgetError, UsageError
 from offload.interrupts import uninterrupted
-from offload.layout.experts import LOOP, is_parameter_adapter
+from offload.layout.experts import LOOP
+from offload.layout.flat_layout import UnitLayout
 from offload.swapper.pager import Pager
 from offload.torch_internals import outside_of_compiled_code, plain_tensors
 
@@ -131,6 +134,64 @@ class Rows(StorageForm):
         )
 
 
+# -- gradients of zeros ----------------------------------------------------------------------------------
+#
+# In torch a stacked parameter has one gradient, which is zero in the rows of experts that no token visited: their
+# moments fade, and their weights move by momentum and decay. A row that is a unit receives no gradient. It gets one of
+# zeros here, if any other row of its parameter has one, on whichever rank.
+
+
+class ZeroGradients:
+    """The rows of all stacked parameters of one engine that train. Belongs to the thread that calls `step()`."""
+
+    def __init__(
+        self,
+        layouts: Sequence[UnitLayout],
+        trainable: Sequence[range],
+        gradients: GradientAccumulator,
+        device: torch.device,
+    ) -> None:
+        """Finds the rows.
+
+        Args:
+            layouts: the segments of each unit.
+            trainable: the elements of each unit that this rank updates.
+            gradients: the gradients of all units.
+            device: device that gradients arrive on.
+        """
+        self._layouts, self._trainable, self._gradients, self._device = layouts, trainable, gradients, device
+        self._rows: dict[str, list[tuple[int, int]]] = {}
+        """Unit and position of each row of a parameter, by the parameter's name."""
+        for unit, layout in enumerate(layouts):
+            for position, segment in enumerate(layout.segments):
+                if segment.stack and segment.trainable and segment.numel:
+                    self._rows.setdefault(segment.stack, []).append((unit, position))
+
+    def add(self, present: Sequence[set[int]]) -> None:
+        """Adds zeros for each row without a gradient of a parameter that has one. No backward may run.
+
+        Args:
+            present: for each unit the segments that have a gradient, of all ranks; those of the zeros are added.
+        """
+        for rows in self._rows.values():
+            missing = [(unit, position) for unit, position in rows if position not in present[unit]]
+            if len(missing) == len(rows):
+                continue
+            for unit, position in missing:
+                present[unit].add(position)
+                segment, own = self._layouts[unit].segments[position], self._trainable[unit]
+                start, stop = max(segment.start, own.start), min(segment.stop, own.stop)
+                if start >= stop:
+                    continue  # other ranks have the row
+                # An update of the unit's other parameters may have begun: it lacks this one.
+                if self._gradients.completion is not None:
+                    self._gradients.completion.changed(unit)
+                zeros = torch.zeros(stop - start, dtype=self._gradients.dtype, device=self._device)
+                self._gradients.put(unit, position, start - segment.start, zeros)
+        if self._rows:
+            self._gradients.receive_totals()
+
+
 # -- implementation ------------------------------------------------------------------------------------
 #
 # Setting of the modules of transformers whose experts are units: the loop that takes one expert after the other.
@@ -160,71 +221,40 @@ def take_one_by_one(module: nn.Module) -> Callable[[], None]:
     return give_back
 
 
-# -- targeted ------------------------------------------------------------------------------------------
-#
-# Adapters of peft that target whole parameters, such as stacks of experts (`target_parameters`).
-#
-# In each forward peft registers a parametrization of the parameter, where torch calls `parameter.set_(parameter)`. No
-# byte changes, but torch counts a change in place.
-
-
-def forgive_parametrizations(
-    modules: Mapping[str, nn.Module], handles: Iterable[Iterable[ParamHandle]]
-) -> list[Callable[[], None]]:
-    """Hooks the modules of parameters that adapters target: what peft did before they run is no change.
-
-    Args:
-        modules: all modules of the model, by name.
-        handles: the parameters of each unit.
-
-    Returns:
-        Functions that remove the hooks.
-    """
-    known = {id(handle.parameter): handle for unit in handles for handle in unit}
-    parametrized: list[tuple[nn.Module, ParamHandle]] = []
-    wrappers: list[Any] = [module for module in modules.values() if is_parameter_adapter(module)]
-    for wrapper in wrappers:
-        inner = wrapper.get_base_layer()
-        handle = known.get(id(getattr(inner, wrapper.parameter_name)))
-        if handle is not None:
-            parametrized.append((inner, handle))
-    return [_hook(module, handle) for module, handle in parametrized]
-
-
-def _hook(module: nn.Module, handle: ParamHandle) -> Callable[[], None]:
-    def before(called: nn.Module, args: tuple[Any, ...]) -> None:
-        if called is module:
-            handle.forgive_changes()
-
-    return module.register_forward_pre_hook(outside_of_compiled_code(before)).remove
-
-
-# -- turns ---------------------------------------------------------------------------------------------
+# -- the experts of a model ------------------------------------------------------------------------------
 #
 # The experts that a forward will use are known once the router has chosen: they are fetched ahead, in their order.
 
 
-class ExpertTurns:
-    """The hooks that report the router's choice to the pager, on the modules of stacked experts, and their loops."""
+class StackedExperts(Extension):
+    """The modules of stacked experts: loops over their experts, which fetch those ahead that the router has chosen."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], experts: Mapping[str, range], pager: Pager) -> None:
-        """Stores what `install` needs.
+    def __init__(
+        self, model: nn.Module, experts: Mapping[str, range], pager: Pager, zeros: ZeroGradients | None
+    ) -> None:
+        """Hooks the modules, which are sites of the engine already, and makes their forwards loops over experts.
 
         Args:
-            modules: all modules of the model, by name.
+            model: the model.
             experts: units of each module whose experts are units, expert by expert.
             pager: fetches units.
+            zeros: gradients of experts without a token; None if these are not updated.
         """
-        self._sites = [(modules[name], units) for name, units in experts.items()]
-        self._pager = pager
+        self._pager, self._zeros = pager, zeros
+        self._undo: list[Callable[[], None]] = []
+        for name, units in experts.items():
+            module = model.get_submodule(name)
+            self._undo += [self._hook(module, units), take_one_by_one(module)]
 
-    def install(self) -> list[Callable[[], None]]:
-        """Hooks the modules, after the hooks that make them sites, and makes their forwards loops over experts.
+    def add_gradients(self, present: Sequence[set[int]]) -> None:
+        """Adds gradients of zeros for experts without a token, unless those are not updated."""
+        if self._zeros is not None:
+            self._zeros.add(present)
 
-        Returns:
-            Functions that remove the hooks, and give the modules their own way back.
-        """
-        return [undo for module, units in self._sites for undo in (self._hook(module, units), take_one_by_one(module))]
+    def remove(self) -> None:
+        """Removes the hooks, and gives the modules their own way back."""
+        while self._undo:
+            self._undo.pop()()
 
     def _hook(self, module: nn.Module, units: range) -> Callable[[], None]:
         def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

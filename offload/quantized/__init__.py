@@ -1,0 +1,1 @@
+"""Frozen weights that another library has quantized: the bytes of its tensors, paged for good."""
