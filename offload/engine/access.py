@@ -587,8 +587,9 @@ def _let_go(taken: Iterable[ParamHandle]) -> tuple[list[UsageError], list[tuple[
             # The user has taken what was left. What the parameter had is as much as the comparison needs.
             values = values.cpu()
             old = handle.read().cpu()
-        if not _same_kind(values, old):
-            misfits.append(_misfit(values, old))
+        if values.shape != old.shape or values.dtype != old.dtype:
+            kinds = f"{list(values.shape)} {values.dtype}, it was {list(old.shape)} {old.dtype}"
+            misfits.append(UsageError(f"a gathered parameter became {kinds}"))
         elif not _same_bits(values, old):
             changed.append((handle, values))
         del values
@@ -605,18 +606,6 @@ def _no_room(handles: Collection[ParamHandle], free: str) -> BudgetError:
         f"{count_of(len(handles), 'gathered parameter')} would take {format_size(_nbytes(handles))} of the device's "
         f"memory, {free} free: gather fewer at a time, or lower device_memory. trl gathers all to generate: set "
         "ds3_gather_for_generation=False, and the weights are paged"
-    )
-
-
-def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns True if two tensors have one shape and dtype."""
-    return one.shape == other.shape and one.dtype == other.dtype
-
-
-def _misfit(one: torch.Tensor, other: torch.Tensor) -> UsageError:
-    """Returns the error for a gathered parameter that became `one` and was `other`."""
-    return UsageError(
-        f"a gathered parameter became {list(one.shape)} {one.dtype}, it was {list(other.shape)} {other.dtype}"
     )
 
 

@@ -40,7 +40,7 @@ from offload.engine.data import Loader
 from offload.engine.early_updates import run_may_speculate
 from offload.engine.edits import WeightEdits
 from offload.engine.engine import EngineCore
-from offload.engine.fill import Codes, InitialFill, Values, make_resident_shards
+from offload.engine.fill import Codes, Values, fill_tiers, make_resident_shards
 from offload.engine.gradient_transfer import DeviceToHost, DiskSpill, windows
 from offload.engine.gradients import GradientAccumulator, GradientPlaces, UnitCompletion, borders, parameter_starts
 from offload.engine.hooks import ModuleHooks, SavedTensors, other_hooks
@@ -702,12 +702,11 @@ def _fill(
 ) -> None:
     """Writes every weight to its tier, into new files or none, and moves buffers; parameters are left empty."""
     files.make()
-    filler = InitialFill(shards, plan.world)
     # A new run begins with the user's values, those from files, or the modules' initialization from the seed.
     if not resume:
         # The stages of a pipeline number their units alike, and are to draw other values.
         seed = plan.config.offload.seed + plan.world.position
-        filler.fill(model, plan.layouts, forms, seed, plan.in_place)
+        fill_tiers(model, plan.layouts, forms, shards, plan.world, seed, plan.in_place)
     else:
         shards.read_back()
         # The model's own values are dropped, unread.
@@ -750,15 +749,15 @@ def _handles(plan: Plan, model: nn.Module, forms: Sequence[Sequence[StorageForm]
     return [
         [
             ParamHandle(
-                parameter(segment),
-                segment.name,
-                forms[unit][position],
-                unit,
-                position,
-                mode.weight_dtype,
-                segment.shape,
-                device,
-                RULES,
+                parameter=parameter(segment),
+                name=segment.name,
+                form=forms[unit][position],
+                unit=unit,
+                position=position,
+                dtype=mode.weight_dtype,
+                shape=segment.shape,
+                device=device,
+                rules=RULES,
             )
             for position, segment in enumerate(layout.segments)
         ]

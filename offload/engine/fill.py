@@ -259,129 +259,120 @@ def _chunks(layout: UnitLayout) -> Iterator[range]:
         yield range(start, layout.numel)
 
 
-class InitialFill:
-    """Writer of one unit after the other to its tier and, if the unit is kept on disk, to the store.
+def fill_tiers(
+    model: nn.Module,
+    layouts: Sequence[UnitLayout],
+    forms: Sequence[Sequence[Values]],
+    shards: LocalShards,
+    world: World,
+    seed: int,
+    in_place: Collection[int] = (),
+) -> None:
+    """Moves the weights of `model` into their tiers and, where a unit is kept on disk, into the store.
 
-    Its buffers hold the masters of one chunk of a unit. While it writes, the host arena contains partitions
-    only: its caches, tiles and staging buffers are not used yet.
+    Each parameter is left empty as soon as it has been copied. Buffers hold the masters of one chunk of a unit. The
+    host arena contains partitions only: its caches, tiles and staging buffers are not used yet.
+
+    Args:
+        model: the model; deferred parameters are read from their origin, or initialized.
+        layouts: the segments of each unit.
+        forms: how each of them is stored.
+        shards: the partitions of this rank, allocated.
+        world: the processes that train together.
+        seed: seed of the initialization. Each unit derives its own from it.
+        in_place: units whose values stay in the model's own files.
+
+    Raises:
+        ConfigError: if a deferred parameter has no initial value.
     """
-
-    def __init__(self, shards: LocalShards, world: World) -> None:
-        self._held, self._world, self._store = shards, world, shards.store
-        self._buffers: dict[State, memoryview] = {}
-
-    def fill(
-        self,
-        model: nn.Module,
-        layouts: Sequence[UnitLayout],
-        forms: Sequence[Sequence[Values]],
-        seed: int,
-        in_place: Collection[int] = (),
-    ) -> None:
-        """Moves the weights of `model` into their tiers. Each parameter is left empty as soon as it has been copied.
-
-        Args:
-            model: the model; deferred parameters are read from their origin, or initialized.
-            layouts: the segments of each unit.
-            forms: how each of them is stored.
-            seed: seed of the initialization. Each unit derives its own from it.
-            in_place: units whose values stay in the model's own files.
-
-        Raises:
-            ConfigError: if a deferred parameter has no initial value.
-        """
-        nbytes: dict[State, int] = {}
-        for index, layout in enumerate(layouts):
-            room = 0 if index in in_place else max(map(len, _chunks(layout)), default=0)
-            for state, dtype in self._held.mode_of(index).weights.items():
-                nbytes[state] = max(nbytes.get(state, 0), room * dtype.itemsize)
-        self._buffers = {state: aligned_empty(most) for state, most in nbytes.items()}
-        units = [
-            [segment.parameter for segment in layout.segments] if index not in in_place else []
-            for index, layout in enumerate(layouts)
-        ]
-        values = FirstValues(model, units, seed)
-        order = list(values.order())
-        last = {segment.parameter: index for index in order for segment in layouts[index].segments}
-        for index in order:
-            layout = layouts[index]
-            # A stack of experts has rows in several units, and is empty after the last of them.
-            ending = [form for form in forms[index] if last[form.segment.parameter] == index]
-            if index in in_place:
-                for form in ending:
-                    form.empty(model, in_place=True)
-                continue
-            has_values = any(not model.get_parameter(segment.parameter).is_meta for segment in layout.segments)
-            values.make(index)
-            writes: dict[State, list[tuple[int, Future]]] = {}
-            for chunk in _chunks(layout):
-                flats = self._flats(index, len(chunk))
-                for form in forms[index]:
-                    form.fill(model, chunk, flats)
-                if has_values:  # given weights may differ between ranks; drawn ones do not
-                    for flat in flats.values():
-                        self._world.ranks.broadcast(flat, 0)
-                if self._world.replicated.size > 1:
-                    self._share_replicated(layout, chunk, flats)
-                self._put(index, chunk, flats, writes)
-            if self._store is not None and writes:
-                self._store.wrote(index, 0, writes)
+    nbytes: dict[State, int] = {}
+    for index, layout in enumerate(layouts):
+        room = 0 if index in in_place else max(map(len, _chunks(layout)), default=0)
+        for state, dtype in shards.mode_of(index).weights.items():
+            nbytes[state] = max(nbytes.get(state, 0), room * dtype.itemsize)
+    buffers = {state: aligned_empty(most) for state, most in nbytes.items()}
+    units = [
+        [segment.parameter for segment in layout.segments] if index not in in_place else []
+        for index, layout in enumerate(layouts)
+    ]
+    values = FirstValues(model, units, seed)
+    order = list(values.order())
+    last = {segment.parameter: index for index in order for segment in layouts[index].segments}
+    for index in order:
+        layout = layouts[index]
+        # A stack of experts has rows in several units, and is empty after the last of them.
+        ending = [form for form in forms[index] if last[form.segment.parameter] == index]
+        if index in in_place:
             for form in ending:
-                form.empty(model)
-
-    def _share_replicated(self, layout: UnitLayout, chunk: range, flats: Mapping[State, torch.Tensor]) -> None:
-        """Gives the processes of a stage the first one's values of each parameter that each of them has whole."""
-        for segment in layout.segments:
-            first, last = max(segment.start, chunk.start), min(segment.stop, chunk.stop)
-            if first < last and not self._world.is_sharded(segment.parameter):
+                form.empty(model, in_place=True)
+            continue
+        has_values = any(not model.get_parameter(segment.parameter).is_meta for segment in layout.segments)
+        values.make(index)
+        writes: dict[State, list[tuple[int, Future]]] = {}
+        for chunk in _chunks(layout):
+            flats: dict[State, torch.Tensor] = {}
+            for state, dtype in shards.mode_of(index).weights.items():
+                flats[state] = torch.frombuffer(buffers[state], dtype=dtype)[: len(chunk)]
+                flats[state].zero_()
+            for form in forms[index]:
+                form.fill(model, chunk, flats)
+            if has_values:  # given weights may differ between ranks; drawn ones do not
                 for flat in flats.values():
-                    self._world.replicated.broadcast(flat[first - chunk.start : last - chunk.start], 0)
+                    world.ranks.broadcast(flat, 0)
+            if world.replicated.size > 1:
+                # What each process of a stage has whole begins with the first one's values.
+                for segment in layout.segments:
+                    first, stop = max(segment.start, chunk.start), min(segment.stop, chunk.stop)
+                    if first < stop and not world.is_sharded(segment.parameter):
+                        for flat in flats.values():
+                            world.replicated.broadcast(flat[first - chunk.start : stop - chunk.start], 0)
+            _put(shards, index, chunk, flats, buffers, writes)
+        if shards.store is not None and writes:
+            shards.store.wrote(index, 0, writes)
+        for form in ending:
+            form.empty(model)
 
-    def _flats(self, unit: int, numel: int) -> dict[State, torch.Tensor]:
-        """Returns zeroed (numel,) memory for the weights of a chunk and for each further state of its masters."""
-        flats: dict[State, torch.Tensor] = {}
-        for state, dtype in self._held.mode_of(unit).weights.items():
-            flats[state] = torch.frombuffer(self._buffers[state], dtype=dtype)[:numel]
-            flats[state].zero_()
-        return flats
 
-    def _put(
-        self,
-        unit: int,
-        chunk: range,
-        flats: Mapping[State, torch.Tensor],
-        writes: dict[State, list[tuple[int, Future]]],
-    ) -> None:
-        """Copies what this rank keeps of a chunk to its tier. Moments are zero already, in new files too.
+def _put(
+    shards: LocalShards,
+    unit: int,
+    chunk: range,
+    flats: Mapping[State, torch.Tensor],
+    buffers: Mapping[State, memoryview],
+    writes: dict[State, list[tuple[int, Future]]],
+) -> None:
+    """Copies what this rank keeps of a chunk to its tier. Moments are zero already, in new files too.
 
-        Args:
-            unit: the unit.
-            chunk: elements of the unit.
-            flats: the states of the masters, (len(chunk),) each.
-            writes: ended writes of the unit by state, each with its start in the file. Those of the chunk are added.
-        """
-        begun: list[Future] = []
-        trainable, frozen = self._held.shares[unit]
-        for state, flat in flats.items():
-            if state not in self._held.states(unit):
-                continue
-            itemsize, before = flat.element_size(), 0
-            resident = self._held.resident_of(unit, state)
-            for share in (trainable, frozen) if state is State.WEIGHT else (trainable,):
-                both = range(max(share.start, chunk.start), min(share.stop, chunk.stop))
-                if both:
-                    start = (before + both.start - share.start) * itemsize
-                    first, last = (both.start - chunk.start) * itemsize, (both.stop - chunk.start) * itemsize
-                    if resident is not None:
-                        self._held.device.copy(
-                            resident.tensor.view(torch.uint8)[start : start + last - first],
-                            flat.view(torch.uint8)[first:last],
-                        )
-                    if self._store is not None and self._store.keeps(unit, state):
-                        write = self._store.write(unit, state, 0, start, self._buffers[state][first:last])
-                        writes.setdefault(state, []).append((start, write))
-                        begun.append(write)
-                before += len(share)
-        # All writes of the chunk are in flight together; the buffers are reused for the next one, so wait here.
-        for write in begun:
-            write.wait()
+    Args:
+        shards: the partitions of this rank.
+        unit: the unit.
+        chunk: elements of the unit.
+        flats: the states of the masters, (len(chunk),) each.
+        buffers: their memory, aligned for the store.
+        writes: ended writes of the unit by state, each with its start in the file. Those of the chunk are added.
+    """
+    begun: list[Future] = []
+    trainable, frozen = shards.shares[unit]
+    for state, flat in flats.items():
+        if state not in shards.states(unit):
+            continue
+        itemsize, before = flat.element_size(), 0
+        resident = shards.resident_of(unit, state)
+        for share in (trainable, frozen) if state is State.WEIGHT else (trainable,):
+            both = range(max(share.start, chunk.start), min(share.stop, chunk.stop))
+            if both:
+                start = (before + both.start - share.start) * itemsize
+                first, last = (both.start - chunk.start) * itemsize, (both.stop - chunk.start) * itemsize
+                if resident is not None:
+                    shards.device.copy(
+                        resident.tensor.view(torch.uint8)[start : start + last - first],
+                        flat.view(torch.uint8)[first:last],
+                    )
+                if shards.store is not None and shards.store.keeps(unit, state):
+                    write = shards.store.write(unit, state, 0, start, buffers[state][first:last])
+                    writes.setdefault(state, []).append((start, write))
+                    begun.append(write)
+            before += len(share)
+    # All writes of the chunk are in flight together; the buffers are reused for the next one, so wait here.
+    for write in begun:
+        write.wait()

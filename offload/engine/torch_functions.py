@@ -180,14 +180,10 @@ def _get_grad(func: Any, tensor: Any) -> Any:
             "update_and_allocate out, so that the ranks stay init_r, or train a peft.LoraConfig"
         )
     handle = handle_of(tensor)
-    if handle is not None and handle.owner is not None and not _is_of_a_library(caller):
+    of_a_library = not caller or caller.partition(".")[0] in _LIBRARIES
+    if handle is not None and handle.owner is not None and not of_a_library:
         handle.owner.miss_gradient(handle.name)
     return None
-
-
-def _is_of_a_library(module: str) -> bool:
-    """Returns True if `module` belongs to a library and not to the user."""
-    return not module or module.partition(".")[0] in _LIBRARIES
 
 
 def _caller() -> str:

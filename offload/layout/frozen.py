@@ -7,7 +7,7 @@
 
 and if no module uses it as an embedding or as the output layer of a model, and it is not part of an adapter of peft.
 Norms, biases, embeddings, convolutions and all that trains stay in the dtype of the model, and what another library has
-quantized stays as that library has it (`opaque`).
+quantized stays as that library has it (`offload.quantized`).
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ def with_adopted_buffers(model: nn.Module) -> Iterator[None]:
         raise
 
 
-# -- takeover ------------------------------------------------------------------------------------------
+# -- form ----------------------------------------------------------------------------------------------
 #
 # The move of a quantized parameter into a unit: its inner tensors are copied, and paged tensors take their places.
 
@@ -282,8 +282,36 @@ class QuantizedTensors(Values):
             place.copy_(tensor.values() if isinstance(tensor, PagedTensor) else _plain(tensor))
 
     def empty(self, model: nn.Module, in_place: bool = False) -> None:
-        """Replaces the inner tensors of the parameter by paged ones."""
-        page_out(model, self.segment, self._source, in_place)
+        """Replaces the inner tensors of the parameter by paged ones without memory. Identity and ties stay.
+
+        Args:
+            model: the model, with the parameter.
+            in_place: True if the bytes are read from the model's own files. What is in memory already, such as a code
+                book, then moves to the device and stays there.
+        """
+        parameter, owner = model.get_parameter(self.segment.name), _owner(model, self.segment)
+        tensors, starts = _inner(model, self.segment), inner_starts(self.segment.inner)
+        first = first_names(tensors)
+
+        def made(name: str, kind: type[PagedTensor] = PagedTensor) -> torch.Tensor:
+            if in_place and not isinstance(tensors[name], PagedTensor):
+                return tensors[name].to(self._source.device)
+            return paged(kind, self._source, _geometry(tensors[name], self._source.start + starts[first[name]]))
+
+        if inner_tensors(parameter) is not None:
+            wrapper = _rewrapped(parameter, "", made)
+            wrapper.__dict__.update(
+                {name: value for name, value in vars(parameter).items() if name not in vars(wrapper)}
+            )
+            wrapper.requires_grad_(False)
+            torch.utils.swap_tensors(parameter, wrapper)
+            return
+        for prefix, holder in list(holders(parameter, owner)):
+            for name in tensors_of(holder):
+                setattr(holder, name, made(f"{prefix}{name}"))
+        standin = made(OWN, paged_kind(getattr(parameter, "original", None) or type(parameter)))
+        standin.__dict__.update({name: value for name, value in vars(parameter).items() if name not in vars(standin)})
+        torch.utils.swap_tensors(parameter, standin)
 
     def read(self, handle: ParamHandle) -> torch.Tensor:
         """Raises `UsageError`: only the library that has quantized the parameter knows its values."""
@@ -300,39 +328,6 @@ class QuantizedTensors(Values):
     def saved(self, value: torch.Tensor, copy: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Returns a copy of what is paged out of `value`."""
         return ordinary(value)
-
-
-def page_out(model: nn.Module, segment: Segment, source: ParameterBytes, in_place: bool = False) -> None:
-    """Replaces the inner tensors of a parameter by paged ones, which frees their memory. Identity and ties stay.
-
-    Args:
-        model: the model, with the parameter.
-        segment: the parameter.
-        source: its bytes.
-        in_place: True if those are read from the model's own files. What is in memory already, such as a code book,
-            then moves to the device and stays there.
-    """
-    parameter, owner = model.get_parameter(segment.name), _owner(model, segment)
-    tensors, starts = _inner(model, segment), inner_starts(segment.inner)
-    first = first_names(tensors)
-
-    def made(name: str, kind: type[PagedTensor] = PagedTensor) -> torch.Tensor:
-        if in_place and not isinstance(tensors[name], PagedTensor):
-            return tensors[name].to(source.device)
-        return paged(kind, source, _geometry(tensors[name], source.start + starts[first[name]]))
-
-    if inner_tensors(parameter) is not None:
-        wrapper = _rewrapped(parameter, "", made)
-        wrapper.__dict__.update({name: value for name, value in vars(parameter).items() if name not in vars(wrapper)})
-        wrapper.requires_grad_(False)
-        torch.utils.swap_tensors(parameter, wrapper)
-        return
-    for prefix, holder in list(holders(parameter, owner)):
-        for name in tensors_of(holder):
-            setattr(holder, name, made(f"{prefix}{name}"))
-    standin = made(OWN, paged_kind(getattr(parameter, "original", None) or type(parameter)))
-    standin.__dict__.update({name: value for name, value in vars(parameter).items() if name not in vars(standin)})
-    torch.utils.swap_tensors(parameter, standin)
 
 
 class UnpackedWeights(Extension):
