@@ -209,9 +209,8 @@ class InferenceEngine(ModelEngine):
         self._core.enter()
         # Bound by default arguments: a closure would see the last batch.
         works = [lambda batch=batch: function(batch) for batch in batches]
-        order = self._core.components.layer_major
-        # Of many batches run one by one each would read all weights; two show as much.
-        first = 2 if order is not None and order.possible and not order.watched else 0
+        # Apart from the rest: of many batches that run one by one each would read all weights.
+        first = self._core.components.schedule.trial
         results: list[_T] = []
         with torch.no_grad():
             for batch_works in (works[:first], works[first:]):

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from offload.aio import aligned_empty
 from offload.metrics.meter import NO_SPANS
+from offload.passes.layer_major import LayerMajor
 from offload.sizes import align_up
 from offload.states import State, Tier
 from offload.timeline import OFF
@@ -219,7 +220,7 @@ class Inspection:
     @property
     def takes_turns(self) -> bool:
         """True if micro-batches take turns at a block."""
-        return self._parts.layer_major is not None and self._parts.layer_major.possible
+        return isinstance(self._parts.schedule, LayerMajor) and self._parts.schedule.possible
 
     @property
     def tile_numel(self) -> int:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import logging
+import math
 import threading
 import weakref
 from collections import Counter, deque
@@ -39,6 +40,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload.activations import checkpoints
 from offload.activations.checkpoints import FREE_SHARE, STAGED_INPUTS
 from offload.aio.protocols import Future, Queue
+from offload.engine.micro_batches import PassSchedule
 from offload.errors import BudgetError, IoError, StoreError, UsageError
 from offload.interrupts import uninterrupted
 from offload.sizes import PAGE, align_up, format_size
@@ -700,19 +702,20 @@ class _Order:
     Where micro-batches take turns at each unit, their backwards do so too, in the order of the micro-batches.
     """
 
-    def __init__(self, turn: Callable[[], int | None]) -> None:
-        self._turn = turn
-        self._last: int | None = None
+    def __init__(self, schedule: PassSchedule) -> None:
+        self._schedule = schedule
+        self._last: float = math.inf
+        """The micro-batch of the last input among those that take turns; inf if none did."""
         self._unit = self._count = 0
 
     def next(self) -> tuple[int, int, int]:
         """Returns the place of the next input; the backward asks for the smallest place first."""
-        turn = self._turn()
-        if turn is None or self._last is None or turn < self._last:
+        micro_batch, interleaves = self._schedule.micro_batch, self._schedule.interleaves
+        if not interleaves or micro_batch < self._last:
             self._unit += 1  # the first micro-batch is at the next unit
-        self._last = turn
+        self._last = micro_batch if interleaves else math.inf
         self._count += 1
-        return -self._unit, turn or 0, -self._count
+        return -self._unit, micro_batch, -self._count
 
 
 class KeptInputs:
@@ -723,7 +726,7 @@ class KeptInputs:
         device: Device,
         staging: Staging,
         device_limit: Callable[[int], float],
-        turn: Callable[[], int | None] = lambda: None,
+        schedule: PassSchedule,
         timeline: Timeline = OFF,
     ) -> None:
         """Keeps nothing yet.
@@ -732,10 +735,10 @@ class KeptInputs:
             device: copies between device and host memory.
             staging: host memory and disk.
             device_limit: bytes that inputs but the newest may take on the device, given the bytes that they take.
-            turn: returns the number of the micro-batch that runs where several take turns at each unit, else None.
+            schedule: the order of a step's micro-batches.
             timeline: records copies and waits.
         """
-        self._order = _Order(turn)
+        self._order = _Order(schedule)
         self._device, self._staging = device, staging
         self._device_limit, self._timeline = device_limit, timeline
         self._lock = threading.RLock()

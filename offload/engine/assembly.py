@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -46,6 +46,7 @@ from offload.engine.fill import InitialFill, make_resident_shards
 from offload.engine.gradient_transfer import DeviceToHost, DiskSpill, windows
 from offload.engine.gradients import GradientAccumulator, GradientPlaces, UnitCompletion, borders, parameter_starts
 from offload.engine.hooks import ModuleHooks, SavedTensors, other_hooks
+from offload.engine.micro_batches import PassSchedule
 from offload.engine.opaque import ParameterBytes, page_out
 from offload.engine.optimizer import Optimizer, Rule
 from offload.engine.params import ParamHandle, handle_of
@@ -96,10 +97,6 @@ from offload.swapper.store.requests import DriveSpans
 from offload.swapper.store.spill_file import SpillFile
 from offload.swapper.table import WeightSource
 from offload.timeline import OFF, Timeline, open_timeline
-
-if TYPE_CHECKING:
-    pass
-
 
 _T = TypeVar("_T")
 
@@ -541,23 +538,26 @@ def _components(
         shards = _held(plan, host, arena, pager, files.store)
         sources = _sources(plan)
         _fill(plan, model, shards, files, resume, sources)
+        schedule = _schedule(plan, model)
         gradients = gradient_accumulator(
-            plan, host, arena, files, pager, agreement, callbacks, recorders.spans, compute
+            plan, host, arena, files, pager, agreement, schedule, callbacks, recorders.spans, compute
         )
         undo.callback(gradients.close)
         handles = _handles(plan, model)
         unit_views = UnitViews(plan.layouts, handles, pager, [mode.weight_dtype for mode in plan.modes])
-        model_activations = undo.enter_context(contextlib.closing(activations(plan, model, files, callbacks, timeline)))
+        model_activations = undo.enter_context(contextlib.closing(activations(plan, model, files, schedule, timeline)))
         users = (unit_views, gradients, pager, callbacks, model_activations)
-        hooks, borders = module_hooks(plan, model, handles, *users, timeline, compute)
+        hooks = module_hooks(plan, model, handles, *users, timeline, compute)
         undo.callback(hooks.remove)
+        schedule.install(dict(model.named_modules()))
+        undo.callback(schedule.remove)
         weights = _weights(plan, model, handles, pager, hooks, unit_views, callbacks, sources)
         undo.callback(weights.remove)
         updater = _updater(plan, optimizer, host, shards, gradients, timeline)
         # Complete: from now on the engine closes the components. Nothing that follows fails.
         undo.pop_all()
     timeline.start()  # the filling of the tiers is not shown
-    extensions: list[Extension] = []
+    extensions: list[Extension] = [schedule]
     if plan.world.divides_model or plan.sites:
         extensions.append(ShardedViews(plan.sites))
     if plan.world.sequence.size > 1:
@@ -572,7 +572,7 @@ def _components(
         pager=pager,
         gradients=gradients,
         activations=model_activations,
-        layer_major=borders,
+        schedule=schedule,
         world=plan.world,
         agreement=agreement,
         store=files.store,
@@ -793,6 +793,7 @@ def gradient_accumulator(
     files: RunFiles,
     pager: Pager,
     agreement: Agreement,
+    schedule: PassSchedule,
     callbacks: EngineCallbacks,
     spans: DriveSpans,
     compute: ComputeSpans,
@@ -806,6 +807,7 @@ def gradient_accumulator(
         files: The files of the run.
         pager: Receives failures of other threads.
         agreement: What the ranks agree on.
+        schedule: The order of a step's micro-batches.
         callbacks: The engine.
         spans: Records requests to the drives.
         compute: Spans of forward and backward.
@@ -821,7 +823,7 @@ def gradient_accumulator(
             downloads = _downloads(plan, host, pager, timeline)
             undo.callback(downloads.close)
         waiting = _gradient_places(plan, arena, spill, downloads)
-        places = (plan.layouts, trainable, host, dtype, waiting, callbacks)
+        places = (plan.layouts, trainable, host, dtype, waiting, schedule, callbacks)
         accumulator: GradientAccumulator
         if plan.parts.reduction is None:
             accumulator = GradientAccumulator(
@@ -939,10 +941,8 @@ def module_hooks(
     model_activations: Activations,
     timeline: Timeline,
     compute: ComputeSpans,
-) -> tuple[ModuleHooks, LayerMajor | None]:
-    """Installs the hooks of modules, saved tensors and checkpoints on the model, and the borders of its blocks.
-
-    There are no borders if micro-batches pass through the model one after the other.
+) -> ModuleHooks:
+    """Installs the hooks of modules, saved tensors and checkpoints on the model.
 
     Args:
         plan: All decisions.
@@ -957,7 +957,7 @@ def module_hooks(
         compute: Records forwards and backwards of units.
     """
     saved = SavedTensors(handles, unit_views, pager, compute, model_activations.inputs, wrapped=bool(plan.sites))
-    hooks = ModuleHooks(
+    return ModuleHooks(
         model,
         {**stage_sites(model), **plan.units.sites},
         handles,
@@ -971,15 +971,18 @@ def module_hooks(
         timeline=timeline,
         compute=compute,
     )
+
+
+def _schedule(plan: Plan, model: nn.Module) -> PassSchedule:
+    """Returns the order of a step's micro-batches, which installs nothing yet."""
     if plan.schedule.schedule != LAYER_MAJOR:
-        return hooks, None
-    blocks = blocks_of(model, plan.config.units)
+        return PassSchedule()
     wanted = plan.config.offload.schedule == LAYER_MAJOR
-    return hooks, LayerMajor(dict(model.named_modules()), blocks, hooks.passes, plan.device, wanted)
+    return LayerMajor(blocks_of(model, plan.config.units), plan.device, wanted)
 
 
 def activations(
-    plan: Plan, model: nn.Module, files: RunFiles, callbacks: EngineCallbacks, timeline: Timeline
+    plan: Plan, model: nn.Module, files: RunFiles, schedule: PassSchedule, timeline: Timeline
 ) -> Activations:
     """Returns the blocks that are computed again, and the keeper of their inputs.
 
@@ -987,7 +990,7 @@ def activations(
         plan: All decisions.
         model: The model.
         files: The files of the run; the queue exists if there is a drive for inputs.
-        callbacks: The engine.
+        schedule: The order of a step's micro-batches.
         timeline: Records copies.
     """
     block = plan.config.activation_checkpointing
@@ -999,12 +1002,7 @@ def activations(
     checkpoints = UnitCheckpoints(
         blocks, plan.device, other_hooks, _is_weight, block.synchronize_checkpoint_boundary, seconds
     )
-
-    def turn() -> int | None:
-        now = callbacks.turn()
-        return None if now is None else now.number
-
-    inputs = _kept_inputs(plan, files, len(blocks), turn, timeline)
+    inputs = _kept_inputs(plan, files, len(blocks), schedule, timeline)
     return Activations(checkpoints=checkpoints, inputs=inputs, notices=lines)
 
 
@@ -1014,7 +1012,7 @@ def _is_weight(value: Any) -> bool:
 
 
 def _kept_inputs(
-    plan: Plan, files: RunFiles, blocks: int, turn: Callable[[], int | None], timeline: Timeline
+    plan: Plan, files: RunFiles, blocks: int, schedule: PassSchedule, timeline: Timeline
 ) -> KeptInputs | None:
     """Returns the keeper of inputs of `blocks` modules, or None if they stay where the forward computes them."""
     config, device, tier = plan.config, plan.device, plan.config.activation_tier
@@ -1031,7 +1029,7 @@ def _kept_inputs(
     memory = HostBlocks(device, process_memory(), config.offload.host_memory, room, at_once)
     slots = None if files.queue is None else DiskSlots(config.drives, files.queue, files.written)
     limit = _device_limit(tier, device, plan.placement.inputs_nbytes)
-    return KeptInputs(device, Staging(memory, slots, timeline), limit, turn, timeline)
+    return KeptInputs(device, Staging(memory, slots, timeline), limit, schedule, timeline)
 
 
 def _device_limit(tier: str, device: Device, room: int | None) -> Callable[[int], float]:

@@ -10,19 +10,11 @@ import math
 from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from offload.states import State
-
-
-class Turn(NamedTuple):
-    """One of several micro-batches that take turns at each block."""
-
-    number: int
-    last: bool
-    """True for the last of them."""
 
 
 class EngineCallbacks(Protocol):
@@ -45,9 +37,6 @@ class EngineCallbacks(Protocol):
 
     def is_last_micro_batch(self) -> bool:
         """Returns True if the running backward is known to be the last of its step."""
-
-    def turn(self) -> Turn | None:
-        """Returns the micro-batch that runs while several take turns at each block, else None."""
 
     def gradients_complete(self, unit: int) -> None:
         """Notes that no further gradient of `unit` is expected in this step. Autograd's threads call this."""

@@ -14,13 +14,13 @@ from offload.engine.callbacks import Extension
 from offload.engine.edits import WeightEdits
 from offload.engine.gradients import GradientAccumulator
 from offload.engine.hooks import ModuleHooks
+from offload.engine.micro_batches import PassSchedule
 from offload.engine.shards import LocalShards
 from offload.engine.unit_views import UnitViews
 from offload.engine.update import UpdateWorker
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
 from offload.metrics.meter import StepMeter
-from offload.passes.layer_major import LayerMajor
 from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.pager import Pager
 from offload.swapper.store import DriveByteCounter, Store
@@ -39,8 +39,8 @@ class EngineComponents:
     pager: Pager
     gradients: GradientAccumulator
     activations: Activations
-    layer_major: LayerMajor | None
-    """None if micro-batches pass through the model one after the other."""
+    schedule: PassSchedule
+    """The order of a step's micro-batches; one of `extensions`."""
     world: World
     """All processes that train together, and this one's place among them."""
     agreement: Agreement
@@ -86,7 +86,6 @@ class EngineComponents:
         """
         return [
             *(extension.remove for extension in reversed(self.extensions)),
-            *(() if self.layer_major is None else (self.layer_major.remove,)),
             self.hooks.remove,
             self.weights.remove,
             *(() if self.update_worker is None else (self.update_worker.close,)),

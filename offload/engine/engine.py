@@ -35,13 +35,14 @@ from offload.config.blocks import unpacked
 from offload.distributed.process_group import Communication
 from offload.engine import step
 from offload.engine.access import StackAccess
-from offload.engine.callbacks import Edit, EngineCallbacks, Turn
+from offload.engine.callbacks import Edit, EngineCallbacks
 from offload.engine.components import EngineComponents, close_all
 from offload.engine.data import InputCast, Loader, check_data, load
 from offload.engine.device_budget import DeviceBudget, FreedBytes, MemoryReport, Sleep, base_bytes, memory_report
 from offload.engine.dtype_mismatch import fp32_needed
 from offload.engine.gradients import ZeroGrad
 from offload.engine.keywords import refuse
+from offload.engine.micro_batches import MicroBatchGenerators
 from offload.engine.optimizer import Optimizer
 from offload.engine.optimizer_state_dict import OptimizerStates
 from offload.engine.shutdown import Shutdown
@@ -53,13 +54,14 @@ from offload.errors import OffloadError, UsageError
 from offload.interrupts import defer_signals, interruptible, uninterrupted
 from offload.launch.environment import rank_number
 from offload.layout.flat_layout import UnitLayout
-from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, Schedule
+from offload.layout.pass_order import Schedule
 from offload.model_io.save import PretrainedWriter, SaveOptions
 from offload.notices import Headline, announce
 from offload.parallel.stage_run import stage_run_of
 from offload.parallel.stages import PipelineStages
 from offload.passes.generators import MicroBatchGenerators
 from offload.schedules import set_values
+from offload.schedules.base import set_values
 from offload.sizes import count_of, format_size
 from offload.swapper.prefetch import PrefetchStats
 from offload.swapper.store import DriveWrites
@@ -165,8 +167,7 @@ class EngineCore(EngineCallbacks):
     @property
     def _in_turn(self) -> bool:
         """True on the thread of a micro-batch that takes turns with others; together they are one call."""
-        layer_major = self.components.layer_major
-        return layer_major is not None and layer_major.on_this_thread
+        return self.components.schedule.on_this_thread
 
     def enter_between_steps(self, call: str) -> None:
         """Enters the engine for the public method `call`, and waits for the updates and the commit of the last step.
@@ -193,11 +194,9 @@ class EngineCore(EngineCallbacks):
     def _begin(self) -> None:
         """Checks the engine, clears the remains of an aborted call, and delivers the blob that a commit waits for."""
         defer_signals(self.state)
-        if self.components.layer_major is not None:
-            self.components.layer_major.abandon_on_entry()
-        self.components.hooks.leave_all()
         for extension in self.components.extensions:
             extension.abandon()
+        self.components.hooks.leave_all()
         self.check()
         self.sleeping.wake()  # first: all that follows may use weights
         self.components.hooks.reset_aborted()
@@ -261,18 +260,20 @@ class EngineCore(EngineCallbacks):
         Each of at most `most` works draws from random generators of its own, so that the order changes no bits. With
         `trains` False no work runs a backward.
         """
-        generators = MicroBatchGenerators(self.device, most)
-        layer_major = self.components.layer_major
-        if layer_major is None or most < 2 or not layer_major.possible:
-            return [generators.run(number, work) for number, work in enumerate(works)]
-        try:
-            return layer_major.run(list(works), generators, trains)
-        except BaseException:
-            # Some units have gradients of all micro-batches now, others of none, and no loop could go on with that.
-            if not self.components.pager.failed and self.components.world.everyone.size == 1:
-                with contextlib.suppress(OffloadError):
-                    self.forget_gradients()
-            raise
+
+        @contextlib.contextmanager
+        def turns(micro_batches: int) -> Iterator[None]:
+            try:
+                with self.components.hooks.passes.turns(micro_batches, trains):
+                    yield
+            except BaseException:
+                # Some units have gradients of all micro-batches now, others of none: no loop could continue with that.
+                if not self.components.pager.failed and self.components.world.everyone.size == 1:
+                    with contextlib.suppress(OffloadError):
+                        self.forget_gradients()
+                raise
+
+        return self.components.schedule.run(works, MicroBatchGenerators(self.device, most), turns)
 
     # -- steps --------------------------------------------------------------------------------------
 
@@ -335,15 +336,8 @@ class EngineCore(EngineCallbacks):
             self.accumulation.count_backward()
 
     def is_last_micro_batch(self) -> bool:
-        layer_major = self.components.layer_major
-        ahead = 0 if layer_major is None else layer_major.turn
-        return self.accumulation.is_last(self.state.settings.accumulation, ahead)
-
-    def turn(self) -> Turn | None:
-        layer_major = self.components.layer_major
-        if layer_major is None or not self.components.hooks.passes.takes_turns:
-            return None
-        return Turn(layer_major.turn, layer_major.turn == layer_major.count - 1)
+        # Micro-batches that take turns are all counted at their end.
+        return self.accumulation.is_last(self.state.settings.accumulation, ahead=self.components.schedule.micro_batch)
 
     def gradients_complete(self, unit: int) -> None:
         self.optimizer_step.gradients_complete(unit)
@@ -875,8 +869,7 @@ class Engine(ModelEngine):
 
         It changes after the first step if the model turns out to keep values on its modules between blocks.
         """
-        layer_major = self._core.components.layer_major
-        return MICRO_BATCH_MAJOR if layer_major is None or not layer_major.takes_turns else LAYER_MAJOR
+        return self._core.components.schedule.name
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Sets whether the next `step()` updates the weights, regardless of the count of micro-batches.

@@ -30,6 +30,7 @@ from offload.aio.protocols import Future
 from offload.engine._native import DirectAdd
 from offload.engine.callbacks import EngineCallbacks, GradientStats
 from offload.engine.gradient_transfer import DeviceToHost, DiskSpill
+from offload.engine.micro_batches import PassSchedule
 from offload.interrupts import uninterrupted
 from offload.kernels import cuda
 from offload.kernels.sums import Sum
@@ -405,6 +406,7 @@ class GradientAccumulator:
         arena: HostArena,
         dtype: torch.dtype,
         waiting: GradientPlaces,
+        schedule: PassSchedule,
         callbacks: EngineCallbacks,
         *,
         timeline: Timeline = OFF,
@@ -419,6 +421,7 @@ class GradientAccumulator:
             arena: the host memory.
             dtype: dtype of the stored gradients.
             waiting: memory for gradients without a host buffer.
+            schedule: the order of a step's micro-batches.
             callbacks: the engine.
             timeline: records each gradient as it arrives.
             compute: records the unit that a gradient belongs to.
@@ -430,7 +433,7 @@ class GradientAccumulator:
         self.dtype, self._on_device = dtype, waiting.on_device
         self.spill, self.downloads = waiting.spill, waiting.downloads
         self.totals = DeviceTotals(waiting.totals, dtype)
-        self._callbacks, self._layouts, self._parts = callbacks, layouts, parts
+        self._schedule, self._callbacks, self._layouts, self._parts = schedule, callbacks, layouts, parts
         self._lock = threading.Lock()
         self.completion = completion
         self._squares: list[dict[tuple[int, int], float | torch.Tensor]] = [{} for _ in layouts]
@@ -535,7 +538,7 @@ class GradientAccumulator:
         """Returns True if no further gradient of `unit` is added up on the device in this step, or in its turns."""
         if self._callbacks.is_last_micro_batch():
             return True
-        return not self.totals.takes(unit) and ((turn := self._callbacks.turn()) is None or turn.last)
+        return not self.totals.takes(unit) and self._schedule.leaves_block
 
     def _add_up(self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Adds `values` to the total on the device, and starts the copy to the host if the total leaves."""
