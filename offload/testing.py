@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from offload.activations.kept_inputs import KeptInputs
 from offload.aio import aligned_empty
 from offload.metrics.meter import NO_SPANS
 from offload.passes.layer_major import LayerMajor
@@ -37,7 +38,6 @@ from offload.timeline import OFF
 if TYPE_CHECKING:
     import torch
 
-    from offload.activations.kept_inputs import KeptInputs
     from offload.aio.shared_queue import SharedQueue
     from offload.distributed.process_group import Ranks
     from offload.engine.device_budget import DeviceBudget
@@ -193,7 +193,7 @@ class Inspection:
     @property
     def inputs(self) -> KeptInputs | None:
         """The inputs of blocks that wait for their backward outside of the device; None if they stay there."""
-        return self._parts.activations.inputs
+        return self._parts.activations if isinstance(self._parts.activations, KeptInputs) else None
 
     # What is switched on.
 

@@ -20,9 +20,7 @@ import torch
 from torch import nn
 
 from offload import kernels
-from offload.activations import checkpoints as policy
-from offload.activations.activations import Activations
-from offload.activations.checkpoints import UnitCheckpoints, UnitSeconds, blocks_of
+from offload.activations.checkpoints import FREE_SHARE, UnitCheckpoints, blocks_of
 from offload.activations.kept_inputs import DiskSlots, HostBlocks, KeptInputs, Staging
 from offload.activations.tiles import TiledMlps
 from offload.aio import IoQueue
@@ -34,7 +32,7 @@ from offload.distributed.gathers import CodedWeightGathers, NodeGathers, WeightG
 from offload.distributed.process_group import Ranks
 from offload.distributed.reduce_scatter import ReduceScatterAccumulator
 from offload.distributed.reshard import NewRanks, finish, reshard
-from offload.engine.callbacks import EngineCallbacks, Extension
+from offload.engine.callbacks import ActivationPolicy, EngineCallbacks, Extension
 from offload.engine.components import EngineComponents, close_all
 from offload.engine.data import Loader
 from offload.engine.deferred import forget
@@ -45,11 +43,11 @@ from offload.engine.experts import StackHandle
 from offload.engine.fill import InitialFill, make_resident_shards
 from offload.engine.gradient_transfer import DeviceToHost, DiskSpill, windows
 from offload.engine.gradients import GradientAccumulator, GradientPlaces, UnitCompletion, borders, parameter_starts
-from offload.engine.hooks import ModuleHooks, SavedTensors, other_hooks
+from offload.engine.hooks import ModuleHooks, SavedTensors
 from offload.engine.micro_batches import PassSchedule
 from offload.engine.opaque import ParameterBytes, page_out
 from offload.engine.optimizer import Optimizer, Rule
-from offload.engine.params import ParamHandle, handle_of
+from offload.engine.params import ParamHandle
 from offload.engine.plan import (
     Plan,
     check_fits,
@@ -938,7 +936,7 @@ def module_hooks(
     gradients: GradientAccumulator,
     pager: Pager,
     callbacks: EngineCallbacks,
-    model_activations: Activations,
+    model_activations: ActivationPolicy,
     timeline: Timeline,
     compute: ComputeSpans,
 ) -> ModuleHooks:
@@ -952,11 +950,11 @@ def module_hooks(
         gradients: Receives every gradient.
         pager: Fetches units.
         callbacks: The engine.
-        model_activations: Activations of the model.
+        model_activations: Decides what is computed again, and where inputs wait.
         timeline: Records phases.
         compute: Records forwards and backwards of units.
     """
-    saved = SavedTensors(handles, unit_views, pager, compute, model_activations.inputs, wrapped=bool(plan.sites))
+    saved = SavedTensors(handles, unit_views, pager, compute, model_activations, wrapped=bool(plan.sites))
     return ModuleHooks(
         model,
         {**stage_sites(model), **plan.units.sites},
@@ -966,7 +964,7 @@ def module_hooks(
         gradients,
         pager,
         callbacks,
-        model_activations.checkpoints,
+        model_activations,
         experts=plan.units.experts,
         timeline=timeline,
         compute=compute,
@@ -983,8 +981,8 @@ def _schedule(plan: Plan, model: nn.Module) -> PassSchedule:
 
 def activations(
     plan: Plan, model: nn.Module, files: RunFiles, schedule: PassSchedule, timeline: Timeline
-) -> Activations:
-    """Returns the blocks that are computed again, and the keeper of their inputs.
+) -> ActivationPolicy:
+    """Returns what the blocks do with their activations: keep them, or compute them again from inputs in some tier.
 
     Args:
         plan: All decisions.
@@ -993,43 +991,27 @@ def activations(
         schedule: The order of a step's micro-batches.
         timeline: Records copies.
     """
-    block = plan.config.activation_checkpointing
-    blocks, lines = tuple[str, ...](), tuple[str, ...]()
-    if plan.config.activation_tier is not None:
-        blocks = blocks_of(model, plan.config.units)[: block.number_checkpoints]
-        lines = policy.notices(plan.config, len(blocks), plan.device.host_addressable)
-    seconds = UnitSeconds({name: model.get_submodule(name) for name in blocks}) if block.profile else None
-    checkpoints = UnitCheckpoints(
-        blocks, plan.device, other_hooks, _is_weight, block.synchronize_checkpoint_boundary, seconds
-    )
-    inputs = _kept_inputs(plan, files, len(blocks), schedule, timeline)
-    return Activations(checkpoints=checkpoints, inputs=inputs, notices=lines)
-
-
-def _is_weight(value: Any) -> bool:
-    """Returns True for a parameter of a model under an engine."""
-    return handle_of(value) is not None
-
-
-def _kept_inputs(
-    plan: Plan, files: RunFiles, blocks: int, schedule: PassSchedule, timeline: Timeline
-) -> KeptInputs | None:
-    """Returns the keeper of inputs of `blocks` modules, or None if they stay where the forward computes them."""
     config, device, tier = plan.config, plan.device, plan.config.activation_tier
-    if tier in (None, "device"):
-        return None
-    assert tier is not None
+    if tier is None:
+        return ActivationPolicy()
+    block = config.activation_checkpointing
+    blocks = blocks_of(model, config.units)[: block.number_checkpoints]
     # In host memory a copy of a tensor frees nothing, so only a drive helps a device that works there.
-    if device.host_addressable and files.queue is None:
-        return None
+    if tier == "device" or (device.host_addressable and files.queue is None):
+        return UnitCheckpoints(blocks, config, device)
     room = 0 if tier == "nvme" or device.host_addressable else plan.placement.inputs_nbytes
-    at_once = None
-    if config.activation_checkpointing.contiguous_memory_optimization:
-        at_once = blocks or None
+    at_once = (len(blocks) or None) if block.contiguous_memory_optimization else None
     memory = HostBlocks(device, process_memory(), config.offload.host_memory, room, at_once)
     slots = None if files.queue is None else DiskSlots(config.drives, files.queue, files.written)
-    limit = _device_limit(tier, device, plan.placement.inputs_nbytes)
-    return KeptInputs(device, Staging(memory, slots, timeline), limit, schedule, timeline)
+    return KeptInputs(
+        blocks,
+        config,
+        device,
+        staging=Staging(memory, slots, timeline),
+        device_limit=_device_limit(tier, device, plan.placement.inputs_nbytes),
+        schedule=schedule,
+        timeline=timeline,
+    )
 
 
 def _device_limit(tier: str, device: Device, room: int | None) -> Callable[[int], float]:
@@ -1047,7 +1029,7 @@ def _device_limit(tier: str, device: Device, room: int | None) -> Callable[[int]
         return lambda now: now + device.free_bytes() - reserve
     if room is not None:
         return lambda now: room
-    return lambda now: math.floor(now + policy.FREE_SHARE * free_host_memory())
+    return lambda now: math.floor(now + FREE_SHARE * free_host_memory())
 
 
 # -- updates -------------------------------------------------------------------------------------------

@@ -6,11 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from offload.activations.activations import Activations
 from offload.aio.shared_queue import SharedQueue
 from offload.distributed.agreement import Agreement, AllOrNothing, Collective
 from offload.distributed.world import World
-from offload.engine.callbacks import Extension
+from offload.engine.callbacks import ActivationPolicy, Extension
 from offload.engine.edits import WeightEdits
 from offload.engine.gradients import GradientAccumulator
 from offload.engine.hooks import ModuleHooks
@@ -38,7 +37,7 @@ class EngineComponents:
     """None if nothing trains."""
     pager: Pager
     gradients: GradientAccumulator
-    activations: Activations
+    activations: ActivationPolicy
     schedule: PassSchedule
     """The order of a step's micro-batches; one of `extensions`."""
     world: World

@@ -293,7 +293,7 @@ class EngineCore(EngineCallbacks):
         # The device arena was planned without knowledge of activations. After one forward and backward torch's
         # allocator shows their peak, and the arena may grow into the memory that they leave free.
         self.device_budget.end_step()
-        self.components.activations.checkpoints.end_step(self.state.global_steps)
+        self.components.activations.end_step(self.state.global_steps)
         self.state.ended()
         if self.components.meter is not None:
             self.components.meter.end_step(self.optimizer_step.stepped())
