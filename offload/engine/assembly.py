@@ -60,7 +60,7 @@ from offload.engine.snapshot import Snapshot, scheduler_state
 from offload.engine.state import LossScaler, StepSettings, job_of
 from offload.engine.torch_functions import RULES
 from offload.engine.unit_views import UnitViews
-from offload.engine.update import UpdateWorker
+from offload.engine.update import Updates, UpdateWorker
 from offload.engine.update_strategy import UpdateSetting, UpdateStrategy
 from offload.errors import StoreError
 from offload.hardware.probe import kept_window
@@ -72,13 +72,14 @@ from offload.layout.memory_plan import limits, unit_sizes
 from offload.layout.pass_order import LAYER_MAJOR, makes_early_updates
 from offload.layout.placement import STAGING_BUFFERS, WINDOWS
 from offload.layout.tiers import copied_memory
-from offload.metrics.meter import ComputeSpans, Listener, Relay, StepMeter, compute_spans
+from offload.metrics.meter import ComputeSpans, Listener, Meter, Relay, StepMeter, compute_spans
 from offload.metrics.writers import check_monitor, make_reporter
 from offload.model_io.saved_names import about_saved
 from offload.notices import Headline
 from offload.parallel.sequence import SequenceForward, SequenceParallel
 from offload.parallel.sharded_params import ShardedViews
-from offload.parallel.stages import stage_sites
+from offload.parallel.stage_run import StageRun
+from offload.parallel.stages import PipelineStages, stage_sites
 from offload.passes.layer_major import LayerMajor
 from offload.sizes import format_size
 from offload.states import State, Tier
@@ -260,8 +261,7 @@ def _begin(plan: Plan, core: EngineCore, progress: Snapshot | None) -> tuple[str
     elif store is not None and plan.commit_every:
         # Step 0: a kill during the first step then resumes from the initial weights.
         store.commit(0, core.state.take().pack())
-    if core.components.meter is not None:
-        core.components.meter.begin()
+    core.components.meter.begin()
     return notices
 
 
@@ -328,7 +328,7 @@ def _recorders(
 ) -> Recorders:
     """Returns the recorders of the components; for a breakdown of steps the meter also receives spans."""
     meter = _meter(plan, model, queue, written)
-    if listener is None and plan.config.wall_clock_breakdown:
+    if listener is None and plan.config.wall_clock_breakdown and isinstance(meter, StepMeter):
         listener = meter
     return Recorders(
         timeline=timeline if listener is None else Relay(timeline, listener),
@@ -357,12 +357,12 @@ def _facts(plan: Plan, model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _meter(plan: Plan, model: nn.Module, queue: SharedQueue | None, written: DriveByteCounter) -> StepMeter | None:
-    """Returns the meter of steps, or None if the config does not ask for one, or on any rank but 0."""
+def _meter(plan: Plan, model: nn.Module, queue: SharedQueue | None, written: DriveByteCounter) -> Meter:
+    """Returns the meter of steps, which records nothing if the config does not ask for it, or on any rank but 0."""
     facts = _facts(plan, model)
     reporter = make_reporter(plan.config, plan.batch.total, facts) if plan.world.everyone.rank == 0 else None
     if reporter is None:
-        return None
+        return Meter()
 
     def io_bytes() -> tuple[int, int]:
         return (0, 0) if queue is None else (queue.read_bytes, queue.written_bytes)
@@ -497,8 +497,8 @@ class Recorders:
     """Receives spans, counters and phases; `OFF` if neither a file nor the meter records them."""
     spans: DriveSpans
     """Receives requests to the drives, and commits."""
-    meter: StepMeter | None
-    """Receives the spans of `timeline` if a breakdown of steps is configured; None if steps are not metered."""
+    meter: Meter
+    """Receives the spans of `timeline` if a breakdown of steps is configured."""
 
 
 def _components(
@@ -973,6 +973,8 @@ def module_hooks(
 
 def _schedule(plan: Plan, model: nn.Module) -> PassSchedule:
     """Returns the order of a step's micro-batches, which installs nothing yet."""
+    if isinstance(model, PipelineStages):
+        return StageRun(model)
     if plan.schedule.schedule != LAYER_MAJOR:
         return PassSchedule()
     wanted = plan.config.offload.schedule == LAYER_MAJOR
@@ -1042,10 +1044,10 @@ def _updater(
     shards: LocalShards,
     gradients: GradientAccumulator,
     timeline: Timeline,
-) -> UpdateWorker | None:
-    """Returns the update worker, whose thread runs from now on; None if nothing trains."""
+) -> Updates:
+    """Returns the update worker, whose thread runs from now on, unless nothing trains."""
     if not any(plan.parts.trainable_numel):
-        return None
+        return Updates()
     return UpdateWorker(
         shards=shards,
         arena=host,

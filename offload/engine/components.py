@@ -16,14 +16,14 @@ from offload.engine.hooks import ModuleHooks
 from offload.engine.micro_batches import PassSchedule
 from offload.engine.shards import LocalShards
 from offload.engine.unit_views import UnitViews
-from offload.engine.update import UpdateWorker
+from offload.engine.update import Updates
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
-from offload.metrics.meter import StepMeter
+from offload.metrics.meter import Meter
 from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.pager import Pager
 from offload.swapper.store import DriveByteCounter, Store
-from offload.timeline import OFF, Timeline
+from offload.timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,7 @@ class EngineComponents:
     hooks: ModuleHooks
     weights: WeightEdits
     unit_views: UnitViews
-    update_worker: UpdateWorker | None
-    """None if nothing trains."""
+    update_worker: Updates
     pager: Pager
     gradients: GradientAccumulator
     activations: ActivationPolicy
@@ -55,12 +54,11 @@ class EngineComponents:
     """Counter of the bytes that go to each drive."""
     read_only: contextlib.ExitStack
     """Closes files of weights that are only read."""
-    timeline: Timeline = OFF
-    meter: StepMeter | None = None
-    """None if no metrics are recorded."""
-    shows_dtensors: bool = False
+    timeline: Timeline
+    meter: Meter
+    shows_dtensors: bool
     """True if modules see DTensors in the place of their parameters."""
-    extensions: tuple[Extension, ...] = ()
+    extensions: tuple[Extension, ...]
     """Features on the model, in the order of their installation."""
 
     @property
@@ -87,7 +85,7 @@ class EngineComponents:
             *(extension.remove for extension in reversed(self.extensions)),
             self.hooks.remove,
             self.weights.remove,
-            *(() if self.update_worker is None else (self.update_worker.close,)),
+            self.update_worker.close,
             self.gradients.close,
             self.activations.close,
             self.pager.close,

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -42,7 +41,7 @@ from offload.engine.device_budget import DeviceBudget, FreedBytes, MemoryReport,
 from offload.engine.dtype_mismatch import fp32_needed
 from offload.engine.gradients import ZeroGrad
 from offload.engine.keywords import refuse
-from offload.engine.micro_batches import MicroBatchGenerators
+from offload.engine.micro_batches import MicroBatchGenerators, StageCalls
 from offload.engine.optimizer import Optimizer
 from offload.engine.optimizer_state_dict import OptimizerStates
 from offload.engine.shutdown import Shutdown
@@ -57,11 +56,7 @@ from offload.layout.flat_layout import UnitLayout
 from offload.layout.pass_order import Schedule
 from offload.model_io.save import PretrainedWriter, SaveOptions
 from offload.notices import Headline, announce
-from offload.parallel.stage_run import stage_run_of
-from offload.parallel.stages import PipelineStages
-from offload.passes.generators import MicroBatchGenerators
 from offload.schedules import set_values
-from offload.schedules.base import set_values
 from offload.sizes import count_of, format_size
 from offload.swapper.prefetch import PrefetchStats
 from offload.swapper.store import DriveWrites
@@ -114,7 +109,6 @@ class EngineCore(EngineCallbacks):
             self.sleeping = Sleep(components, self.device_budget)
             self.inputs = InputCast(device, components.shards.mode.weight_dtype, settings.config.casts_inputs)
             self.param_access = StackAccess(components, self)
-            self.stage_run = stage_run_of(module, self.accumulation, self.param_access)
             self.pretrained_writer = PretrainedWriter(module, components)
             self.base_bytes = base_bytes(components)
             """Resident bytes of the process when the engine was built, without the memory of engines."""
@@ -178,8 +172,7 @@ class EngineCore(EngineCallbacks):
         if inside_backward() or self.components.hooks.running or self._in_turn:
             raise UsageError(f"{call} must be called between steps, not inside of a forward or a backward")
         self.enter()
-        if self.components.update_worker is not None:
-            self.components.update_worker.come_to_rest()
+        self.components.update_worker.come_to_rest()
 
     def _enter_end(self) -> None:
         """Enters the engine for its end. One that sleeps has nothing to write, and needs no memory for that."""
@@ -205,9 +198,9 @@ class EngineCore(EngineCallbacks):
         self.state.enter()
         # The commit of step k waits for random generators, counters and buffers of one moment: the first entry after
         # the step. This thread must collect them, and the update worker's thread writes them as a blob.
-        updater, progress = self.components.update_worker, self.state.after_step
-        if updater is not None and updater.wants_blob and progress is not None:
-            updater.deliver_blob(progress.pack())
+        progress = self.state.after_step
+        if self.components.update_worker.wants_blob and progress is not None:
+            self.components.update_worker.deliver_blob(progress.pack())
 
     def run_model(self, args: Any, kwargs: Any) -> Any:
         """Runs the model and returns its output. If device memory runs out, the device budget may run it once more.
@@ -295,8 +288,7 @@ class EngineCore(EngineCallbacks):
         self.device_budget.end_step()
         self.components.activations.end_step(self.state.global_steps)
         self.state.ended()
-        if self.components.meter is not None:
-            self.components.meter.end_step(self.optimizer_step.stepped())
+        self.components.meter.end_step(self.optimizer_step.stepped())
 
     @uninterrupted
     def forget_gradients(self) -> None:
@@ -306,8 +298,7 @@ class EngineCore(EngineCallbacks):
         self.optimizer_step.forget_gradients()
         self.components.gradients.forget()
         self.accumulation.reset()
-        if self.stage_run is not None:
-            self.stage_run.forget()
+        self.components.schedule.forget()
 
     # -- EngineCallbacks ----------------------------------------------------------------------------
 
@@ -328,11 +319,11 @@ class EngineCore(EngineCallbacks):
         self._refuse_capture()
         self.sleeping.wake()  # a graph of before
         # Of the stages of a pipeline the last one alone has a loss to scale.
-        if self.state.scaler is not None and self.stage_run is None:
+        if self.state.scaler is not None and self.components.schedule.counts_backwards:
             self.state.scaler.begin_backward()
 
     def end_backward(self) -> None:
-        if self.stage_run is None:
+        if self.components.schedule.counts_backwards:
             self.accumulation.count_backward()
 
     def is_last_micro_batch(self) -> bool:
@@ -346,13 +337,11 @@ class EngineCore(EngineCallbacks):
         self.optimizer_step.gradients_changed(unit)
 
     def await_updates(self) -> None:
-        if self.components.update_worker is not None:
-            self.components.update_worker.finish(commit=False)
+        self.components.update_worker.finish(commit=False)
 
     @uninterrupted
     def apply_edits(self, unit: int, edits: Sequence[Edit]) -> None:
         components = self.components
-        assert components.update_worker is not None, "an engine that trains nothing refuses edits earlier"
         # Order matters: a live view of old weights is refused before anything changes. Then the update in flight ends
         # with its commit, after which the other slot of the unit may be written.
         components.unit_views.settle()
@@ -391,11 +380,9 @@ class EngineCore(EngineCallbacks):
             return
         size = format_size(components.arena.classes.cache)
         logger.info("%s of host memory go from this engine to another engine of this process", size)
-        worker = components.update_worker
-        if worker is not None:
-            worker.come_to_rest(commit=False)
+        components.update_worker.come_to_rest(commit=False)
         # No update may use a host buffer while the pager takes all of them away: the wait above has ended them.
-        components.pager.give_cache(worker.drop_spare if worker is not None else lambda: None)
+        components.pager.give_cache(components.update_worker.drop_spare)
 
     def read_stored(self, parameter: torch.Tensor) -> torch.Tensor:
         handle = self.param_access.handle(parameter)
@@ -661,11 +648,7 @@ class Engine(ModelEngine):
                 )
             )
             raise UsageError(f"backward got a loss that does not depend on any trainable parameter{why}")
-        if self._core.stage_run is not None:
-            raise UsageError(
-                "this engine has stages of a pipeline, whose backwards a schedule runs: make one of "
-                "torch.distributed.pipelining over engine.pipeline_stages(), call its step(...), and engine.step()"
-            )
+        self._core.components.schedule.check_backward()
         divided = loss / self._settings.accumulation if scale_wrt_gas else loss
         scaled = self.scale(divided)
         self._core.run_backward(lambda: scaled.backward(retain_graph=retain_graph))
@@ -697,8 +680,9 @@ class Engine(ModelEngine):
         refuse(lr_kwargs=lr_kwargs)
         self._core.refuse_in_turn("step")
         self._core.enter()
-        if self._core.stage_run is not None:
-            self._core.stage_run.begin_step(self._settings.accumulation)
+        self._core.components.schedule.begin_step(
+            self._core.accumulation.count, self._settings.accumulation, self._core.param_access
+        )
         self._core.accumulation.end(self._settings.accumulation)
         if not self._core.accumulation.ends_step(self._settings.accumulation):
             self._core.optimizer_step.pass_micro_batch()
@@ -818,9 +802,8 @@ class Engine(ModelEngine):
 
     def _add_losses(self, losses: Sequence[torch.Tensor], first: bool) -> None:
         """Reports divided losses to the meter of steps; `first` if no micro-batch of the step came before."""
-        if self._core.components.meter is not None:
-            for number, loss in enumerate(losses):
-                self._core.components.meter.add_loss(loss, first=first and not number)
+        for number, loss in enumerate(losses):
+            self._core.components.meter.add_loss(loss, first=first and not number)
 
     def pipeline_stages(self) -> list[Any]:
         """Returns this process's stages of a pipeline, to make a schedule of `torch.distributed.pipelining` over.
@@ -837,16 +820,6 @@ class Engine(ModelEngine):
             UsageError: if the model is not stages of a pipeline, or torch.distributed has no process group.
         """
         self._core.check()
-        stages, run = self.module, self._core.stage_run
-        if run is None or not isinstance(stages, PipelineStages):
-            raise UsageError(
-                "pipeline_stages() needs an engine over stages of a pipeline: give initialize "
-                "model=offload.PipelineStages({index: module}, num_stages, group)"
-            )
-        if not dist.is_initialized():
-            raise UsageError("pipeline_stages() needs a process group: call torch.distributed.init_process_group first")
-        # Here, since torch's pipelines take a while to import.
-        from offload.parallel.pipeline import EngineStage, StageCalls
 
         def begin_backward(loss: torch.Tensor) -> torch.Tensor:
             divided = loss / self._settings.accumulation
@@ -857,11 +830,9 @@ class Engine(ModelEngine):
             accumulation=lambda: self._settings.accumulation,
             divided=begin_backward,
             run_backward=self._core.run_backward,
+            count_micro_batch=self._core.accumulation.count_micro_batch,
         )
-        return [
-            EngineStage(stages[index], index, stages.num_stages, self.device, stages.group, calls, run)
-            for index in stages.indices
-        ]
+        return self._core.components.schedule.pipeline_stages(self.device, calls)
 
     @property
     def schedule(self) -> Schedule:
@@ -964,10 +935,10 @@ class Engine(ModelEngine):
         self.synchronize()
         result, meter = Evaluation(), self._core.components.meter
         began = time.perf_counter()
-        with contextlib.nullcontext() if meter is None else meter.pause():
+        with meter.pause():
             yield result
-        if meter is not None and result.loss is not None:
-            meter.evaluated(self.global_steps, self.global_samples, float(result.loss), time.perf_counter() - began)
+        if result.loss is not None:
+            meter.evaluated(self.global_steps, self.global_samples, result.loss, time.perf_counter() - began)
 
     def mean(self, value: float) -> float:
         """Returns the mean of a number over all ranks, such as a loss to log.
@@ -1136,8 +1107,7 @@ class Engine(ModelEngine):
 
         `wall_clock_breakdown` requests all of them, on the first rank.
         """
-        meter = self._core.components.meter
-        return {} if meter is None or meter.last is None else meter.last.values
+        return self._core.components.meter.measured
 
     def drive_writes(self) -> tuple[DriveWrites, ...]:
         """Returns the bytes that this rank has written to each drive, in this process and in the life of the run."""
@@ -1268,7 +1238,7 @@ class Engine(ModelEngine):
         refuse(custom_load_fn=custom_load_fn)
         self._core.enter_between_steps("load_checkpoint")
         # A frozen engine keeps neither states nor a schedule: it loads the weights only, whatever was asked for.
-        trains = self._core.components.update_worker is not None and not load_module_only
+        trains = self._core.components.update_worker.trains and not load_module_only
         options = LoadOptions(
             load_module_strict, trains and load_optimizer_states, load_lr_scheduler_states, not trains
         )

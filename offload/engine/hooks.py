@@ -171,7 +171,7 @@ class SavedTensors:
         """
         self.activations = activations
         self._unit_views, self._pager, self._compute = unit_views, pager, compute
-        stays = all(pager.stays(unit) for unit in range(len(handles)))
+        stays = all(pager.device_resident(unit) for unit in range(len(handles)))
         self._moves = wrapped or activations.moves_inputs or not stays
         """True if weights of any unit come and go, or inputs of checkpointed modules."""
         self.bindings = unit_views.bindings

@@ -11,13 +11,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from offload.engine.callbacks import Extension
+from offload.errors import UsageError
 from offload.layout.pass_order import MICRO_BATCH_MAJOR, Schedule
+
+if TYPE_CHECKING:
+    from offload.engine.access import ParamAccess
 
 _T = TypeVar("_T")
 
@@ -27,11 +32,28 @@ Turns = Callable[[int], AbstractContextManager[None]]
 # -- schedule ------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageCalls:
+    """The engine as the stages of a pipeline see it."""
+
+    accumulation: Callable[[], int]
+    """Returns the number of micro-batches of a step."""
+    divided: Callable[[torch.Tensor], torch.Tensor]
+    """Returns the loss of a micro-batch as its backward begins with it: divided, and scaled in fp16."""
+    run_backward: Callable[[Callable[[], None]], None]
+    """Runs the backward of a stage, which its argument begins."""
+    count_micro_batch: Callable[[], None]
+    """Counts a micro-batch whose backwards all stages have run."""
+
+
 class PassSchedule(Extension):
     """Runs micro-batches one after the other, each with its forward and its backward.
 
     `run` belongs to the thread that runs the step. A forward's and a backward's threads read the properties.
     """
+
+    counts_backwards = True
+    """True if each backward of the user is a micro-batch, or one of several of a micro-batch."""
 
     @property
     def name(self) -> Schedule:
@@ -72,6 +94,28 @@ class PassSchedule(Extension):
             turns: Entered by a schedule that lets micro-batches take turns.
         """
         return [generators.run(number, work) for number, work in enumerate(works)]
+
+    def check_backward(self) -> None:
+        """Raises `UsageError` if a schedule runs the backwards, and not the user."""
+
+    def begin_step(self, count: int, micro_batches: int, access: ParamAccess) -> None:
+        """Completes the gradients of a step before they are read.
+
+        Args:
+            count: Micro-batches since the last step.
+            micro_batches: Micro-batches of a step.
+            access: Reads and sets gradients.
+        """
+
+    def forget(self) -> None:
+        """Forgets the micro-batches since the last step, whose gradients are dropped."""
+
+    def pipeline_stages(self, device: torch.device, calls: StageCalls) -> list[Any]:
+        """Returns the stages of a pipeline that this process has; see `Engine.pipeline_stages`."""
+        raise UsageError(
+            "pipeline_stages() needs an engine over stages of a pipeline: give initialize "
+            "model=offload.PipelineStages({index: module}, num_stages, group)"
+        )
 
     def install(self, modules: Mapping[str, nn.Module]) -> None:
         """Installs hooks on the modules of the model, by name, outside of all that are installed so far."""
