@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,7 +39,8 @@ from offload.distributed.agreement import Rounds
 from offload.distributed.gathers import ExchangeMemory, GradientExchange, mean_of, values_of, zero_between
 from offload.distributed.process_group import CollectiveWork, Ranks
 from offload.engine.callbacks import EngineCallbacks, GradientStats
-from offload.engine.gradients import GradientAccumulator, GradientPlaces, flat
+from offload.engine.gradient_transfer import DeviceToHost, DiskSpill
+from offload.engine.gradients import GradientAccumulator, flat
 from offload.engine.micro_batches import PassSchedule
 from offload.errors import RankError
 from offload.interrupts import uninterrupted
@@ -183,10 +184,13 @@ class ReduceScatterAccumulator(GradientAccumulator):
         parts: Sequence[range],
         arena: HostArena,
         dtype: torch.dtype,
-        waiting: GradientPlaces,
         schedule: PassSchedule,
         callbacks: EngineCallbacks,
         *,
+        spill: DiskSpill | None,
+        on_device: Mapping[int, torch.Tensor],
+        totals: Mapping[int, torch.Tensor],
+        downloads: DeviceToHost | None,
         device: Device,
         device_arena: DeviceArena,
         reduction: Reduction,
@@ -195,7 +199,15 @@ class ReduceScatterAccumulator(GradientAccumulator):
         compute: ComputeSpans = NO_SPANS,
     ) -> None:
         """Allocates the buffers in the device arena. Arguments not listed are those of `GradientAccumulator`."""
-        super().__init__(layouts, parts, arena, dtype, waiting, schedule, callbacks, timeline=timeline, compute=compute)
+        super().__init__(
+            *(layouts, parts, arena, dtype, schedule, callbacks),
+            spill=spill,
+            on_device=on_device,
+            totals=totals,
+            downloads=downloads,
+            timeline=timeline,
+            compute=compute,
+        )
         self._ranks, self._rounds, self._device = rounds.ranks, rounds, device
         self._adds_up, self._exchanges, self._in_place = reduction.whole, reduction.exchanges, reduction.in_place
         self._adds_up_turns = not reduction.whole and reduction.dtype == dtype

@@ -42,7 +42,7 @@ from offload.engine.engine import EngineCore
 from offload.engine.experts import StackHandle
 from offload.engine.fill import InitialFill, make_resident_shards
 from offload.engine.gradient_transfer import DeviceToHost, DiskSpill, windows
-from offload.engine.gradients import GradientAccumulator, GradientPlaces, UnitCompletion, borders, parameter_starts
+from offload.engine.gradients import GradientAccumulator, UnitCompletion, borders, parameter_starts
 from offload.engine.hooks import ModuleHooks, SavedTensors
 from offload.engine.micro_batches import PassSchedule
 from offload.engine.opaque import ParameterBytes, page_out
@@ -820,20 +820,29 @@ def gradient_accumulator(
         if any(plan.parts.trainable_numel) and not plan.device.host_addressable:
             downloads = _downloads(plan, host, pager, timeline)
             undo.callback(downloads.close)
-        waiting = _gradient_places(plan, arena, spill, downloads)
-        places = (plan.layouts, trainable, host, dtype, waiting, schedule, callbacks)
+        memory: dict[str, Any] = {
+            "spill": spill,
+            # Gradients on the device keep their place for the whole run, so that no step allocates device memory.
+            "on_device": {
+                unit: arena.keep(plan.parts.nbytes[unit][State.GRAD]).view(dtype)
+                for unit, tiers in enumerate(plan.placement.tiers)
+                if tiers.get(State.GRAD) is Tier.DEVICE
+            },
+            "totals": {unit: arena.keep(nbytes).view(dtype) for unit, nbytes in plan.placement.added},
+            "downloads": downloads,
+        }
+        common = (plan.layouts, trainable, host, dtype, schedule, callbacks)
         accumulator: GradientAccumulator
         if plan.parts.reduction is None:
+            completion = UnitCompletion(callbacks) if _may_speculate(plan) else None
             accumulator = GradientAccumulator(
-                *places,
-                timeline=timeline,
-                compute=compute,
-                completion=UnitCompletion(callbacks) if _may_speculate(plan) else None,
+                *common, **memory, timeline=timeline, compute=compute, completion=completion
             )
         else:
             assert isinstance(agreement, Rounds), "only several ranks reduce"
             accumulator = ReduceScatterAccumulator(
-                *places,
+                *common,
+                **memory,
                 device=plan.device,
                 device_arena=arena,
                 reduction=plan.parts.reduction,
@@ -843,21 +852,6 @@ def gradient_accumulator(
             )
         undo.pop_all()
     return accumulator
-
-
-def _gradient_places(
-    plan: Plan, arena: DeviceArena, spill: DiskSpill | None, downloads: DeviceToHost | None
-) -> GradientPlaces:
-    """Returns the memory of waiting gradients, other than that of the host."""
-    dtype = plan.parts.gradient_dtype
-    # Totals on the device keep their place for the whole run, so that no step allocates device memory.
-    on_device = {
-        unit: arena.keep(plan.parts.nbytes[unit][State.GRAD]).view(dtype)
-        for unit, tiers in enumerate(plan.placement.tiers)
-        if tiers.get(State.GRAD) is Tier.DEVICE
-    }
-    totals = {unit: arena.keep(nbytes).view(dtype) for unit, nbytes in plan.placement.added}
-    return GradientPlaces(spill=spill, on_device=on_device, totals=totals, downloads=downloads)
 
 
 def _may_speculate(plan: Plan) -> bool:

@@ -590,11 +590,8 @@ class Updates:
     """The updates of an engine that trains nothing: none is ever under way, so nothing waits."""
 
     trains = False
-
-    @property
-    def tile_numel(self) -> int:
-        """Largest number of elements of a tile; 0 without tiles."""
-        return 0
+    tile_numel = 0
+    """Largest number of elements of a tile; 0 without tiles."""
 
     @property
     def wants_blob(self) -> bool:
