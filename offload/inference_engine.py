@@ -40,7 +40,8 @@ from offload.model_io.folder import CONFIG, FileBytes, Run, Stored, stored_tenso
 from offload.model_io.load import Converted, load_pretrained
 from offload.notices import Remark, announce
 from offload.presets import read_config
-from offload.quantized.tensors import PagedTensor, with_adopted_buffers
+from offload.quantized.paged_tensor import PagedTensor
+from offload.quantized.tensors import with_adopted_buffers
 from offload.sizes import count_of, format_size
 from offload.states import State, Tier
 from offload.swapper.memory.device import compute_device, let_segments_grow, open_device
@@ -209,9 +210,8 @@ class InferenceEngine(ModelEngine):
         self._core.enter()
         # Bound by default arguments: a closure would see the last batch.
         works = [lambda batch=batch: function(batch) for batch in batches]
-        order = self._core.components.layer_major
-        # Of many batches run one by one each would read all weights; two show as much.
-        first = 2 if order is not None and order.possible and not order.watched else 0
+        # Apart from the rest: of many batches that run one by one each would read all weights.
+        first = self._core.components.schedule.trial
         results: list[_T] = []
         with torch.no_grad():
             for batch_works in (works[:first], works[first:]):

@@ -27,8 +27,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from offload.activations.kept_inputs import KeptInputs
 from offload.aio import aligned_empty
-from offload.metrics.meter import NO_SPANS
+from offload.engine.update import UpdateWorker
+from offload.metrics.meter import NO_SPANS, StepMeter
+from offload.passes.layer_major import LayerMajor
 from offload.sizes import align_up
 from offload.states import State, Tier
 from offload.timeline import OFF
@@ -36,13 +39,11 @@ from offload.timeline import OFF
 if TYPE_CHECKING:
     import torch
 
-    from offload.activations.kept_inputs import KeptInputs
     from offload.aio.shared_queue import SharedQueue
     from offload.distributed.process_group import Ranks
     from offload.engine.device_budget import DeviceBudget
     from offload.engine.engine import Engine
     from offload.engine.gradients import GradientAccumulator
-    from offload.engine.update import UpdateWorker
     from offload.layout.flat_layout import UnitLayout
     from offload.layout.modes import Mode
     from offload.layout.placement import DeviceNeed
@@ -172,7 +173,7 @@ class Inspection:
     @property
     def update_worker(self) -> UpdateWorker | None:
         """The thread that updates states; None if nothing trains."""
-        return self._parts.update_worker
+        return self._parts.update_worker if isinstance(self._parts.update_worker, UpdateWorker) else None
 
     @property
     def ranks(self) -> Ranks:
@@ -192,21 +193,21 @@ class Inspection:
     @property
     def inputs(self) -> KeptInputs | None:
         """The inputs of blocks that wait for their backward outside of the device; None if they stay there."""
-        return self._parts.activations.inputs
+        return self._parts.activations if isinstance(self._parts.activations, KeptInputs) else None
 
     # What is switched on.
 
     @property
     def measures(self) -> bool:
         """True if numbers of each step are recorded."""
-        return self._parts.meter is not None
+        return isinstance(self._parts.meter, StepMeter)
 
     @property
     def records_spans(self) -> bool:
         """True if any component records spans of the timeline, or of the device's compute."""
         parts = self._parts
         lines = [parts.timeline, parts.pager.table.timeline, parts.gradients._timeline, parts.hooks._timeline]
-        if parts.update_worker is not None:
+        if isinstance(parts.update_worker, UpdateWorker):
             lines.append(parts.update_worker._timeline)
         compute = [parts.hooks._compute, parts.gradients._compute]
         return any(line is not OFF for line in lines) or any(line is not NO_SPANS for line in compute)
@@ -219,12 +220,12 @@ class Inspection:
     @property
     def takes_turns(self) -> bool:
         """True if micro-batches take turns at a block."""
-        return self._parts.layer_major is not None and self._parts.layer_major.possible
+        return isinstance(self._parts.schedule, LayerMajor) and self._parts.schedule.possible
 
     @property
     def tile_numel(self) -> int:
         """Largest number of elements that an update reads, computes and writes at a time; 0 if nothing trains."""
-        return 0 if self._parts.update_worker is None else self._parts.update_worker.tile_numel
+        return self._parts.update_worker.tile_numel
 
     @property
     def prefetch_limits(self) -> Limits:
@@ -350,15 +351,13 @@ def settle(engine: Engine, commit: bool = True) -> None:
     """
     if commit:
         engine._core.enter()
-    worker = engine._core.components.update_worker
-    if worker is not None:
-        worker.finish(commit)
+    engine._core.components.update_worker.finish(commit)
 
 
 def settle_early_updates(engine: Engine) -> None:
     """Waits until every update that was offered under the backward has been made or dropped."""
     worker, pager = engine._core.components.update_worker, engine._core.components.pager
-    assert worker is not None, "the engine trains nothing"
+    assert isinstance(worker, UpdateWorker), "the engine trains nothing"
     while True:
         pager.check()
         with pager.lock:
@@ -376,9 +375,7 @@ def abandon(engine: Engine, remove: bool = False) -> None:
         engine: The engine, which cannot be used afterwards.
         remove: True to delete the run's files.
     """
-    meter = engine._core.components.meter
-    if meter is not None:
-        meter.close()
+    engine._core.components.meter.close()
     engine._core.shutdown.abandon(remove)
 
 

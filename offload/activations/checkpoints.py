@@ -27,6 +27,7 @@ import logging
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,9 @@ import torch
 from torch import nn
 
 from offload.config import Config
+from offload.engine.callbacks import ActivationPolicy
+from offload.engine.hooks import other_hooks
+from offload.engine.params import handle_of
 from offload.errors import ConfigError, UsageError
 from offload.interrupts import uninterrupted
 from offload.notices import Remark
@@ -50,39 +54,7 @@ from offload.torch_internals import (
     under_transforms,
 )
 
-# -- seconds -------------------------------------------------------------------------------------------
-#
-# Seconds that the checkpointed blocks take, for the log: the key "profile" of "activation_checkpointing".
-
-
 logger = logging.getLogger("offload")
-
-
-class UnitSeconds:
-    """Sums of one step, block by block. One thread at a time runs a model, so no lock is needed."""
-
-    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
-        """Starts with no seconds; `blocks` are the modules by name."""
-        self._names = {id(module): name for name, module in blocks.items()}
-        self._blocks = blocks  # an id is valid as long as the module lives
-        self._forward = dict.fromkeys(blocks, 0.0)
-        self._again = dict.fromkeys(blocks, 0.0)
-
-    def add_forward(self, name: str, seconds: float) -> None:
-        """Adds a forward of a block."""
-        self._forward[name] += seconds
-
-    def add_recomputation(self, module: nn.Module, seconds: float) -> None:
-        """Adds a recomputation of a block."""
-        self._again[self._names[id(module)]] += seconds
-
-    def end_step(self, step: int) -> None:
-        """Logs the seconds of the step, and starts again."""
-        rows = ", ".join(f"{name} {self._forward[name]:.4f} and {self._again[name]:.4f}" for name in self._blocks)
-        logger.info("step %d, seconds of forward and recomputation: %s", step, rows)
-        self._forward = dict.fromkeys(self._blocks, 0.0)
-        self._again = dict.fromkeys(self._blocks, 0.0)
-
 
 # -- unit checkpoints ----------------------------------------------------------------------------------
 
@@ -125,37 +97,30 @@ class _Local(threading.local):
         self.calls: list[_Call] = []
 
 
-class UnitCheckpoints:
-    """The hooks of checkpointing on the blocks of one model. Without blocks, no hook is installed."""
+class UnitCheckpoints(ActivationPolicy):
+    """The hooks of checkpointing on the blocks of one model, whose inputs stay where the forward computes them."""
 
-    def __init__(
-        self,
-        blocks: Sequence[str],
-        device: Device,
-        other_hooks: Callable[[], Any],
-        is_weight: Callable[[Any], bool],
-        synchronize: bool,
-        seconds: UnitSeconds | None,
-    ) -> None:
+    def __init__(self, blocks: Sequence[str], config: Config, device: Device) -> None:
         """Installs nothing yet.
 
         Args:
             blocks: names of the modules that are computed again.
+            config: the config, which asks for blocks to be computed again.
             device: the compute device.
-            other_hooks: returns the innermost saved-tensor hooks of this thread that are no engine's, or None.
-            is_weight: returns True for a parameter of the model.
-            synchronize: True to wait for the device at the border of each block.
-            seconds: records how long each block takes; None to record nothing.
         """
-        self.blocks = tuple(blocks)
-        self._device, self._synchronize, self._seconds = device, synchronize, seconds
+        self.notices = notices(config, len(blocks), device.host_addressable)
+        self._blocks, self._device = blocks, device
+        self._synchronize = config.activation_checkpointing.synchronize_checkpoint_boundary
+        self._profile = config.activation_checkpointing.profile
+        # One thread at a time runs a model, so no lock is needed.
+        self._forward_seconds: dict[str, float] = defaultdict(float)
+        self._recomputation_seconds: dict[str, float] = defaultdict(float)
         self._local = _Local()
-        self._other_hooks, self._is_weight = other_hooks, is_weight
         self._removers: list[Callable[[], None]] = []
 
     def install(self, modules: Mapping[str, nn.Module]) -> None:
         """Installs the hooks, outside of all that are installed so far, until `remove`."""
-        for name in self.blocks:
+        for name in self._blocks:
             self._hook(modules[name], name)
 
     def remove(self) -> None:
@@ -164,13 +129,17 @@ class UnitCheckpoints:
             self._removers.pop()()
 
     def end_step(self, step: int) -> None:
-        """Logs the seconds of the step's blocks, if they are recorded."""
-        if self._seconds is not None:
-            self._seconds.end_step(step)
+        """Logs the seconds of the step's blocks if the config asks for them, and begins again."""
+        forward, again = self._forward_seconds, self._recomputation_seconds
+        if self._profile:
+            rows = ", ".join(f"{name} {forward[name]:.4f} and {again[name]:.4f}" for name in self._blocks)
+            logger.info("step %d, seconds of forward and recomputation: %s", step, rows)
+        forward.clear()
+        again.clear()
 
     def _hook(self, module: nn.Module, name: str) -> None:
         def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return self._begin(module, args, kwargs) if called is module else None
+            return self._begin(module, name, args, kwargs) if called is module else None
 
         def after(called: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if called is module:
@@ -184,7 +153,7 @@ class UnitCheckpoints:
     # -- forward ------------------------------------------------------------------------------------
 
     @uninterrupted
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _begin(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begins a call of a block, and returns its arguments without a cache of keys and values."""
         call = _Call(module)
         self._local.calls.append(call)  # first, since the post-hook ends a call also after an error in here
@@ -192,12 +161,12 @@ class UnitCheckpoints:
             return None
         args, kwargs = without_cache(args, kwargs)
         leaves, tree = tree_flatten((args, kwargs))
-        leaves = [_Weight(leaf) if self._is_weight(leaf) else leaf for leaf in leaves]
+        leaves = [_Weight(leaf) if handle_of(leaf) is not None else leaf for leaf in leaves]
 
         def recompute(*inputs: Any) -> None:
             values = [value.parameter if isinstance(value, _Weight) else value for value in inputs]
             again, named = tree_unflatten(values, tree)
-            with self._recomputation(module, call):
+            with self._recomputation(name, call):
                 module(*again, **named)
 
         if self._synchronize:
@@ -212,7 +181,7 @@ class UnitCheckpoints:
     def _is_checkpointed(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """Returns True if a backward through this call could need activations, which nobody else computes again."""
         # A forward inside of a backward is a recomputation, by this object or by somebody else's checkpoint.
-        if not torch.is_grad_enabled() or inside_backward() or are_of_checkpoint(self._other_hooks()):
+        if not torch.is_grad_enabled() or inside_backward() or are_of_checkpoint(other_hooks()):
             return False
         # Values of torch.func end with its transform, long before a recomputation.
         if under_transforms():
@@ -240,13 +209,12 @@ class UnitCheckpoints:
             raise AssertionError("torch's checkpointing did not end with the call")
         if self._synchronize:
             self._device.synchronize()
-        if self._seconds is not None:
-            self._seconds.add_forward(name, time.perf_counter() - call.began)
+        self._forward_seconds[name] += time.perf_counter() - call.began
         _check_buffers(name, call)
 
     @contextlib.contextmanager
-    def _recomputation(self, module: nn.Module, call: _Call) -> Iterator[None]:
-        """Marks a recomputation of `module` and restores its buffers afterwards; see [Note: buffers]."""
+    def _recomputation(self, name: str, call: _Call) -> Iterator[None]:
+        """Adds up the seconds of a recomputation and restores the block's buffers afterwards; see [Note: buffers]."""
         changed = [
             (saved_buffer.tensor, saved_buffer.tensor.clone())
             for saved_buffer in call.buffers
@@ -261,8 +229,7 @@ class UnitCheckpoints:
                     buffer.copy_(values)
             if self._synchronize:
                 self._device.synchronize()
-            if self._seconds is not None:
-                self._seconds.add_recomputation(module, time.perf_counter() - began)
+            self._recomputation_seconds[name] += time.perf_counter() - began
 
     @uninterrupted
     def abandon(self) -> None:

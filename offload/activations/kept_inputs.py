@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import logging
+import math
 import threading
 import weakref
 from collections import Counter, deque
@@ -37,8 +38,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.activations import checkpoints
-from offload.activations.checkpoints import FREE_SHARE, STAGED_INPUTS
+from offload.activations.checkpoints import FREE_SHARE, STAGED_INPUTS, UnitCheckpoints
 from offload.aio.protocols import Future, Queue
+from offload.config import Config
+from offload.engine.micro_batches import PassSchedule
 from offload.errors import BudgetError, IoError, StoreError, UsageError
 from offload.interrupts import uninterrupted
 from offload.sizes import PAGE, align_up, format_size
@@ -700,43 +703,52 @@ class _Order:
     Where micro-batches take turns at each unit, their backwards do so too, in the order of the micro-batches.
     """
 
-    def __init__(self, turn: Callable[[], int | None]) -> None:
-        self._turn = turn
-        self._last: int | None = None
+    def __init__(self, schedule: PassSchedule) -> None:
+        self._schedule = schedule
+        self._last: float = math.inf
+        """The micro-batch of the last input among those that take turns; inf if none did."""
         self._unit = self._count = 0
 
     def next(self) -> tuple[int, int, int]:
         """Returns the place of the next input; the backward asks for the smallest place first."""
-        turn = self._turn()
-        if turn is None or self._last is None or turn < self._last:
+        micro_batch, interleaves = self._schedule.micro_batch, self._schedule.interleaves
+        if not interleaves or micro_batch < self._last:
             self._unit += 1  # the first micro-batch is at the next unit
-        self._last = turn
+        self._last = micro_batch if interleaves else math.inf
         self._count += 1
-        return -self._unit, turn or 0, -self._count
+        return -self._unit, micro_batch, -self._count
 
 
-class KeptInputs:
-    """Moves the inputs of one engine's checkpointed units between the tiers. `close` ends it."""
+class KeptInputs(UnitCheckpoints):
+    """Computes blocks again, and moves the inputs of checkpointed modules between the tiers. `close` ends it."""
+
+    moves_inputs = True
 
     def __init__(
         self,
+        blocks: Sequence[str],
+        config: Config,
         device: Device,
+        *,
         staging: Staging,
         device_limit: Callable[[int], float],
-        turn: Callable[[], int | None] = lambda: None,
+        schedule: PassSchedule,
         timeline: Timeline = OFF,
     ) -> None:
         """Keeps nothing yet.
 
         Args:
+            blocks: names of the modules that are computed again.
+            config: the config, which asks for that.
             device: copies between device and host memory.
             staging: host memory and disk.
             device_limit: bytes that inputs but the newest may take on the device, given the bytes that they take.
-            turn: returns the number of the micro-batch that runs where several take turns at each unit, else None.
+            schedule: the order of a step's micro-batches.
             timeline: records copies and waits.
         """
-        self._order = _Order(turn)
-        self._device, self._staging = device, staging
+        super().__init__(blocks, config, device)
+        self._order = _Order(schedule)
+        self._staging = staging
         self._device_limit, self._timeline = device_limit, timeline
         self._lock = threading.RLock()
         self._released: deque[Memory] = deque()
@@ -746,23 +758,21 @@ class KeptInputs:
         """Inputs whose tensor is held until compute is ordered after its download."""
         self._shared: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[KeptInput]]] = {}
         """The newest input of each address and size, with its storage: an address may be used again."""
-        self.peak: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        self._peak: dict[Tier, int] = dict.fromkeys(Tier, 0)
         """Most bytes of inputs in each tier at a time."""
         self._reported_full = False
 
     @property
     def arenas(self) -> list[HostArena]:
-        """Host memory that is mapped for inputs; it counts in the budget of the process."""
+        """Host memory of inputs; it counts in the budget of the process."""
         with self._lock:
             return self._staging.arenas
 
-    def bytes_by_tier(self) -> dict[Tier, int]:
-        """Returns the bytes of the inputs that are kept now, each counted in the highest tier that contains it."""
-        nbytes = dict.fromkeys(Tier, 0)
+    def bytes_by_tier(self) -> dict[str, dict[str, int]]:
+        """Returns the bytes of inputs in each tier; an input counts in the highest tier that contains it."""
         with self._lock:
-            for kept_input in self._alive():
-                nbytes[kept_input.memory.tier] += kept_input.nbytes
-        return nbytes
+            used = self._bytes_by_tier()
+            return {tier.value: {"used": used[tier], "peak": self._peak[tier]} for tier in Tier}
 
     @uninterrupted
     def recover(self) -> None:
@@ -941,11 +951,14 @@ class KeptInputs:
         """Returns the inputs that a graph holds, oldest first."""
         return [kept_input for ref in self._kept if (kept_input := ref()) is not None]
 
-    def _count(self) -> None:
-        now = dict.fromkeys(Tier, 0)
+    def _bytes_by_tier(self) -> dict[Tier, int]:
+        nbytes = dict.fromkeys(Tier, 0)
         for kept_input in self._alive():
-            now[kept_input.memory.tier] += kept_input.nbytes
-        self.peak = {tier: max(self.peak[tier], nbytes) for tier, nbytes in now.items()}
+            nbytes[kept_input.memory.tier] += kept_input.nbytes
+        return nbytes
+
+    def _count(self) -> None:
+        self._peak = {tier: max(self._peak[tier], nbytes) for tier, nbytes in self._bytes_by_tier().items()}
 
     def _recover(self) -> None:
         """Takes back the memory of inputs that graphs have dropped."""

@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,7 +39,9 @@ from offload.distributed.agreement import Rounds
 from offload.distributed.gathers import ExchangeMemory, GradientExchange, mean_of, values_of, zero_between
 from offload.distributed.process_group import CollectiveWork, Ranks
 from offload.engine.callbacks import EngineCallbacks, GradientStats
-from offload.engine.gradients import GradientAccumulator, GradientPlaces, flat
+from offload.engine.gradient_transfer import DeviceToHost, DiskSpill
+from offload.engine.gradients import GradientAccumulator, flat
+from offload.engine.micro_batches import PassSchedule
 from offload.errors import RankError
 from offload.interrupts import uninterrupted
 from offload.kernels.blocks import quantize
@@ -182,9 +184,13 @@ class ReduceScatterAccumulator(GradientAccumulator):
         parts: Sequence[range],
         arena: HostArena,
         dtype: torch.dtype,
-        waiting: GradientPlaces,
+        schedule: PassSchedule,
         callbacks: EngineCallbacks,
         *,
+        spill: DiskSpill | None,
+        on_device: Mapping[int, torch.Tensor],
+        totals: Mapping[int, torch.Tensor],
+        downloads: DeviceToHost | None,
         device: Device,
         device_arena: DeviceArena,
         reduction: Reduction,
@@ -193,7 +199,15 @@ class ReduceScatterAccumulator(GradientAccumulator):
         compute: ComputeSpans = NO_SPANS,
     ) -> None:
         """Allocates the buffers in the device arena. Arguments not listed are those of `GradientAccumulator`."""
-        super().__init__(layouts, parts, arena, dtype, waiting, callbacks, timeline=timeline, compute=compute)
+        super().__init__(
+            *(layouts, parts, arena, dtype, schedule, callbacks),
+            spill=spill,
+            on_device=on_device,
+            totals=totals,
+            downloads=downloads,
+            timeline=timeline,
+            compute=compute,
+        )
         self._ranks, self._rounds, self._device = rounds.ranks, rounds, device
         self._adds_up, self._exchanges, self._in_place = reduction.whole, reduction.exchanges, reduction.in_place
         self._adds_up_turns = not reduction.whole and reduction.dtype == dtype
@@ -274,8 +288,8 @@ class ReduceScatterAccumulator(GradientAccumulator):
         """Returns whether gradients of the backward that runs add up with earlier ones, and whether it is the last."""
         if self._adds_up:
             return True, self._callbacks.is_last_micro_batch()
-        turn = self._callbacks.turn() if self._adds_up_turns else None
-        return (False, True) if turn is None else (True, turn.last)
+        adds_up = self._adds_up_turns and self._schedule.interleaves
+        return adds_up, not adds_up or self._schedule.leaves_block
 
     def _hold(self, unit: int) -> _Held:
         if not self._room[unit]:
@@ -300,7 +314,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
 
     def _reduce(self) -> None:
         """Reduces the unit under way, and starts the copies of small results that were set aside."""
-        in_turn = not self._adds_up and self._callbacks.turn() is not None
+        in_turn = not self._adds_up and self._schedule.interleaves
         self._rounds.reduce(self._unit, self._order.expected(self._unit, in_turn))
         super()._flush()
         aside, self._aside = self._aside, []

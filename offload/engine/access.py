@@ -369,8 +369,7 @@ class ParamAccess:
 
     def _finish(self) -> None:
         """Waits until all states are stored on their tier, and no update reads a gradient any more."""
-        if self._components.update_worker is not None:
-            self._components.update_worker.finish(commit=False)
+        self._components.update_worker.finish(commit=False)
 
     def _has(self, handle: ParamHandle, state: State) -> bool:
         return state is not State.GRAD or self._components.gradients.has(handle.unit, handle.position)

@@ -14,15 +14,13 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
 from offload import kernels
-from offload.activations import checkpoints as policy
-from offload.activations.activations import Activations
-from offload.activations.checkpoints import UnitCheckpoints, UnitSeconds, blocks_of
+from offload.activations.checkpoints import FREE_SHARE, UnitCheckpoints, blocks_of
 from offload.activations.kept_inputs import DiskSlots, HostBlocks, KeptInputs, Staging
 from offload.activations.tiles import TiledMlps
 from offload.aio import IoQueue
@@ -34,7 +32,7 @@ from offload.distributed.gathers import CodedWeightGathers, NodeGathers, WeightG
 from offload.distributed.process_group import Ranks
 from offload.distributed.reduce_scatter import ReduceScatterAccumulator
 from offload.distributed.reshard import NewRanks, finish, reshard
-from offload.engine.callbacks import EngineCallbacks, Extension
+from offload.engine.callbacks import ActivationPolicy, EngineCallbacks, Extension
 from offload.engine.components import EngineComponents, close_all
 from offload.engine.data import Loader
 from offload.engine.early_updates import run_may_speculate
@@ -42,10 +40,11 @@ from offload.engine.edits import WeightEdits
 from offload.engine.engine import EngineCore
 from offload.engine.fill import Codes, Values, fill_tiers, make_resident_shards
 from offload.engine.gradient_transfer import DeviceToHost, DiskSpill, windows
-from offload.engine.gradients import GradientAccumulator, GradientPlaces, UnitCompletion, borders, parameter_starts
-from offload.engine.hooks import ModuleHooks, SavedTensors, other_hooks
+from offload.engine.gradients import GradientAccumulator, UnitCompletion, borders, parameter_starts
+from offload.engine.hooks import ModuleHooks, SavedTensors
+from offload.engine.micro_batches import PassSchedule
 from offload.engine.optimizer import Optimizer, Rule
-from offload.engine.params import ParamHandle, StorageForm, handle_of
+from offload.engine.params import ParamHandle, StorageForm
 from offload.engine.plan import (
     Plan,
     check_fits,
@@ -58,7 +57,7 @@ from offload.engine.snapshot import Snapshot, scheduler_state
 from offload.engine.state import LossScaler, StepSettings, job_of
 from offload.engine.torch_functions import RULES
 from offload.engine.unit_views import UnitViews
-from offload.engine.update import UpdateWorker
+from offload.engine.update import Updates, UpdateWorker
 from offload.engine.update_strategy import UpdateSetting, UpdateStrategy
 from offload.errors import StoreError
 from offload.experts.adapters import TargetedParameters
@@ -72,13 +71,14 @@ from offload.layout.memory_plan import limits, unit_sizes
 from offload.layout.pass_order import LAYER_MAJOR, makes_early_updates
 from offload.layout.placement import STAGING_BUFFERS, WINDOWS
 from offload.layout.tiers import copied_memory
-from offload.metrics.meter import ComputeSpans, Listener, Relay, StepMeter, compute_spans
+from offload.metrics.meter import ComputeSpans, Listener, Meter, Relay, StepMeter, compute_spans
 from offload.metrics.writers import check_monitor, make_reporter
 from offload.model_io.saved_names import about_saved
 from offload.notices import Headline
 from offload.parallel.sequence import SequenceForward, SequenceParallel
 from offload.parallel.sharded_params import ShardedViews
-from offload.parallel.stages import stage_sites
+from offload.parallel.stage_run import StageRun
+from offload.parallel.stages import PipelineStages, stage_sites
 from offload.passes.layer_major import LayerMajor
 from offload.quantized.tensors import ParameterBytes, QuantizedTensors, UnpackedWeights
 from offload.sizes import format_size
@@ -96,10 +96,6 @@ from offload.swapper.store.requests import DriveSpans
 from offload.swapper.store.spill_file import SpillFile
 from offload.swapper.table import WeightSource
 from offload.timeline import OFF, Timeline, open_timeline
-
-if TYPE_CHECKING:
-    pass
-
 
 _T = TypeVar("_T")
 
@@ -265,8 +261,7 @@ def _begin(plan: Plan, core: EngineCore, progress: Snapshot | None) -> tuple[str
     elif store is not None and plan.commit_every:
         # Step 0: a kill during the first step then resumes from the initial weights.
         store.commit(0, core.state.take().pack())
-    if core.components.meter is not None:
-        core.components.meter.begin()
+    core.components.meter.begin()
     return notices
 
 
@@ -333,7 +328,7 @@ def _recorders(
 ) -> Recorders:
     """Returns the recorders of the components; for a breakdown of steps the meter also receives spans."""
     meter = _meter(plan, model, queue, written)
-    if listener is None and plan.config.wall_clock_breakdown:
+    if listener is None and plan.config.wall_clock_breakdown and isinstance(meter, StepMeter):
         listener = meter
     return Recorders(
         timeline=timeline if listener is None else Relay(timeline, listener),
@@ -362,12 +357,12 @@ def _facts(plan: Plan, model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _meter(plan: Plan, model: nn.Module, queue: SharedQueue | None, written: DriveByteCounter) -> StepMeter | None:
-    """Returns the meter of steps, or None if the config does not ask for one, or on any rank but 0."""
+def _meter(plan: Plan, model: nn.Module, queue: SharedQueue | None, written: DriveByteCounter) -> Meter:
+    """Returns the meter of steps, which records nothing if the config does not ask for it, or on any rank but 0."""
     facts = _facts(plan, model)
     reporter = make_reporter(plan.config, plan.batch.total, facts) if plan.world.everyone.rank == 0 else None
     if reporter is None:
-        return None
+        return Meter()
 
     def io_bytes() -> tuple[int, int]:
         return (0, 0) if queue is None else (queue.read_bytes, queue.written_bytes)
@@ -502,8 +497,8 @@ class Recorders:
     """Receives spans, counters and phases; `OFF` if neither a file nor the meter records them."""
     spans: DriveSpans
     """Receives requests to the drives, and commits."""
-    meter: StepMeter | None
-    """Receives the spans of `timeline` if a breakdown of steps is configured; None if steps are not metered."""
+    meter: Meter
+    """Receives the spans of `timeline` if a breakdown of steps is configured."""
 
 
 def _components(
@@ -541,19 +536,22 @@ def _components(
         shards = _held(plan, host, arena, pager, files.store)
         forms = _forms(plan)
         _fill(plan, model, shards, files, resume, forms)
+        schedule = _schedule(plan, model)
         gradients = gradient_accumulator(
-            plan, host, arena, files, pager, agreement, callbacks, recorders.spans, compute
+            plan, host, arena, files, pager, agreement, schedule, callbacks, recorders.spans, compute
         )
         undo.callback(gradients.close)
         handles = _handles(plan, model, forms)
         unit_views = UnitViews(plan.layouts, handles, pager, [mode.weight_dtype for mode in plan.modes])
-        model_activations = undo.enter_context(contextlib.closing(activations(plan, model, files, callbacks, timeline)))
+        model_activations = undo.enter_context(contextlib.closing(activations(plan, model, files, schedule, timeline)))
         users = (unit_views, gradients, pager, callbacks, model_activations)
-        hooks, borders = module_hooks(plan, model, handles, *users, timeline, compute)
+        hooks = module_hooks(plan, model, handles, *users, timeline, compute)
         undo.callback(hooks.remove)
+        schedule.install(dict(model.named_modules()))
+        undo.callback(schedule.remove)
         weights = _weights(plan, model, handles, pager, hooks, unit_views, callbacks)
         undo.callback(weights.remove)
-        extensions: list[Extension] = []
+        extensions: list[Extension] = [schedule]
         for extension in _extensions(plan, model, handles, gradients, pager):
             undo.callback(extension.remove)
             extensions.append(extension)
@@ -569,7 +567,7 @@ def _components(
         pager=pager,
         gradients=gradients,
         activations=model_activations,
-        layer_major=borders,
+        schedule=schedule,
         world=plan.world,
         agreement=agreement,
         store=files.store,
@@ -821,6 +819,7 @@ def gradient_accumulator(
     files: RunFiles,
     pager: Pager,
     agreement: Agreement,
+    schedule: PassSchedule,
     callbacks: EngineCallbacks,
     spans: DriveSpans,
     compute: ComputeSpans,
@@ -834,6 +833,7 @@ def gradient_accumulator(
         files: The files of the run.
         pager: Receives failures of other threads.
         agreement: What the ranks agree on.
+        schedule: The order of a step's micro-batches.
         callbacks: The engine.
         spans: Records requests to the drives.
         compute: Spans of forward and backward.
@@ -848,20 +848,29 @@ def gradient_accumulator(
         if any(plan.parts.trainable_numel) and not plan.device.host_addressable:
             downloads = _downloads(plan, host, pager, timeline)
             undo.callback(downloads.close)
-        waiting = _gradient_places(plan, arena, spill, downloads)
-        places = (plan.layouts, trainable, host, dtype, waiting, callbacks)
+        memory: dict[str, Any] = {
+            "spill": spill,
+            # Gradients on the device keep their place for the whole run, so that no step allocates device memory.
+            "on_device": {
+                unit: arena.keep(plan.parts.nbytes[unit][State.GRAD]).view(dtype)
+                for unit, tiers in enumerate(plan.placement.tiers)
+                if tiers.get(State.GRAD) is Tier.DEVICE
+            },
+            "totals": {unit: arena.keep(nbytes).view(dtype) for unit, nbytes in plan.placement.added},
+            "downloads": downloads,
+        }
+        common = (plan.layouts, trainable, host, dtype, schedule, callbacks)
         accumulator: GradientAccumulator
         if plan.parts.reduction is None:
+            completion = UnitCompletion(callbacks) if _may_speculate(plan) else None
             accumulator = GradientAccumulator(
-                *places,
-                timeline=timeline,
-                compute=compute,
-                completion=UnitCompletion(callbacks) if _may_speculate(plan) else None,
+                *common, **memory, timeline=timeline, compute=compute, completion=completion
             )
         else:
             assert isinstance(agreement, Rounds), "only several ranks reduce"
             accumulator = ReduceScatterAccumulator(
-                *places,
+                *common,
+                **memory,
                 device=plan.device,
                 device_arena=arena,
                 reduction=plan.parts.reduction,
@@ -871,21 +880,6 @@ def gradient_accumulator(
             )
         undo.pop_all()
     return accumulator
-
-
-def _gradient_places(
-    plan: Plan, arena: DeviceArena, spill: DiskSpill | None, downloads: DeviceToHost | None
-) -> GradientPlaces:
-    """Returns the memory of waiting gradients, other than that of the host."""
-    dtype = plan.parts.gradient_dtype
-    # Totals on the device keep their place for the whole run, so that no step allocates device memory.
-    on_device = {
-        unit: arena.keep(plan.parts.nbytes[unit][State.GRAD]).view(dtype)
-        for unit, tiers in enumerate(plan.placement.tiers)
-        if tiers.get(State.GRAD) is Tier.DEVICE
-    }
-    totals = {unit: arena.keep(nbytes).view(dtype) for unit, nbytes in plan.placement.added}
-    return GradientPlaces(spill=spill, on_device=on_device, totals=totals, downloads=downloads)
 
 
 def _may_speculate(plan: Plan) -> bool:
@@ -964,13 +958,11 @@ def module_hooks(
     gradients: GradientAccumulator,
     pager: Pager,
     callbacks: EngineCallbacks,
-    model_activations: Activations,
+    model_activations: ActivationPolicy,
     timeline: Timeline,
     compute: ComputeSpans,
-) -> tuple[ModuleHooks, LayerMajor | None]:
-    """Installs the hooks of modules, saved tensors and checkpoints on the model, and the borders of its blocks.
-
-    There are no borders if micro-batches pass through the model one after the other.
+) -> ModuleHooks:
+    """Installs the hooks of modules, saved tensors and checkpoints on the model.
 
     Args:
         plan: All decisions.
@@ -980,12 +972,12 @@ def module_hooks(
         gradients: Receives every gradient.
         pager: Fetches units.
         callbacks: The engine.
-        model_activations: Activations of the model.
+        model_activations: Decides what is computed again, and where inputs wait.
         timeline: Records phases.
         compute: Records forwards and backwards of units.
     """
-    saved = SavedTensors(handles, unit_views, pager, compute, model_activations.inputs, wrapped=bool(plan.sites))
-    hooks = ModuleHooks(
+    saved = SavedTensors(handles, unit_views, pager, compute, model_activations, wrapped=bool(plan.sites))
+    return ModuleHooks(
         model,
         {**stage_sites(model), **plan.units.sites},
         handles,
@@ -994,71 +986,55 @@ def module_hooks(
         gradients,
         pager,
         callbacks,
-        model_activations.checkpoints,
+        model_activations,
         timeline=timeline,
         compute=compute,
     )
+
+
+def _schedule(plan: Plan, model: nn.Module) -> PassSchedule:
+    """Returns the order of a step's micro-batches, which installs nothing yet."""
+    if isinstance(model, PipelineStages):
+        return StageRun(model)
     if plan.schedule.schedule != LAYER_MAJOR:
-        return hooks, None
-    blocks = blocks_of(model, plan.config.units)
+        return PassSchedule()
     wanted = plan.config.offload.schedule == LAYER_MAJOR
-    return hooks, LayerMajor(dict(model.named_modules()), blocks, hooks.passes, plan.device, wanted)
+    return LayerMajor(blocks_of(model, plan.config.units), plan.device, wanted)
 
 
 def activations(
-    plan: Plan, model: nn.Module, files: RunFiles, callbacks: EngineCallbacks, timeline: Timeline
-) -> Activations:
-    """Returns the blocks that are computed again, and the keeper of their inputs.
+    plan: Plan, model: nn.Module, files: RunFiles, schedule: PassSchedule, timeline: Timeline
+) -> ActivationPolicy:
+    """Returns what the blocks do with their activations: keep them, or compute them again from inputs in some tier.
 
     Args:
         plan: All decisions.
         model: The model.
         files: The files of the run; the queue exists if there is a drive for inputs.
-        callbacks: The engine.
+        schedule: The order of a step's micro-batches.
         timeline: Records copies.
     """
-    block = plan.config.activation_checkpointing
-    blocks, lines = tuple[str, ...](), tuple[str, ...]()
-    if plan.config.activation_tier is not None:
-        blocks = blocks_of(model, plan.config.units)[: block.number_checkpoints]
-        lines = policy.notices(plan.config, len(blocks), plan.device.host_addressable)
-    seconds = UnitSeconds({name: model.get_submodule(name) for name in blocks}) if block.profile else None
-    checkpoints = UnitCheckpoints(
-        blocks, plan.device, other_hooks, _is_weight, block.synchronize_checkpoint_boundary, seconds
-    )
-
-    def turn() -> int | None:
-        now = callbacks.turn()
-        return None if now is None else now.number
-
-    inputs = _kept_inputs(plan, files, len(blocks), turn, timeline)
-    return Activations(checkpoints=checkpoints, inputs=inputs, notices=lines)
-
-
-def _is_weight(value: Any) -> bool:
-    """Returns True for a parameter of a model under an engine."""
-    return handle_of(value) is not None
-
-
-def _kept_inputs(
-    plan: Plan, files: RunFiles, blocks: int, turn: Callable[[], int | None], timeline: Timeline
-) -> KeptInputs | None:
-    """Returns the keeper of inputs of `blocks` modules, or None if they stay where the forward computes them."""
     config, device, tier = plan.config, plan.device, plan.config.activation_tier
-    if tier in (None, "device"):
-        return None
-    assert tier is not None
+    if tier is None:
+        return ActivationPolicy()
+    block = config.activation_checkpointing
+    blocks = blocks_of(model, config.units)[: block.number_checkpoints]
     # In host memory a copy of a tensor frees nothing, so only a drive helps a device that works there.
-    if device.host_addressable and files.queue is None:
-        return None
+    if tier == "device" or (device.host_addressable and files.queue is None):
+        return UnitCheckpoints(blocks, config, device)
     room = 0 if tier == "nvme" or device.host_addressable else plan.placement.inputs_nbytes
-    at_once = None
-    if config.activation_checkpointing.contiguous_memory_optimization:
-        at_once = blocks or None
+    at_once = (len(blocks) or None) if block.contiguous_memory_optimization else None
     memory = HostBlocks(device, process_memory(), config.offload.host_memory, room, at_once)
     slots = None if files.queue is None else DiskSlots(config.drives, files.queue, files.written)
-    limit = _device_limit(tier, device, plan.placement.inputs_nbytes)
-    return KeptInputs(device, Staging(memory, slots, timeline), limit, turn, timeline)
+    return KeptInputs(
+        blocks,
+        config,
+        device,
+        staging=Staging(memory, slots, timeline),
+        device_limit=_device_limit(tier, device, plan.placement.inputs_nbytes),
+        schedule=schedule,
+        timeline=timeline,
+    )
 
 
 def _device_limit(tier: str, device: Device, room: int | None) -> Callable[[int], float]:
@@ -1076,7 +1052,7 @@ def _device_limit(tier: str, device: Device, room: int | None) -> Callable[[int]
         return lambda now: now + device.free_bytes() - reserve
     if room is not None:
         return lambda now: room
-    return lambda now: math.floor(now + policy.FREE_SHARE * free_host_memory())
+    return lambda now: math.floor(now + FREE_SHARE * free_host_memory())
 
 
 # -- updates -------------------------------------------------------------------------------------------
@@ -1089,10 +1065,10 @@ def _updater(
     shards: LocalShards,
     gradients: GradientAccumulator,
     timeline: Timeline,
-) -> UpdateWorker | None:
-    """Returns the update worker, whose thread runs from now on; None if nothing trains."""
+) -> Updates:
+    """Returns the update worker, whose thread runs from now on, unless nothing trains."""
     if not any(plan.parts.trainable_numel):
-        return None
+        return Updates()
     return UpdateWorker(
         shards=shards,
         arena=host,

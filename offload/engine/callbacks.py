@@ -7,22 +7,16 @@ up calls this protocol, which it receives through its constructor. `ParamOwner` 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from offload.states import State
-
-
-class Turn(NamedTuple):
-    """One of several micro-batches that take turns at each block."""
-
-    number: int
-    last: bool
-    """True for the last of them."""
+from offload.states import State, Tier
+from offload.swapper.memory.host_arena import HostArena
 
 
 class EngineCallbacks(Protocol):
@@ -45,9 +39,6 @@ class EngineCallbacks(Protocol):
 
     def is_last_micro_batch(self) -> bool:
         """Returns True if the running backward is known to be the last of its step."""
-
-    def turn(self) -> Turn | None:
-        """Returns the micro-batch that runs while several take turns at each block, else None."""
 
     def gradients_complete(self, unit: int) -> None:
         """Notes that no further gradient of `unit` is expected in this step. Autograd's threads call this."""
@@ -164,6 +155,54 @@ class ParamOwner(Protocol):
 
     def miss_gradient(self, name: str) -> None:
         """Records that user code has read `.grad` of the parameter `name`, which is None."""
+
+
+class ActivationPolicy:
+    """What blocks do with their activations between forward and backward. This class leaves them to autograd.
+
+    `install`, `end_step`, `recover` and `close` belong to the thread that runs the model. A forward's thread calls
+    `keep`, autograd's threads call `fetch`.
+    """
+
+    moves_inputs = False
+    """True if `keep` may take inputs of checkpointed modules off the device."""
+    notices: tuple[str, ...] = ()
+    """Lines for the user, at the start."""
+
+    def install(self, modules: Mapping[str, nn.Module]) -> None:
+        """Installs hooks on the modules of the model, by name, outside of all that are installed so far."""
+
+    def remove(self) -> None:
+        """Removes the hooks. Idempotent."""
+
+    def abandon(self) -> None:
+        """Ends the calls of blocks that a Ctrl-C has ended without their post-hooks."""
+
+    def end_step(self, step: int) -> None:
+        """Ends an optimizer step."""
+
+    def keep(self, tensor: torch.Tensor) -> Any:
+        """Returns what a graph keeps in place of an input of a checkpointed module; None to keep the input itself."""
+        return None
+
+    def fetch(self, kept: Any) -> torch.Tensor:
+        """Returns the input, on the device, that `keep` has returned `kept` for."""
+        raise AssertionError("no input was kept")
+
+    @property
+    def arenas(self) -> list[HostArena]:
+        """Host memory that is mapped for inputs."""
+        return []
+
+    def bytes_by_tier(self) -> dict[str, dict[str, int]]:
+        """Returns the bytes of moved inputs in each tier, now ("used") and at most ("peak")."""
+        return {tier.value: {"used": 0, "peak": 0} for tier in Tier}
+
+    def recover(self) -> None:
+        """Takes back the memory of inputs that an aborted forward or backward has left."""
+
+    def close(self) -> None:
+        """Waits for transfers in flight and frees the memory of inputs. Idempotent."""
 
 
 class Extension(Protocol):

@@ -6,25 +6,24 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from offload.activations.activations import Activations
 from offload.aio.shared_queue import SharedQueue
 from offload.distributed.agreement import Agreement, AllOrNothing, Collective
 from offload.distributed.world import World
-from offload.engine.callbacks import Extension
+from offload.engine.callbacks import ActivationPolicy, Extension
 from offload.engine.edits import WeightEdits
 from offload.engine.gradients import GradientAccumulator
 from offload.engine.hooks import ModuleHooks
+from offload.engine.micro_batches import PassSchedule
 from offload.engine.shards import LocalShards
 from offload.engine.unit_views import UnitViews
-from offload.engine.update import UpdateWorker
+from offload.engine.update import Updates
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
-from offload.metrics.meter import StepMeter
-from offload.passes.layer_major import LayerMajor
+from offload.metrics.meter import Meter
 from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.pager import Pager
 from offload.swapper.store import DriveByteCounter, Store
-from offload.timeline import OFF, Timeline
+from offload.timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +33,12 @@ class EngineComponents:
     hooks: ModuleHooks
     weights: WeightEdits
     unit_views: UnitViews
-    update_worker: UpdateWorker | None
-    """None if nothing trains."""
+    update_worker: Updates
     pager: Pager
     gradients: GradientAccumulator
-    activations: Activations
-    layer_major: LayerMajor | None
-    """None if micro-batches pass through the model one after the other."""
+    activations: ActivationPolicy
+    schedule: PassSchedule
+    """The order of a step's micro-batches; one of `extensions`."""
     world: World
     """All processes that train together, and this one's place among them."""
     agreement: Agreement
@@ -56,12 +54,11 @@ class EngineComponents:
     """Counter of the bytes that go to each drive."""
     read_only: contextlib.ExitStack
     """Closes files of weights that are only read."""
-    timeline: Timeline = OFF
-    meter: StepMeter | None = None
-    """None if no metrics are recorded."""
-    shows_dtensors: bool = False
+    timeline: Timeline
+    meter: Meter
+    shows_dtensors: bool
     """True if modules see DTensors in the place of their parameters."""
-    extensions: tuple[Extension, ...] = ()
+    extensions: tuple[Extension, ...]
     """Features on the model, in the order of their installation."""
 
     @property
@@ -86,10 +83,9 @@ class EngineComponents:
         """
         return [
             *(extension.remove for extension in reversed(self.extensions)),
-            *(() if self.layer_major is None else (self.layer_major.remove,)),
             self.hooks.remove,
             self.weights.remove,
-            *(() if self.update_worker is None else (self.update_worker.close,)),
+            self.update_worker.close,
             self.gradients.close,
             self.activations.close,
             self.pager.close,

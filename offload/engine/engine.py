@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -35,13 +34,14 @@ from offload.config.blocks import unpacked
 from offload.distributed.process_group import Communication
 from offload.engine import step
 from offload.engine.access import ParamAccess
-from offload.engine.callbacks import Edit, EngineCallbacks, Turn
+from offload.engine.callbacks import Edit, EngineCallbacks
 from offload.engine.components import EngineComponents, close_all
 from offload.engine.data import InputCast, Loader, check_data, load
 from offload.engine.device_budget import DeviceBudget, FreedBytes, MemoryReport, Sleep, base_bytes, memory_report
 from offload.engine.dtype_mismatch import fp32_needed
 from offload.engine.gradients import ZeroGrad
 from offload.engine.keywords import refuse
+from offload.engine.micro_batches import MicroBatchGenerators, StageCalls
 from offload.engine.optimizer import Optimizer
 from offload.engine.optimizer_state_dict import OptimizerStates
 from offload.engine.shutdown import Shutdown
@@ -53,12 +53,9 @@ from offload.errors import OffloadError, UsageError
 from offload.interrupts import defer_signals, interruptible, uninterrupted
 from offload.launch.environment import rank_number
 from offload.layout.flat_layout import UnitLayout
-from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, Schedule
+from offload.layout.pass_order import Schedule
 from offload.model_io.save import PretrainedWriter, SaveOptions
 from offload.notices import Headline, announce
-from offload.parallel.stage_run import stage_run_of
-from offload.parallel.stages import PipelineStages
-from offload.passes.generators import MicroBatchGenerators
 from offload.schedules import set_values
 from offload.sizes import count_of, format_size
 from offload.swapper.prefetch import PrefetchStats
@@ -112,7 +109,6 @@ class EngineCore(EngineCallbacks):
             self.sleeping = Sleep(components, self.device_budget)
             self.inputs = InputCast(device, components.shards.mode.weight_dtype, settings.config.casts_inputs)
             self.param_access = ParamAccess(components, self)
-            self.stage_run = stage_run_of(module, self.accumulation, self.param_access)
             self.pretrained_writer = PretrainedWriter(module, components)
             self.base_bytes = base_bytes(components)
             """Resident bytes of the process when the engine was built, without the memory of engines."""
@@ -165,8 +161,7 @@ class EngineCore(EngineCallbacks):
     @property
     def _in_turn(self) -> bool:
         """True on the thread of a micro-batch that takes turns with others; together they are one call."""
-        layer_major = self.components.layer_major
-        return layer_major is not None and layer_major.on_this_thread
+        return self.components.schedule.on_this_thread
 
     def enter_between_steps(self, call: str) -> None:
         """Enters the engine for the public method `call`, and waits for the updates and the commit of the last step.
@@ -177,8 +172,7 @@ class EngineCore(EngineCallbacks):
         if inside_backward() or self.components.hooks.running or self._in_turn:
             raise UsageError(f"{call} must be called between steps, not inside of a forward or a backward")
         self.enter()
-        if self.components.update_worker is not None:
-            self.components.update_worker.come_to_rest()
+        self.components.update_worker.come_to_rest()
 
     def _enter_end(self) -> None:
         """Enters the engine for its end. One that sleeps has nothing to write, and needs no memory for that."""
@@ -193,11 +187,9 @@ class EngineCore(EngineCallbacks):
     def _begin(self) -> None:
         """Checks the engine, clears the remains of an aborted call, and delivers the blob that a commit waits for."""
         defer_signals(self.state)
-        if self.components.layer_major is not None:
-            self.components.layer_major.abandon_on_entry()
-        self.components.hooks.leave_all()
         for extension in self.components.extensions:
             extension.abandon()
+        self.components.hooks.leave_all()
         self.check()
         self.sleeping.wake()  # first: all that follows may use weights
         self.components.hooks.reset_aborted()
@@ -206,9 +198,9 @@ class EngineCore(EngineCallbacks):
         self.state.enter()
         # The commit of step k waits for random generators, counters and buffers of one moment: the first entry after
         # the step. This thread must collect them, and the update worker's thread writes them as a blob.
-        updater, progress = self.components.update_worker, self.state.after_step
-        if updater is not None and updater.wants_blob and progress is not None:
-            updater.deliver_blob(progress.pack())
+        progress = self.state.after_step
+        if self.components.update_worker.wants_blob and progress is not None:
+            self.components.update_worker.deliver_blob(progress.pack())
 
     def run_model(self, args: Any, kwargs: Any) -> Any:
         """Runs the model and returns its output. If device memory runs out, the device budget may run it once more.
@@ -261,18 +253,20 @@ class EngineCore(EngineCallbacks):
         Each of at most `most` works draws from random generators of its own, so that the order changes no bits. With
         `trains` False no work runs a backward.
         """
-        generators = MicroBatchGenerators(self.device, most)
-        layer_major = self.components.layer_major
-        if layer_major is None or most < 2 or not layer_major.possible:
-            return [generators.run(number, work) for number, work in enumerate(works)]
-        try:
-            return layer_major.run(list(works), generators, trains)
-        except BaseException:
-            # Some units have gradients of all micro-batches now, others of none, and no loop could go on with that.
-            if not self.components.pager.failed and self.components.world.everyone.size == 1:
-                with contextlib.suppress(OffloadError):
-                    self.forget_gradients()
-            raise
+
+        @contextlib.contextmanager
+        def turns(micro_batches: int) -> Iterator[None]:
+            try:
+                with self.components.hooks.passes.turns(micro_batches, trains):
+                    yield
+            except BaseException:
+                # Some units have gradients of all micro-batches now, others of none: no loop could continue with that.
+                if not self.components.pager.failed and self.components.world.everyone.size == 1:
+                    with contextlib.suppress(OffloadError):
+                        self.forget_gradients()
+                raise
+
+        return self.components.schedule.run(works, MicroBatchGenerators(self.device, most), turns)
 
     # -- steps --------------------------------------------------------------------------------------
 
@@ -292,10 +286,9 @@ class EngineCore(EngineCallbacks):
         # The device arena was planned without knowledge of activations. After one forward and backward torch's
         # allocator shows their peak, and the arena may grow into the memory that they leave free.
         self.device_budget.end_step()
-        self.components.activations.checkpoints.end_step(self.state.global_steps)
+        self.components.activations.end_step(self.state.global_steps)
         self.state.ended()
-        if self.components.meter is not None:
-            self.components.meter.end_step(self.optimizer_step.stepped())
+        self.components.meter.end_step(self.optimizer_step.stepped())
 
     @uninterrupted
     def forget_gradients(self) -> None:
@@ -305,8 +298,7 @@ class EngineCore(EngineCallbacks):
         self.optimizer_step.forget_gradients()
         self.components.gradients.forget()
         self.accumulation.reset()
-        if self.stage_run is not None:
-            self.stage_run.forget()
+        self.components.schedule.forget()
 
     # -- EngineCallbacks ----------------------------------------------------------------------------
 
@@ -327,23 +319,16 @@ class EngineCore(EngineCallbacks):
         self._refuse_capture()
         self.sleeping.wake()  # a graph of before
         # Of the stages of a pipeline the last one alone has a loss to scale.
-        if self.state.scaler is not None and self.stage_run is None:
+        if self.state.scaler is not None and self.components.schedule.counts_backwards:
             self.state.scaler.begin_backward()
 
     def end_backward(self) -> None:
-        if self.stage_run is None:
+        if self.components.schedule.counts_backwards:
             self.accumulation.count_backward()
 
     def is_last_micro_batch(self) -> bool:
-        layer_major = self.components.layer_major
-        ahead = 0 if layer_major is None else layer_major.turn
-        return self.accumulation.is_last(self.state.settings.accumulation, ahead)
-
-    def turn(self) -> Turn | None:
-        layer_major = self.components.layer_major
-        if layer_major is None or not self.components.hooks.passes.takes_turns:
-            return None
-        return Turn(layer_major.turn, layer_major.turn == layer_major.count - 1)
+        # Micro-batches that take turns are all counted at their end.
+        return self.accumulation.is_last(self.state.settings.accumulation, ahead=self.components.schedule.micro_batch)
 
     def gradients_complete(self, unit: int) -> None:
         self.optimizer_step.gradients_complete(unit)
@@ -352,13 +337,11 @@ class EngineCore(EngineCallbacks):
         self.optimizer_step.gradients_changed(unit)
 
     def await_updates(self) -> None:
-        if self.components.update_worker is not None:
-            self.components.update_worker.finish(commit=False)
+        self.components.update_worker.finish(commit=False)
 
     @uninterrupted
     def apply_edits(self, unit: int, edits: Sequence[Edit]) -> None:
         components = self.components
-        assert components.update_worker is not None, "an engine that trains nothing refuses edits earlier"
         # Order matters: a live view of old weights is refused before anything changes. Then the update in flight ends
         # with its commit, after which the other slot of the unit may be written.
         components.unit_views.settle()
@@ -397,11 +380,9 @@ class EngineCore(EngineCallbacks):
             return
         size = format_size(components.arena.classes.cache)
         logger.info("%s of host memory go from this engine to another engine of this process", size)
-        worker = components.update_worker
-        if worker is not None:
-            worker.come_to_rest(commit=False)
+        components.update_worker.come_to_rest(commit=False)
         # No update may use a host buffer while the pager takes all of them away: the wait above has ended them.
-        components.pager.give_cache(worker.drop_spare if worker is not None else lambda: None)
+        components.pager.give_cache(components.update_worker.drop_spare)
 
     def read_stored(self, parameter: torch.Tensor) -> torch.Tensor:
         handle = self.param_access.handle(parameter)
@@ -667,11 +648,7 @@ class Engine(ModelEngine):
                 )
             )
             raise UsageError(f"backward got a loss that does not depend on any trainable parameter{why}")
-        if self._core.stage_run is not None:
-            raise UsageError(
-                "this engine has stages of a pipeline, whose backwards a schedule runs: make one of "
-                "torch.distributed.pipelining over engine.pipeline_stages(), call its step(...), and engine.step()"
-            )
+        self._core.components.schedule.check_backward()
         divided = loss / self._settings.accumulation if scale_wrt_gas else loss
         scaled = self.scale(divided)
         self._core.run_backward(lambda: scaled.backward(retain_graph=retain_graph))
@@ -703,8 +680,9 @@ class Engine(ModelEngine):
         refuse(lr_kwargs=lr_kwargs)
         self._core.refuse_in_turn("step")
         self._core.enter()
-        if self._core.stage_run is not None:
-            self._core.stage_run.begin_step(self._settings.accumulation)
+        self._core.components.schedule.begin_step(
+            self._core.accumulation.count, self._settings.accumulation, self._core.param_access
+        )
         self._core.accumulation.end(self._settings.accumulation)
         if not self._core.accumulation.ends_step(self._settings.accumulation):
             self._core.optimizer_step.pass_micro_batch()
@@ -824,9 +802,8 @@ class Engine(ModelEngine):
 
     def _add_losses(self, losses: Sequence[torch.Tensor], first: bool) -> None:
         """Reports divided losses to the meter of steps; `first` if no micro-batch of the step came before."""
-        if self._core.components.meter is not None:
-            for number, loss in enumerate(losses):
-                self._core.components.meter.add_loss(loss, first=first and not number)
+        for number, loss in enumerate(losses):
+            self._core.components.meter.add_loss(loss, first=first and not number)
 
     def pipeline_stages(self) -> list[Any]:
         """Returns this process's stages of a pipeline, to make a schedule of `torch.distributed.pipelining` over.
@@ -843,16 +820,6 @@ class Engine(ModelEngine):
             UsageError: if the model is not stages of a pipeline, or torch.distributed has no process group.
         """
         self._core.check()
-        stages, run = self.module, self._core.stage_run
-        if run is None or not isinstance(stages, PipelineStages):
-            raise UsageError(
-                "pipeline_stages() needs an engine over stages of a pipeline: give initialize "
-                "model=offload.PipelineStages({index: module}, num_stages, group)"
-            )
-        if not dist.is_initialized():
-            raise UsageError("pipeline_stages() needs a process group: call torch.distributed.init_process_group first")
-        # Here, since torch's pipelines take a while to import.
-        from offload.parallel.pipeline import EngineStage, StageCalls
 
         def begin_backward(loss: torch.Tensor) -> torch.Tensor:
             divided = loss / self._settings.accumulation
@@ -863,11 +830,9 @@ class Engine(ModelEngine):
             accumulation=lambda: self._settings.accumulation,
             divided=begin_backward,
             run_backward=self._core.run_backward,
+            count_micro_batch=self._core.accumulation.count_micro_batch,
         )
-        return [
-            EngineStage(stages[index], index, stages.num_stages, self.device, stages.group, calls, run)
-            for index in stages.indices
-        ]
+        return self._core.components.schedule.pipeline_stages(self.device, calls)
 
     @property
     def schedule(self) -> Schedule:
@@ -875,8 +840,7 @@ class Engine(ModelEngine):
 
         It changes after the first step if the model turns out to keep values on its modules between blocks.
         """
-        layer_major = self._core.components.layer_major
-        return MICRO_BATCH_MAJOR if layer_major is None or not layer_major.takes_turns else LAYER_MAJOR
+        return self._core.components.schedule.name
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Sets whether the next `step()` updates the weights, regardless of the count of micro-batches.
@@ -971,10 +935,10 @@ class Engine(ModelEngine):
         self.synchronize()
         result, meter = Evaluation(), self._core.components.meter
         began = time.perf_counter()
-        with contextlib.nullcontext() if meter is None else meter.pause():
+        with meter.pause():
             yield result
-        if meter is not None and result.loss is not None:
-            meter.evaluated(self.global_steps, self.global_samples, float(result.loss), time.perf_counter() - began)
+        if result.loss is not None:
+            meter.evaluated(self.global_steps, self.global_samples, result.loss, time.perf_counter() - began)
 
     def mean(self, value: float) -> float:
         """Returns the mean of a number over all ranks, such as a loss to log.
@@ -1143,8 +1107,7 @@ class Engine(ModelEngine):
 
         `wall_clock_breakdown` requests all of them, on the first rank.
         """
-        meter = self._core.components.meter
-        return {} if meter is None or meter.last is None else meter.last.values
+        return self._core.components.meter.measured
 
     def drive_writes(self) -> tuple[DriveWrites, ...]:
         """Returns the bytes that this rank has written to each drive, in this process and in the life of the run."""
@@ -1275,7 +1238,7 @@ class Engine(ModelEngine):
         refuse(custom_load_fn=custom_load_fn)
         self._core.enter_between_steps("load_checkpoint")
         # A frozen engine keeps neither states nor a schedule: it loads the weights only, whatever was asked for.
-        trains = self._core.components.update_worker is not None and not load_module_only
+        trains = self._core.components.update_worker.trains and not load_module_only
         options = LoadOptions(
             load_module_strict, trains and load_optimizer_states, load_lr_scheduler_states, not trains
         )

@@ -19,7 +19,6 @@ import types
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from offload.aio.protocols import Future
 from offload.engine._native import DirectAdd
 from offload.engine.callbacks import EngineCallbacks, GradientStats
 from offload.engine.gradient_transfer import DeviceToHost, DiskSpill
+from offload.engine.micro_batches import PassSchedule
 from offload.interrupts import uninterrupted
 from offload.kernels import cuda
 from offload.kernels.sums import Sum
@@ -213,19 +213,6 @@ class DeviceTotals:
 # Host memory of gradients: a host buffer for each unit, or a window of one that waits on DISK.
 
 
-def buffers_for(
-    parts: Sequence[range], arena: HostArena, dtype: torch.dtype, elsewhere: Collection[int]
-) -> list[torch.Tensor | None]:
-    """Returns host memory, (numel,), for the gradients of each unit; None for those whose gradients are `elsewhere`."""
-    memory: list[torch.Tensor | None] = []
-    for unit, part in enumerate(parts):
-        in_host = part and unit not in elsewhere
-        host_buffer = arena.take_copied(len(part) * dtype.itemsize) if in_host else None
-        assert host_buffer is not None or not in_host, "the arena class of the host tier was sized for its gradients"
-        memory.append(None if host_buffer is None else host_buffer.tensor(dtype))
-    return memory
-
-
 class HostGradients:
     """Gradients of all units on the host. The accumulator's lock guards every call."""
 
@@ -299,25 +286,6 @@ class HostGradients:
             if not self.spills(unit):  # a window moves, a host buffer does not
                 self._sums[unit, start, numel] = total
         return total
-
-
-# -- places --------------------------------------------------------------------------------------------
-#
-# Memory of gradients that wait for their updates.
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientPlaces:
-    """Memory of gradients that wait for their updates, other than host buffers of the HOST tier."""
-
-    spill: DiskSpill | None
-    """Gradients of units that wait on DISK."""
-    on_device: Mapping[int, torch.Tensor]
-    """(numel,) of the gradients' dtype for each unit whose gradients stay on the device."""
-    totals: Mapping[int, torch.Tensor]
-    """The same for units whose gradients are summed on the device over micro-batches and then copied to the host."""
-    downloads: DeviceToHost | None
-    """Copies from a device whose memory the host cannot address; None if the host can."""
 
 
 # -- values --------------------------------------------------------------------------------------------
@@ -404,9 +372,13 @@ class GradientAccumulator:
         parts: Sequence[range],
         arena: HostArena,
         dtype: torch.dtype,
-        waiting: GradientPlaces,
+        schedule: PassSchedule,
         callbacks: EngineCallbacks,
         *,
+        spill: DiskSpill | None,
+        on_device: Mapping[int, torch.Tensor],
+        totals: Mapping[int, torch.Tensor],
+        downloads: DeviceToHost | None,
         timeline: Timeline = OFF,
         compute: ComputeSpans = NO_SPANS,
         completion: UnitCompletion | None = None,
@@ -418,8 +390,12 @@ class GradientAccumulator:
             parts: the elements of each unit that this rank updates.
             arena: the host memory.
             dtype: dtype of the stored gradients.
-            waiting: memory for gradients without a host buffer.
+            schedule: the order of a step's micro-batches.
             callbacks: the engine.
+            spill: gradients of units that wait on DISK.
+            on_device: (numel,) of `dtype` for each unit whose gradients stay on the device.
+            totals: the same for units whose gradients are summed on the device, and copied to the host afterwards.
+            downloads: copies from a device whose memory the host cannot address; None if the host can.
             timeline: records each gradient as it arrives.
             compute: records the unit that a gradient belongs to.
             completion: notices units whose gradients are complete before `step()`; None if nobody asks.
@@ -427,17 +403,22 @@ class GradientAccumulator:
         self._timeline, self._compute = timeline, compute
         self._recorded = timeline is not OFF or compute is not NO_SPANS
         self._titles = [f"gradient of {layout.name or 'the root'}" for layout in layouts]
-        self.dtype, self._on_device = dtype, waiting.on_device
-        self.spill, self.downloads = waiting.spill, waiting.downloads
-        self.totals = DeviceTotals(waiting.totals, dtype)
-        self._callbacks, self._layouts, self._parts = callbacks, layouts, parts
+        self.dtype, self._on_device = dtype, on_device
+        self.spill, self.downloads = spill, downloads
+        self.totals = DeviceTotals(totals, dtype)
+        self._schedule, self._callbacks, self._layouts, self._parts = schedule, callbacks, layouts, parts
         self._lock = threading.Lock()
         self.completion = completion
         self._squares: list[dict[tuple[int, int], float | torch.Tensor]] = [{} for _ in layouts]
         """For each unit: sum of squares of each chunk, by (segment, first element); a tensor is still on the device."""
         self._reading: set[int] = set()
-        memory = buffers_for(parts, arena, dtype, {unit for unit in range(len(parts)) if not self.is_on_host(unit)})
-        self._host = HostGradients(memory, self.spill, layouts, parts, self.downloads is None)
+        memory: list[torch.Tensor | None] = []
+        for unit, part in enumerate(parts):
+            in_host = part and self.is_on_host(unit)
+            host_buffer = arena.take_copied(len(part) * dtype.itemsize) if in_host else None
+            assert host_buffer is not None or not in_host, "the arena's class of gradients was sized for them"
+            memory.append(None if host_buffer is None else host_buffer.tensor(dtype))
+        self._host = HostGradients(memory, spill, layouts, parts, downloads is None)
 
     def add_up_in(self, memory: Mapping[int, torch.Tensor]) -> None:
         """Takes device memory, (nbytes,) uint8 by unit, for the totals of more units. Called between steps."""
@@ -535,7 +516,7 @@ class GradientAccumulator:
         """Returns True if no further gradient of `unit` is added up on the device in this step, or in its turns."""
         if self._callbacks.is_last_micro_batch():
             return True
-        return not self.totals.takes(unit) and ((turn := self._callbacks.turn()) is None or turn.last)
+        return not self.totals.takes(unit) and self._schedule.leaves_block
 
     def _add_up(self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Adds `values` to the total on the device, and starts the copy to the host if the total leaves."""

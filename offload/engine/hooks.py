@@ -26,11 +26,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from offload.activations.checkpoints import UnitCheckpoints
-from offload.activations.kept_inputs import InputView, KeptInputs
 from offload.engine import _native
 from offload.engine._native import GradientHook, Handle, Pack, Plain, Unpack
-from offload.engine.callbacks import EngineCallbacks
+from offload.engine.callbacks import ActivationPolicy, EngineCallbacks
 from offload.engine.gradients import GradientAccumulator
 from offload.engine.params import ParamHandle, handle_of
 from offload.engine.unit_views import UnitViews
@@ -76,7 +74,7 @@ from offload.torch_internals import (
 
 
 class _Packed(NamedTuple):
-    """The result of an outer pack hook for a tensor, and the outer hook that unpacks it."""
+    """The result of a pack hook of others for a tensor, and the hook that unpacks it."""
 
     value: Any
     unpack: Callable[[Any], torch.Tensor]
@@ -102,7 +100,7 @@ class _Pack:
         self.saved, self.outer = saved, outer
         self._bindings, self._placeholders = saved.bindings, saved.placeholders
         # Within another checkpoint or hooks of the user, those decide about the inputs too.
-        self._inputs = saved.inputs if outer is None else None
+        self._moves_inputs = outer is None and saved.activations.moves_inputs
 
     def native(self, arena: Sequence[tuple[int, int]]) -> Callable[[torch.Tensor], Any]:
         """Returns the native hook that calls this one for what is no ordinary tensor and no view of bound weights.
@@ -110,7 +108,7 @@ class _Pack:
         Args:
             arena: first and last address of each allocation that contains weights.
         """
-        innermost = self.outer is None and self._inputs is None
+        innermost = self.outer is None and not self._moves_inputs
         bindings, placeholders = self._bindings, self._placeholders
         return Pack(torch.Tensor, nn.Parameter, bindings, placeholders, arena, innermost, self).pack
 
@@ -121,10 +119,11 @@ class _Pack:
         if handle is not None:
             return handle
         if type(tensor) is torch.Tensor or type(tensor) is nn.Parameter:
-            if self._inputs is not None and tensor.requires_grad and saves_checkpoint_input():
-                kept_input = self._inputs.keep(tensor)
+            if self._moves_inputs and tensor.requires_grad and saves_checkpoint_input():
+                activations = self.saved.activations
+                kept_input = activations.keep(tensor)
                 if kept_input is not None:
-                    return kept_input
+                    return _Packed(kept_input, activations.fetch)
         elif self.saved.wraps_weights(tensor):
             return self._wrapped(tensor)
         # Weights never reach the outer hooks: `save_on_cpu` would copy them to the host.
@@ -154,9 +153,9 @@ class SavedTensors:
         handles: Sequence[Sequence[ParamHandle]],
         unit_views: UnitViews,
         pager: Pager,
-        compute: ComputeSpans = NO_SPANS,
-        inputs: KeptInputs | None = None,
-        wrapped: bool = False,
+        compute: ComputeSpans,
+        activations: ActivationPolicy,
+        wrapped: bool,
     ) -> None:
         """Prepares the hooks.
 
@@ -165,15 +164,14 @@ class SavedTensors:
             unit_views: makes views of weights.
             pager: knows how often the weights of a unit have changed.
             compute: records the unit whose weights a backward uses.
-            inputs: keeps the inputs of checkpointed modules off the device; None if they stay there.
+            activations: may keep the inputs of checkpointed modules off the device.
             wrapped: True if modules compute with wrappers of weights, such as DTensors. torch would not notice
                 changed weights whose wrapper a graph holds.
         """
-        self.inputs = inputs
+        self.activations = activations
         self._unit_views, self._pager, self._compute = unit_views, pager, compute
-        self._moves = (
-            wrapped or inputs is not None or not all(pager.device_resident(unit) for unit in range(len(handles)))
-        )
+        stays = all(pager.device_resident(unit) for unit in range(len(handles)))
+        self._moves = wrapped or activations.moves_inputs or not stays
         """True if weights of any unit come and go, or inputs of checkpointed modules."""
         self.bindings = unit_views.bindings
         # By address, since compiled code passes tensors that have lost their class.
@@ -284,7 +282,7 @@ class SavedTensors:
         )
 
     @uninterrupted
-    def unpack(self, packed: Handle | Plain | _Packed | _Wrapped | InputView) -> torch.Tensor:
+    def unpack(self, packed: Handle | Plain | _Packed | _Wrapped) -> torch.Tensor:
         """Returns the saved tensor, for whose weights the calling thread may wait.
 
         Raises:
@@ -293,9 +291,6 @@ class SavedTensors:
         """
         if isinstance(packed, Handle):
             return self._view(packed)
-        if isinstance(packed, InputView):
-            assert self.inputs is not None
-            return self.inputs.fetch(packed)
         if isinstance(packed, _Packed):
             return packed.unpack(packed.value)
         if isinstance(packed, _Wrapped):
@@ -539,7 +534,7 @@ class ModuleHooks:
         gradients: GradientAccumulator,
         pager: Pager,
         callbacks: EngineCallbacks,
-        checkpoints: UnitCheckpoints,
+        activations: ActivationPolicy,
         *,
         timeline: Timeline = OFF,
         compute: ComputeSpans = NO_SPANS,
@@ -555,13 +550,13 @@ class ModuleHooks:
             gradients: receives every gradient.
             pager: is notified of the beginning and the end of each forward.
             callbacks: the engine, as its components see it.
-            checkpoints: the hooks of checkpointing, which are outside of all others.
+            activations: installs hooks on blocks, outside of all others.
             timeline: records phases and gradients.
             compute: records the forwards of units.
         """
         self._unit_views, self._saved, self._gradients, self._pager = unit_views, saved, gradients, pager
         self._timeline, self._compute, self._local = timeline, compute, _Nesting()
-        self._checkpoints, self._root = checkpoints, model
+        self._activations, self._root = activations, model
         self.passes = Passes(pager, gradients, unit_views, callbacks, timeline)
         self._resting = False  # inside of `resting`
         self._removers: list[Callable[[], None]] = []
@@ -583,7 +578,7 @@ class ModuleHooks:
         for handle in self._trainable:
             self._removers.append(handle.hook_gradient(self._gradient_hook(handle)).remove)
         compute.install(modules, {"": ()} | sites)
-        checkpoints.install(modules)
+        activations.install(modules)
 
     def remove(self) -> None:
         """Removes every hook."""
@@ -591,7 +586,7 @@ class ModuleHooks:
         for removers in (self._removers, *self._hooks.values()):
             while removers:
                 removers.pop()()
-        self._checkpoints.remove()
+        self._activations.remove()
         self._compute.remove()
         self._unit_views.vacate()
 
@@ -620,7 +615,7 @@ class ModuleHooks:
             if frame.casts_kept:  # otherwise an enclosing context restores the cache
                 torch.set_autocast_cache_enabled(True)
             self.passes.thread = None
-        self._checkpoints.abandon()
+        self._activations.abandon()
 
     def forget_gradients(self) -> None:
         """Drops gradients that an aborted backward left in `.grad` before the engine took them."""

@@ -23,7 +23,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from offload.engine.params import handle_of
 from offload.errors import ConfigError
-from offload.quantized.tensors import PagedTensor
+from offload.quantized.paged_tensor import PagedTensor
 from offload.torch_internals import StorageReference, inner_tensors, storage_key
 
 _DEPTH = 8

@@ -208,8 +208,7 @@ class Shutdown:
                 self._enter()
                 # update thread: its updates and a commit that is due come first. A commit of edits would otherwise name
                 # slots that are being written.
-                if components.update_worker is not None:
-                    components.update_worker.come_to_rest()
+                components.update_worker.come_to_rest()
                 # Processes of a grid meet in each step, but not at an edit. So one may have ended before its last
                 # commit, and another one, which commits edits now, would be two commits ahead: no resume could go back
                 # to the first's.
@@ -317,8 +316,7 @@ class Shutdown:
             self._closed = True
         finally:
             components.timeline.close()
-            if components.meter is not None:
-                components.meter.close()
+            components.meter.close()
 
 
 def _line(error: BaseException | None) -> str:

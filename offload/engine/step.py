@@ -260,7 +260,7 @@ class OptimizerStep:
         self._early: EarlyUpdates | None = None
         """None if no update of this run can be made under the backward."""
         if components.gradients.completion is not None:
-            assert components.update_worker is not None
+            assert isinstance(components.update_worker, UpdateWorker)
             self._early = EarlyUpdates(
                 worker=components.update_worker,
                 gradients=components.gradients,
@@ -312,8 +312,8 @@ class OptimizerStep:
             NumericsError: if the norm is inf or NaN and the config does not skip such a step. Gradients are dropped and
                 nothing is updated.
         """
-        components = self._components
-        if components.update_worker is None:
+        components, updater = self._components, self._components.update_worker
+        if not isinstance(updater, UpdateWorker):
             raise UsageError("no parameter of this model is trainable, so there is nothing to step")
         self._accumulation.check_boundary(self._state.settings.accumulation)
         self._state.registered.check_complete()
@@ -321,13 +321,13 @@ class OptimizerStep:
         # Checks that raise come first, while nothing has changed. Then live views of weights are refused, since the
         # updates would change the memory under them, and the step before ends: at most one step is in flight.
         components.unit_views.settle()
-        components.update_worker.finish()
+        updater.finish()
         known = self._known()
         # Gradients were computed from the scaled loss, so their norm has the loss scale as a factor.
         norm = known.norm / self._state.loss_scale
         refusal = self._refusal(norm)
         try:
-            self._apply(components.update_worker, norm, known.present, self._order(), refused=refusal is not None)
+            self._apply(updater, norm, known.present, self._order(), refused=refusal is not None)
         except BaseException as error:
             # Counters, gradients and scheduled updates may disagree, also after a Ctrl-C at a wait of `Rule.complete`.
             # Nothing may be committed after it, and the last commit stays valid.
@@ -341,7 +341,7 @@ class OptimizerStep:
             )
         # Without overlap this thread waits until the updates have ended: for finding faults, and where it is faster.
         if not self._state.settings.overlap:
-            components.update_worker.finish(commit=False)
+            updater.finish(commit=False)
 
     def stepped(self) -> Stepped:
         """Returns the facts of the last step that the step meter records."""

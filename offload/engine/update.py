@@ -586,11 +586,45 @@ half a million elements in that time. The worker sees an error of another thread
 """
 
 
-class UpdateWorker:
+class Updates:
+    """The updates of an engine that trains nothing: none is ever under way, so nothing waits."""
+
+    trains = False
+    tile_numel = 0
+    """Largest number of elements of a tile; 0 without tiles."""
+
+    @property
+    def wants_blob(self) -> bool:
+        """True if the scheduled step will be committed and lacks its blob."""
+        return False
+
+    def schedule(self, updates: Sequence[UnitUpdate], step: int | None) -> None:
+        """Enqueues updates."""
+        raise AssertionError("an engine that trains nothing refuses steps and edits earlier")
+
+    def deliver_blob(self, blob: Mapping[str, torch.Tensor]) -> None:
+        """Passes the state blob that the commit of the scheduled step waits for."""
+
+    def finish(self, commit: bool = True) -> None:
+        """Waits until every scheduled update is written and, with `commit`, until a commit that is due is made."""
+
+    def come_to_rest(self, commit: bool = True) -> None:
+        """Does as `finish`: afterwards nothing reads or writes states, until the next call."""
+
+    def drop_spare(self) -> None:
+        """Frees the host memory of promoted states. The caller holds the pager's lock, and no update is in flight."""
+
+    def close(self) -> None:
+        """Ends the updates. Idempotent."""
+
+
+class UpdateWorker(Updates):
     """Owner of the update thread.
 
     `schedule`, `deliver_blob`, `finish` and `close` belong to the caller's thread.
     """
+
+    trains = True
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Costs of each step: seconds, bytes and peaks of memory; with a breakdown also phases and waits.
 
-Without a meter none of this runs. With one, each cost is a sum that only grows, in nanoseconds or bytes, and each sum
+A `Meter` records nothing; a `StepMeter` does. Each cost is a sum that only grows, in nanoseconds or bytes, and each sum
 belongs to one thread at a time. The end of a step reads all sums and subtracts their values at the previous end. So
 nothing is locked or reset, no device is waited for, and a step costs microseconds. With a breakdown, a `Relay` is the
 engine's timeline and passes spans and marks to the meter on the threads that make them.
@@ -17,7 +17,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -82,7 +82,35 @@ class Stepped(NamedTuple):
     """Units updated under the backward whose update the step confirmed, and dropped; None if the run makes none."""
 
 
-class StepMeter:
+class Meter:
+    """Receives the steps of an engine, and records nothing."""
+
+    @property
+    def measured(self) -> Mapping[str, float]:
+        """Numbers of the last step; none before it."""
+        return {}
+
+    def begin(self) -> None:
+        """Begins the first step."""
+
+    def close(self) -> None:
+        """Ends the last step. Idempotent."""
+
+    def add_loss(self, loss: torch.Tensor, first: bool) -> None:
+        """Adds the loss of a backward; the `first` since the last step drops the losses of abandoned micro-batches."""
+
+    def end_step(self, stepped: Stepped) -> None:
+        """Ends a step."""
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Returns a context that costs the next step nothing. No update may be in progress when it begins."""
+        return nullcontext()
+
+    def evaluated(self, step: int, samples: int, loss: Any, seconds: float) -> None:
+        """Receives an evaluation between two steps; the arguments are those of `Evaluated`."""
+
+
+class StepMeter(Meter):
     """A listener of the timeline that measures steps and passes a record of each to the `reporter`, until `close`."""
 
     def __init__(
@@ -102,13 +130,17 @@ class StepMeter:
         self._device, self._io_bytes, self._drives = device, io_bytes, drives
         self._sent = sent
         self._breakdown, self._reporter = breakdown, reporter
-        self.last: StepRecord | None = None
-        """Record of the last step."""
+        self._measured: Mapping[str, float] = {}
         self._sums = dict.fromkeys((*_SECONDS, *_BYTES, Phase.EVALUATION.value), 0)
         self._last: dict[str, int] = {}
         self._began: dict[Phase, int] = {}
         """Phases under way, each with its start."""
         self._loss: torch.Tensor | None = None
+
+    @property
+    def measured(self) -> Mapping[str, float]:
+        """Numbers of the last step; none before it."""
+        return self._measured
 
     def begin(self) -> None:
         """Opens the reporter; the first step begins now. Raises `ConfigError` if a writer cannot be created."""
@@ -178,8 +210,8 @@ class StepMeter:
             for what in ("reads", "writes"):
                 values["update_waits_seconds"] += values[f"update_waits_for_{what}_seconds"]
         drives = {drive.path: drive.life_bytes for drive in self._drives()}
-        self.last = StepRecord(stepped.step, stepped.samples, values, drives)
-        self._reporter.report(self.last)
+        self._measured = values
+        self._reporter.report(StepRecord(stepped.step, stepped.samples, values, drives))
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -189,9 +221,9 @@ class StepMeter:
         after = self._taken()
         self._last = {name: last + after[name] - before[name] for name, last in self._last.items()}
 
-    def evaluated(self, step: int, samples: int, loss: float, seconds: float) -> None:
+    def evaluated(self, step: int, samples: int, loss: Any, seconds: float) -> None:
         """Passes an evaluation after `step` steps to the reporter."""
-        self._reporter.report_evaluation(EvaluationRecord(step, samples, loss, seconds))
+        self._reporter.report_evaluation(EvaluationRecord(step, samples, float(loss), seconds))
 
     def _taken(self) -> dict[str, int]:
         read, written = self._io_bytes()

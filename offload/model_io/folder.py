@@ -20,7 +20,7 @@ from offload.fileio.cache_file import Stamp
 from offload.fileio.inner_files import open_regular, read_bounded
 from offload.fileio.safetensors_stream import Tensor, TensorLocation, read_header, unrepeated
 from offload.fileio.torch_file import StoredTensor, read_torch_file
-from offload.quantized.tensors import PagedTensor, paged, paged_kind
+from offload.quantized.paged_tensor import PagedTensor, paged, paged_kind
 from offload.sizes import MIB
 
 # -- safetensors folder --------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.pipelining import PipelineStage
 from torch.utils.hooks import RemovableHandle
 
-from offload.errors import OffloadError
+from offload.engine.micro_batches import StageCalls
+from offload.errors import OffloadError, UsageError
 from offload.parallel.stage_run import StageRun
 
 # -- split backward ------------------------------------------------------------------------------------
@@ -207,18 +208,6 @@ def _borders(leaf: Node, path: set[Node], users: Mapping[Node, Sequence[Node]]) 
 # -- torch stage ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageCalls:
-    """The engine as its stages see it."""
-
-    accumulation: Callable[[], int]
-    """Returns the number of micro-batches of a step."""
-    divided: Callable[[torch.Tensor], torch.Tensor]
-    """Returns the loss of a micro-batch as its backward begins with it: divided, and scaled in fp16."""
-    run_backward: Callable[[Callable[[], None]], None]
-    """Runs the backward of a stage, which its argument begins."""
-
-
 class EngineStage(PipelineStage):
     """A stage whose weights and gradients are an engine's. Belongs to the thread that runs the model."""
 
@@ -278,7 +267,7 @@ class EngineStage(PipelineStage):
         with _own_errors():
             self._calls.run_backward(run)
         if full_backward:
-            self._run.end_backward(self.stage_index, bwd_chunk_id, divides=self.chunks != 1)
+            self._count(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Runs the second half of the backward of a micro-batch, and counts it."""
@@ -290,7 +279,7 @@ class EngineStage(PipelineStage):
 
         with _own_errors():
             self._calls.run_backward(run)
-        self._run.end_backward(self.stage_index, bwd_chunk_id, divides=self.chunks != 1)
+        self._count(bwd_chunk_id)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -316,8 +305,17 @@ class EngineStage(PipelineStage):
             bwd_kwargs = {**bwd_kwargs, "stage_output": outputs if gradients else outputs[0]}
         return super().backward_maybe_with_nosync("full", bwd_kwargs, last_backward)
 
+    def _count(self, micro_batch: int) -> None:
+        if self._run.end_backward(self.stage_index, micro_batch, divides=self.chunks != 1):
+            self._calls.count_micro_batch()
+
     def _check(self) -> None:
-        self._run.check(self.chunks if self.has_backward else None, self._calls.accumulation())
+        accumulation = self._calls.accumulation()
+        if self.has_backward and self.chunks not in (None, accumulation):
+            raise UsageError(
+                f"the schedule has n_microbatches={self.chunks}, and gradient_accumulation_steps is {accumulation} in "
+                "the config: a step is one run of the schedule, so give both the same number"
+            )
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Notes that gradients are a mean over micro-batches, as they are: each loss was divided."""

@@ -31,17 +31,17 @@ import contextvars
 import ctypes
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from offload.engine.hooks import Passes
+from offload.engine.micro_batches import MicroBatchGenerators, PassSchedule, Turns
 from offload.errors import UsageError
 from offload.interrupts import let_deferred_in, uninterrupted
+from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR, Schedule
 from offload.notices import announce
-from offload.passes.generators import MicroBatchGenerators
 from offload.provenance import foreign_hooks
 from offload.swapper.memory.device import Device
 from offload.torch_internals import (
@@ -334,13 +334,6 @@ _END = 0.5
 """The border after a block, in blocks after the border before it."""
 
 
-class _Ends(NamedTuple):
-    """Numbers of the first and the last block of a list."""
-
-    first: int
-    last: int
-
-
 class _Local(threading.local):
     """State of one thread."""
 
@@ -351,84 +344,89 @@ class _Local(threading.local):
         """The last border of its forward."""
 
 
-class LayerMajor:
+class LayerMajor(PassSchedule):
     """The borders of one model's blocks, and the micro-batches that wait there."""
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        blocks: Sequence[str],
-        passes: Passes,
-        device: Device,
-        wanted: bool,
-    ) -> None:
-        """Installs a border on each block, outside of all hooks that are installed so far, until `remove`.
+    def __init__(self, blocks: Sequence[str], device: Device, wanted: bool) -> None:
+        """Makes a schedule without borders; see `install`.
 
         Args:
-            modules: the modules of the model, by name.
             blocks: names of the repeated blocks, in the order of the model.
-            passes: receives the news that micro-batches take turns.
             device: the compute device.
             wanted: True if the user asks for turns by name.
         """
-        self._wanted = wanted
-        self._passes, self._device, self._modules = passes, device, modules
+        self._blocks, self._device, self._wanted = blocks, device, wanted
+        self._modules: Mapping[str, nn.Module] = {}
         self._local = _Local()
+        self._owner: threading.Thread | None = None
+        """The thread that runs the step under way."""
         self._waiting: list[MicroBatch[Any]] = []
         """The micro-batches of the step under way."""
-        self.turn = 0
-        """Number of the micro-batch that runs, in the step under way; 0 outside of one."""
+        self._micro_batch = 0
         self._watched = False
         """True if the first step has shown whether the model keeps values between blocks."""
-        self._kept: str | None = None
+        self._shared_value: str | None = None
         """Name of such a value."""
         self._removers: list[Callable[[], None]] = []
-        lists = [list(run) for _, run in itertools.groupby(enumerate(blocks), lambda run: _list_of(run[1]))]
-        for members in lists:
+
+    def install(self, modules: Mapping[str, nn.Module]) -> None:
+        """Installs a border on each block, outside of all hooks that are installed so far, until `remove`."""
+        self._modules = modules
+        for _, run in itertools.groupby(enumerate(self._blocks), lambda block: block[1].rpartition(".")[0]):
+            members = list(run)  # the blocks of one `ModuleList`
             for number, name in members:
-                self._add_border(modules[name], number, _Ends(members[0][0], members[-1][0]))
+                self._add_border(modules[name], number, first=members[0][0], last=members[-1][0])
 
     @property
-    def takes_turns(self) -> bool:
-        """False once a step has shown that the model, or a hook of the user, may keep values between blocks."""
-        return self._kept is None
-
-    @property
-    def watched(self) -> bool:
-        """True once micro-batches take turns from their beginning: an earlier call has shown that they may."""
-        return self._watched
+    def name(self) -> Schedule:
+        """The order of the next step."""
+        return LAYER_MAJOR if self._shared_value is None else MICRO_BATCH_MAJOR
 
     @property
     def possible(self) -> bool:
         """False where micro-batches do not take turns.
 
-        Also where the calling thread has hooks or modes of the user, which other threads would not have.
+        A step has shown that the model, or a hook of the user, may keep values between blocks; or the calling thread
+        has hooks or modes of the user, which other threads would not have.
         """
-        return self.takes_turns and top_saved_tensor_hooks() is None and not under_modes()
+        return self.name == LAYER_MAJOR and top_saved_tensor_hooks() is None and not under_modes()
 
     @property
-    def count(self) -> int:
-        """Number of the micro-batches of the step under way."""
-        return len(self._waiting)
+    def trial(self) -> int:
+        """Two if the next step is the first: it shows whether the model keeps values between blocks."""
+        return 2 if self.possible and not self._watched else 0
+
+    @property
+    def interleaves(self) -> bool:
+        """True while micro-batches wait at borders."""
+        return bool(self._waiting)
+
+    @property
+    def micro_batch(self) -> int:
+        """Number of the micro-batch that runs, in the step under way; 0 outside of one."""
+        return self._micro_batch
+
+    @property
+    def leaves_block(self) -> bool:
+        """True if the last of the micro-batches runs."""
+        return not self._waiting or self._micro_batch == len(self._waiting) - 1
 
     @property
     def on_this_thread(self) -> bool:
         """True on the thread of a micro-batch."""
         return self._local.micro_batch is not None
 
-    def run(self, works: Sequence[Callable[[], _T]], generators: MicroBatchGenerators, trains: bool = True) -> list[_T]:
+    def run(self, works: Iterable[Callable[[], _T]], generators: MicroBatchGenerators, turns: Turns) -> list[_T]:
         """Runs the micro-batches of a step, and returns what each returns.
-
-        Args:
-            works: run the forward and the backward of a micro-batch each.
-            generators: the random generators of each micro-batch.
-            trains: False if no work runs a backward.
 
         Raises:
             UsageError: a signal's handler has entered the engine, which ends the micro-batches.
         """
-        settings = ThreadSettings(self._device)
-        with self._passes.turns(len(works), trains):
+        if generators.micro_batches < 2 or not self.possible:
+            return super().run(works, generators, turns)
+        works, settings = list(works), ThreadSettings(self._device)
+        with turns(len(works)):
+            self._owner = threading.current_thread()
             self._waiting = waiting = [
                 MicroBatch(self._as_mine(work), settings, f"offload-micro-batch-{number}")
                 for number, work in enumerate(works)
@@ -442,18 +440,18 @@ class LayerMajor:
                     self._resume(number, micro_batch, generators)
                 return [finished.result for finished in waiting]
             finally:
-                self.abandon()
+                self._end()
 
     def _mind_hooks(self) -> None:
         """Reports a forward hook of the user, which may keep values where other micro-batches find them."""
-        name = None if self._kept is not None else foreign_hook(self._modules)
+        name = None if self._shared_value is not None else foreign_hook(self._modules)
         if name is None:
             return
         what = f"a forward hook of yours on {name} may keep values between two blocks, where another micro-batch finds"
         if self._wanted:
             announce(f'{what} them: if it does, set "schedule" to "micro_batch_major"')
         else:
-            self._kept = "a hook"
+            self._shared_value = "a hook"
             announce(
                 f"micro-batches pass through the model one after the other: {what} them. If it keeps none, set "
                 '"schedule" to "layer_major"'
@@ -466,15 +464,16 @@ class LayerMajor:
             with state.watching() if number == 1 else contextlib.nullcontext():
                 while not micro_batch.ended and not micro_batch.border.backward:
                     self._resume(number, micro_batch, generators)
-                    if number == 1 and not (micro_batch.ended or micro_batch.border.backward) and self._kept is None:
-                        self._kept = state.changed()
+                    forward = not micro_batch.ended and not micro_batch.border.backward
+                    if number == 1 and forward and self._shared_value is None:
+                        self._shared_value = state.changed()
             while not micro_batch.ended:
                 self._resume(number, micro_batch, generators)
         self._watched = True
-        if self._kept is not None:
+        if self._shared_value is not None:
             announce(
-                f"micro-batches pass through the model one after the other: it keeps {self._kept} on a module between "
-                "two blocks, where another micro-batch would find it"
+                f"micro-batches pass through the model one after the other: it keeps {self._shared_value} on a module "
+                "between two blocks, where another micro-batch would find it"
             )
 
     @uninterrupted
@@ -483,26 +482,26 @@ class LayerMajor:
         let_deferred_in()
         if not self._waiting:
             raise UsageError("the engine was called within a step of several micro-batches, which has ended them")
-        self.turn = number
+        self._micro_batch = number
         with generators.of(number):
             micro_batch.resume()
 
     @uninterrupted
-    def abandon(self) -> None:
+    def _end(self) -> None:
         """Ends the micro-batches that wait at a border. Idempotent."""
         while self._waiting:
             self._waiting[-1].abandon()
             self._waiting.pop()
-        self.turn = 0
+        self._micro_batch = 0
 
-    def abandon_on_entry(self) -> None:
+    def abandon(self) -> None:
         """Ends micro-batches that wait while the thread that runs them enters the engine, in a signal's handler."""
-        if self._waiting and self._passes.thread is threading.current_thread():
-            self.abandon()
+        if self._waiting and self._owner is threading.current_thread():
+            self._end()
 
     def remove(self) -> None:
         """Removes the borders. Idempotent."""
-        self.abandon()
+        self._end()
         while self._removers:
             self._removers.pop()()
 
@@ -512,25 +511,25 @@ class LayerMajor:
         """Returns `work`, during which the calling thread belongs to its micro-batch."""
 
         def run() -> _T:
-            self._local.micro_batch, self._local.border = self._waiting[self.turn], START
+            self._local.micro_batch, self._local.border = self._waiting[self._micro_batch], START
             return work()
 
         return run
 
-    def _add_border(self, module: nn.Module, number: int, ends: _Ends) -> None:
-        """Installs the hooks of a block."""
+    def _add_border(self, module: nn.Module, number: int, first: int, last: int) -> None:
+        """Installs the hooks of block `number`, in a list with the blocks from `first` to `last`."""
 
         def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if called is module:
                 begins = self._local.border.block % 1 != 0 or self._local.border is START
                 self._wait_in_forward(number)
                 if begins:  # what precedes the blocks has its micro-batches in their order too
-                    self._mark((args, kwargs), ends.first - _END)
+                    self._mark((args, kwargs), first - _END)
 
         def after(called: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if called is module:
                 self._mark(output, number)
-                if number == ends.last:
+                if number == last:
                     self._wait_in_forward(number + _END)
 
         pre, post = outside_of_compiled_code(before), outside_of_compiled_code(after)
@@ -554,7 +553,3 @@ class LayerMajor:
         border = Border(True, -self._local.border.passed, -number)
         for node in {leaf.grad_fn for leaf in tensors_in(tensors) if leaf.grad_fn is not None}:
             node.register_prehook(lambda grads: micro_batch.pause(border))
-
-
-def _list_of(name: str) -> str:
-    return name.rpartition(".")[0]

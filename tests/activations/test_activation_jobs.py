@@ -17,7 +17,7 @@ import offload
 from offload import testing
 from offload.swapper.memory.device import Device
 from tests.support import models
-from tests.support.modules.checkpointed import JOB, MEMORY, Stack, batch, kept, running, small_inputs_move, stack
+from tests.support.modules.checkpointed import JOB, MEMORY, Stack, batch, running, small_inputs_move, stack
 from tests.support.oracle import (
     Job,
     Result,
@@ -342,7 +342,7 @@ def test_a_copy_of_the_model_is_an_ordinary_model(tier: str, tmp_path: Path) -> 
     found = other(hidden)
     found.sum().backward()
     assert torch.equal(found.detach(), expected) and hidden.grad is not None
-    assert sum(kept(engine).bytes_by_tier().values()) == 0
+    assert testing.inspect(engine).activation_bytes == 0
     weights_of(engine)
     engine.destroy(remove=True)
 

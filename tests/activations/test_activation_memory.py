@@ -20,6 +20,8 @@ import offload
 from offload import testing
 from offload.activations.kept_inputs import _MOST_SHARED, HostBlocks, KeptInputs, Staging
 from offload.aio import DirectFile
+from offload.config import load_config
+from offload.engine.micro_batches import PassSchedule
 from offload.errors import BudgetError, IoError
 from offload.sizes import MIB, PAGE
 from offload.swapper.memory.device import Device
@@ -327,7 +329,9 @@ def test_host_memory_of_ever_new_lengths_is_that_of_the_longest(shorter: bool) -
 def test_inputs_that_graphs_have_dropped_leave_few_entries_behind() -> None:
     """Although a forward always begins before the graph of the last is gone, with inputs of another size."""
     cpu = Device(torch.device("cpu"))
-    inputs = KeptInputs(cpu, Staging(HostBlocks(cpu, HostMemory(), None, None), None), lambda _: math.inf)
+    staging = Staging(HostBlocks(cpu, HostMemory(), None, None), None)
+    keeps = {"staging": staging, "device_limit": lambda _: math.inf, "schedule": PassSchedule()}
+    inputs = KeptInputs((), load_config({"offload": {"activations": "cpu"}}), cpu, **keeps)
     leaf = torch.ones(4 * PAGE, requires_grad=True)
     first, newest = inputs.keep(leaf * 1.0), None
     for numel in range(PAGE, PAGE + 500):

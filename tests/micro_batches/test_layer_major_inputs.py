@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -16,16 +17,17 @@ JOB = models.GPT2._replace(accumulation=3, steps=3)
 
 
 def test_the_order_is_newest_first_and_within_a_unit_by_micro_batch() -> None:
-    turn: list[int | None] = [None]
-    order = _Order(lambda: turn[0])
+    schedule = mock.Mock(interleaves=False, micro_batch=0)
+    order = _Order(schedule)
     alone = [order.next() for _ in range(3)]
     assert sorted(alone) == alone[::-1]
-    places = {}
+    schedule.interleaves, places = True, {}
     for unit in range(3):
-        for micro in range(3):
-            turn[0] = micro
-            places[unit, micro] = order.next()
-    assert sorted(places, key=lambda each: places[each]) == [(unit, micro) for unit in (2, 1, 0) for micro in range(3)]
+        for schedule.micro_batch in range(3):
+            places[unit, schedule.micro_batch] = order.next()
+    assert sorted(places, key=lambda place: places[place]) == [
+        (unit, micro) for unit in (2, 1, 0) for micro in range(3)
+    ]
     assert max(places.values()) < min(alone)
 
 

@@ -169,8 +169,8 @@ MUTANTS = (
     Mutant(
         "keep totals of all units on the device after a part of a step",
         "offload.engine.gradients",
-        ") is None or turn.last)",
-        ") is None)",
+        "and self._schedule.leaves_block",
+        "and not self._schedule.interleaves",
         "tests/micro_batches/test_layer_major.py",
     ),
     Mutant(
@@ -269,8 +269,8 @@ MUTANTS = (
     Mutant(
         "reduce each micro-batch where they take turns",
         "offload.distributed.reduce_scatter",
-        "return (False, True) if turn is None else (True, turn.last)",
-        "return (False, True) if turn is None else (True, True)",
+        "return adds_up, not adds_up or self._schedule.leaves_block",
+        "return adds_up, True",
         "tests/ranks/test_ranks.py",
     ),
     Mutant(

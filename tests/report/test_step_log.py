@@ -110,7 +110,7 @@ def test_what_an_evaluation_costs_is_no_steps(monkeypatch: pytest.MonkeyPatch) -
         with meter.pause():
             spend(1000, 60)
         meter.end_step(Stepped(step, step, 0.1, 1.0, 0))
-        assert meter.last is not None and meter.last.values["read_bytes"] == 10 and meter.last.values["seconds"] == 1
+        assert meter.measured["read_bytes"] == 10 and meter.measured["seconds"] == 1
     meter.close()
 
 

@@ -105,7 +105,7 @@ def gives_back(engine: offload.Engine) -> None:
         for memory in list(inputs._staging._ending):
             inputs._staging.give_back(memory)
             inputs._staging._ending.remove(memory)
-    assert sum(inputs.bytes_by_tier().values()) == 0, "a graph is alive"
+    assert not any(tier["used"] for tier in inputs.bytes_by_tier().values()), "a graph is alive"
     for slabs in inputs._staging._blocks._slabs.values():
         assert all(len(slab.free) == slab.count for slab in slabs), "a block is lost"
     slots = inputs._staging._slots
