@@ -22,8 +22,7 @@ MODULES: dict[str, dict[str, str]] = {
         "config": "DeepSpeedConfig DeepSpeedConfigError",
         "engine": "DeepSpeedEngine DeepSpeedOptimizer",
         "accelerator": "get_accelerator",
-        "inference": "InferenceEngine init_inference",
-        "initialization": "add_config_arguments initialize",
+        "initialization": "InferenceEngine add_config_arguments init_inference initialize",
         "pipe": "PipelineEngine PipelineModule",
         "utils": "DeepSpeedDataLoader OnDevice log_dist logger",
         "refused": "DeepSpeedHybridEngine DeepSpeedInferenceConfig DeepSpeedTransformerConfig "

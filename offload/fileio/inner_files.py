@@ -290,7 +290,6 @@ def _open_folder(name: str, above: int) -> int:
 
 
 def _instead(old: int, new: int) -> int:
-    """Closes one descriptor and returns another."""
     os.close(old)
     return new
 

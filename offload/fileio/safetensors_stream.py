@@ -273,14 +273,12 @@ class Writer:
             self._drop()
 
     def _put(self, offset: int, data: memoryview | bytes) -> None:
-        """Writes `data` at a byte offset of the file."""
         try:
             write_all(self._descriptor, offset, data)
         except OSError as error:
             raise IoError(str(self._path), offset, len(data), error.errno or errno.EIO, "write") from error
 
     def _drop(self) -> None:
-        """Closes the file without a sync; idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1

@@ -241,15 +241,12 @@ class _Part(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """Returns True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Moves to a byte, and returns its number."""
         self._at = max(0, offset + (0, self._at, len(self.bytes))[whence])
         return self._at
 
@@ -262,7 +259,6 @@ class _Part(io.RawIOBase):
         return super().read(nbytes) or b""
 
     def readinto(self, buffer: Any, /) -> int:
-        """Reads as many bytes as there are, at most as many as fit."""
         # The end of the part is the end of the file to whoever reads it.
         view = memoryview(buffer)[: max(0, len(self.bytes) - self._at)]
         self._file.seek(self.bytes.start + self._at)
@@ -280,7 +276,6 @@ class _Place(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of its contents."""
         return self.info.file_size
 
 
@@ -333,7 +328,6 @@ class _Bytes:
         self._file = file
 
     def read(self, nbytes: int) -> bytes:
-        """Returns the next bytes."""
         if nbytes > _LONGEST_READ:
             raise ValueError(f"a value of {nbytes} bytes")
         data: bytes = self._file.read(nbytes)
@@ -448,7 +442,6 @@ class _Program:
             raise ValueError(f"the instruction {name}, which torch.save does not write")
 
     def _last(self, count: int) -> list[Any]:
-        """Returns the values on top of the stack, which stay there."""
         values = self._stack[-count:]
         if len(values) < count or any(value is _MARK for value in values):
             raise ValueError("fewer values than an instruction takes")
@@ -518,7 +511,6 @@ class _Typed(NamedTuple):
 
 
 def _global(module: Any, name: Any) -> Global:
-    """Returns what a pickle names."""
     if not isinstance(module, str) or not isinstance(name, str) or len(module) + len(name) > _LONGEST_NAME:
         raise ValueError("a class has no name, or one of thousands of characters")
     return Global(f"{'builtins' if module == '__builtin__' else module}.{name}")
@@ -555,7 +547,6 @@ def _set(items: list[tuple[Any, Any]], to: Any) -> None:
 
 
 def _size(value: Any) -> int:
-    """Returns a number of elements, of a step, or of a place."""
     if type(value) is not int or not 0 <= value < 2**62:
         raise ValueError(f"the number {value!r:.99} in the shape of a tensor")
     return value
@@ -706,14 +697,12 @@ class TorchFileWriter:
             self._file.close()
 
     def _end(self) -> None:
-        """Ends the present record."""
         if self._record is not None:
             self._record.close()
             self._record = None
 
     @contextmanager
     def _naming_errors(self) -> Iterator[None]:
-        """Raises errors of the system as `IoError` with the path."""
         try:
             yield
         except OSError as error:

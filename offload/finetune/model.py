@@ -294,7 +294,6 @@ def adapt(model: nn.Module, lora: Lora) -> nn.Module:
 
 
 def _check_rank(model: Any, r: int) -> None:
-    """Raises `ConfigError` for adapters of a higher rank than any matrix of the model has."""
     ranks = [min(weight.shape) for weight in model.parameters() if weight.ndim == 2]
     highest = max(ranks, default=r)
     if r > highest:

@@ -300,5 +300,4 @@ class OffloadStrategy(DDPStrategy):
 
 
 def _loops(folder: Path, tag: str) -> Path:
-    """Returns the path of Lightning's part of a checkpoint."""
     return folder / f"lightning-{tag}.ckpt"

@@ -95,7 +95,6 @@ def without_logits(model: nn.Module) -> Iterator[None]:
 
 
 def _inside_adapters(model: nn.Module) -> Any:
-    """Returns the model of transformers inside of a model of peft, or the model itself."""
     base: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
     return base() if base is not None and hasattr(model, "peft_config") else model
 
@@ -160,7 +159,6 @@ class _LossOfModel:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Computes chunks in all calls with labels, inside of the context."""
         before, self._inside = self._inside, True
         try:
             yield
@@ -448,6 +446,5 @@ def as_begun(chosen: ChosenLoss, wanted: bool | None, began_chunked: bool) -> Ch
 
 
 def _has_words(model: Any) -> bool:
-    """Returns True if the model has a head over a vocabulary."""
     embeddings = getattr(model, "get_output_embeddings", None)
     return embeddings is not None and embeddings() is not None

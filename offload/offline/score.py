@@ -160,7 +160,6 @@ def _rows(
 
 
 def _run(model: OpenModel, rows: Sequence[Row]) -> torch.Tensor:
-    """Returns the log-likelihood of each row, (rows,), or its reward, (rows, labels), on the CPU in fp32."""
     fill = model.config.pad_token_id if model.rewards else 0
     inputs = {
         "input_ids": padded([row.ids for row in rows], 0 if fill is None else fill),

@@ -133,7 +133,6 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 @contextmanager
 def _opened(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Iterator[tuple[Source, IoQueue]]:
-    """Yields the weights of a checkpoint, and the queue that reads them."""
     found = find_own(Path(checkpoint_dir), tag)
     if found is None:
         raise StoreError(
@@ -169,7 +168,6 @@ class _Memory:
         return ()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the file, over its memory."""
         places, found = self._plan.places(), {}
         for name, tensor in self._plan.shards[_FILE].items():
             count = tensor.nbytes // tensor.dtype.itemsize

@@ -272,7 +272,6 @@ def _check_template(chat: Chat, tokenizer: Any) -> None:
 
 
 def _apply(chat: Chat, tokenizer: Any, messages: list[dict[str, Any]], **how: Any) -> Any:
-    """Returns what the tokenizer's chat template makes of messages of a chat."""
     try:
         return tokenizer.apply_chat_template(messages, tools=chat.tools, **how)
     except Exception as error:  # a template may raise anything
@@ -280,7 +279,6 @@ def _apply(chat: Chat, tokenizer: Any, messages: list[dict[str, Any]], **how: An
 
 
 def _assistant_spans(chat: Chat, tokenizer: Any, text: str) -> Iterator[tuple[int, int]]:
-    """Yields begin and end of what the assistant wrote, in characters of the whole chat's text."""
     for at, message in enumerate(chat.messages):
         if message["role"] != "assistant":
             continue

@@ -99,7 +99,6 @@ def _documents(options: Options, files: Files, tokenizer: Any, share: Share, apa
 
 
 def _counted(files: Sequence[Path], kinds: Counter[type[Record]]) -> Iterator[Record]:
-    """Yields the records of `files` and counts each kind in `kinds`."""
     # Counted while the records stream through: they are never all in memory.
     for record in read_records(files):
         kinds[type(record)] += 1
@@ -145,7 +144,6 @@ def _tokens(files: Sequence[Path], tokenizer: Any) -> np.ndarray:
 
 
 def _evaluation_lines(options: Options, held_out: HeldOut | None) -> tuple[str, ...]:
-    """Returns lines on the evaluation for the user."""
     if options.eval_every == 0:
         return ()
     if held_out is None:

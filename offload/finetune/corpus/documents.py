@@ -111,7 +111,6 @@ def read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _check(names: Sequence[str], place: str) -> None:
-    """Raises `ConfigError` if no column of `COLUMNS` is present."""
     if not any(name in COLUMNS for name in names):
         raise ConfigError(
             f"{place} contains the columns {', '.join(names) or '(none)'}; rename one to text or messages, or two to "
@@ -263,7 +262,6 @@ _ROWS: dict[str, Callable[[Path], Iterator[tuple[Any, str]]]] = {
 
 
 def _decode(content: bytes, place: str) -> str:
-    """Returns UTF-8 text without a byte order mark, which editors on Windows write."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -286,7 +284,6 @@ def _parse(line: str, place: str) -> Any:
 
 
 def _record(found: Any, place: str) -> Record:
-    """Returns the record of one parsed line or row; `place` is for messages."""
     kind = _kind_of(found, place)
     if kind == "text":
         return Text(place, _string(found, "text", place))
@@ -296,7 +293,6 @@ def _record(found: Any, place: str) -> Record:
 
 
 def _prompt(found: Any, place: str) -> Prompt | Chat:
-    """Returns the prompt of one parsed line or row."""
     kind = _kind_of(found, place)
     if kind == "messages":
         return _chat(found, place)
@@ -334,7 +330,6 @@ def _tools(value: Any, place: str) -> list[dict[str, Any]] | None:
 
 
 def _messages(value: Any, place: str) -> list[dict[str, Any]]:
-    """Returns the checked messages of a chat."""
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{place}: messages must be a list of at least one message, got {_kind(value)}")
     for number, message in enumerate(value, 1):

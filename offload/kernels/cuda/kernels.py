@@ -88,7 +88,6 @@ def _cached(path: Path) -> bytes | None:
 
 
 def _cache(path: Path, image: bytes) -> None:
-    """Writes a cache file; does nothing if the folder is not writable or full."""
     content = {"sha256": hashlib.sha256(image).hexdigest(), "image": base64.b64encode(image).decode()}
     try:
         write_cache(path, json.dumps(content))
@@ -288,7 +287,6 @@ def _places(partition: Partition) -> list[_Place]:
 
 
 def _types(partition: Partition) -> tuple[int, int, int]:
-    """Returns the numbers of the weight's, the gradient's and the moments' dtypes in `adamw.cu`."""
     bf24 = partition.residual is not None and partition.residual.dtype is torch.int8
     first, second = partition.moments
     weight = BF24 if bf24 else WEIGHTS[partition.weight.dtype]
