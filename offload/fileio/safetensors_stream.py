@@ -184,7 +184,7 @@ def _check_apart(places: Mapping[str, TensorLocation]) -> None:
             end, before = offset + tensor.nbytes, name
 
 
-class Writer:
+class SafetensorsWriter:
     """A new safetensors file, whose tensors are written in chunks and in any order.
 
     All bytes of all tensors must be written before `close`, which makes them durable; the file's name is durable only
@@ -283,7 +283,7 @@ class Writer:
             os.close(self._descriptor)
         self._descriptor = -1
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> SafetensorsWriter:
         return self
 
     def __exit__(

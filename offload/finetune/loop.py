@@ -14,7 +14,7 @@ import torch
 
 from offload.engine.engine import Engine, IoBytes
 from offload.fileio import atomic_write
-from offload.finetune.corpus.token_stream import Evaluation
+from offload.finetune.corpus.token_stream import EvaluationReport
 from offload.finetune.job import Job
 from offload.finetune.output import MARK
 
@@ -43,7 +43,7 @@ class StepReport:
         return mine | {"drives": mine.pop("drives"), "time": time.time()}
 
 
-class Saved(NamedTuple):
+class SavedModel(NamedTuple):
     """Report that the model was saved after `step` steps."""
 
     step: int
@@ -76,7 +76,7 @@ def about(job: Job) -> dict[str, Any]:
 
 def steps(
     job: Job, hold: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> Iterator[StepReport | Evaluation | Saved]:
+) -> Iterator[StepReport | EvaluationReport | SavedModel]:
     """Trains from the step after the last committed one, and yields a report of each step, evaluation and save.
 
     All ranks must iterate alike. `hold` returns a context in which no signal raises. The context spans the end of a
@@ -159,7 +159,7 @@ class _SinceStep:
         )
 
 
-def evaluate(job: Job) -> Evaluation:
+def evaluate(job: Job) -> EvaluationReport:
     """Returns the loss on the held-out sequences, without dropout. All ranks must call, between steps."""
     engine, held_out, begin = job.engine, job.data.held_out, time.perf_counter()
     assert held_out is not None
@@ -173,10 +173,10 @@ def evaluate(job: Job) -> Evaluation:
             loss = held_out.loss(loss_of, engine.mean)
     finally:
         engine.train()
-    return Evaluation(engine.global_steps, loss, time.perf_counter() - begin)
+    return EvaluationReport(engine.global_steps, loss, time.perf_counter() - begin)
 
 
-def _saved(job: Job) -> Saved:
+def _saved(job: Job) -> SavedModel:
     """Saves the model into `checkpoint-<step>` below the output folder, atomically. All ranks must call."""
     assert job.output is not None
     folder = job.output / f"checkpoint-{job.engine.global_steps}"
@@ -185,4 +185,4 @@ def _saved(job: Job) -> Saved:
         job.output.mkdir(parents=True, exist_ok=True)
         atomic_write(job.output / MARK, json.dumps(job.identity._asdict()))
     job.engine.save_pretrained(folder, tokenizer=job.tokenizer)
-    return Saved(job.engine.global_steps, folder)
+    return SavedModel(job.engine.global_steps, folder)

@@ -100,7 +100,7 @@ def _inside_adapters(model: nn.Module) -> Any:
 
 
 @dataclass(slots=True)
-class _Call:
+class _ModelCall:
     """A call of the model that is under way."""
 
     has_labels: bool
@@ -137,7 +137,7 @@ class _LossOfModel:
         if not by_row:
             self.__wrapped__ = self._usual  # it computes the same, which others may rely on
         self._before: Callable[..., Any] | None = model.__dict__.get("_loss_function")
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _ModelCall] = {}
         """The calls under way, by thread."""
         self._hooks = [
             *(each.register_forward_pre_hook(self.before_model, with_kwargs=True) for each in self._signatures),
@@ -173,7 +173,7 @@ class _LossOfModel:
         labels = kwargs.get("labels", bound.get("labels"))
         trains = self._training and model.training and torch.is_grad_enabled()
         wanted = (trains or self._evaluation or self._inside) and labels is not None
-        self._calls[threading.get_ident()] = _Call(wanted and self._is_known())
+        self._calls[threading.get_ident()] = _ModelCall(wanted and self._is_known())
 
     def _is_known(self) -> bool:
         """Returns True if nothing that was added since reads or changes the logits; otherwise says so once.
@@ -200,7 +200,7 @@ class _LossOfModel:
         if model in self._signatures:
             self._calls.pop(threading.get_ident(), None)
 
-    def _call(self, head: nn.Module) -> _Call | None:
+    def _call(self, head: nn.Module) -> _ModelCall | None:
         """Returns the call whose loss is computed in chunks, if `head` is the head of its model."""
         call = self._calls.get(threading.get_ident())
         return call if head is self._head and call is not None and call.has_labels else None

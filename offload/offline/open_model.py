@@ -130,7 +130,7 @@ _LONGEST = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class ModelOptions:
     """Options of a command about where a model runs. None leaves the choice to the engine."""
 
     config: Path | None = None
@@ -191,7 +191,7 @@ class OpenModel:
 
 
 def open_model(
-    name: str, placement: Placement, *, scores: bool, check: Callable[[Any, Any], object] | None = None
+    name: str, placement: ModelOptions, *, scores: bool, check: Callable[[Any, Any], object] | None = None
 ) -> OpenModel:
     """Returns the model of a folder under an engine, to score records or to generate.
 
@@ -275,7 +275,7 @@ IGNORED = -100
 _T = TypeVar("_T")
 
 
-class Row(NamedTuple):
+class TokenRow(NamedTuple):
     """A row of tokens of one record."""
 
     ids: np.ndarray
@@ -289,7 +289,7 @@ class Row(NamedTuple):
         return int((self.labels[1:] != IGNORED).sum())
 
 
-def rows_of(document: Document, length: int) -> list[Row]:
+def rows_of(document: Document, length: int) -> list[TokenRow]:
     """Returns the rows of a record, each of at most `length` tokens, which are at least 2.
 
     A text is cut into windows; the next begins with the last token of the one before. So each token but the first
@@ -299,7 +299,7 @@ def rows_of(document: Document, length: int) -> list[Row]:
     labels = np.where(document.learned, document.ids, np.int32(IGNORED))
     last = max(len(document.ids) - 1, 1) if document.divisible else 1
     starts = range(0, last, length - 1)
-    return [Row(document.ids[start : start + length], labels[start : start + length]) for start in starts]
+    return [TokenRow(document.ids[start : start + length], labels[start : start + length]) for start in starts]
 
 
 def in_groups(items: Iterable[_T], size: int) -> Iterator[list[_T]]:

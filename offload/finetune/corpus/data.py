@@ -20,7 +20,7 @@ from offload.finetune.options import Options
 from offload.sizes import count_of
 
 
-class Files(NamedTuple):
+class DataFiles(NamedTuple):
     """Paths of the data files, found but not read."""
 
     learned: list[Path]
@@ -52,19 +52,19 @@ class Data(NamedTuple):
         return max(self.batches.largest_id, self.held_out.largest_id if self.held_out is not None else 0)
 
 
-def find_files(options: Options) -> Files:
+def find_files(options: Options) -> DataFiles:
     """Returns the data files that the options name.
 
     Raises:
         ConfigError: a path does not exist, or contains no data file.
     """
     if options.data:
-        return Files(find_data(options.data), find_data(options.eval_data) if options.eval_data else [])
+        return DataFiles(find_data(options.data), find_data(options.eval_data) if options.eval_data else [])
     learned = token_stream.find_files(options.text or token_stream.standard_library())
-    return Files(learned, token_stream.find_files(options.eval_data) if options.eval_data else [])
+    return DataFiles(learned, token_stream.find_files(options.eval_data) if options.eval_data else [])
 
 
-def read_files(options: Options, files: Files, tokenizer: Any, share: Share, apart: bool) -> Data:
+def read_files(options: Options, files: DataFiles, tokenizer: Any, share: Share, apart: bool) -> Data:
     """Reads and tokenizes the data files; `apart` is True if the model masks documents of one row from each other.
 
     A tokenizer of None is that of bytes.
@@ -78,7 +78,7 @@ def read_files(options: Options, files: Files, tokenizer: Any, share: Share, apa
     return found._replace(lines=(*found.lines, *_evaluation_lines(options, found.held_out)))
 
 
-def _documents(options: Options, files: Files, tokenizer: Any, share: Share, apart: bool) -> Data:
+def _documents(options: Options, files: DataFiles, tokenizer: Any, share: Share, apart: bool) -> Data:
     """Returns documents in rows, with rows held out unless evaluation files are given."""
     kinds: Counter[type[Record]] = Counter()
     whole = options.train_on == "all"
@@ -105,7 +105,7 @@ def _counted(files: Sequence[Path], kinds: Counter[type[Record]]) -> Iterator[Re
         yield record
 
 
-def _packed_to_evaluate(options: Options, files: Files, tokenizer: Any, apart: bool) -> packing.Packed:
+def _packed_to_evaluate(options: Options, files: DataFiles, tokenizer: Any, apart: bool) -> packing.Packed:
     """Returns the documents of --eval-data in rows; errors name the option."""
     try:
         documents = packing.encode(read_records(files.evaluated), tokenizer, options.train_on == "all")
@@ -114,7 +114,7 @@ def _packed_to_evaluate(options: Options, files: Files, tokenizer: Any, apart: b
         raise ConfigError(f"--eval-data: {error}") from error
 
 
-def _text(options: Options, files: Files, tokenizer: Any, share: Share) -> Data:
+def _text(options: Options, files: DataFiles, tokenizer: Any, share: Share) -> Data:
     """Returns sequences of a text, with sequences held out unless evaluation files are given."""
     tokens, length = _tokens(files.learned, tokenizer), options.seq_len
     # Sequences are held out before batches are drawn, so that no training batch contains an evaluated token.

@@ -243,7 +243,7 @@ def choose(count: int) -> np.ndarray:
     return (np.arange(k) * count // max(k, 1) + count // max(2 * k, 1)).astype(int)
 
 
-class Evaluation(NamedTuple):
+class EvaluationReport(NamedTuple):
     """Result of an evaluation after `step` steps."""
 
     step: int
