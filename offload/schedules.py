@@ -69,7 +69,7 @@ def set_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def _are_numbers(values: Any) -> bool:
-    return isinstance(values, list | tuple) and all(isinstance(each, int | float) for each in values)
+    return isinstance(values, list | tuple) and all(isinstance(value, int | float) for value in values)
 
 
 class Schedule(abc.ABC):
@@ -297,13 +297,13 @@ class WarmupLR(Schedule):
         Raises:
             ConfigError: if a value is invalid or does not fit the groups of `optimizer`.
         """
-        given = {
+        params = {
             "warmup_min_lr": warmup_min_lr,
             "warmup_max_lr": "auto" if warmup_max_lr is None else warmup_max_lr,
             "warmup_num_steps": warmup_num_steps,
             "warmup_type": warmup_type,
         }
-        super().__init__(optimizer, schedule_params(WarmupParams, given), last_batch_iteration)
+        super().__init__(optimizer, schedule_params(WarmupParams, params), last_batch_iteration)
 
     def _begin(self) -> None:
         self._check_pairs()
@@ -347,7 +347,7 @@ class WarmupDecayLR(WarmupLR):
         Raises:
             ConfigError: if a value is invalid or does not fit the groups of `optimizer`.
         """
-        given = {
+        params = {
             "total_num_steps": total_num_steps,
             "warmup_min_lr": warmup_min_lr,
             "warmup_max_lr": "auto" if warmup_max_lr is None else warmup_max_lr,
@@ -355,7 +355,7 @@ class WarmupDecayLR(WarmupLR):
             "warmup_type": warmup_type,
         }
         # Not `super()`: WarmupLR would validate the values as `WarmupParams`, which have no `total_num_steps`.
-        Schedule.__init__(self, optimizer, schedule_params(WarmupDecayParams, given), last_batch_iteration)
+        Schedule.__init__(self, optimizer, schedule_params(WarmupDecayParams, params), last_batch_iteration)
 
     def _begin(self) -> None:
         self._check_pairs()
@@ -398,14 +398,14 @@ class WarmupCosineLR(Schedule):
         Raises:
             ConfigError: if a value is invalid or does not fit the groups of `optimizer`.
         """
-        given = {
+        params = {
             "total_num_steps": total_num_steps,
             "warmup_min_ratio": warmup_min_ratio,
             "warmup_num_steps": warmup_num_steps,
             "cos_min_ratio": cos_min_ratio,
             "warmup_type": warmup_type,
         }
-        super().__init__(optimizer, schedule_params(WarmupCosineParams, given), last_batch_iteration)
+        super().__init__(optimizer, schedule_params(WarmupCosineParams, params), last_batch_iteration)
 
     def _begin(self) -> None:
         _warn_of_short_training(self._params)
@@ -475,7 +475,7 @@ class OneCycle(Schedule):
         Raises:
             ConfigError: if a value is invalid or does not fit the groups of `optimizer`.
         """
-        given = {
+        params = {
             "cycle_min_lr": cycle_min_lr,
             "cycle_max_lr": cycle_max_lr,
             "decay_lr_rate": decay_lr_rate,
@@ -489,7 +489,7 @@ class OneCycle(Schedule):
             "cycle_max_mom": cycle_max_mom,
             "decay_mom_rate": decay_mom_rate,
         }
-        super().__init__(optimizer, schedule_params(OneCycleParams, given), last_batch_iteration)
+        super().__init__(optimizer, schedule_params(OneCycleParams, params), last_batch_iteration)
 
     def _begin(self) -> None:
         self._check_pairs()
@@ -513,8 +513,8 @@ class OneCycle(Schedule):
             return values
         groups = self.optimizer.param_groups
         return [
-            each | {"betas": (momentum, *group["betas"][1:])}
-            for each, momentum, group in zip(values, momenta, groups, strict=True)
+            value | {"betas": (momentum, *group["betas"][1:])}
+            for value, momentum, group in zip(values, momenta, groups, strict=True)
         ]
 
     def _lrs(self, steps: int) -> list[float]:
@@ -587,13 +587,13 @@ class LRRangeTest(Schedule):
         Raises:
             ConfigError: if a value is invalid or does not fit the groups of `optimizer`.
         """
-        given = {
+        params = {
             "lr_range_test_min_lr": lr_range_test_min_lr,
             "lr_range_test_step_size": lr_range_test_step_size,
             "lr_range_test_step_rate": lr_range_test_step_rate,
             "lr_range_test_staircase": lr_range_test_staircase,
         }
-        super().__init__(optimizer, schedule_params(RangeTestParams, given), last_batch_iteration)
+        super().__init__(optimizer, schedule_params(RangeTestParams, params), last_batch_iteration)
 
     def _lrs(self, steps: int) -> list[float]:
         params = self._params

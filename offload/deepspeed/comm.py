@@ -22,7 +22,7 @@ from offload.swapper.memory.device import accelerator_type
 logger = logging.getLogger(__name__)
 
 _OF_THE_PROFILER = ("prof", "log_name", "debug")
-"""Keywords by which DeepSpeed measures a call, which torch's functions lack."""
+"""Keywords of DeepSpeed that measure a call; torch's functions lack them."""
 
 
 def init_distributed(
@@ -76,8 +76,8 @@ def _launched() -> int:
 
 
 def _backends() -> str:
-    found = accelerator_type()
-    return "gloo" if found is None else f"cpu:gloo,{found}:{device_backend(found)}"
+    device_type = accelerator_type()
+    return "gloo" if device_type is None else f"cpu:gloo,{device_type}:{device_backend(device_type)}"
 
 
 def _with_group(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -130,7 +130,7 @@ def public_names(module: str) -> list[str]:
 
 def _submodules(module: str) -> list[str]:
     prefix = f"{module}." if module else ""
-    below = [each.removeprefix(prefix) for each in (*MODULES, *_FILES) if each.startswith(prefix)]
+    below = [path.removeprefix(prefix) for path in (*MODULES, *_FILES) if path.startswith(prefix)]
     return sorted({name for name in below if name and "." not in name})
 
 

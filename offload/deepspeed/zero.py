@@ -355,7 +355,7 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 
 
 class TiledLinear(linear.TiledLinear):
-    """A linear layer as a grid of smaller ones, each of which is paged by itself. See `offload.TiledLinear`."""
+    """A linear layer as a grid of smaller ones, each paged by itself. See `offload.TiledLinear`."""
 
     def __init__(
         self,

@@ -57,7 +57,7 @@ def check_log(log: Path) -> None:
 def cut_log(path: Path, steps: int) -> Path | None:
     """Deletes cut-off lines and those of steps after `steps`, so that a resumed run appends to the committed steps.
 
-    A log of which nothing would be left is moved aside: log.jsonl becomes log.1.jsonl, or the next free number.
+    A log that would become empty is moved aside: log.jsonl becomes log.1.jsonl, or the next free number.
 
     Returns:
         The new name of a log that was moved aside, or None.

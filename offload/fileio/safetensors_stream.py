@@ -49,7 +49,7 @@ _LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the library."""
 _MOST_DIMENSIONS = 64
 _MOST_BRACKETS = 3_000_000
-"""Lists and objects in a header, each of which takes many times the memory of its two brackets."""
+"""Lists and objects in a header; each takes many times the memory of its two brackets."""
 
 
 class Tensor(NamedTuple):
@@ -152,14 +152,14 @@ def _read_text(file: BinaryIO, nbytes: int) -> Iterator[bytes]:
 def unrepeated(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Returns an object of JSON, a hook for `json.loads`; raises `ValueError` if it has a key twice.
 
-    Readers differ in which of two values they take.
+    Readers differ in the choice between two values.
     """
-    found: dict[str, Any] = {}
+    content: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in content:
             raise ValueError(f"the key {key!r:.99} is there twice")
-        found[key] = value
-    return found
+        content[key] = value
+    return content
 
 
 def _check_numbers(name: str, shape: Any, start: Any, end: Any) -> None:

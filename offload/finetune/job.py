@@ -94,7 +94,7 @@ class Job:
     """Run folder from which a later process resumes; None if the run makes no commits."""
     identity: Identity
     output: Path | None = None
-    """Folder in which the model is saved after the last step; None to save nothing."""
+    """Folder for the model after the last step; None to save nothing."""
     save_every: int | None = None
     """Steps between saves into subfolders of `output`; None for no such saves."""
     eval_every: int = 0
@@ -142,7 +142,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     lora = None if options.lora is None else parse_lora(options.lora)
     folder = find_folder(options.model, adapters=lora is not None)
     join_launcher()  # no process group exists yet
-    rank, world_size = (rank_number(os.environ, *each) for each in (("RANK", 0), ("WORLD_SIZE", 1)))
+    rank, world_size = (rank_number(os.environ, *variable) for variable in (("RANK", 0), ("WORLD_SIZE", 1)))
     content, lines = merge(file, options, Start.of(folder, lora is not None), world_size)
     lines += keep(content) if options.keep else ()
     # Its batches are those of one rank each, all different.
@@ -172,12 +172,12 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     steps = steps_of(options, DEFAULT_STEPS, data.batches)  # with --epochs known only after the data are packed
     content, lines = schedule(content, options, steps)
     _say_all(lines, say)
-    mine = _identity(options, folder, data, steps, content)
-    if (done := find_finished(config, mine)) is not None:
+    identity = _identity(options, folder, data, steps, content)
+    if (done := find_finished(config, identity)) is not None:
         return done
     # This check must follow `find_finished`: the output folder of a finished run contains a model and would be refused.
     resumes = config.offload.resume in ("auto", "must") and _has_files(config)
-    check_output(output, resumes or is_marked(output, mine))
+    check_output(output, resumes or is_marked(output, identity))
     check_apart(output, config)
     say(saved)
     let_segments_grow(config.offload.device)  # before CUDA is used, for the dtype; `initialize` reports the result
@@ -201,7 +201,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     places = folder_notices(config.drives) if config.wants_store else ()
     new_folders = [line for line in places if isinstance(line, Remark)]
     engine = _engine(options, model, content, config, rank, say)
-    resumed, mine = _resumed(engine, mine, loss)
+    resumed, identity = _resumed(engine, identity, loss)
     # A resumed run has the weights of its swap files, wherever they came from.
     example = () if data.example is None else (data.example,)
     begun = resumed if engine.global_steps else (*example, source, *resumed)
@@ -212,7 +212,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
         steps=steps,
         run=config.offload.run,
         folder=engine.resumable,
-        identity=mine,
+        identity=identity,
         output=options.output,
         save_every=options.save_every,
         eval_every=0 if data.held_out is None else options.eval_every or max(1, steps // _EVALUATIONS),
@@ -287,7 +287,7 @@ def _identity(options: Options, folder: Path | None, data: Data, steps: int, con
     )
 
 
-def _resumed(engine: Engine, mine: Identity, loss: ChosenLoss) -> tuple[tuple[str, ...], Identity]:
+def _resumed(engine: Engine, identity: Identity, loss: ChosenLoss) -> tuple[tuple[str, ...], Identity]:
     """Stores the job's identity in the engine for its commits. A resumed run computes its loss as it began.
 
     Returns lines on the loss and on each difference from the run, and the identity with the loss that is computed. A
@@ -301,24 +301,24 @@ def _resumed(engine: Engine, mine: Identity, loss: ChosenLoss) -> tuple[tuple[st
     before = dict(job) if is_identity(job) else {}
     if engine.global_steps:
         # An identity that an earlier version has stored says nothing of the loss, which was that of all logits.
-        loss = as_begun(loss, mine.chunked_loss, bool(before.get("chunked_loss")))
-    whole = mine._replace(chunked_loss=loss.chunked)
+        loss = as_begun(loss, identity.chunked_loss, bool(before.get("chunked_loss")))
+    whole = identity._replace(chunked_loss=loss.chunked)
     lines = [] if loss.line is None else [loss.line]
     try:
         if before and engine.global_steps:
-            other = other_model(mine, before)
+            other = other_model(identity, before)
             if other is not None:
                 raise StoreError(
                     f"the run in {engine.resumable} belongs to another job: {other}; give that model, another --run, "
                     f"or --resume restart"
                 )
             # Not compared here: the engine reports changed settings itself, and the number of steps may change.
-            kept = before | {"settings": mine.settings, "steps": mine.steps, "schedule": mine.schedule}
-            kept["chunked_loss"] = bool(before.get("chunked_loss"))
-            lines += [f"resumed, and {words}" for words in differences(whole, kept)]
-        marked = mine.output is not None and is_marked(Path(mine.output), mine)
-        if before.get("output") != mine.output and not marked:
-            check_output(None if mine.output is None else Path(mine.output), may_be_there=False)
+            expected = before | {"settings": identity.settings, "steps": identity.steps, "schedule": identity.schedule}
+            expected["chunked_loss"] = bool(before.get("chunked_loss"))
+            lines += [f"resumed, and {words}" for words in differences(whole, expected)]
+        marked = identity.output is not None and is_marked(Path(identity.output), identity)
+        if before.get("output") != identity.output and not marked:
+            check_output(None if identity.output is None else Path(identity.output), may_be_there=False)
     except (ConfigError, StoreError):
         engine.destroy(remove=False)
         raise
@@ -330,13 +330,13 @@ def _prediction(
     options: Options, model: nn.Module, content: Mapping[str, Any], always: Mapping[str, Any], has_files: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the prediction of a step under the log's keys, and a line about it. No failure here stops the run."""
-    found = probe.kept()
-    if found is None:
+    rates = probe.kept()
+    if rates is None:
         return {}, ("no prediction: `offload probe` was not run on this machine; it takes a minute, once",)
     try:
         chunked = would_be_chunked(model, options.chunked_loss)
         again = options.gradient_checkpointing
-        planned = predict(found, model, content, options.seq_len, always, again, chunked, has_files)
+        planned = predict(rates, model, content, options.seq_len, always, again, chunked, has_files)
     except Exception as error:  # a failed prediction must not stop the run; the line contains the reason
         kind = "" if isinstance(error, OffloadError) else f"{type(error).__name__}: "
         return {}, (f"no prediction: {kind}{error}",)

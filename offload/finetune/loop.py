@@ -38,9 +38,9 @@ class StepReport:
 
     def line(self) -> dict[str, Any]:
         """Returns the step's line for the log."""
-        mine = {each.name: getattr(self, each.name) for each in fields(self)}
-        mine |= {name: value for name, value in mine.pop("measured").items() if name not in mine}
-        return mine | {"drives": mine.pop("drives"), "time": time.time()}
+        line = {field.name: getattr(self, field.name) for field in fields(self)}
+        line |= {name: value for name, value in line.pop("measured").items() if name not in line}
+        return line | {"drives": line.pop("drives"), "time": time.time()}
 
 
 class SavedModel(NamedTuple):
@@ -88,12 +88,12 @@ def steps(
     while engine.global_steps < job.steps:
         step, lr = engine.global_steps + 1, engine.get_lr()[0]
         inputs = [job.data.batches.inputs(step, micro_batch) for micro_batch in range(accumulation)]
-        parts = engine.accumulate(inputs, lambda each: engine(**each, **job.always).loss)
+        parts = engine.accumulate(inputs, lambda batch: engine(**batch, **job.always).loss)
         loss = 0.0
         for part in parts:  # `sum` of newer Pythons rounds otherwise
             loss += float(part) / accumulation
         loss = engine.mean(loss)
-        tokens = sum(each["input_ids"].numel() for each in inputs) * engine.world_size
+        tokens = sum(batch["input_ids"].numel() for batch in inputs) * engine.world_size
         with hold():
             engine.step()
             # Before the report is yielded: time that the caller takes with it counts for the next step.
@@ -101,7 +101,7 @@ def steps(
             norm = engine.get_global_grad_norm()
             assert norm is not None
             # Bytes of all processes of the run since its start: wear is counted over the life of a drive.
-            drives = {each.path: each.life_bytes for each in engine.drive_writes()}
+            drives = {drive.path: drive.life_bytes for drive in engine.drive_writes()}
             # The context of `hold` lasts until the caller resumes the generator.
             yield StepReport(
                 step=step,

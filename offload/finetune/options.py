@@ -102,7 +102,7 @@ class Options:
 
     @property
     def frozen(self) -> str | None:
-        """Block format in which frozen weights are stored; None for the dtype of the model."""
+        """Block format of frozen weights; None for the dtype of the model."""
         return "nf4" if self.load_in_4bit else "int8" if self.load_in_8bit else None
 
 
@@ -402,16 +402,16 @@ def in_options(message: str, options: Options) -> str:
     Without a config file every value came from an option or from the command's defaults. With one, only keys whose
     option was given are replaced: the user may have written the others.
     """
-    found = message
+    result = message
     for flag, path in _replaced(options):
-        found = _pattern(path).sub(functools.partial(_spelled, flag), found)
-    return found if found == message else _ASIDE.sub("", found)
+        result = _pattern(path).sub(functools.partial(_spelled, flag), result)
+    return result if result == message else _ASIDE.sub("", result)
 
 
 def _replaced(options: Options) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name, path in (*((name, path) for name, path, _ in KEYS), *_OTHERS):
-        given = getattr(options, name) not in (None, ())
-        if name not in _WITHOUT_NAME and (given or options.config is None):
+        is_given = getattr(options, name) not in (None, ())
+        if name not in _WITHOUT_NAME and (is_given or options.config is None):
             yield f"--{name.replace('_', '-')}", path
 
 

@@ -6,7 +6,7 @@
     training_step(second) ─► loss      its result, nothing runs
     …
 
-Each micro-batch runs through the Trainer's own `training_step`, in which `accelerator.backward` hands the loss over in
+Each micro-batch runs through the Trainer's own `training_step`; `accelerator.backward` there hands the loss over in
 place of a backward. So losses, their division and all that a Trainer does to a micro-batch are its own.
 
 A `training_step` of the user's would run in parts: that of the second micro-batch would begin before that of the first

@@ -255,7 +255,7 @@ class OffloadMixin(_Base):
         if sums is not None and sums.dtype is not torch.float32:
             self._tr_loss = sums.float()
         with without_logits(self.model):
-            return self._step_at_once.result(self, inputs, lambda each: step(model, each, *args, **kwargs))
+            return self._step_at_once.result(self, inputs, lambda batch: step(model, batch, *args, **kwargs))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates as the Trainer does. A call before `train()` builds the engine, which `train()` then uses."""

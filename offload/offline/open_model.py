@@ -110,13 +110,13 @@ def beside_cache(content: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
         BudgetError: The cache leaves nothing.
     """
     block = content.get("offload", {})
-    given = block.get("device_memory", "auto")
-    if given == "auto":
+    budget = block.get("device_memory", "auto")
+    if budget == "auto":
         return dict(content)
-    left = parse_size(given) - nbytes
+    left = parse_size(budget) - nbytes
     if left <= 0:
         raise BudgetError(
-            f"the static cache takes {format_size(nbytes)} there, and the device budget is {given}: raise "
+            f"the static cache takes {format_size(nbytes)} there, and the device budget is {budget}: raise "
             "--device-memory, lower --static-cache or --batch-size, or try --static-cache-on host"
         )
     return {**content, "offload": {**block, "device_memory": left}}
@@ -153,10 +153,10 @@ class ModelOptions:
         if self.dtype is not None:
             content |= {name: {"enabled": name == self.dtype} for name in ("bf16", "fp16")}
             content.pop("bfloat16", None)  # DeepSpeed's older name
-        given = {"device": self.device, "host_memory": self.host_memory, "device_memory": self.device_memory}
+        options = {"device": self.device, "host_memory": self.host_memory, "device_memory": self.device_memory}
         block = content.get("offload", {})
         if isinstance(block, Mapping):
-            content["offload"] = {**block, **{name: value for name, value in given.items() if value is not None}}
+            content["offload"] = {**block, **{name: value for name, value in options.items() if value is not None}}
         return content
 
 
@@ -303,7 +303,7 @@ def rows_of(document: Document, length: int) -> list[TokenRow]:
 
 
 def in_groups(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
-    """Yields lists of `size` items, the last of which may be shorter."""
+    """Yields lists of `size` items; the last one may be shorter."""
     group: list[_T] = []
     for item in items:
         group.append(item)
@@ -317,12 +317,12 @@ def in_groups(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
 def padded(rows: Sequence[np.ndarray], fill: int, left: bool = False) -> torch.Tensor:
     """Returns rows as (rows, longest) int64, padded with `fill` behind each row, or before it if `left`."""
     longest = max(len(row) for row in rows)
-    found = np.full((len(rows), longest), fill, np.int64)  # embeddings take no int32 on every device
+    array = np.full((len(rows), longest), fill, np.int64)  # embeddings take no int32 on every device
     for at, row in enumerate(rows):
-        found[at, longest - len(row) :] = row if left else found[at, longest - len(row) :]
+        array[at, longest - len(row) :] = row if left else array[at, longest - len(row) :]
         if not left:
-            found[at, : len(row)] = row
-    return torch.from_numpy(found)
+            array[at, : len(row)] = row
+    return torch.from_numpy(array)
 
 
 # -- finite --------------------------------------------------------------------------------------------

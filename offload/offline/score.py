@@ -105,7 +105,7 @@ class _PendingRecord:
             place=self.place,
             tokens=tokens,
             counted=counted,
-            log_likelihood=math.fsum(float(each) for each in self.results) if counted else None,
+            log_likelihood=math.fsum(float(value) for value in self.results) if counted else None,
             reward=self.results[0].flatten().tolist() if rewards and self.results else None,
             cut=self.cut,
         )

@@ -228,7 +228,7 @@ def encode_chat(chat: Chat, tokenizer: Any, whole: bool = False) -> tuple[list[i
             chat, tokenizer, chat.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
             chat_template=marking.template,
         )  # fmt: skip
-        return marked["input_ids"], [bool(each) for each in marked["assistant_masks"]]
+        return marked["input_ids"], [bool(bit) for bit in marked["assistant_masks"]]
     text = _apply(chat, tokenizer, chat.messages, tokenize=False)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     begins, ends = np.asarray(encoded["offset_mapping"]).reshape(-1, 2).T
@@ -258,8 +258,8 @@ def encode_chat_prompt(chat: Chat, tokenizer: Any) -> list[int]:
         ConfigError: There is no chat template, or it refuses the chat.
     """
     _check_template(chat, tokenizer)
-    found = _apply(chat, tokenizer, chat.messages, tokenize=True, return_dict=True, add_generation_prompt=True)
-    ids: list[int] = found["input_ids"]
+    encoded = _apply(chat, tokenizer, chat.messages, tokenize=True, return_dict=True, add_generation_prompt=True)
+    ids: list[int] = encoded["input_ids"]
     return ids
 
 
@@ -347,21 +347,25 @@ def parts_of(ids: Sequence[int], learned: Sequence[bool], tokenizer: Any) -> tup
     """Returns the text of a document in parts, shortened, and with nothing in it that a terminal would obey."""
     runs = [
         (flag, [token for token, _ in tokens])
-        for flag, tokens in itertools.groupby(zip(ids, learned, strict=True), key=lambda each: bool(each[1]))
+        for flag, tokens in itertools.groupby(zip(ids, learned, strict=True), key=lambda pair: bool(pair[1]))
     ]
     parts = [ExamplePart(_shortened(visible_text(_text(tokens, tokenizer))), flag) for flag, tokens in runs[:_MOST]]
     return tuple(parts) if len(runs) <= _MOST else (*parts, ExamplePart(" [...]", False))
 
 
 def visible_text(text: str) -> str:
-    """Returns text in which characters that control a terminal, or the direction of text, are written as escapes.
+    """Returns text with escapes for characters that control a terminal, or the direction of text.
 
     A line break stays, and is followed by two spaces, so that no line of the data looks like a line of the program.
     """
-    return "".join(
-        "\n  " if each == "\n" else ascii(each)[1:-1] if unicodedata.category(each)[0] in "CZ" and each != " " else each
-        for each in text
-    )
+
+    def shown(character: str) -> str:
+        if character == "\n":
+            return "\n  "
+        obeyed = unicodedata.category(character)[0] in "CZ" and character != " "
+        return ascii(character)[1:-1] if obeyed else character
+
+    return "".join(map(shown, text))
 
 
 def _text(tokens: Sequence[int], tokenizer: Any) -> str:

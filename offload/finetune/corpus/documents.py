@@ -174,21 +174,21 @@ def find_data(paths: Sequence[Path]) -> list[Path]:
     Raises:
         ConfigError: A path does not exist, a folder contains no such file, or pyarrow is missing and a file is Parquet.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for path in paths:
         if path.is_dir():
             # Sorted, since the order of a folder differs between file systems and the data must not.
             inside = sorted(file for file in path.rglob("*") if file.suffix in _IN_FOLDERS and file.is_file())
             if not inside:
                 raise ConfigError(f"there is no {', '.join(f'*{kind}' for kind in _IN_FOLDERS)} file under {path}")
-            found += inside
+            files += inside
         elif path.is_file():
-            found.append(path)
+            files.append(path)
         else:
             raise ConfigError(f"there is no data at {path}")
-    if any(file.suffix == ".parquet" for file in found):
+    if any(file.suffix == ".parquet" for file in files):
         require_pyarrow()
-    return found
+    return files
 
 
 def read_records(files: Iterable[Path]) -> Iterator[Record]:
@@ -270,17 +270,17 @@ def _decode(content: bytes, place: str) -> str:
 
 def _parse(line: str, place: str) -> Any:
     try:
-        found = json.loads(line)
+        parsed = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place} is not JSON: {error}; each line must be one of {_SHAPES}") from error
     # JSON may escape a single surrogate, "\ud83d", which Python reads but no tokenizer can encode.
     try:
-        json.dumps(found, ensure_ascii=False).encode()
+        json.dumps(parsed, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
             f"{place} contains half of a surrogate pair, {error.object[error.start]!a}; fix the line"
         ) from error
-    return found
+    return parsed
 
 
 def _record(found: Any, place: str) -> Record:

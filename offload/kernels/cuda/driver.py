@@ -44,7 +44,7 @@ class Signature:
     """Types of a kernel's arguments."""
 
     def __init__(self, *kinds: str) -> None:
-        """Takes the types of the arguments, in the order in which the kernel declares them."""
+        """Takes the types of the arguments, in the order of the kernel's declaration."""
         self.layout, self.count = struct.Struct("=" + "".join(kinds)), len(kinds)
 
 
