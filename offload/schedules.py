@@ -55,13 +55,9 @@ __all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "Warmup
 
 
 def set_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Sets values of a group of parameters.
+    """Sets values of a group of parameters: numbers, or sequences of them, by key.
 
     A tensor in the group is filled, as torch's schedules do: a script or a compiled step may hold the tensor.
-
-    Args:
-        group: the group.
-        values: numbers, or sequences of them, by key.
     """
     for key, value in values.items():
         present = group.get(key)
@@ -73,8 +69,7 @@ def set_values(group: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def _are_numbers(values: Any) -> bool:
-    """Returns True for a list or a tuple of numbers."""
-    return isinstance(values, list | tuple) and all(isinstance(each, int | float) for each in values)
+    return isinstance(values, list | tuple) and all(isinstance(value, int | float) for value in values)
 
 
 class Schedule(abc.ABC):
@@ -208,7 +203,6 @@ class Schedule(abc.ABC):
             set_values(group, values)
 
     def _values(self) -> list[dict[str, Any]]:
-        """Returns what the schedule sets for the next step, by group and key."""
         return [{"lr": rate} for rate in self.get_lr()]
 
     def _begin(self) -> None:
@@ -239,7 +233,6 @@ class Schedule(abc.ABC):
         return list(value)
 
     def _check_pairs(self) -> None:
-        """Raises `ConfigError` if a lower bound exceeds its upper bound in any group."""
         for low, high in self._params.ORDERED:
             more = " (the learning rate of its group)" if getattr(self._params, high) == "auto" else ""
             check_order(low, self._per_group(low), high + more, self._per_group(high))
@@ -249,12 +242,7 @@ logger = logging.getLogger("offload")
 
 
 def _rise(steps: int, params: WarmupParams | WarmupCosineParams) -> float:
-    """Returns the completed fraction of the warm-up, from 0 to 1.
-
-    Args:
-        steps: steps taken, at most `_length(params)`.
-        params: params with the length and the type of the warm-up.
-    """
+    """Returns the completed fraction of the warm-up, from 0 to 1, after at most `_length(params)` steps."""
     # log(0) is not defined, and the linear formula would be negative.
     if not steps:
         return 0.0
@@ -269,7 +257,6 @@ def _length(params: WarmupParams | WarmupCosineParams) -> int:
 
 
 def _warn_of_short_training(params: WarmupDecayParams | WarmupCosineParams) -> None:
-    """Warns if training ends before the warm-up does."""
     if params.total_num_steps < params.warmup_num_steps:
         logger.warning(
             "total_num_steps %d is less than warmup_num_steps %d: the learning rate still rises when training ends",
@@ -310,13 +297,13 @@ class WarmupLR(Schedule):
         Raises:
             ConfigError: if a value is invalid or does not fit the groups of `optimizer`.
         """
-        given = {
+        params = {
             "warmup_min_lr": warmup_min_lr,
             "warmup_max_lr": "auto" if warmup_max_lr is None else warmup_max_lr,
             "warmup_num_steps": warmup_num_steps,
             "warmup_type": warmup_type,
         }
-        super().__init__(optimizer, schedule_params(WarmupParams, given), last_batch_iteration)
+        super().__init__(optimizer, schedule_params(WarmupParams, params), last_batch_iteration)
 
     def _begin(self) -> None:
         self._check_pairs()
@@ -360,7 +347,7 @@ class WarmupDecayLR(WarmupLR):
         Raises:
             ConfigError: if a value is invalid or does not fit the groups of `optimizer`.
         """
-        given = {
+        params = {
             "total_num_steps": total_num_steps,
             "warmup_min_lr": warmup_min_lr,
             "warmup_max_lr": "auto" if warmup_max_lr is None else warmup_max_lr,
@@ -368,7 +355,7 @@ class WarmupDecayLR(WarmupLR):
             "warmup_type": warmup_type,
         }
         # Not `super()`: WarmupLR would validate the values as `WarmupParams`, which have no `total_num_steps`.
-        Schedule.__init__(self, optimizer, schedule_params(WarmupDecayParams, given), last_batch_iteration)
+        Schedule.__init__(self, optimizer, schedule_params(WarmupDecayParams, params), last_batch_iteration)
 
     def _begin(self) -> None:
         self._check_pairs()
@@ -411,14 +398,14 @@ class WarmupCosineLR(Schedule):
         Raises:
             ConfigError: if a value is invalid or does not fit the groups of `optimizer`.
         """
-        given = {
+        params = {
             "total_num_steps": total_num_steps,
             "warmup_min_ratio": warmup_min_ratio,
             "warmup_num_steps": warmup_num_steps,
             "cos_min_ratio": cos_min_ratio,
             "warmup_type": warmup_type,
         }
-        super().__init__(optimizer, schedule_params(WarmupCosineParams, given), last_batch_iteration)
+        super().__init__(optimizer, schedule_params(WarmupCosineParams, params), last_batch_iteration)
 
     def _begin(self) -> None:
         _warn_of_short_training(self._params)
@@ -428,7 +415,6 @@ class WarmupCosineLR(Schedule):
         return [base * ratio for base in self.base_lrs]
 
     def _ratio(self, steps: int) -> float:
-        """Returns the fraction of the own learning rate after `steps` steps."""
         params, length = self._params, _length(self._params)
         if steps <= length:
             start = params.warmup_min_ratio
@@ -489,7 +475,7 @@ class OneCycle(Schedule):
         Raises:
             ConfigError: if a value is invalid or does not fit the groups of `optimizer`.
         """
-        given = {
+        params = {
             "cycle_min_lr": cycle_min_lr,
             "cycle_max_lr": cycle_max_lr,
             "decay_lr_rate": decay_lr_rate,
@@ -503,7 +489,7 @@ class OneCycle(Schedule):
             "cycle_max_mom": cycle_max_mom,
             "decay_mom_rate": decay_mom_rate,
         }
-        super().__init__(optimizer, schedule_params(OneCycleParams, given), last_batch_iteration)
+        super().__init__(optimizer, schedule_params(OneCycleParams, params), last_batch_iteration)
 
     def _begin(self) -> None:
         self._check_pairs()
@@ -522,14 +508,13 @@ class OneCycle(Schedule):
         return self._momenta(self.last_batch_iteration + 1) if self._moves_momentum else None
 
     def _values(self) -> list[dict[str, Any]]:
-        """Returns the learning rate of each group, and its betas if the momentum is changed."""
         values, momenta = super()._values(), self.get_mom()
         if momenta is None:
             return values
         groups = self.optimizer.param_groups
         return [
-            each | {"betas": (momentum, *group["betas"][1:])}
-            for each, momentum, group in zip(values, momenta, groups, strict=True)
+            value | {"betas": (momentum, *group["betas"][1:])}
+            for value, momentum, group in zip(values, momenta, groups, strict=True)
         ]
 
     def _lrs(self, steps: int) -> list[float]:
@@ -538,7 +523,6 @@ class OneCycle(Schedule):
         return [(low + (high - low) * height) / decay for low, high in pairs]
 
     def _momenta(self, steps: int) -> list[float]:
-        """Returns the momentum of each group after `steps` steps."""
         height, growth = self._height(steps), 1 + self._params.decay_mom_rate * self._intervals(steps)
         pairs = zip(self._per_group("cycle_min_mom"), self._per_group("cycle_max_mom"), strict=True)
         # The momentum is highest where the learning rate is lowest.
@@ -552,7 +536,6 @@ class OneCycle(Schedule):
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        """Steps of the rise and of the fall."""
         first, second = self._params.cycle_first_step_size, self._params.cycle_second_step_size
         return first, first if second is None else second
 
@@ -604,13 +587,13 @@ class LRRangeTest(Schedule):
         Raises:
             ConfigError: if a value is invalid or does not fit the groups of `optimizer`.
         """
-        given = {
+        params = {
             "lr_range_test_min_lr": lr_range_test_min_lr,
             "lr_range_test_step_size": lr_range_test_step_size,
             "lr_range_test_step_rate": lr_range_test_step_rate,
             "lr_range_test_staircase": lr_range_test_staircase,
         }
-        super().__init__(optimizer, schedule_params(RangeTestParams, given), last_batch_iteration)
+        super().__init__(optimizer, schedule_params(RangeTestParams, params), last_batch_iteration)
 
     def _lrs(self, steps: int) -> list[float]:
         params = self._params

@@ -52,7 +52,7 @@ from offload.engine.shards import LocalShards
 from offload.errors import StoreError, UsageError
 from offload.fileio import sync_folder
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
-from offload.fileio.safetensors_stream import Tensor, Writer
+from offload.fileio.safetensors_stream import SafetensorsWriter, Tensor
 from offload.sizes import MIB, format_size
 from offload.states import State
 from offload.swapper.store import find_shortage
@@ -354,7 +354,7 @@ def _write_states(
     """
     sums: dict[str, int] = {}
     # Nothing is reserved here: on Btrfs, reserved space that shared extents then replace would stay allocated.
-    with Writer(path, tensors, reserved=False) as writer, DirectFile(path) as file:
+    with SafetensorsWriter(path, tensors, reserved=False) as writer, DirectFile(path) as file:
 
         def begin(chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
             nbytes = chunk.stop - chunk.start
@@ -392,7 +392,9 @@ def _write_states(
     return writer.nbytes, sums
 
 
-def _share(shards: LocalShards, unit: int, state: State, nbytes: int, writer: Writer, name: str) -> int | None:
+def _share(
+    shards: LocalShards, unit: int, state: State, nbytes: int, writer: SafetensorsWriter, name: str
+) -> int | None:
     """Lets the file system share a partition with the store (reflink).
 
     Returns:

@@ -7,8 +7,7 @@ decides by itself (one notice names such keys), or refused with the reason. Keys
 the block "offload", which DeepSpeed ignores.
 
     blocks ─► schema       the models
-    load                   from a file to the models, or to an error message
-    batch                  values that the file leaves open
+    load                   from a file to the models, or to an error message; values that the file leaves open
     script_values          values that a script determines, and two that differ
     edit                   some keys of a file, and no other character of it
     documentation          docs/reference/configuration.md, from the descriptions and tables of the blocks
@@ -16,7 +15,6 @@ the block "offload", which DeepSpeed ignores.
 
 from __future__ import annotations
 
-from offload.config.batch import Batch, effective, resolve_batch
 from offload.config.blocks import (
     OPTIMIZER_DEFAULTS,
     SCHEDULES,
@@ -29,7 +27,16 @@ from offload.config.blocks import (
     ZeroOptimization,
 )
 from offload.config.documentation import document
-from offload.config.load import check_order, examine, load_config, read_json, schedule_params
+from offload.config.load import (
+    Batch,
+    check_order,
+    effective,
+    examine,
+    load_config,
+    read_json,
+    resolve_batch,
+    schedule_params,
+)
 from offload.config.schema import Config
 
 __all__ = [

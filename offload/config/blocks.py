@@ -136,7 +136,6 @@ def spelled_number(value: Any) -> Any:
 
 
 def _strings(value: Any) -> Any:
-    """Wraps a single string or path in a tuple."""
     return (value,) if isinstance(value, str | os.PathLike) else value
 
 
@@ -160,7 +159,6 @@ def _is_rate(value: Any) -> bool:
 
 
 def _or_auto(value: Any) -> Any:
-    """Returns "auto" unchanged, and anything else as `_rates` does."""
     return value if isinstance(value, str) and value == "auto" else _rates(value)
 
 
@@ -631,7 +629,6 @@ class OptimizerBlock(Block):
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> OptimizerBlock:
-        """Raises `ValueError` if a hyperparameter does not belong to the type, or two contradict each other."""
         if self.of_torch:
             return self
         defaults = OPTIMIZER_DEFAULTS[self.type]
@@ -717,7 +714,6 @@ class Fp16(Block):
 
     @model_validator(mode="after")
     def _fits(self) -> Fp16:
-        """Raises `ValueError` if a dynamic scale would begin below its lower bound."""
         first = 2.0**self.initial_scale_power
         if self.enabled and not self.loss_scale and first < self.min_loss_scale:
             raise ValueError(

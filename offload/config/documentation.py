@@ -72,12 +72,10 @@ def _older_names() -> Iterator[str]:
 
 
 def _section(title: str, model: type[Block]) -> str:
-    """Returns the section of a block: its title, the first line of its docstring and its table."""
     return f"## {title}\n\n{(model.__doc__ or '').splitlines()[0]}\n\n{_table(model)}"
 
 
 def _table(model: type[Block]) -> str:
-    """Returns a Markdown table of the keys of a block that have an effect."""
     if not model.model_fields:
         return "No key has an effect."
     rows = ["| key | default | meaning |", "|---|---|---|"]

@@ -66,7 +66,6 @@ def set_in_block(text: str, name: str, values: Mapping[str, Any], older: Mapping
 
 
 def _object_at(text: str, begin: int) -> _Object:
-    """Returns the object whose opening brace is at `begin`."""
     # Comments and trailing commas become spaces, so that each place is the same in both texts.
     plain = without_last_commas(without_comments(text))
     decoder = json.JSONDecoder()
@@ -102,7 +101,6 @@ def _added(text: str, into: _Object, key: str, value: Any) -> str:
 
 
 def _written(text: str, into: _Object, value: Any) -> str:
-    """Returns a value as JSON, in the style of the object that is to contain it."""
     if not isinstance(value, Mapping) or (into.members and not _has_lines(text, into)):
         return json.dumps(value)
     indent = _indent(text, into)
@@ -111,13 +109,11 @@ def _written(text: str, into: _Object, value: Any) -> str:
 
 
 def _has_lines(text: str, block: _Object) -> bool:
-    """Returns True if the members of an object stand on lines of their own."""
     first = min(member.begin for member in block.members.values())
     return "\n" in text[block.begin : first]
 
 
 def _indent(text: str, block: _Object) -> str:
-    """Returns the white space before each member of an object."""
     if block.members and _has_lines(text, block):
         return _margin(text, max(member.begin for member in block.members.values()))
     return _margin(text, block.begin) + _INDENT
@@ -130,10 +126,8 @@ def _margin(text: str, at: int) -> str:
 
 
 def _line_end(text: str) -> str:
-    """Returns the characters that end a line of the text."""
     return "\r\n" if "\r\n" in text else "\n"
 
 
 def _skip(text: str, at: int) -> int:
-    """Returns the place of the first character from `at` on that is no white space."""
     return _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing too

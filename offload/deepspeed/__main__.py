@@ -82,22 +82,24 @@ class _CtrlC:
 
 def _handled() -> list[BaseException]:
     """Returns the exception that is being handled, and the chain of its contexts."""
-    found: list[BaseException] = []
+    chain: list[BaseException] = []
     error = sys.exc_info()[1]
-    while error is not None and error not in found:
-        found.append(error)
+    while error is not None and error not in chain:
+        chain.append(error)
         error = error.__context__
-    return found
+    return chain
 
 
 def _place_of(error: BaseException) -> str:
     """Returns where an exception has left the script, in words; nothing if the script had not begun."""
     frames = traceback.extract_tb(error.__traceback__)
     runners = {__file__, runpy.__file__, "<frozen runpy>", "<string>"}
-    script = next((each.filename for each in frames if each.name == "<module>" and each.filename not in runners), None)
+    script = next(
+        (frame.filename for frame in frames if frame.name == "<module>" and frame.filename not in runners), None
+    )
     if script is None:
         return ""
-    line = [each.lineno for each in frames if each.filename == script][-1]
+    line = [frame.lineno for frame in frames if frame.filename == script][-1]
     return f" in {os.path.basename(script)}, line {line}"
 
 

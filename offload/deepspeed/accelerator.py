@@ -43,7 +43,6 @@ class DeepSpeedAccelerator:
     """
 
     def __init__(self, device_type: str) -> None:
-        """Looks up torch's module of the device."""
         self._name = device_type
         self._module: Any = torch.get_device_module(device_type)
         self._compile_backend = "inductor"
@@ -371,7 +370,6 @@ class CpuAccelerator(DeepSpeedAccelerator):
     """The CPU under DeepSpeed's names: no streams, and the memory of the process in place of a device's."""
 
     def __init__(self) -> None:
-        """Begins the peak of the memory."""
         super().__init__("cpu")
         self._peak = _resident()
 
@@ -534,5 +532,4 @@ def _index_argument(device_index: int | None) -> tuple[int, ...]:
 
 
 def _resident() -> int:
-    """Returns the bytes of memory that this process occupies."""
     return int(psutil.Process(os.getpid()).memory_info().rss)

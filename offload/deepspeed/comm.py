@@ -22,7 +22,7 @@ from offload.swapper.memory.device import accelerator_type
 logger = logging.getLogger(__name__)
 
 _OF_THE_PROFILER = ("prof", "log_name", "debug")
-"""Keywords by which DeepSpeed measures a call, which torch's functions lack."""
+"""Keywords of DeepSpeed that measure a call; torch's functions lack them."""
 
 
 def init_distributed(
@@ -72,14 +72,12 @@ def init_distributed(
 
 
 def _launched() -> int:
-    """Returns the number of ranks that a launcher has started."""
     return rank_number(os.environ, "WORLD_SIZE", 1)
 
 
 def _backends() -> str:
-    """Returns the backends for tensors on the CPU and on the accelerator."""
-    found = accelerator_type()
-    return "gloo" if found is None else f"cpu:gloo,{found}:{device_backend(found)}"
+    device_type = accelerator_type()
+    return "gloo" if device_type is None else f"cpu:gloo,{device_type}:{device_backend(device_type)}"
 
 
 def _with_group(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,7 +141,6 @@ def log_summary(show_straggler: bool = False) -> None:
 
 
 def _warn_of_logging(name: str) -> None:
-    """Logs on the first rank that a call of the log of collectives has no effect."""
     if get_rank() == 0:
         logger.warning(
             "deepspeed.comm.%s has no effect: single collectives are not logged; the line of steps_per_print has their "

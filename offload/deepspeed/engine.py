@@ -76,7 +76,6 @@ class DeepSpeedEngine(Engine):
         return gradient * self._one if torch.is_grad_enabled() else gradient
 
     def _refuse_second_order(self, _: torch.Tensor) -> None:
-        """Raises `UsageError` in a plain backward of a gradient that has been taken through the model."""
         if self._divides:
             raise UsageError(
                 "loss.backward() of a gradient that was taken through the engine with create_graph, as of a gradient "

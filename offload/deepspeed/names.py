@@ -22,8 +22,7 @@ MODULES: dict[str, dict[str, str]] = {
         "config": "DeepSpeedConfig DeepSpeedConfigError",
         "engine": "DeepSpeedEngine DeepSpeedOptimizer",
         "accelerator": "get_accelerator",
-        "inference": "InferenceEngine init_inference",
-        "initialization": "add_config_arguments initialize",
+        "initialization": "InferenceEngine add_config_arguments init_inference initialize",
         "pipe": "PipelineEngine PipelineModule",
         "utils": "DeepSpeedDataLoader OnDevice log_dist logger",
         "refused": "DeepSpeedHybridEngine DeepSpeedInferenceConfig DeepSpeedTransformerConfig "
@@ -131,7 +130,7 @@ def public_names(module: str) -> list[str]:
 
 def _submodules(module: str) -> list[str]:
     prefix = f"{module}." if module else ""
-    below = [each.removeprefix(prefix) for each in (*MODULES, *_FILES) if each.startswith(prefix)]
+    below = [path.removeprefix(prefix) for path in (*MODULES, *_FILES) if path.startswith(prefix)]
     return sorted({name for name in below if name and "." not in name})
 
 

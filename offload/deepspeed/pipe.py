@@ -298,7 +298,6 @@ def partition(layers: Sequence[Any], stages: int, method: str) -> list[int]:
 
 
 def _class_of(layer: Any) -> Any:
-    """Returns the class of a layer; of a function the function itself."""
     if isinstance(layer, LayerSpec):
         return layer.typename
     return type(layer) if isinstance(layer, nn.Module) else layer if hasattr(layer, "__name__") else type(layer)
@@ -483,7 +482,6 @@ class PipelineEngine(DeepSpeedEngine):
         return stacked if self.is_first_stage() else (), labels if self.is_last_stage() else None
 
     def _stacked(self, parts: Sequence[Any], call: str) -> torch.Tensor:
-        """Returns tensors of one shape, one below the other, on the device."""
         shapes = {tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__ for part in parts}
         if len(shapes) > 1 or not isinstance(parts[0], torch.Tensor):
             raise UsageError(

@@ -36,7 +36,6 @@ def function(name: str, instead: str) -> Any:
 
 
 def _error(name: str, instead: str) -> UsageError:
-    """Returns the error for a use of `name`."""
     return UsageError(f"deepspeed's {name} has no counterpart here: {instead}")
 
 

@@ -234,7 +234,6 @@ class UlyssesSPDataLoaderAdapter:
         return [_unpacked(bytes(row.cpu().numpy()), int(size[0])) for row, size in zip(rows, sizes, strict=True)]
 
     def _part_of(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns this rank's part of a whole batch, on the device."""
         rows, tokens = batch["input_ids"].shape
         if tokens % self.sp_world_size:
             raise UsageError(

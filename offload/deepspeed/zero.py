@@ -106,7 +106,6 @@ def is_zero_param(parameter: Any) -> bool:
 
 
 def _property(name: str, read: Callable[[Any], Any]) -> property:
-    """Returns a property that only the parameters of `mark` have."""
 
     def get(parameter: Any) -> Any:
         if not is_zero_param(parameter):
@@ -249,7 +248,6 @@ def check_asked(model: nn.Module, config: dict[str, Any]) -> None:
 
 
 def _mark(asked: torch.dtype | None, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    """Gives a parameter that is being registered its attributes, and notes the dtype that was asked for."""
     if parameter is not None:
         mark([parameter])
         if asked is not None:
@@ -257,7 +255,6 @@ def _mark(asked: torch.dtype | None, module: nn.Module, name: str, parameter: nn
 
 
 def _check_dtype(dtype: torch.dtype, config: dict[str, Any]) -> None:
-    """Raises `ConfigError` if `dtype` is not that of the config's weights."""
     wanted = DTYPES[load_config(config).dtype]
     if dtype != wanted:
         raise ConfigError(
@@ -358,7 +355,7 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 
 
 class TiledLinear(linear.TiledLinear):
-    """A linear layer as a grid of smaller ones, each of which is paged by itself. See `offload.TiledLinear`."""
+    """A linear layer as a grid of smaller ones, each paged by itself. See `offload.TiledLinear`."""
 
     def __init__(
         self,

@@ -54,7 +54,6 @@ def atomic_write(path: Path, text: str | Iterable[str], *, durable: bool = True)
 
 
 def _open_new(path: str, flags: int) -> int:
-    """Opens a file that must not exist yet."""
     return os.open(path, flags & ~os.O_TRUNC | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 

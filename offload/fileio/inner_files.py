@@ -8,7 +8,7 @@ be a regular one, its size is known before it is read, and nothing waits for ano
 root's, and others must not be able to write them. What is only read may be anybody's: its contents are then checked as
 those of an enemy, and a file must belong to the owner of its folder, or to root. Another could have linked it there.
 
-Models are read through links, of which the cache of Hugging Face consists: `open_regular` and `read_bounded` look at
+Models are read through links, as in the cache of Hugging Face: `open_regular` and `read_bounded` look at
 the file alone.
 
 The first names of a path are the user's, and may be links: `depth` is the number of names at its end that are not.
@@ -101,7 +101,7 @@ def open_inner(path: Path, depth: int, flags: int = os.O_RDONLY, mode: int = 0o6
 
 
 def inner_opener(depth: int, *, ours: bool = False) -> Callable[[str, int, int], int]:
-    """Returns `open_inner` in the form in which `DirectFile` takes it."""
+    """Returns `open_inner` in the form that `DirectFile` takes."""
     return lambda path, flags, mode: open_inner(Path(path), depth, flags, mode, ours=ours)
 
 
@@ -182,7 +182,7 @@ def open_data(path: Path) -> BinaryIO:
     """Opens data of the user for reading: a file, or a pipe, through links.
 
     Raises:
-        OSError: If it cannot be opened, or is a file of holes, of which the first line could take all memory.
+        OSError: If it cannot be opened, or is a file of holes, whose first line could take all memory.
     """
     file = path.open("rb")
     try:
@@ -290,14 +290,13 @@ def _open_folder(name: str, above: int) -> int:
 
 
 def _instead(old: int, new: int) -> int:
-    """Closes one descriptor and returns another."""
     os.close(old)
     return new
 
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Gives errors of the system the whole path, of which they know the last name."""
+    """Gives errors of the system the whole path; they contain only its last name."""
     try:
         yield
     except OSError as error:

@@ -57,7 +57,7 @@ def check_log(log: Path) -> None:
 def cut_log(path: Path, steps: int) -> Path | None:
     """Deletes cut-off lines and those of steps after `steps`, so that a resumed run appends to the committed steps.
 
-    A log of which nothing would be left is moved aside: log.jsonl becomes log.1.jsonl, or the next free number.
+    A log that would become empty is moved aside: log.jsonl becomes log.1.jsonl, or the next free number.
 
     Returns:
         The new name of a log that was moved aside, or None.
@@ -97,7 +97,6 @@ def hold_log(path: Path) -> IO[str] | None:
 
 
 def _lock(file: IO[str]) -> bool:
-    """Locks an open file, and returns False if somebody else has locked it."""
     # The kernel drops the lock when the process ends, however it ends.
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,7 +108,6 @@ def _lock(file: IO[str]) -> bool:
 
 
 def _move_aside(log: Path) -> Path:
-    """Gives a log the first free number, and returns its new name."""
     # A number that is taken may be the log of another run, and is never replaced.
     for number in count(1):
         aside = log.with_name(f"{log.stem}.{number}{log.suffix}")

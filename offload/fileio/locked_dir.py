@@ -114,7 +114,6 @@ class DirLock:
         self.close()
 
     def _is_linked(self) -> bool:
-        """Returns whether the open file is still the one at the path."""
         assert self._descriptor is not None
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path))
@@ -172,7 +171,6 @@ def holder_of(path: Path, opener: Callable[[str, int, int], int] = os.open) -> s
 
 
 def _flock(descriptor: int, operation: int) -> None:
-    """Calls `flock` without blocking."""
     fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
 
 
@@ -191,5 +189,4 @@ def _check_lock(descriptor: int, path: Path) -> None:
 
 
 def _read_note(descriptor: int) -> str:
-    """Returns the text in a lock file, or "another process" if it is empty."""
     return os.pread(descriptor, _NOTE_NBYTES, 0).decode(errors="replace").strip() or "another process"

@@ -92,7 +92,6 @@ def _encode(value: Any, name: str, advice: str, depth: int, tensors: bool | list
 
 
 def _check_digits(value: Any, name: str) -> None:
-    """Raises `UsageError` if an integer has more digits than Python reads or writes."""
     if isinstance(value, int) and value.bit_length() > _SURE_BITS:
         try:
             int.__repr__(value)
@@ -181,17 +180,14 @@ def _unmarked(value: Any, inner: Callable[[Any], Any]) -> Any:
 
 
 def _as_dict(pairs: list[list[Any]]) -> dict[Any, Any]:
-    """Returns the dict of a list of pairs."""
     return {key: item for key, item in pairs}
 
 
 def _as_counter(pairs: list[list[Any]]) -> Counter[Any]:
-    """Returns the Counter of a list of pairs."""
     return Counter(_as_dict(pairs))
 
 
 def _as_tensor(dtype: str, shape: list[int], encoded: str) -> torch.Tensor:
-    """Returns the tensor of a dtype's name, a shape and its bytes in base 64."""
     if len(encoded) > 2 * _TENSOR_NBYTES or not isinstance(getattr(torch, dtype), torch.dtype):
         raise ValueError(f"a tensor of {dtype} has {len(encoded)} characters, expected at most {2 * _TENSOR_NBYTES}")
     content = torch.tensor(list(base64.b64decode(encoded, validate=True)), dtype=torch.uint8, device="cpu")

@@ -49,7 +49,7 @@ _LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the library."""
 _MOST_DIMENSIONS = 64
 _MOST_BRACKETS = 3_000_000
-"""Lists and objects in a header, each of which takes many times the memory of its two brackets."""
+"""Lists and objects in a header; each takes many times the memory of its two brackets."""
 
 
 class Tensor(NamedTuple):
@@ -152,14 +152,14 @@ def _read_text(file: BinaryIO, nbytes: int) -> Iterator[bytes]:
 def unrepeated(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Returns an object of JSON, a hook for `json.loads`; raises `ValueError` if it has a key twice.
 
-    Readers differ in which of two values they take.
+    Readers differ in the choice between two values.
     """
-    found: dict[str, Any] = {}
+    content: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in content:
             raise ValueError(f"the key {key!r:.99} is there twice")
-        found[key] = value
-    return found
+        content[key] = value
+    return content
 
 
 def _check_numbers(name: str, shape: Any, start: Any, end: Any) -> None:
@@ -184,7 +184,7 @@ def _check_apart(places: Mapping[str, TensorLocation]) -> None:
             end, before = offset + tensor.nbytes, name
 
 
-class Writer:
+class SafetensorsWriter:
     """A new safetensors file, whose tensors are written in chunks and in any order.
 
     All bytes of all tensors must be written before `close`, which makes them durable; the file's name is durable only
@@ -273,19 +273,17 @@ class Writer:
             self._drop()
 
     def _put(self, offset: int, data: memoryview | bytes) -> None:
-        """Writes `data` at a byte offset of the file."""
         try:
             write_all(self._descriptor, offset, data)
         except OSError as error:
             raise IoError(str(self._path), offset, len(data), error.errno or errno.EIO, "write") from error
 
     def _drop(self) -> None:
-        """Closes the file without a sync; idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> SafetensorsWriter:
         return self
 
     def __exit__(

@@ -241,15 +241,12 @@ class _Part(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """Returns True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Moves to a byte, and returns its number."""
         self._at = max(0, offset + (0, self._at, len(self.bytes))[whence])
         return self._at
 
@@ -262,7 +259,6 @@ class _Part(io.RawIOBase):
         return super().read(nbytes) or b""
 
     def readinto(self, buffer: Any, /) -> int:
-        """Reads as many bytes as there are, at most as many as fit."""
         # The end of the part is the end of the file to whoever reads it.
         view = memoryview(buffer)[: max(0, len(self.bytes) - self._at)]
         self._file.seek(self.bytes.start + self._at)
@@ -280,7 +276,6 @@ class _Place(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of its contents."""
         return self.info.file_size
 
 
@@ -292,16 +287,16 @@ def _records(archive: zipfile.ZipFile) -> dict[str, _Place]:
     """
     infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
     ends = [*(info.header_offset for info in infos[1:]), archive.start_dir]
-    found: dict[str, _Place] = {}
+    places: dict[str, _Place] = {}
     for info, end in zip(infos, ends, strict=True):
         name = info.filename.partition("/")[2]
         # Records that share bytes would come to more than the file has.
         if info.header_offset < 0 or info.header_offset + info.file_size > end:
             raise ValueError(f"the record {name[:99]!r} reaches beyond its place")
-        if info.compress_type != zipfile.ZIP_STORED or name in found:
+        if info.compress_type != zipfile.ZIP_STORED or name in places:
             raise ValueError(f"the record {name[:99]!r} is compressed, or there are two of this name")
-        found[name] = _Place(info, end)
-    return found
+        places[name] = _Place(info, end)
+    return places
 
 
 class _Storages:
@@ -333,7 +328,6 @@ class _Bytes:
         self._file = file
 
     def read(self, nbytes: int) -> bytes:
-        """Returns the next bytes."""
         if nbytes > _LONGEST_READ:
             raise ValueError(f"a value of {nbytes} bytes")
         data: bytes = self._file.read(nbytes)
@@ -363,7 +357,7 @@ _PUTS, _GETS = ("BINPUT", "LONG_BINPUT"), ("BINGET", "LONG_BINGET")
 _REBUILD = ("torch._utils._rebuild_tensor_v2",)
 _OF_PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 _WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
-"""Functions of torch by which a pickle makes tensors; none is called."""
+"""Functions of torch that a pickle names to make tensors; none is called."""
 _PLAIN_TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter")
 
 
@@ -448,7 +442,6 @@ class _Program:
             raise ValueError(f"the instruction {name}, which torch.save does not write")
 
     def _last(self, count: int) -> list[Any]:
-        """Returns the values on top of the stack, which stay there."""
         values = self._stack[-count:]
         if len(values) < count or any(value is _MARK for value in values):
             raise ValueError("fewer values than an instruction takes")
@@ -467,16 +460,16 @@ class _Program:
 
     def _stored(self, name: Any) -> _Typed:
         """Returns the storage that a tensor names, and the dtype of its values."""
-        kind, storage, key, _, numel = name
-        dtype = _STORAGES.get(storage.name) if kind == "storage" and isinstance(storage, Global) else None
+        kind, made_by, key, _, numel = name
+        dtype = _STORAGES.get(made_by.name) if kind == "storage" and isinstance(made_by, Global) else None
         if dtype is None or self._storage is None:
-            raise ValueError(f"a tensor is stored as {getattr(storage, 'name', kind)!r:.99}, which is not supported")
+            raise ValueError(f"a tensor is stored as {getattr(made_by, 'name', kind)!r:.99}, which is not supported")
         if not isinstance(key, str) or type(numel) is not int:
             raise ValueError(f"a storage is named {key!r:.99}, and has {numel!r:.99} elements")
-        found = self._storage(key)
-        if found.nbytes != numel * dtype.itemsize:
-            raise ValueError(f"storage {key[:99]!r} has {found.nbytes} bytes, expected {numel * dtype.itemsize}")
-        return _Typed(found, dtype)
+        storage = self._storage(key)
+        if storage.nbytes != numel * dtype.itemsize:
+            raise ValueError(f"storage {key[:99]!r} has {storage.nbytes} bytes, expected {numel * dtype.itemsize}")
+        return _Typed(storage, dtype)
 
     def _made(self, made_by: Any, arguments: Any) -> Any:
         """Returns what a call would make, which is made here for the containers and tensors of torch.save alone."""
@@ -518,7 +511,6 @@ class _Typed(NamedTuple):
 
 
 def _global(module: Any, name: Any) -> Global:
-    """Returns what a pickle names."""
     if not isinstance(module, str) or not isinstance(name, str) or len(module) + len(name) > _LONGEST_NAME:
         raise ValueError("a class has no name, or one of thousands of characters")
     return Global(f"{'builtins' if module == '__builtin__' else module}.{name}")
@@ -529,10 +521,10 @@ def _key(value: Any) -> Any:
 
     Tuples within tuples can take hours, and integers beyond those of a word can all have one hash.
     """
-    for each in value if type(value) is tuple and len(value) <= _LONGEST_KEY else (value,):
-        known = isinstance(each, str | bytes | float | Global | Record | None)
-        if not known and not (isinstance(each, int) and abs(each) < 2**60):
-            raise ValueError(f"a {type(each).__name__} as a key, or a large number")
+    for item in value if type(value) is tuple and len(value) <= _LONGEST_KEY else (value,):
+        known = isinstance(item, str | bytes | float | Global | Record | None)
+        if not known and not (isinstance(item, int) and abs(item) < 2**60):
+            raise ValueError(f"a {type(item).__name__} as a key, or a large number")
     return value
 
 
@@ -555,14 +547,13 @@ def _set(items: list[tuple[Any, Any]], to: Any) -> None:
 
 
 def _size(value: Any) -> int:
-    """Returns a number of elements, of a step, or of a place."""
     if type(value) is not int or not 0 <= value < 2**62:
         raise ValueError(f"the number {value!r:.99} in the shape of a tensor")
     return value
 
 
 def _tensor(place: Any, start: Any, shape: Any, stride: Any, *_: Any) -> StoredTensor:
-    """Returns the tensor of which a pickle names storage, first element, shape and strides."""
+    """Returns a tensor by the storage, first element, shape and strides that a pickle names."""
     if not isinstance(place, _Typed) or not len(shape) == len(stride) <= _MOST_DIMENSIONS:
         raise ValueError("a tensor without storage, or with a stride for none of its dimensions")
     storage, dtype = place
@@ -597,7 +588,7 @@ def _check_size(content: Any, most: int) -> None:
             inner = value
         if count + len(inner) > most or depth > _DEEPEST:
             raise ValueError("containers that contain one another too often")
-        left.extend((each, depth + 1) for each in inner)
+        left.extend((child, depth + 1) for child in inner)
 
 
 # -- torch file writer ---------------------------------------------------------------------------------
@@ -673,7 +664,7 @@ class TorchFileWriter:
         pickler = _Pickler(data)
         pickler.dump(content)
         self.tensors = pickler.tensors
-        """Tensors of the content, in the order in which they are written."""
+        """Tensors of the content, in the order of the file."""
         self._path, self._next = path, 0
         with self._naming_errors():
             self._file = path.open("xb")
@@ -706,14 +697,12 @@ class TorchFileWriter:
             self._file.close()
 
     def _end(self) -> None:
-        """Ends the present record."""
         if self._record is not None:
             self._record.close()
             self._record = None
 
     @contextmanager
     def _naming_errors(self) -> Iterator[None]:
-        """Raises errors of the system as `IoError` with the path."""
         try:
             yield
         except OSError as error:

@@ -25,7 +25,6 @@ from offload.errors import ConfigError, OffloadError, StoreError
 from offload.fileio.jsonl import check_log, cut_log
 from offload.finetune.corpus.data import Data, Share, find_files, read_files, steps_of
 from offload.finetune.model import (
-    Lora,
     adapt,
     build_model,
     byte_tokenizer,
@@ -95,7 +94,7 @@ class Job:
     """Run folder from which a later process resumes; None if the run makes no commits."""
     identity: Identity
     output: Path | None = None
-    """Folder in which the model is saved after the last step; None to save nothing."""
+    """Folder for the model after the last step; None to save nothing."""
     save_every: int | None = None
     """Steps between saves into subfolders of `output`; None for no such saves."""
     eval_every: int = 0
@@ -143,8 +142,13 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     lora = None if options.lora is None else parse_lora(options.lora)
     folder = find_folder(options.model, adapters=lora is not None)
     join_launcher()  # no process group exists yet
-    rank, world_size = (rank_number(os.environ, *each) for each in (("RANK", 0), ("WORLD_SIZE", 1)))
-    content, lines = _content(options, file, folder, world_size)
+    rank, world_size = (rank_number(os.environ, *variable) for variable in (("RANK", 0), ("WORLD_SIZE", 1)))
+    content, lines = merge(file, options, Start.of(folder, lora is not None), world_size)
+    lines += keep(content) if options.keep else ()
+    # Its batches are those of one rank each, all different.
+    refuse_sequences(content, "offload train")
+    # The log and the summary need the phases; the command prints its own line per step.
+    content |= {"steps_per_print": 0, "wall_clock_breakdown": True}
     config = load_config(schedule(content, options, _steps_before_data(options))[0])
     batch = batch_of(config, options.seq_len, world_size)
     output, saved = output_of(options, config.offload.run)
@@ -152,46 +156,63 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     _say_all(lines, say)
     if not _goes_on(config) and not has_mark(output):
         check_output(output, may_be_there=False)
-    _check_logs(options, config, rank, world_size)
+    if options.log is not None:
+        check_log(options.log)
+    if config.offload.trace is not None:
+        path_of(config.offload.trace, rank, world_size)
     # Cheap checks come first: reading the data may take minutes, and building the model longer.
     files = find_files(options)
-    _check_model(options, lora)
+    require_transformers()
+    if lora is not None:
+        require_peft()
+    check_positions(config_of(options.model), options.seq_len)
     tokenizer = None if folder is None else read_tokenizer(folder)
     share = Share(batch.micro, batch.accumulation, config.offload.seed, rank, world_size)
     data = read_files(options, files, tokenizer, share, keeps_documents_apart(folder))
     steps = steps_of(options, DEFAULT_STEPS, data.batches)  # with --epochs known only after the data are packed
     content, lines = schedule(content, options, steps)
     _say_all(lines, say)
-    mine = _identity(options, folder, data, steps, content)
-    if (done := find_finished(config, mine)) is not None:
+    identity = _identity(options, folder, data, steps, content)
+    if (done := find_finished(config, identity)) is not None:
         return done
     # This check must follow `find_finished`: the output folder of a finished run contains a model and would be refused.
-    check_output(output, _resumes(config) or is_marked(output, mine))
+    resumes = config.offload.resume in ("auto", "must") and _has_files(config)
+    check_output(output, resumes or is_marked(output, identity))
     check_apart(output, config)
     say(saved)
     let_segments_grow(config.offload.device)  # before CUDA is used, for the dtype; `initialize` reports the result
-    content = _with_dtype(content, say)
+    if chooses_dtype(content):
+        content, choice = settle(content)
+        if choice is not None:
+            say(choice)
     torch.manual_seed(config.offload.seed)  # the same on all ranks here, so that all build the same initial weights
-    model, source, always = _model(options, folder, lora, content, data.largest_id)
+    model, source = build_model(options.model, folder, content)
+    check_model(model, options.seq_len, data.largest_id)
+    make_ready(model, options.gradient_checkpointing)
+    always = without_cache(model)
+    if lora is not None:
+        model = adapt(model, lora)
     # The prediction runs the model as it is, before placeholders replace its parameters and chunks its logits.
     predicted, notices = (
         _prediction(options, model, content, always, _has_files(config)) if world_size == 1 else ({}, ())
     )
     loss = choose_loss(model, options.chunked_loss, off="--no-chunked-loss", evaluation=True)
-    where = _new_folders(config)
+    # The folders for swap files that the engine will make; it warns itself of wrong ones.
+    places = folder_notices(config.drives) if config.wants_store else ()
+    new_folders = [line for line in places if isinstance(line, Remark)]
     engine = _engine(options, model, content, config, rank, say)
-    resumed, mine = _resumed(engine, mine, loss)
+    resumed, identity = _resumed(engine, identity, loss)
     # A resumed run has the weights of its swap files, wherever they came from.
     example = () if data.example is None else (data.example,)
     begun = resumed if engine.global_steps else (*example, source, *resumed)
-    _say_all(_warnings_last(engine.notices, (*where, *data.lines, *begun, *notices)), say)
+    _say_all(_warnings_last(engine.notices, (*new_folders, *data.lines, *begun, *notices)), say)
     return Job(
         engine=engine,
         data=data,
         steps=steps,
         run=config.offload.run,
         folder=engine.resumable,
-        identity=mine,
+        identity=identity,
         output=options.output,
         save_every=options.save_every,
         eval_every=0 if data.held_out is None else options.eval_every or max(1, steps // _EVALUATIONS),
@@ -204,13 +225,6 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
 def _say_all(lines: Iterable[str], say: Callable[[str], None]) -> None:
     for line in lines:
         say(line)
-
-
-def _new_folders(config: Config) -> list[str]:
-    """Returns a line for each folder for swap files that the engine will make; it warns itself of wrong ones."""
-    if not config.wants_store:
-        return []
-    return [line for line in folder_notices(config.drives) if isinstance(line, Remark)]
 
 
 def _warnings_last(notices: Sequence[str], others: Sequence[str]) -> Iterator[str]:
@@ -231,42 +245,15 @@ def _steps_before_data(options: Options) -> int:
     return max(DEFAULT_STEPS, int(options.warmup or 0))
 
 
-def _check_model(options: Options, lora: Lora | None) -> None:
-    """Raises `ConfigError` if a package is missing, or the model has fewer positions than a sequence has tokens."""
-    require_transformers()
-    if lora is not None:
-        require_peft()
-    check_positions(config_of(options.model), options.seq_len)
-
-
-def _with_dtype(content: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """Returns the config with a dtype; if the config leaves the choice to the machine, reports the choice."""
-    if not chooses_dtype(content):
-        return content
-    content, choice = settle(content)
-    if choice is not None:
-        say(choice)
-    return content
-
-
-def _content(
-    options: Options, file: Mapping[str, Any] | None, folder: Path | None, world_size: int
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns the config of the job, without its schedule, and lines for the user."""
-    content, lines = merge(file, options, Start.of(folder, options.lora is not None), world_size)
-    lines += keep(content) if options.keep else ()
-    # Its batches are those of one rank each, all different.
-    refuse_sequences(content, "offload train")
-    # The log and the summary need the phases; the command prints its own line per step.
-    return content | {"steps_per_print": 0, "wall_clock_breakdown": True}, lines
-
-
 def _engine(
     options: Options, model: nn.Module, content: dict[str, Any], config: Config, rank: int, say: Callable[[str], None]
 ) -> Engine:
     """Puts the model under an engine, and cuts the log back to the step that the engine resumes from."""
     decay = content["optimizer"].get("params", {}).get("weight_decay", 0.0)
-    engine = initialize(model=model, model_parameters=_groups(model, decay), config=content).engine
+    # A decay that is no number is left to the config's own check, which refuses the value.
+    decays = isinstance(decay, int | float) and decay
+    groups = decay_groups(model.parameters(), decay) if decays else None
+    engine = initialize(model=model, model_parameters=groups, config=content).engine
     if rank:
         # Each rank needs other dropout masks. The first call of a resumed engine restores the saved state.
         torch.manual_seed(config.offload.seed + rank)
@@ -277,37 +264,8 @@ def _engine(
     return engine
 
 
-def _check_logs(options: Options, config: Config, rank: int, world_size: int) -> None:
-    """Raises `ConfigError` if the log or the trace cannot be written."""
-    if options.log is not None:
-        check_log(options.log)
-    if config.offload.trace is not None:
-        path_of(config.offload.trace, rank, world_size)
-
-
-def _model(
-    options: Options, folder: Path | None, lora: Lora | None, content: Mapping[str, Any], largest_id: int
-) -> tuple[nn.Module, str, Mapping[str, Any]]:
-    """Returns the model to train, a line on its weights, and the keyword arguments of each forward beside the batch."""
-    model, source = build_model(options.model, folder, content)
-    check_model(model, options.seq_len, largest_id)
-    make_ready(model, options.gradient_checkpointing)
-    always = without_cache(model)
-    return model if lora is None else adapt(model, lora), source, always
-
-
 _EVALUATIONS = 5
 """Default number of evaluations in a run."""
-
-
-def _groups(model: nn.Module, decay: Any) -> Any:
-    """Returns the model's parameters in groups by weight decay; None without decay.
-
-    A decay that is not a number also gives None, so that the config's own check refuses the value.
-    """
-    if not isinstance(decay, int | float) or not decay:
-        return None
-    return decay_groups(model.parameters(), decay)
 
 
 def _identity(options: Options, folder: Path | None, data: Data, steps: int, content: Mapping[str, Any]) -> Identity:
@@ -329,7 +287,7 @@ def _identity(options: Options, folder: Path | None, data: Data, steps: int, con
     )
 
 
-def _resumed(engine: Engine, mine: Identity, loss: ChosenLoss) -> tuple[tuple[str, ...], Identity]:
+def _resumed(engine: Engine, identity: Identity, loss: ChosenLoss) -> tuple[tuple[str, ...], Identity]:
     """Stores the job's identity in the engine for its commits. A resumed run computes its loss as it began.
 
     Returns lines on the loss and on each difference from the run, and the identity with the loss that is computed. A
@@ -343,24 +301,24 @@ def _resumed(engine: Engine, mine: Identity, loss: ChosenLoss) -> tuple[tuple[st
     before = dict(job) if is_identity(job) else {}
     if engine.global_steps:
         # An identity that an earlier version has stored says nothing of the loss, which was that of all logits.
-        loss = as_begun(loss, mine.chunked_loss, bool(before.get("chunked_loss")))
-    whole = mine._replace(chunked_loss=loss.chunked)
+        loss = as_begun(loss, identity.chunked_loss, bool(before.get("chunked_loss")))
+    whole = identity._replace(chunked_loss=loss.chunked)
     lines = [] if loss.line is None else [loss.line]
     try:
         if before and engine.global_steps:
-            other = other_model(mine, before)
+            other = other_model(identity, before)
             if other is not None:
                 raise StoreError(
                     f"the run in {engine.resumable} belongs to another job: {other}; give that model, another --run, "
                     f"or --resume restart"
                 )
             # Not compared here: the engine reports changed settings itself, and the number of steps may change.
-            kept = before | {"settings": mine.settings, "steps": mine.steps, "schedule": mine.schedule}
-            kept["chunked_loss"] = bool(before.get("chunked_loss"))
-            lines += [f"resumed, and {words}" for words in differences(whole, kept)]
-        marked = mine.output is not None and is_marked(Path(mine.output), mine)
-        if before.get("output") != mine.output and not marked:
-            check_output(None if mine.output is None else Path(mine.output), may_be_there=False)
+            expected = before | {"settings": identity.settings, "steps": identity.steps, "schedule": identity.schedule}
+            expected["chunked_loss"] = bool(before.get("chunked_loss"))
+            lines += [f"resumed, and {words}" for words in differences(whole, expected)]
+        marked = identity.output is not None and is_marked(Path(identity.output), identity)
+        if before.get("output") != identity.output and not marked:
+            check_output(None if identity.output is None else Path(identity.output), may_be_there=False)
     except (ConfigError, StoreError):
         engine.destroy(remove=False)
         raise
@@ -372,13 +330,13 @@ def _prediction(
     options: Options, model: nn.Module, content: Mapping[str, Any], always: Mapping[str, Any], has_files: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the prediction of a step under the log's keys, and a line about it. No failure here stops the run."""
-    found = probe.kept()
-    if found is None:
+    rates = probe.kept()
+    if rates is None:
         return {}, ("no prediction: `offload probe` was not run on this machine; it takes a minute, once",)
     try:
         chunked = would_be_chunked(model, options.chunked_loss)
         again = options.gradient_checkpointing
-        planned = predict(found, model, content, options.seq_len, always, again, chunked, has_files)
+        planned = predict(rates, model, content, options.seq_len, always, again, chunked, has_files)
     except Exception as error:  # a failed prediction must not stop the run; the line contains the reason
         kind = "" if isinstance(error, OffloadError) else f"{type(error).__name__}: "
         return {}, (f"no prediction: {kind}{error}",)
@@ -391,11 +349,6 @@ def _goes_on(config: Config) -> bool:
         return False
     status = run_status(config.drives, config.offload.run)
     return status.exists or status.finished is not None
-
-
-def _resumes(config: Config) -> bool:
-    """Returns True if there is a run to resume."""
-    return config.offload.resume in ("auto", "must") and _has_files(config)
 
 
 def _has_files(config: Config) -> bool:

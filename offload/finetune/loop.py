@@ -14,7 +14,7 @@ import torch
 
 from offload.engine.engine import Engine, IoBytes
 from offload.fileio import atomic_write
-from offload.finetune.corpus.token_stream import Evaluation
+from offload.finetune.corpus.token_stream import EvaluationReport
 from offload.finetune.job import Job
 from offload.finetune.output import MARK
 
@@ -38,12 +38,12 @@ class StepReport:
 
     def line(self) -> dict[str, Any]:
         """Returns the step's line for the log."""
-        mine = {each.name: getattr(self, each.name) for each in fields(self)}
-        mine |= {name: value for name, value in mine.pop("measured").items() if name not in mine}
-        return mine | {"drives": mine.pop("drives"), "time": time.time()}
+        line = {field.name: getattr(self, field.name) for field in fields(self)}
+        line |= {name: value for name, value in line.pop("measured").items() if name not in line}
+        return line | {"drives": line.pop("drives"), "time": time.time()}
 
 
-class Saved(NamedTuple):
+class SavedModel(NamedTuple):
     """Report that the model was saved after `step` steps."""
 
     step: int
@@ -76,7 +76,7 @@ def about(job: Job) -> dict[str, Any]:
 
 def steps(
     job: Job, hold: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> Iterator[StepReport | Evaluation | Saved]:
+) -> Iterator[StepReport | EvaluationReport | SavedModel]:
     """Trains from the step after the last committed one, and yields a report of each step, evaluation and save.
 
     All ranks must iterate alike. `hold` returns a context in which no signal raises. The context spans the end of a
@@ -88,12 +88,12 @@ def steps(
     while engine.global_steps < job.steps:
         step, lr = engine.global_steps + 1, engine.get_lr()[0]
         inputs = [job.data.batches.inputs(step, micro_batch) for micro_batch in range(accumulation)]
-        parts = engine.accumulate(inputs, lambda each: engine(**each, **job.always).loss)
+        parts = engine.accumulate(inputs, lambda batch: engine(**batch, **job.always).loss)
         loss = 0.0
         for part in parts:  # `sum` of newer Pythons rounds otherwise
             loss += float(part) / accumulation
         loss = engine.mean(loss)
-        tokens = sum(each["input_ids"].numel() for each in inputs) * engine.world_size
+        tokens = sum(batch["input_ids"].numel() for batch in inputs) * engine.world_size
         with hold():
             engine.step()
             # Before the report is yielded: time that the caller takes with it counts for the next step.
@@ -101,7 +101,7 @@ def steps(
             norm = engine.get_global_grad_norm()
             assert norm is not None
             # Bytes of all processes of the run since its start: wear is counted over the life of a drive.
-            drives = {each.path: each.life_bytes for each in engine.drive_writes()}
+            drives = {drive.path: drive.life_bytes for drive in engine.drive_writes()}
             # The context of `hold` lasts until the caller resumes the generator.
             yield StepReport(
                 step=step,
@@ -159,7 +159,7 @@ class _SinceStep:
         )
 
 
-def evaluate(job: Job) -> Evaluation:
+def evaluate(job: Job) -> EvaluationReport:
     """Returns the loss on the held-out sequences, without dropout. All ranks must call, between steps."""
     engine, held_out, begin = job.engine, job.data.held_out, time.perf_counter()
     assert held_out is not None
@@ -173,10 +173,10 @@ def evaluate(job: Job) -> Evaluation:
             loss = held_out.loss(loss_of, engine.mean)
     finally:
         engine.train()
-    return Evaluation(engine.global_steps, loss, time.perf_counter() - begin)
+    return EvaluationReport(engine.global_steps, loss, time.perf_counter() - begin)
 
 
-def _saved(job: Job) -> Saved:
+def _saved(job: Job) -> SavedModel:
     """Saves the model into `checkpoint-<step>` below the output folder, atomically. All ranks must call."""
     assert job.output is not None
     folder = job.output / f"checkpoint-{job.engine.global_steps}"
@@ -185,4 +185,4 @@ def _saved(job: Job) -> Saved:
         job.output.mkdir(parents=True, exist_ok=True)
         atomic_write(job.output / MARK, json.dumps(job.identity._asdict()))
     job.engine.save_pretrained(folder, tokenizer=job.tokenizer)
-    return Saved(job.engine.global_steps, folder)
+    return SavedModel(job.engine.global_steps, folder)

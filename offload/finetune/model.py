@@ -74,7 +74,7 @@ def read_tokenizer(folder: Path) -> Any:
     """
     transformers = require_transformers()
     try:
-        found = transformers.AutoTokenizer.from_pretrained(str(folder), **_ONLY_OURS)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), **_ONLY_OURS)
     except Exception as error:  # tokenizers raises bare Exception
         # Without any file of one, transformers lists the packages by which it would convert others.
         reason = str(error).split("\n", 1)[0].strip().removesuffix(" from one of:")
@@ -82,9 +82,9 @@ def read_tokenizer(folder: Path) -> Any:
             f"cannot read a tokenizer in {folder} ({reason}): put the files of one there, such as tokenizer.json"
         ) from error
     # Some classes build an empty tokenizer if the folder contains no file of one.
-    if not found.tokenize("what a tokenizer makes of words"):
+    if not tokenizer.tokenize("what a tokenizer makes of words"):
         raise ConfigError(f"{folder} contains no tokenizer: put the files of a tokenizer there, such as tokenizer.json")
-    return found
+    return tokenizer
 
 
 def build_model(name: str, folder: Path | None, content: Mapping[str, Any]) -> tuple[nn.Module, str]:
@@ -212,7 +212,7 @@ def parse_lora(text: str) -> Lora:
     """
     values: dict[str, str] = {}
     for item in text.split(","):
-        name, equals, value = (each.strip() for each in item.partition("="))
+        name, equals, value = (part.strip() for part in item.partition("="))
         if name not in Lora._fields or not equals or not value or name in values:
             fields = ", ".join(Lora._fields)
             raise ConfigError(f"--lora takes {fields}, each once and with its value, got {item!r}; example: {_EXAMPLE}")
@@ -294,7 +294,6 @@ def adapt(model: nn.Module, lora: Lora) -> nn.Module:
 
 
 def _check_rank(model: Any, r: int) -> None:
-    """Raises `ConfigError` for adapters of a higher rank than any matrix of the model has."""
     ranks = [min(weight.shape) for weight in model.parameters() if weight.ndim == 2]
     highest = max(ranks, default=r)
     if r > highest:
@@ -337,10 +336,10 @@ def byte_tokenizer() -> Any:
 
     others = [byte for byte in range(256) if byte not in _SHOWN]
     characters = {byte: chr(byte) for byte in _SHOWN} | {byte: chr(256 + at) for at, byte in enumerate(others)}
-    found = Tokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    found.decoder = decoders.ByteLevel()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=found, clean_up_tokenization_spaces=False)
+    tokenizer = Tokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 
 def learned_bytes(client_state: Mapping[str, Any]) -> bool:

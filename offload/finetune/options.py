@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from offload.config import Config, resolve_batch
-from offload.config.batch import Batch
 from offload.config.blocks import spelled_number
+from offload.config.load import Batch
 from offload.errors import ConfigError
 from offload.sizes import format_size
 from offload.swapper.memory.limits import free_host_memory
@@ -102,7 +102,7 @@ class Options:
 
     @property
     def frozen(self) -> str | None:
-        """Block format in which frozen weights are stored; None for the dtype of the model."""
+        """Block format of frozen weights; None for the dtype of the model."""
         return "nf4" if self.load_in_4bit else "int8" if self.load_in_8bit else None
 
 
@@ -344,7 +344,6 @@ def _set(content: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 
 def _format(value: Any) -> str:
-    """Returns a config value as a text, as in the file."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -403,17 +402,16 @@ def in_options(message: str, options: Options) -> str:
     Without a config file every value came from an option or from the command's defaults. With one, only keys whose
     option was given are replaced: the user may have written the others.
     """
-    found = message
+    result = message
     for flag, path in _replaced(options):
-        found = _pattern(path).sub(functools.partial(_spelled, flag), found)
-    return found if found == message else _ASIDE.sub("", found)
+        result = _pattern(path).sub(functools.partial(_spelled, flag), result)
+    return result if result == message else _ASIDE.sub("", result)
 
 
 def _replaced(options: Options) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yields the options that stand for their keys, each with the path of its key."""
     for name, path in (*((name, path) for name, path, _ in KEYS), *_OTHERS):
-        given = getattr(options, name) not in (None, ())
-        if name not in _WITHOUT_NAME and (given or options.config is None):
+        is_given = getattr(options, name) not in (None, ())
+        if name not in _WITHOUT_NAME and (is_given or options.config is None):
             yield f"--{name.replace('_', '-')}", path
 
 
@@ -426,7 +424,6 @@ def _pattern(path: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _spelled(flag: str, match: re.Match[str]) -> str:
-    """Returns an option with the value that a message gives to its key, if it gives one."""
     value = next((match[name] for name in ("word", "every", "number") if match[name] is not None), None)
     return flag if value is None else f"{flag} {value}"
 

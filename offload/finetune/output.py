@@ -36,7 +36,7 @@ _TRIED = ".offload-tried-"
 
 
 def output_of(options: Options, run: str) -> tuple[Path | None, str]:
-    """Returns the folder in which the model is saved, and a line about it: by default ./RUN-output.
+    """Returns the folder for the trained model, and a line about it: by default ./RUN-output.
 
     With --keep the swap files are the model. A preset that learns Python's own library is a demonstration, whose model
     nobody uses. Both have no default. A default folder of another user is a `ConfigError`.
@@ -95,13 +95,13 @@ def has_mark(folder: Path | None) -> bool:
     return folder is not None and (folder / MARK).exists()
 
 
-def is_marked(folder: Path | None, mine: Identity) -> bool:
+def is_marked(folder: Path | None, identity: Identity) -> bool:
     """Returns True if the folder contains the mark of this job; False for None."""
     try:
         before = {} if folder is None else parse(read_inner(folder / MARK, 1, MIB))
     except (OSError, ValueError):
         return False
-    return is_identity(before) and bool(before) and not [*differences(mine, before)]
+    return is_identity(before) and bool(before) and not [*differences(identity, before)]
 
 
 def check_apart(folder: Path | None, config: Config) -> None:
@@ -138,7 +138,7 @@ class Finished(NamedTuple):
     output: Path | None
 
 
-def find_finished(config: Config, mine: Identity) -> Finished | None:
+def find_finished(config: Config, identity: Identity) -> Finished | None:
     """Returns the message for a job that has ended already under `--resume auto`, else None.
 
     Under `--resume must` a finished run is an error, which `initialize` raises.
@@ -162,23 +162,23 @@ def find_finished(config: Config, mine: Identity) -> Finished | None:
         )
     ended = f"run {run} under {drives[0]} ended at step {status.finished.get('steps')} on {status.finished.get('date')}"
     if job is not None:
-        others = [*differences(mine, job)]
+        others = [*differences(identity, job)]
         if others:
             raise StoreError(
                 f"{ended}, and was another job: {'; '.join(others)}. Give another --run, or --resume restart to "
                 f"replace that run"
             )
-        if mine.output is not None and not has_model(Path(mine.output)):
+        if identity.output is not None and not has_model(Path(identity.output)):
             raise StoreError(
-                f"{ended}, and its model in {mine.output} does not exist any more; --resume restart trains it again"
+                f"{ended}, and its model in {identity.output} does not exist any more; --resume restart trains it again"
             )
-    output = None if mine.output is None else Path(mine.output)
+    output = None if identity.output is None else Path(identity.output)
     again = "--resume restart starts it again" + (", with another --output" if output is not None else "")
     return Finished(
         message=f"{ended}; nothing to do. {again}",
         run=run,
         steps=status.finished.get("steps"),
-        total_steps=mine.steps,
+        total_steps=identity.steps,
         output=output,
     )
 
@@ -238,38 +238,41 @@ def is_identity(value: object) -> TypeGuard[Mapping[str, Any]]:
     return all(name not in value or isinstance(value[name], kind) for name, kind in kinds.items())
 
 
-def other_model(mine: Identity, before: Mapping[str, Any]) -> str | None:
+def other_model(identity: Identity, before: Mapping[str, Any]) -> str | None:
     """Returns a sentence on the model if the earlier job's was another one, else None."""
-    if before.get("weights", mine.weights) == mine.weights and (mine.weights or before.get("model") == mine.model):
+    if before.get("weights", identity.weights) == identity.weights and (
+        identity.weights or before.get("model") == identity.model
+    ):
         return None
-    same = before.get("model") == mine.model
-    return f"--model was {before.get('model')}, {'whose files have changed' if same else f'is {mine.model}'}"
+    same = before.get("model") == identity.model
+    return f"--model was {before.get('model')}, {'whose files have changed' if same else f'is {identity.model}'}"
 
 
-def differences(mine: Identity, before: Mapping[str, Any]) -> Iterator[str]:
+def differences(identity: Identity, before: Mapping[str, Any]) -> Iterator[str]:
     """Yields a sentence for each difference from an earlier job's identity. Fewer steps than before are none."""
-    model = other_model(mine, before)
+    model = other_model(identity, before)
     if model is not None:
         yield model
-    if before.get("lora") != mine.lora:
-        yield f"--lora was {before.get('lora')}, is {mine.lora}"
+    if before.get("lora") != identity.lora:
+        yield f"--lora was {before.get('lora')}, is {identity.lora}"
     text = before.get("text", {})
     changed = [
-        f"{name} was {text.get(name)}, is {value}" for name, value in mine.text.items() if text.get(name) != value
+        f"{name} was {text.get(name)}, is {value}" for name, value in identity.text.items() if text.get(name) != value
     ]
     if changed:
         yield f"the data differ ({', '.join(changed)})"
-    settings = before.get("settings", mine.settings)
-    for name in dict.fromkeys((*settings, *mine.settings)):
-        if settings.get(name) != mine.settings.get(name):
-            yield f"{name} was {settings.get(name)}, is {mine.settings.get(name)}"
+    settings = before.get("settings", identity.settings)
+    for name in dict.fromkeys((*settings, *identity.settings)):
+        if settings.get(name) != identity.settings.get(name):
+            yield f"{name} was {settings.get(name)}, is {identity.settings.get(name)}"
     # The block contains the number of steps, so the schedules of two lengths differ in any case. An identity that an
     # earlier version has stored contains no schedule.
-    if before.get("steps") == mine.steps and before.get("schedule", mine.schedule) != mine.schedule:
-        yield f"the schedule was {json.dumps(before['schedule'])}, is {json.dumps(mine.schedule)}"
-    if mine.chunked_loss is not None and before.get("chunked_loss") not in (None, mine.chunked_loss):
-        yield f"the loss was computed {_LOSSES[not mine.chunked_loss]}, is computed {_LOSSES[mine.chunked_loss]}"
-    if before.get("output") != mine.output:
-        yield f"--output was {before.get('output')}, is {mine.output}"
-    if before.get("steps", mine.steps) < mine.steps:
-        yield f"the steps were {before['steps']}, are {mine.steps}"
+    if before.get("steps") == identity.steps and before.get("schedule", identity.schedule) != identity.schedule:
+        yield f"the schedule was {json.dumps(before['schedule'])}, is {json.dumps(identity.schedule)}"
+    if identity.chunked_loss is not None and before.get("chunked_loss") not in (None, identity.chunked_loss):
+        now, then = _LOSSES[identity.chunked_loss], _LOSSES[not identity.chunked_loss]
+        yield f"the loss was computed {then}, is computed {now}"
+    if before.get("output") != identity.output:
+        yield f"--output was {before.get('output')}, is {identity.output}"
+    if before.get("steps", identity.steps) < identity.steps:
+        yield f"the steps were {before['steps']}, are {identity.steps}"

@@ -38,7 +38,6 @@ class EngineOptimizer(AcceleratedOptimizer):
     """An engine's optimizer in Accelerate's wrapper: steps only when gradients are complete."""
 
     def __init__(self, engine: Engine) -> None:
-        """Wraps the optimizer of `engine`."""
         # Device placement would replace the groups, which the user's schedule refers to.
         super().__init__(engine.optimizer, device_placement=False, scaler=None)
         self.engine = engine
@@ -77,7 +76,6 @@ class Accelerator(accelerate.Accelerator):
     _clipping_logged = False
 
     def __init__(self, *args: Any, offload_config: Any = None, **kwargs: Any) -> None:
-        """Constructs Accelerate's object, whose other arguments are unchanged."""
         super().__init__(*args, **kwargs)
         self.offload_config = offload_config
 
@@ -150,7 +148,6 @@ class Accelerator(accelerate.Accelerator):
         self._optimizer = EngineOptimizer(engine) if trains else None
 
     def _is_paged(self, model: nn.Module) -> bool:
-        """Returns True if a parameter of `model` belongs to an engine."""
         return any(handle_of(parameter) is not None for parameter in model.parameters())
 
     def beside_references(self, config: Any) -> dict[str, Any]:
@@ -318,7 +315,6 @@ class Accelerator(accelerate.Accelerator):
         return norm
 
     def _log_clipping(self, max_norm: float) -> None:
-        """Logs one line at the first clip."""
         assert self.engine is not None
         if not self._clipping_logged:
             other = self.engine.config["gradient_clipping"]
@@ -365,5 +361,4 @@ class Accelerator(accelerate.Accelerator):
 
 
 def _second_engine() -> UsageError:
-    """Returns the error for a second model that trains."""
     return UsageError("this Accelerator has an engine already; make another Accelerator for a second model")

@@ -176,11 +176,11 @@ def as_reference(config: Mapping[str, Any], index: int) -> dict[str, Any]:
     Weights have the tiers of the model that trains; keys that concern steps are dropped. The run has a name of its own
     and is never resumed. Without `device_memory` the engine takes no more device memory than it needs.
     """
-    kept = ("zero_optimization", "aio", "bf16", "fp16", "torch_autocast")
+    blocks = ("zero_optimization", "aio", "bf16", "fp16", "torch_autocast")
     block = dict(config.get("offload") or {})
     for name in ("device_memory", "trace", "log", "drive_tbw"):
         block.pop(name, None)
     name = "reference" if index == 0 else f"reference{index + 1}"
     block |= {"run": f"{value_of(block, 'run') or 'default'}-{name}", "durability": "none", "resume": "never"}
-    content = {key: config[key] for key in kept if key in config}
+    content = {key: config[key] for key in blocks if key in config}
     return {**content, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "offload": block}

@@ -139,7 +139,6 @@ def _check_complete(folder: Path, args: Any) -> None:
 
 
 def _is_complete(path: Path) -> bool:
-    """Returns True if a file of the Trainer can be read to its end."""
     try:
         if path.suffix != ".json":
             # torch.save writes a zip file, whose table of contents comes last: a truncated file has no table.

@@ -6,7 +6,7 @@
     training_step(second) ─► loss      its result, nothing runs
     …
 
-Each micro-batch runs through the Trainer's own `training_step`, in which `accelerator.backward` hands the loss over in
+Each micro-batch runs through the Trainer's own `training_step`; `accelerator.backward` there hands the loss over in
 place of a backward. So losses, their division and all that a Trainer does to a micro-batch are its own.
 
 A `training_step` of the user's would run in parts: that of the second micro-batch would begin before that of the first
@@ -103,7 +103,6 @@ class StepAtOnce:
         return reason is None
 
     def _watched(self, engine: Engine, inputs: Any, step: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        """Runs one micro-batch, and notes whether it has drawn random numbers."""
         before = read_generators(engine.device)
         result = step(inputs)
         after = read_generators(engine.device)
@@ -112,7 +111,6 @@ class StepAtOnce:
 
 
 def _is_auto(engine: Engine) -> bool:
-    """Returns True if the config leaves the schedule to the engine."""
     return bool(engine.config["offload"]["schedule"] == "auto")
 
 
@@ -170,7 +168,6 @@ def _own_code(trainer: Any) -> str | None:
 
 
 def _class_of(function: Any) -> str:
-    """Returns the name of the class in whose body a method stands."""
     return str(function.__qualname__).rpartition(".")[0].removesuffix(".<locals>").rpartition(".")[2]
 
 
@@ -181,7 +178,6 @@ def _is_known(function: Any) -> bool:
 
 
 def _is_sft(function: Any, name: str) -> bool:
-    """Returns True for a method of trl's SFTTrainer."""
     kind = getattr(sys.modules.get("trl"), "SFTTrainer", None)  # a script that uses it has imported it
     return kind is not None and function is vars(kind).get(name) and is_of(function, "trl")
 

@@ -255,7 +255,7 @@ class OffloadMixin(_Base):
         if sums is not None and sums.dtype is not torch.float32:
             self._tr_loss = sums.float()
         with without_logits(self.model):
-            return self._step_at_once.result(self, inputs, lambda each: step(model, each, *args, **kwargs))
+            return self._step_at_once.result(self, inputs, lambda batch: step(model, batch, *args, **kwargs))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates as the Trainer does. A call before `train()` builds the engine, which `train()` then uses."""
@@ -303,7 +303,6 @@ class OffloadMixin(_Base):
             torch.save(self.args, folder / _ARGUMENTS)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Writes the engine's checkpoint and the schedule's state into the Trainer's checkpoint `output_dir`."""
         assert self.engine is not None
         self.engine.save_checkpoint(
             output_dir, client_state={_CHUNKED: self._loss.chunked}, exclude_frozen_parameters=has_adapters(self.model)
@@ -337,7 +336,6 @@ class OffloadMixin(_Base):
             self.engine.set_lr(self.lr_scheduler.get_last_lr())
 
     def _load_best_model(self) -> None:
-        """Loads the weights of the best checkpoint into the engine."""
         best = self.state.best_model_checkpoint
         if self.engine is None or not has_engine(Path(best)):
             super()._load_best_model()

@@ -50,7 +50,7 @@ _OF_THE_ENGINE = ("state_dict", "optimizer_states")
 
 
 class EnginePrecision(Precision):
-    """Lightning's plugin for backward, clip and step, all of which are the engine's."""
+    """Lightning's plugin for backward, clip and step; the engine runs all three."""
 
     def __init__(self, engine: Engine, precision: Any) -> None:
         self._engine = engine
@@ -165,9 +165,9 @@ class OffloadStrategy(DDPStrategy):
         module = self.lightning_module
         config = self._config()
         # Of the rest, metrics keep tensors that are no buffers; an engine moves parameters and buffers.
-        for each in module.modules():
-            if next(each.parameters(), None) is None:
-                each.to(self.root_device)
+        for submodule in module.modules():
+            if next(submodule.parameters(), None) is None:
+                submodule.to(self.root_device)
         optimizer = None
         if not is_overridden("configure_optimizers", module):
             module.requires_grad_(False)
@@ -250,10 +250,10 @@ class OffloadStrategy(DDPStrategy):
         """
         assert self.engine is not None
         folder, tag = Path(self.broadcast(filepath)), f"global_step{self.engine.global_steps}"
-        # The engine's files are written last: `latest` names a checkpoint of which both parts exist.
+        # The engine's files are written last: `latest` names a checkpoint whose two parts exist.
         if self.is_global_zero:
-            kept = without(checkpoint, *_OF_THE_ENGINE)
-            self.checkpoint_io.save_checkpoint(kept, _loops(folder, tag), storage_options=storage_options)
+            loops = without(checkpoint, *_OF_THE_ENGINE)
+            self.checkpoint_io.save_checkpoint(loops, _loops(folder, tag), storage_options=storage_options)
         self.engine.save_checkpoint(folder, tag, keep_last=1)
         if self.is_global_zero:
             for path in set(folder.glob(_loops(folder, "*").name)) - {_loops(folder, tag)}:
@@ -275,9 +275,9 @@ class OffloadStrategy(DDPStrategy):
                 f"{folder} is no checkpoint of OffloadStrategy, a folder with a file {LATEST}: of a checkpoint of "
                 "another strategy load the weights into the model, before fit()"
             )
-        found = find(folder, None)
-        assert found is not None, "there is a file latest"
-        tag = Path(found).name
+        newest = find(folder, None)
+        assert newest is not None, "there is a file latest"
+        tag = Path(newest).name
         # Read before the engine changes, and without executing what a pickle asks for.
         loops: dict[str, Any] = self.checkpoint_io.load_checkpoint(_loops(folder, tag), weights_only=True)
         self.engine.load_checkpoint(
@@ -300,5 +300,4 @@ class OffloadStrategy(DDPStrategy):
 
 
 def _loops(folder: Path, tag: str) -> Path:
-    """Returns the path of Lightning's part of a checkpoint."""
     return folder / f"lightning-{tag}.ckpt"

@@ -1,7 +1,8 @@
 """The arithmetic of the optimizer on the CPU: fused steps, split master weights, sums of gradients.
 
 Every function takes flat contiguous CPU tensors of one length, owned by the caller, and works in place with the GIL
-released. Tensors must not overlap. Autograd does not see the writes. Results have the same bits for every instruction
+released. A tensor of a wrong dtype is a `TypeError`; one of a wrong shape, stride or device is a `ValueError`. Tensors
+must not overlap. Autograd does not see the writes. Results have the same bits for every instruction
 set, number of threads and division of the tensors into calls.
 
 Two environment variables are read at import and by `leave_cores`: OFFLOAD_THREADS (default: the cores that this process

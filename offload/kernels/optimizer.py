@@ -59,7 +59,6 @@ class CPUAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults | {"moment_dtype": moment_dtype, "grad_scale": 1.0})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores the optimizer, also from a pickle."""
         super().__setstate__(state)
         # Marks are versions and addresses of tensors in this process, without meaning for the loaded tensors.
         self._seen = {}
@@ -191,7 +190,6 @@ class CPUAdamW(torch.optim.Optimizer):
 
 
 def _check_group(group: dict[str, Any]) -> None:
-    """Raises `ConfigError` if a setting is out of range or a parameter is not supported."""
     for name in ("lr", "eps", "weight_decay"):
         if not 0 <= float(group[name]) < float("inf"):
             raise ConfigError(f"{name}: expected a number from 0, got {group[name]}")
@@ -228,7 +226,6 @@ def _beside(parameter: torch.Tensor) -> set[str]:
 
 
 def _begin(parameter: torch.Tensor, moment_dtype: torch.dtype, state: dict[str, Any]) -> None:
-    """Initializes the state of a parameter before its first step."""
     state["step"] = 0
     for name in ("exp_avg", "exp_avg_sq"):
         state[name] = torch.zeros(parameter.shape, dtype=moment_dtype, device="cpu")
@@ -236,7 +233,6 @@ def _begin(parameter: torch.Tensor, moment_dtype: torch.dtype, state: dict[str, 
 
 
 def _begin_master(parameter: torch.Tensor, state: dict[str, Any]) -> None:
-    """Initializes the master of a 16-bit parameter to the parameter's value."""
     if parameter.dtype is torch.bfloat16:
         # Zero low bits: the master is the bf16 value itself.
         state["residual"] = torch.zeros(parameter.shape, dtype=torch.int16, device="cpu")

@@ -24,10 +24,6 @@ def split_master(
         weight: (numel,) bf16, overwritten.
         residual: (numel,) int16, or int8 of bf24 masters; overwritten.
         noise: rounds bf24 masters stochastically; None rounds them to nearest. No effect on others.
-
-    Raises:
-        TypeError: a tensor of a wrong dtype.
-        ValueError: a tensor of a wrong shape, stride or device.
     """
     numel = length("master", master)
     arrays = (
@@ -49,10 +45,6 @@ def join_master(weight: torch.Tensor, residual: torch.Tensor, master: torch.Tens
         weight: (numel,) bf16, only read.
         residual: (numel,) int16, or int8 of bf24 masters; only read.
         master: (numel,) fp32, overwritten.
-
-    Raises:
-        TypeError: a tensor of a wrong dtype.
-        ValueError: a tensor of a wrong shape, stride or device.
     """
     numel = length("weight", weight)
     join = _native.join_bf24 if residual.dtype in INT8 else _native.join_master
@@ -111,10 +103,6 @@ def accumulate(out: torch.Tensor, grad: torch.Tensor, *, add: bool) -> float:
 
     Returns:
         The sum of squares; inf or NaN if any element of `out` is.
-
-    Raises:
-        TypeError: a tensor of a wrong dtype.
-        ValueError: a tensor of a wrong shape, stride or device.
     """
     return Sum(out).accumulate(grad, add=add)
 
@@ -124,10 +112,6 @@ def sum_squares(x: torch.Tensor) -> float:
 
     Args:
         x: (numel,) bf16, fp16 or fp32, only read.
-
-    Raises:
-        TypeError: a tensor of a wrong dtype.
-        ValueError: a tensor of a wrong shape, stride or device.
     """
     numel = length("x", x)
     return _native.sum_squares(address("x", x, FLOATS, numel), element(x.dtype), numel)

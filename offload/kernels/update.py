@@ -283,10 +283,6 @@ def encode_moments(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tens
         codes: (numel,) int8, or uint8 for roots; overwritten.
         scales: (blocks, moments) fp32; the column of this moment is overwritten.
         moment: number of the moment, from 0.
-
-    Raises:
-        TypeError: a tensor of a wrong dtype.
-        ValueError: a tensor of a wrong shape, stride or device.
     """
     numel = length("values", values)
     at = address("values", values, FLOAT, numel)
@@ -304,10 +300,6 @@ def decode_moments(
         moment: number of the moment, from 0.
         values: (numel,) fp32 on the CPU, overwritten.
         offset: number of the first code in the first block of `scales`.
-
-    Raises:
-        TypeError: a tensor of a wrong dtype.
-        ValueError: a tensor of a wrong shape, stride or device.
     """
     numel = length("values", values)
     at = address("values", values, FLOAT, numel)
@@ -452,10 +444,6 @@ def adamw(
         exp_avg_sq: (numel,) fp32.
         grad: (numel,) bf16, fp16 or fp32; only read.
         step: hyperparameters.
-
-    Raises:
-        TypeError: a tensor of a wrong dtype.
-        ValueError: a tensor of a wrong shape, stride or device.
     """
     numel = length("weight", weight)
     if residual is None:
@@ -543,14 +531,12 @@ def check_scales(partition: Partition, numel: int) -> None:
 
 
 def _scales(partition: Partition, numel: int) -> int:
-    """Returns the address of the scales of codes, which `check_scales` checks; 0 for other moments."""
     check_scales(partition, numel)
     scales = partition.scales
     return 0 if scales is None else address("scales", scales.view(-1), FLOAT, scales.numel())
 
 
 def _check_counted(step: Step | LambStep) -> None:
-    """Raises `ValueError` if the rule counts steps and the number is below 1."""
     if isinstance(step, AdamWStep | AdagradStep) and step.step < 1:
         raise ValueError(f"step: expected a number from 1, got {step.step}")
 

@@ -95,13 +95,12 @@ def without_logits(model: nn.Module) -> Iterator[None]:
 
 
 def _inside_adapters(model: nn.Module) -> Any:
-    """Returns the model of transformers inside of a model of peft, or the model itself."""
     base: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
     return base() if base is not None and hasattr(model, "peft_config") else model
 
 
 @dataclass(slots=True)
-class _Call:
+class _ModelCall:
     """A call of the model that is under way."""
 
     has_labels: bool
@@ -133,16 +132,16 @@ class _LossOfModel:
         self._training, self._evaluation, self._inside = training, evaluation, False
         self._outer, self._head_path, self._told = outer, _path_of(model, head), False
         # Up to peft 0.18 a model with adapters calls the `forward` of the model inside, so that no hook of that runs.
-        self._signatures = {each: inspect.signature(type(each).forward) for each in (outer, model)}
+        self._signatures = {module: inspect.signature(type(module).forward) for module in (outer, model)}
         self._usual: Callable[..., Any] = model.loss_function
         if not by_row:
             self.__wrapped__ = self._usual  # it computes the same, which others may rely on
         self._before: Callable[..., Any] | None = model.__dict__.get("_loss_function")
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _ModelCall] = {}
         """The calls under way, by thread."""
         self._hooks = [
-            *(each.register_forward_pre_hook(self.before_model, with_kwargs=True) for each in self._signatures),
-            *(each.register_forward_hook(self.after_model, always_call=True) for each in self._signatures),
+            *(module.register_forward_pre_hook(self.before_model, with_kwargs=True) for module in self._signatures),
+            *(module.register_forward_hook(self.after_model, always_call=True) for module in self._signatures),
             head.register_forward_pre_hook(self.before_head),
             head.register_forward_hook(self.after_head),
         ]
@@ -160,7 +159,6 @@ class _LossOfModel:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Computes chunks in all calls with labels, inside of the context."""
         before, self._inside = self._inside, True
         try:
             yield
@@ -175,7 +173,7 @@ class _LossOfModel:
         labels = kwargs.get("labels", bound.get("labels"))
         trains = self._training and model.training and torch.is_grad_enabled()
         wanted = (trains or self._evaluation or self._inside) and labels is not None
-        self._calls[threading.get_ident()] = _Call(wanted and self._is_known())
+        self._calls[threading.get_ident()] = _ModelCall(wanted and self._is_known())
 
     def _is_known(self) -> bool:
         """Returns True if nothing that was added since reads or changes the logits; otherwise says so once.
@@ -202,7 +200,7 @@ class _LossOfModel:
         if model in self._signatures:
             self._calls.pop(threading.get_ident(), None)
 
-    def _call(self, head: nn.Module) -> _Call | None:
+    def _call(self, head: nn.Module) -> _ModelCall | None:
         """Returns the call whose loss is computed in chunks, if `head` is the head of its model."""
         call = self._calls.get(threading.get_ident())
         return call if head is self._head and call is not None and call.has_labels else None
@@ -216,7 +214,7 @@ class _LossOfModel:
         return (args[0][..., :0, :], *args[1:])
 
     def after_head(self, head: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Keeps the logits of no token, by which the loss knows that nothing has changed them."""
+        """Keeps the logits of no token: the loss compares them to see that nothing has changed them."""
         call = self._call(head)
         if call is not None:
             call.logits = output
@@ -305,7 +303,7 @@ def _why_not_path(outer: nn.Module, model: Any, loss: Any, head: nn.Linear, path
             "calls functions that were replaced"
         )
     adapters: list[Any] = [] if outer is model else [outer, outer.base_model]  # of prompts: the model itself
-    around = [(f"the {type(each).__name__} around {name}", each) for each in adapters if each is not model]
+    around = [(f"the {type(adapter).__name__} around {name}", adapter) for adapter in adapters if adapter is not model]
     for words, module in (*around, (name, model), (f"{path} of {name}", head)):
         if change := change_of_call(module, words):
             return f"{change}, which may read or change logits"
@@ -341,14 +339,14 @@ def _ends_in_loss_of(text: ast.AST | None, head: str) -> bool:
     for node in ast.walk(text):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(isinstance(each, ast.Name) and each.id == "logits" for each in targets):
+            if any(isinstance(target, ast.Name) and target.id == "logits" for target in targets):
                 assignments.append(node.value)
         elif isinstance(node, ast.Name) and node.id == "logits":
             reads += isinstance(node.ctx, ast.Load)
         elif isinstance(node, ast.Tuple):  # the output with return_dict=False
             in_output += any(map(_is_logits, node.elts))
         elif isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
-            in_output += any(_is_logits(each.value) for each in node.value.keywords if each.arg == "logits")
+            in_output += any(_is_logits(keyword.value) for keyword in node.value.keywords if keyword.arg == "logits")
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "self.loss_function":
             calls.append(
                 node.args[0] if node.args else next((k.value for k in node.keywords if k.arg == "logits"), None)
@@ -448,6 +446,5 @@ def as_begun(chosen: ChosenLoss, wanted: bool | None, began_chunked: bool) -> Ch
 
 
 def _has_words(model: Any) -> bool:
-    """Returns True if the model has a head over a vocabulary."""
     embeddings = getattr(model, "get_output_embeddings", None)
     return embeddings is not None and embeddings() is not None

@@ -173,17 +173,10 @@ def _scaled(sums: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torc
 def _losses(
     logits: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor, terms: _Terms, with_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the losses of a chunk's tokens, and the gradient of their sum by the logits.
+    """Returns the losses of a chunk's tokens, (tokens,) fp32, and the gradient of their sum by the logits.
 
-    Args:
-        logits: (tokens, words) logits.
-        labels: (tokens,) int64 labels.
-        counts: (tokens,) bool, False for tokens whose loss and gradient are 0.
-        terms: the terms of the loss.
-        with_gradient: False returns None as gradient.
-
-    Returns:
-        (tokens,) fp32 losses, and the (tokens, words) gradient in the dtype of the logits, whose memory it may be.
+    The gradient is (tokens, words), in the dtype of the logits, whose memory it may be. Tokens that do not count have a
+    loss and a gradient of 0.
     """
     dtype, values = logits.dtype, logits.float()
     del logits  # in 16 bits nobody needs them any more; in fp32 `values` are the logits
@@ -218,15 +211,7 @@ def _losses(
 
 
 def _add(sums: _Gradients, gradient: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, of: slice) -> None:
-    """Adds what one chunk contributes to the gradients.
-
-    Args:
-        sums: the gradients so far; rows `of` of those of the hidden states are set.
-        gradient: (tokens, words) gradient by the chunk's logits.
-        hidden: (tokens, features) hidden states of the chunk.
-        weight: (words, features) weight of the head.
-        of: rows of the chunk.
-    """
+    """Adds what the chunk in the rows `of` contributes to the gradients; `gradient` is that by its logits."""
     if sums.hidden is not None:
         sums.hidden[of] = gradient @ weight
     if sums.weight is not None:
@@ -268,7 +253,6 @@ def _check(
     softcap: float | None,
     chunk_tokens: int,
 ) -> None:
-    """Raises `UsageError` if the arguments of `causal_lm` do not fit together."""
     if weight.ndim != 2 or hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1]:
         raise UsageError(
             f"the hidden states are {list(hidden.shape)} and the head's weight {list(weight.shape)}; expected "

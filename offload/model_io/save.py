@@ -38,7 +38,7 @@ from offload.engine.snapshot import all_persistent_buffers, persistent_buffers
 from offload.errors import BudgetError, ConfigError, IoError, StoreError, UsageError
 from offload.fileio import inner_folder, keep_mode_and_owner, real_path, sync_folder
 from offload.fileio.buffered_copy import WriteBehind, flow
-from offload.fileio.safetensors_stream import Tensor, Writer, shard
+from offload.fileio.safetensors_stream import SafetensorsWriter, Tensor, shard
 from offload.fileio.safetensors_stream import plan as plan_file
 from offload.kernels.blocks import BLOCK_FORMATS, dequantize
 from offload.layout.fingerprint import about, describe, described_layouts, described_mode
@@ -884,7 +884,7 @@ class Files:
         try:
             for name, tensors in plan.shards.items():
                 # The writer reserves the file and makes it durable at the end; the queue writes the weights into it.
-                writer = self._open.enter_context(Writer(folder / name, tensors, plan.metadata))
+                writer = self._open.enter_context(SafetensorsWriter(folder / name, tensors, plan.metadata))
                 self._files[name] = self._open.enter_context(DirectFile(folder / name))
                 for buffer, value in buffers.items():
                     for tensor_name in plan.buffers[buffer]:

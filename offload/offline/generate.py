@@ -112,12 +112,12 @@ def completions(
         }
         if cached is not None:
             keys |= {"past_key_values": static_cache(model.config, cached, paged), "disable_compile": True}
-        found: torch.Tensor = model.engine.generate(
+        tokens: torch.Tensor = model.engine.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=pad, **keys, **sampling
         )
         # An encoder and decoder returns what it has generated alone, any other model the prompt too.
         first = 0 if model.config.is_encoder_decoder else ids.shape[1]
-        for prompt, row in zip(group, found[:, first:].cpu().tolist(), strict=True):
+        for prompt, row in zip(group, tokens[:, first:].cpu().tolist(), strict=True):
             new = _until_end(row, model)
             text = tokenizer.decode(new, skip_special_tokens=True)
             yield Completed(place=prompt.place, text=text, tokens=len(new))
@@ -127,7 +127,7 @@ def _until_end(row: list[int], model: OpenModel) -> list[int]:
     """Returns the generated tokens of a row up to the first end-of-text token; what follows is padding."""
     module: Any = model.engine.module
     # A list where a model has several such tokens, as Llama 3 has.
-    given = module.generation_config.eos_token_id
-    ends = given if isinstance(given, list) else [given]
+    end = module.generation_config.eos_token_id
+    ends = end if isinstance(end, list) else [end]
     at = next((at for at, token in enumerate(row) if token in ends), len(row) - 1)
     return row[: at + 1]

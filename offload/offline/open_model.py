@@ -110,13 +110,13 @@ def beside_cache(content: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
         BudgetError: The cache leaves nothing.
     """
     block = content.get("offload", {})
-    given = block.get("device_memory", "auto")
-    if given == "auto":
+    budget = block.get("device_memory", "auto")
+    if budget == "auto":
         return dict(content)
-    left = parse_size(given) - nbytes
+    left = parse_size(budget) - nbytes
     if left <= 0:
         raise BudgetError(
-            f"the static cache takes {format_size(nbytes)} there, and the device budget is {given}: raise "
+            f"the static cache takes {format_size(nbytes)} there, and the device budget is {budget}: raise "
             "--device-memory, lower --static-cache or --batch-size, or try --static-cache-on host"
         )
     return {**content, "offload": {**block, "device_memory": left}}
@@ -130,7 +130,7 @@ _LONGEST = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class ModelOptions:
     """Options of a command about where a model runs. None leaves the choice to the engine."""
 
     config: Path | None = None
@@ -153,10 +153,10 @@ class Placement:
         if self.dtype is not None:
             content |= {name: {"enabled": name == self.dtype} for name in ("bf16", "fp16")}
             content.pop("bfloat16", None)  # DeepSpeed's older name
-        given = {"device": self.device, "host_memory": self.host_memory, "device_memory": self.device_memory}
+        options = {"device": self.device, "host_memory": self.host_memory, "device_memory": self.device_memory}
         block = content.get("offload", {})
         if isinstance(block, Mapping):
-            content["offload"] = {**block, **{name: value for name, value in given.items() if value is not None}}
+            content["offload"] = {**block, **{name: value for name, value in options.items() if value is not None}}
         return content
 
 
@@ -191,7 +191,7 @@ class OpenModel:
 
 
 def open_model(
-    name: str, placement: Placement, *, scores: bool, check: Callable[[Any, Any], object] | None = None
+    name: str, placement: ModelOptions, *, scores: bool, check: Callable[[Any, Any], object] | None = None
 ) -> OpenModel:
     """Returns the model of a folder under an engine, to score records or to generate.
 
@@ -275,7 +275,7 @@ IGNORED = -100
 _T = TypeVar("_T")
 
 
-class Row(NamedTuple):
+class TokenRow(NamedTuple):
     """A row of tokens of one record."""
 
     ids: np.ndarray
@@ -289,7 +289,7 @@ class Row(NamedTuple):
         return int((self.labels[1:] != IGNORED).sum())
 
 
-def rows_of(document: Document, length: int) -> list[Row]:
+def rows_of(document: Document, length: int) -> list[TokenRow]:
     """Returns the rows of a record, each of at most `length` tokens, which are at least 2.
 
     A text is cut into windows; the next begins with the last token of the one before. So each token but the first
@@ -299,11 +299,11 @@ def rows_of(document: Document, length: int) -> list[Row]:
     labels = np.where(document.learned, document.ids, np.int32(IGNORED))
     last = max(len(document.ids) - 1, 1) if document.divisible else 1
     starts = range(0, last, length - 1)
-    return [Row(document.ids[start : start + length], labels[start : start + length]) for start in starts]
+    return [TokenRow(document.ids[start : start + length], labels[start : start + length]) for start in starts]
 
 
 def in_groups(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
-    """Yields lists of `size` items, the last of which may be shorter."""
+    """Yields lists of `size` items; the last one may be shorter."""
     group: list[_T] = []
     for item in items:
         group.append(item)
@@ -317,12 +317,12 @@ def in_groups(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
 def padded(rows: Sequence[np.ndarray], fill: int, left: bool = False) -> torch.Tensor:
     """Returns rows as (rows, longest) int64, padded with `fill` behind each row, or before it if `left`."""
     longest = max(len(row) for row in rows)
-    found = np.full((len(rows), longest), fill, np.int64)  # embeddings take no int32 on every device
+    array = np.full((len(rows), longest), fill, np.int64)  # embeddings take no int32 on every device
     for at, row in enumerate(rows):
-        found[at, longest - len(row) :] = row if left else found[at, longest - len(row) :]
+        array[at, longest - len(row) :] = row if left else array[at, longest - len(row) :]
         if not left:
-            found[at, : len(row)] = row
-    return torch.from_numpy(found)
+            array[at, : len(row)] = row
+    return torch.from_numpy(array)
 
 
 # -- finite --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from offload.finetune.corpus.documents import Record
 from offload.finetune.corpus.packing import encode_record
 from offload.finetune.model import check_model, without_cache
-from offload.offline.open_model import IGNORED, OpenModel, Row, in_groups, padded, refuse, rows_of
+from offload.offline.open_model import IGNORED, OpenModel, TokenRow, in_groups, padded, refuse, rows_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +84,11 @@ def _perplexity(log_likelihood: float, tokens: int) -> float:
 
 
 @dataclass(eq=False)
-class _Open:
+class _PendingRecord:
     """A record some of whose rows have no result yet."""
 
     place: str
-    rows: list[Row]
+    rows: list[TokenRow]
     cut: bool
     results: list[torch.Tensor]
 
@@ -105,7 +105,7 @@ class _Open:
             place=self.place,
             tokens=tokens,
             counted=counted,
-            log_likelihood=math.fsum(float(each) for each in self.results) if counted else None,
+            log_likelihood=math.fsum(float(value) for value in self.results) if counted else None,
             reward=self.results[0].flatten().tolist() if rewards and self.results else None,
             cut=self.cut,
         )
@@ -126,7 +126,7 @@ def scores(
     if model.rewards and model.config.pad_token_id is None:
         micro_batch_size = 1  # such a model finds the last token of a row by the padding
     # Bounded by the data: a record waits for its own rows, or for those of a record before it, of one batch.
-    waiting: deque[_Open] = deque()
+    waiting: deque[_PendingRecord] = deque()
     for group in in_groups(_rows(model, records, seq_len, waiting), batch_size):
         # Rows of similar length side by side, so that little is padded.
         group.sort(key=lambda pair: -len(pair[1].ids))
@@ -143,8 +143,8 @@ def scores(
 
 
 def _rows(
-    model: OpenModel, records: Iterable[Record], length: int, waiting: deque[_Open]
-) -> Iterator[tuple[_Open, Row]]:
+    model: OpenModel, records: Iterable[Record], length: int, waiting: deque[_PendingRecord]
+) -> Iterator[tuple[_PendingRecord, TokenRow]]:
     """Yields the rows of all records, each with its record, which joins those that wait for results."""
     for record in records:
         # The reward of a chat is that of all its tokens, so none is marked.
@@ -155,12 +155,11 @@ def _rows(
         if rows:
             check_model(model.engine.module, max(len(row.ids) for row in rows), int(document.ids.max()))
         cut = not document.divisible and len(document.ids) > length
-        waiting.append(_Open(record.place, rows, cut, []))
+        waiting.append(_PendingRecord(record.place, rows, cut, []))
         yield from ((waiting[-1], row) for row in rows)
 
 
-def _run(model: OpenModel, rows: Sequence[Row]) -> torch.Tensor:
-    """Returns the log-likelihood of each row, (rows,), or its reward, (rows, labels), on the CPU in fp32."""
+def _run(model: OpenModel, rows: Sequence[TokenRow]) -> torch.Tensor:
     fill = model.config.pad_token_id if model.rewards else 0
     inputs = {
         "input_ids": padded([row.ids for row in rows], 0 if fill is None else fill),

@@ -36,7 +36,7 @@ from offload.checkpoint.resharding import Run, Source
 from offload.errors import StoreError
 from offload.fileio import real_path
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
-from offload.fileio.safetensors_stream import Tensor, Writer
+from offload.fileio.safetensors_stream import SafetensorsWriter, Tensor
 from offload.model_io.save import check_room
 from offload.states import State
 
@@ -157,7 +157,7 @@ def _write_states(found: ForeignCheckpoint, path: Path, queue: Queue, progress: 
     itemsize = torch.float32.itemsize
     with (
         contextlib.closing(found.open(queue)) as reader,
-        Writer(path, _tensors(found)) as writer,
+        SafetensorsWriter(path, _tensors(found)) as writer,
         DirectFile(path) as file,
     ):
 

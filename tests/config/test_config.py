@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from offload.config import OPTIMIZER_DEFAULTS, Aio, Config, ZeroOptimization, document, load_config
+from offload.config import OPTIMIZER_DEFAULTS, Aio, Config, ZeroOptimization, document, load_config, read_json
 from offload.errors import ConfigError
+from offload.sizes import GIB, align_up, count_of, format_count, format_size, parse_size
 from tests import ROOT
 
 ZERO3 = {
@@ -259,3 +265,143 @@ def test_a_written_stage_0_is_whole_on_each_rank(zero: object, size: int) -> Non
     assert config.zero_optimization.mics_shard_size == size
     again = load_config(config.model_dump(include={"zero_optimization": {"stage", "mics_shard_size"}}))
     assert again.zero_optimization.mics_shard_size == size, "a config that is written out means what it meant"
+
+
+# --------------------------------------------------------------------------------------------------
+# Sizes and counts are parsed and formatted.
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("16GiB", 16 * GIB),
+        ("16G", 16 * GIB),
+        ("1.5 gib", GIB * 3 // 2),
+        ("800MB", 800_000_000),
+        (4096, 4096),
+        ("1e9", 10**9),
+    ],
+)
+def test_sizes_are_parsed(text: str | int, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "many", "-1", "1 XB", "1GiBB", True, "nan", "0x10"])
+def test_text_that_is_no_size_is_refused(text: object) -> None:
+    with pytest.raises(ConfigError, match="16GiB"):
+        parse_size(text)  # type: ignore[arg-type]
+
+
+def test_numbers_are_formatted() -> None:
+    assert [format_size(n) for n in (0, 1023, 1536, 13314398618)] == ["0 B", "1023 B", "1.5 KiB", "12.4 GiB"]
+
+
+def test_a_count_is_singular_or_plural() -> None:
+    assert [count_of(number, "step") for number in (0, 1, 2, 2500)] == ["0 steps", "1 step", "2 steps", "2,500 steps"]
+    assert [count_of(number, "batch is", "batches are") for number in (1, 3)] == ["1 batch is", "3 batches are"]
+
+
+def test_counts_are_formatted() -> None:
+    counts = {
+        0: "0",
+        999: "999",
+        1000: "1k",
+        100_000_000: "100M",
+        1_234_567: "1.23M",
+        999_999_999: "1B",
+        2 * 10**12: "2T",
+    }
+    assert {number: format_count(number) for number in counts} == counts
+
+
+@given(st.integers(0, 2**60), st.integers(1, 2**30))
+def test_sizes_are_rounded_up_to_the_alignment(value: int, step: int) -> None:
+    aligned = align_up(value, step)
+    assert aligned % step == 0 and 0 <= aligned - value < step
+
+
+# --------------------------------------------------------------------------------------------------
+# A config is a dict, a path or base64, and may have comments; what cannot be read is an error with its path.
+
+
+def test_comments_and_lists_of_paths(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        """{
+        // weights and states
+        "zero_optimization": {"stage": 3, /* both */ "offload_param": {"device": "nvme"}}, # end
+        "offload": {"nvme_path": ["/a//b", "~/c"], "run": "x",},
+        }"""
+    )
+    assert load_config(path).drives == ("/a//b", str(Path.home() / "c"))
+
+
+def test_a_mark_of_a_comment_in_a_string_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('\ufeff{"offload": {"nvme_path": ["http://a#b/*c*/", "\\"d,]"]}}', encoding="utf-8")
+    assert load_config(path).drives == ("http://a#b/*c*/", '"d,]')
+
+
+def test_a_config_may_come_in_base64(tmp_path: Path) -> None:
+    content = {"train_batch_size": 7, "offload": {"run": "\u00ff\u00fe?>"}}
+    text = json.dumps(content, ensure_ascii=False)
+    safe, plain = (encode(text.encode()).decode() for encode in (base64.urlsafe_b64encode, base64.b64encode))
+    assert safe != plain
+    assert read_json(safe) == read_json(plain) == content
+    twice = base64.b64encode(b'{"train_batch_size": 1, "train_batch_size": 2}').decode()
+    for wrong, message in ((twice, "config that came in base64: .* twice"), (plain[:-1], "cannot read the config eyJ")):
+        with pytest.raises(ConfigError, match=message):
+            load_config(wrong)
+
+
+@pytest.mark.parametrize(
+    "text", ["{train_batch_size: 8}", '{"zero_optimization": {"stage": 3}\n"fp16": {}}', "stage: 3"]
+)
+def test_the_error_for_hjson_says_what_json_needs(text: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.hjson").write_text(text)
+    with pytest.raises(ConfigError, match=r"not JSON: .* column \d+\. Comments and .* strings in quotes, and commas"):
+        load_config(tmp_path / "ds.hjson")
+
+
+def test_paths_are_strings_or_paths() -> None:
+    given = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": Path("/x")}}
+    given |= {"offload_optimizer": {"device": "nvme", "nvme_path": ["/y", "/x"]}}
+    assert load_config({"zero_optimization": given, "offload": {"nvme_path": "/z"}}).drives == ("/y", "/x")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1, "a": 2}', "'a' appears twice"),
+        ('{"bf16": {"enabled": true, "enabled": false}}', "'enabled' appears twice"),
+        ('{\n "a": }', "line 2"),
+        ("[]", "JSON object"),
+        ("\x00", "not JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"train_batch_size": ' + "1" * 5000 + "}", "not a config"),
+    ],
+)
+def test_a_bad_file_is_an_error_with_its_path(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(tmp_path / "bad.json")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.json"):
+        load_config(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_config("\0")
+
+
+@pytest.mark.parametrize("source", [5, b"ds.json", None, [("train_batch_size", 1)]])
+def test_what_is_neither_a_dict_nor_a_path(source: Any) -> None:
+    with pytest.raises(ConfigError, match="a dict or the path"):
+        load_config(source)
+
+
+def test_a_config_of_holes_is_not_read_to_its_end(tmp_path: Path) -> None:
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(3 << 40)
+    with pytest.raises(ConfigError, match=r"cannot read the config .*: it has more than 16777216 characters"):
+        load_config(tmp_path / "config.json")

@@ -1,18 +1,26 @@
-"""A common mistake in a config is an error with the place, the expectation, the value and the fix.
-
-Beside the table of tests/config/test_config_bad_values.py; the words are held here, from the key's dotted path to the
-way out.
-"""
+"""A wrong config is an error with the place, the expectation, the value and the fix, for any value of any key."""
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from offload.config import load_config, resolve_batch
+from offload.config import (
+    Aio,
+    Batch,
+    Block,
+    Config,
+    ZeroOptimization,
+    load_config,
+    resolve_batch,
+)
 from offload.errors import ConfigError
 
 BATCH = "train_batch_size must be"
@@ -271,3 +279,144 @@ def test_the_error_for_a_misplaced_key_names_its_block() -> None:
         "config keys that are not supported and are ignored: enabled, host_memory (did you mean offload.host_memory?), "
         "lr (did you mean optimizer.params.lr?), note",
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# Any value of any key is a config or a ConfigError that names the key.
+
+
+def _places(model: type[Block], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key in (*model.model_fields, *model.TUNING, *model.UNSUPPORTED, *model.REFUSED, *model.OLD_NAMES, "unheard_of"):
+        yield (*path, key)
+    for name, field in model.model_fields.items():
+        for inner in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(inner, type) and issubclass(inner, Block):
+                yield from _places(inner, (*path, name))
+
+
+ODD: tuple[Any, ...] = (
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        10**400,
+        0.5,
+        1e308,
+        float("inf"),
+        float("nan"),
+        "",
+        "auto",
+        "\0",
+        "~",
+        "1e400",
+        b"x",
+    ),
+    *(
+        [],
+        [None],
+        [1],
+        ["x", "x"],
+        [[]],
+        {},
+        {"enabled": 5},
+        {"x": {"enabled": "auto"}},
+        {None: 1},
+        object(),
+        Path("/x"),
+    ),
+)
+
+
+def test_any_value_of_any_key_is_a_config_or_a_config_error() -> None:
+    for place, value in itertools.product(_places(Config), ODD):
+        content: Any = value
+        for key in reversed(place):
+            content = {key: content}
+        if place[0] == "scheduler":
+            content = {"scheduler": {"type": "WarmupLR", **content["scheduler"]}} if place[1:] else content
+        try:
+            config = load_config(content)
+        except ConfigError as error:
+            named = {**Config.OLD_NAMES, **Aio.OLD_NAMES, **ZeroOptimization.OLD_NAMES}.get(place[-1], place[-1])
+            assert named in str(error) or isinstance(value, dict), f"{place}, {value!r}: not named: {error}"
+        else:
+            assert all("\n" not in line for line in config.notices), f"{place}, {value!r}"
+
+
+# --------------------------------------------------------------------------------------------------
+# A wrong value of a key, and batch sizes that do not fit, are errors that name the key.
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a typo": ({"train_batchsize": 1}, 'did you mean "train_batch_size"'),
+    "a typo inside": ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, r'offload_param\.devise.*"device"'),
+    "a typo of what has no effect": ({"zero_optimization": {"sub_group_sise": 1}}, '"sub_group_size"'),
+    "a typo under an older name": ({"bfloat16": {"enable": True}}, r'bfloat16\.enable; did you mean "enabled"'),
+    "a key that nobody knows": ({"offload": {"zzz": 1}}, r"unknown key offload\.zzz; remove it.*host_memory"),
+    "a key that is a number": ({1: 2}, "unknown key 1"),
+    "an older name beside the new one": ({"bf16": {"enabled": True}, "bfloat16": {"enabled": False}}, "older name"),
+    "an older switch beside its block": (
+        {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}},
+        "cpu_offload and offload_optimizer",
+    ),
+    "the clip in the wrong place": ({"optimizer": {"params": {"max_grad_norm": 1.0}}}, "gradient_clipping"),
+    "true for a number": ({"train_batch_size": True}, "train_batch_size should be a number, got True"),
+    "a learning rate of inf": ({"optimizer": {"params": {"lr": float("inf")}}}, r"optimizer\.params\.lr.*finite"),
+    "a clip of null": ({"gradient_clipping": None}, "gradient_clipping.*0 switches clipping off"),
+    "a durability that is none": ({"offload": {"durability": "always"}}, r'offload\.durability.*always.*"every": 10'),
+    "no step between commits": (
+        {"offload": {"durability": {"every": 0}}},
+        r"offload\.durability.*every.*greater than 0",
+    ),
+    "a durability misspelt": (
+        {"offload": {"durability": {"evry": 3}}},
+        r'unknown key offload\.durability\.evry.*"every"',
+    ),
+    "a size without an end": ({"offload": {"host_memory": "1e400"}}, r"offload\.host_memory"),
+    "a seed without an end": ({"offload": {"seed": 1e300}}, r"offload\.seed"),
+    "a path that is a number": ({"zero_optimization": {"offload_param": {"nvme_path": 5}}}, "nvme_path.*list.*5"),
+    "quantized gradients in bf16": (
+        {"communication_data_type": "bf16", "zero_optimization": {"zero_quantized_gradients": True}},
+        "zero_quantized_gradients.*communication_data_type in bf16; leave one of them out",
+    ),
+    "compression": ({"compression_training": {"pruning": {"shared": {"enabled": True}}}}, "compression_training"),
+    "sparse attention": ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
+    "amsgrad": ({"optimizer": {"params": {"amsgrad": True}}}, "amsgrad"),
+    "nesterov alone": (
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "nesterov": True}}},
+        "needs a momentum above 0",
+    ),
+    "a loss scale below zero": ({"fp16": {"enabled": True, "loss_scale": -1}}, r"fp16\.loss_scale.*greater"),
+    "a window of no steps": ({"fp16": {"loss_scale_window": 0}}, r"fp16\.loss_scale_window.*greater than 0"),
+    "a loss scale that begins below its bound": (
+        {"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 16}},
+        r"fp16 contains min_loss_scale 16, and initial_scale_power 2, whose scale of 4 is below it: raise the power",
+    ),
+    "a beta of one": ({"optimizer": {"params": {"betas": [0.9, 1.0]}}}, r"betas\.1 should be less than 1, got 1\.0"),
+    "a beta too few": ({"optimizer": {"params": {"betas": [0.9]}}}, "betas"),
+    "a run that leaves its folder": ({"offload": {"run": "../x"}}, r"offload\.run"),
+    "amp": ({"amp": {"enabled": True}}, "amp"),
+    "a clip below zero": ({"gradient_clipping": -1}, "gradient_clipping"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_key_is_named(case: str) -> None:
+    content, message = BAD[case]
+    with pytest.raises(ConfigError, match=message):
+        load_config(content)
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 8), st.sampled_from(["total", "micro", "accumulation"]))
+def test_any_two_batch_sizes_give_the_third(micro: int, accumulation: int, world_size: int, left_out: str) -> None:
+    batch = Batch(micro, accumulation, micro * accumulation * world_size)
+    keys = {
+        "total": "train_batch_size",
+        "micro": "train_micro_batch_size_per_gpu",
+        "accumulation": "gradient_accumulation_steps",
+    }
+    content = {keys[name]: value for name, value in batch._asdict().items() if name != left_out}
+    assert resolve_batch(load_config(content), world_size) == batch

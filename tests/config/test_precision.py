@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 import offload
 from offload import precision, testing
 from offload.cli.main import app
 from offload.config import load_config
-from offload.errors import RankError
+from offload.errors import RankError, UsageError
 from offload.hardware import probe
 from offload.hardware.probe.measure import machine_of
 from offload.hardware.probe.rates import DTYPES, DtypeRates
@@ -23,7 +24,7 @@ from offload.planner import request
 from offload.precision import Rates
 from offload.swapper.store import inspection as look
 from tests.support import models
-from tests.support.oracle import config, start, train_step
+from tests.support.oracle import Job, config, start, train_step
 from tests.support.processes.cli_in_process import isolated_cache, run_folder
 from tests.support.ranks.rank_pool import rank_and_size, shared_pool
 
@@ -379,3 +380,100 @@ def test_a_plan_of_this_machine_is_of_what_train_would_take(
         done = CliRunner().invoke(app, ["plan", "--model", "gpt2-tiny", *described, "--write", target])
         assert done.exit_code == 0, done.output
         assert load_config(target).dtype == mode
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights of float64 train in the dtype of the config, and a line reports it.
+
+
+JOB = Job(nn.Module, lambda model, step, micro: model(torch.ones(1, 4)).sum())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"), [("fp32", "trained in fp32;"), ("bf16", "bf16, with masters of 32 bits;")]
+)
+def test_float64_is_named_once(dtype: str, message: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 1).double())
+    content = config(JOB._replace(dtype=dtype), ("none", "none"), tmp_path)
+    engine = offload.initialize(model=model, config=content)[0]
+    (line,) = [line for line in engine.notices if "float64" in line]
+    assert line.startswith("1.weight is float64, which is not supported") and message in line
+    assert next(engine.parameters()).dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    assert not isinstance(line, offload.notices.Remark)
+    engine.backward(JOB.loss(engine, 0, 0))
+    engine.step()
+    engine.destroy()
+
+
+def test_other_dtypes_are_not_reported(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1).bfloat16())
+    engine = offload.initialize(model=model, config=config(JOB, ("none", "none"), tmp_path))[0]
+    assert not [line for line in engine.notices if "float64" in line]
+    engine.destroy()
+
+
+# --------------------------------------------------------------------------------------------------
+# Inputs of floating point into a model of 16 bits: cast, with one line, unless the config says otherwise.
+
+
+def begin_plain(mode: str, folder: Path, **block: Any) -> offload.Engine:
+    content: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "offload": {"device": "cpu", "nvme_path": str(folder)},
+    }
+    if mode != "fp32":
+        content[mode] = {"enabled": True, **block}
+    torch.manual_seed(0)
+    return offload.initialize(model=nn.Linear(4, 1), config=content)[0]
+
+
+def cast_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "are cast to" in record.getMessage()]
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_inputs_are_cast_and_one_line_reports_it(mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine, rows = begin_plain(mode, tmp_path), torch.randn(2, 4)
+    for _ in range(3):
+        loss = engine(rows).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+    (line,) = cast_lines(caplog)
+    assert line.startswith(f"offload: inputs of fp32 are cast to {mode}, ") and '"auto_cast": true' in line
+    engine.destroy()
+
+
+@pytest.mark.parametrize(("mode", "block"), [("bf16", {"auto_cast": True}), ("fp32", {})])
+def test_not_a_word_where_it_is_asked_for_or_not_needed(
+    mode: str, block: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = begin_plain(mode, tmp_path, **block)
+    assert engine(torch.ones(2, 4)).dtype == (torch.float32 if mode == "fp32" else torch.bfloat16)
+    assert cast_lines(caplog) == []
+    engine.destroy()
+
+
+def test_what_fits_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = begin_plain("bf16", tmp_path)
+    engine(torch.ones(2, 4, dtype=torch.bfloat16))
+    assert cast_lines(caplog) == []
+    engine.destroy()
+
+
+def test_false_leaves_them_and_the_error_names_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = begin_plain("bf16", tmp_path, auto_cast=False)
+    with pytest.raises(UsageError, match=r'inputs of fp32 .*weights are bf16; set "auto_cast": true') as caught:
+        engine(torch.ones(2, 4))
+    assert isinstance(caught.value.__cause__, RuntimeError) and cast_lines(caplog) == []
+    engine(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    engine.step()
+    engine.destroy()
+
+
+def test_an_error_of_the_model_is_its_own(tmp_path: Path) -> None:
+    engine = begin_plain("bf16", tmp_path, auto_cast=False)
+    with pytest.raises(RuntimeError, match="shapes"):
+        engine(torch.ones(2, 5, dtype=torch.bfloat16))
+    engine.destroy()

@@ -102,15 +102,6 @@ def test_without_accumulation_every_point_is_at_a_boundary(tmp_path: Path) -> No
     engine.destroy()
 
 
-def test_two_micro_batches_stated_one_by_one(tmp_path: Path) -> None:
-    engine = begin(JOB, tmp_path)
-    found = [(point.boundary, point.micro_steps, point.applied) for point in points(engine, JOB, 2)]
-    first, second = [(False, 0, False)] * 3, [(True, 1, False)] * 4
-    third, fourth = [(False, 2, True)] * 4, [(True, 3, False)] * 4
-    assert found == [*first, *second, *third, *fourth, (False, 4, True)]
-    engine.destroy()
-
-
 @pytest.mark.parametrize("word", [True, False])
 def test_a_boundary_that_is_set_by_hand_holds_until_it_is_reset(word: bool, tmp_path: Path) -> None:
     engine = begin(JOB, tmp_path)

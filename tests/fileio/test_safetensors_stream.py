@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import IoError, StoreError
-from offload.fileio.safetensors_stream import DTYPES, Tensor, Writer, read_header, shard
+from offload.fileio.safetensors_stream import DTYPES, SafetensorsWriter, Tensor, read_header, shard
 from offload.layout.flat_layout import Segment, UnitLayout, segment_shards
 from offload.sizes import PAGE
 from tests.support.oracle import assert_same_tensors
@@ -30,7 +30,7 @@ def test_safetensors_reads_what_was_written_in_chunks(tmp_path: Path) -> None:
         "none": torch.empty(0, 4),
     }
     kinds = {name: Tensor(value.dtype, tuple(value.shape)) for name, value in values.items()}
-    with Writer(path, kinds, {"format": "pt"}) as file:
+    with SafetensorsWriter(path, kinds, {"format": "pt"}) as file:
         data = memoryview(values["w"].numpy()).cast("B")
         file.write("w", 60, data[60:])
         file.write("w", 0, data[:60])
@@ -49,20 +49,20 @@ def test_safetensors_reads_what_was_written_in_chunks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_every_dtype_that_is_named(dtype: torch.dtype, tmp_path: Path) -> None:
     value = torch.tensor([0, 1, 1, 0, 1]).to(dtype)
-    with Writer(tmp_path / "x", {"x": Tensor(dtype, (5,))}) as file:
+    with SafetensorsWriter(tmp_path / "x", {"x": Tensor(dtype, (5,))}) as file:
         file.write_tensor("x", value)
     assert torch.equal(safetensors.torch.load_file(tmp_path / "x")["x"], value)
 
 
 def test_a_file_of_nothing(tmp_path: Path) -> None:
-    Writer(tmp_path / "x", {}).close()
+    SafetensorsWriter(tmp_path / "x", {}).close()
     assert safetensors.torch.load_file(tmp_path / "x") == {}
 
 
 @pytest.mark.parametrize("cut", [0, 7, 100, PAGE, PAGE + 10])
 def test_a_file_that_is_cut_is_refused(cut: int, tmp_path: Path) -> None:
     path = tmp_path / "x"
-    with Writer(path, {"x": Tensor(torch.float32, (5,))}) as file:
+    with SafetensorsWriter(path, {"x": Tensor(torch.float32, (5,))}) as file:
         file.write_tensor("x", torch.ones(5))
     os.truncate(path, cut)
     with pytest.raises(StoreError, match="not a complete safetensors file"):
@@ -79,7 +79,7 @@ def test_what_is_no_such_file_is_refused(content: bytes, tmp_path: Path) -> None
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("precious")
     with pytest.raises(IoError, match="cannot make"):
-        Writer(tmp_path / "x", {})
+        SafetensorsWriter(tmp_path / "x", {})
     assert (tmp_path / "x").read_text() == "precious"
 
 
@@ -94,7 +94,7 @@ def test_a_file_that_cannot_be_made_leaves_nothing(
     before = os.listdir("/proc/self/fd")
     with monkeypatch.context() as patch, pytest.raises((IoError, KeyboardInterrupt)) as caught:
         patch.setattr(os, call, fails)
-        Writer(tmp_path / "x", {"x": Tensor(torch.float32, (5,))})
+        SafetensorsWriter(tmp_path / "x", {"x": Tensor(torch.float32, (5,))})
     assert getattr(caught.value, "errno", errno.ENOSPC) == errno.ENOSPC
     assert os.listdir("/proc/self/fd") == before and not (tmp_path / "x").exists()
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from offload.errors import ConfigError
+from offload.finetune.corpus import packing, token_stream
 from offload.finetune.corpus.data import steps_of
+from offload.finetune.corpus.documents import Completion, Record, Text
 from offload.finetune.corpus.token_stream import Batches, find_files, read_bytes, read_tokens, standard_library
 from offload.finetune.options import Options
+from tests.support.processes import warm_process
 
 TEXT = np.arange(1000, dtype=np.uint8)
 
@@ -75,3 +83,130 @@ def test_a_tokenizer_makes_the_tokens_of_a_text(tmp_path: Path) -> None:
 
 def test_the_default_text_is_there() -> None:
     assert len(read_bytes(find_files(standard_library())[:50])) > 100_000
+
+
+# --------------------------------------------------------------------------------------------------
+# Large token lists are stored in unnamed files; training has the same bits, and a full disk is an error.
+
+
+RECORDS: list[Record] = [
+    *(Text("", f"{n} " * (7 * n % 40)) for n in range(60)),
+    *(Completion("", "a" * (n % 17), "b" * (n % 23)) for n in range(60)),
+]
+
+
+@pytest.fixture(autouse=True)
+def _files_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def mapped() -> int:
+    """How many temporary files this process has mapped."""
+    return Path("/proc/self/maps").read_text().count(tempfile.gettempdir())
+
+
+class Made(NamedTuple):
+    """What becomes of the records."""
+
+    checksum: str
+    learned: float
+    batches: list[dict[str, torch.Tensor]]
+    held: np.ndarray
+    files: tuple[int, int]
+    """Mapped files: of the documents, and then of the rows too."""
+
+
+def make() -> Made:
+    documents = packing.encode(RECORDS, None)
+    of_documents = mapped()
+    packed = packing.pack(documents, 32)
+    files = of_documents, mapped()
+    del documents
+    packed, held = packing.hold_out(packed)
+    assert held is not None
+    rows = packing.Rows(packed, 2, 1, 0)
+    inputs = [rows.inputs(step, 0) for step in range(1, 30)]
+    return Made(rows.checksum, packed.learned, inputs, held.labels.copy(), files)
+
+
+def test_in_files_they_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = make()
+    for name, value in (("_IN_RAM", 100), ("_BLOCK", 1 << 12), ("_AT_ONCE", 300)):
+        monkeypatch.setattr(token_stream, name, value)
+    found = make()
+    assert (found.checksum, found.learned) == (expected.checksum, expected.learned)
+    for one, other in zip(found.batches, expected.batches, strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in ("input_ids", "labels", "position_ids"))
+    assert np.array_equal(found.held, expected.held)
+    assert expected.files == (0, 0) and found.files[0] >= 2 and found.files[1] == found.files[0] + 3
+    assert mapped() == 0, "files end with their arrays"
+
+
+def test_texts_in_files_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [tmp_path / f"{n}.txt" for n in range(5)]
+    for n, file in enumerate(files):
+        file.write_bytes(f"{n} words ".encode() * 50)
+
+    def read() -> list[np.ndarray]:
+        as_bytes = token_stream.read_bytes(files)
+        as_tokens = token_stream.read_tokens(files, lambda text: np.frombuffer(text.encode(), np.uint8) + np.int32(1))
+        return [each for tokens in (as_bytes, as_tokens) for each in (tokens, *token_stream.hold_out(tokens, 16))]
+
+    expected = read()
+    assert bytes(expected[0]) == b"\n".join(file.read_bytes() for file in files)
+    monkeypatch.setattr(token_stream, "_IN_RAM", 100)
+    found = read()
+    assert mapped() >= 4, "tokens, and those that are learned, of each"
+    assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
+
+
+def test_a_pool_makes_no_file_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_stream, "_IN_RAM", 80)
+    monkeypatch.setattr(token_stream, "_BLOCK", 4096)
+    pool, values = token_stream.Pool(np.int32), np.arange(10, dtype=np.int32)
+    assert pool.keep(values) is values
+    kept = [pool.keep(values + number) for number in range(1, 400)]
+    assert mapped() == 4, "4,096 bytes each"
+    assert all(np.array_equal(each, values + number) for number, each in enumerate(kept, 1))
+    assert len(pool.keep(np.zeros(5000, np.int32))) == 5000
+
+
+def test_a_full_disk_is_an_error_and_not_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(token_stream, "_IN_RAM", 100)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match=r"do not fit in .*: No space left on device; .* set TMPDIR"):
+        token_stream.make_array((100,), np.int32)
+
+
+_LIMITED = """
+import json, resource, sys
+from pathlib import Path
+from offload.finetune.corpus import data, token_stream
+from offload.finetune.options import Options
+token_stream._IN_RAM = int(sys.argv[2])
+options = Options(data=(Path(sys.argv[1]),), seq_len=512)
+files = data.find_files(options)
+used = 4096 * int(Path("/proc/self/statm").read_text().split()[5])  # what RLIMIT_DATA counts: not what files back
+resource.setrlimit(resource.RLIMIT_DATA, (used + (64 << 20), resource.RLIM_INFINITY))
+try:
+    found = data.read_files(options, files, None, data.Share(1, 1, 0, 0, 1), True)
+    print(json.dumps(found.batches.token_count))
+except MemoryError:
+    print(json.dumps("MemoryError"))
+"""
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("in_files", [True, False])
+def test_data_may_be_larger_than_memory(tmp_path: Path, in_files: bool) -> None:
+    """20 MB of text are 20 million tokens without a tokenizer, 340 MB with all that is known of each."""
+    line = json.dumps({"text": "to be or not to be " * 500}) + "\n"
+    (tmp_path / "data.jsonl").write_text(line * (20_000_000 // len(line)))
+    arguments = (str(tmp_path / "data.jsonl"), str(1 << 20 if in_files else 1 << 40))
+    done = warm_process.run(["-c", _LIMITED, *arguments])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found > 18_000_000 if in_files else found == "MemoryError"

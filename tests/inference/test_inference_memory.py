@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import offload
-from offload.fileio.safetensors_stream import Tensor, Writer
+from offload.fileio.safetensors_stream import SafetensorsWriter, Tensor
 from offload.losses import chunk_loss_of
 from offload.sizes import MIB, PAGE
 from tests.support.processes.process_measures import DiskBytes, peak_memory, peak_rss
@@ -47,7 +47,7 @@ def write_folder(folder: Path) -> int:
         files[list(files)[2 * number // len(named)]][name] = Tensor(torch.bfloat16, shape)
     generator = torch.Generator().manual_seed(0)
     for file, tensors in files.items():
-        with Writer(folder / file, tensors, {"format": "pt"}) as writer:
+        with SafetensorsWriter(folder / file, tensors, {"format": "pt"}) as writer:
             for name, tensor in tensors.items():
                 writer.write_tensor(name, torch.randn(tensor.shape, generator=generator).mul_(0.02).bfloat16())
     places = {name: file for file, tensors in files.items() for name in tensors}

@@ -45,7 +45,7 @@ MUTANTS = (
         "offload.engine.gradients",
         "            self._accumulate(unit, segment, first, values, new=True)\n",
         "            self._accumulate(unit, segment, first, values, new=False)\n",
-        "tests/deepspeed/test_safe_set.py",
+        "tests/deepspeed/test_safe_get_set.py",
     ),
     Mutant(
         "lose one gradient add",

@@ -108,7 +108,7 @@ MUTANTS = (
         "offload.engine.update_strategy",
         "self._set(tile, start, stop, edit.state,",
         "self._set(tile, start, stop, State.WEIGHT,",
-        "tests/deepspeed/test_safe_set.py",
+        "tests/deepspeed/test_safe_get_set.py",
     ),
     Mutant(
         "skip the wait for a tile's reads",

@@ -24,7 +24,7 @@ from offload.sizes import count_of, format_size
 
 if TYPE_CHECKING:
     from offload.finetune.corpus.documents import Chat, Prompt
-    from offload.offline.open_model import OpenModel, Placement
+    from offload.offline.open_model import ModelOptions, OpenModel
 
 _DATA, _SAMPLING, _PLACEMENT = "Data", "Sampling", "Placement"
 
@@ -78,11 +78,11 @@ class _Placed:
 
     json_output: Json = False
 
-    def placement(self) -> Placement:
+    def placement(self) -> ModelOptions:
         """Returns these options in the form of the library."""
-        from offload.offline.open_model import Placement
+        from offload.offline.open_model import ModelOptions
 
-        return Placement(
+        return ModelOptions(
             config=self.config,
             dtype=self.dtype,
             device=self.device,
@@ -306,7 +306,7 @@ def _prompts(typed: GenerateOptions) -> Iterable[Prompt | Chat]:
     return read_prompts(find_data(typed.data or []))
 
 
-def _opened(folder: str, placement: Placement, *, scores: bool, check: Any = None) -> OpenModel:
+def _opened(folder: str, placement: ModelOptions, *, scores: bool, check: Any = None) -> OpenModel:
     """Returns the model of a folder. Lines on it are reported by `_measured` alone."""
     from offload.offline.open_model import open_model
 

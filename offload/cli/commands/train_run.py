@@ -496,9 +496,9 @@ class Training:
 
     def _between_steps(self, report: Any, log: StepLog, line: ProgressLine) -> None:
         """Reports an evaluation or a save between two steps."""
-        from offload.finetune.corpus.token_stream import Evaluation
+        from offload.finetune.corpus.token_stream import EvaluationReport
 
-        if isinstance(report, Evaluation):
+        if isinstance(report, EvaluationReport):
             self.evaluations.append(report)
             log.write(report.line() | {"time": time.time()})
             line.print(f"step {report.step}: evaluation loss {report.loss:.4f}")

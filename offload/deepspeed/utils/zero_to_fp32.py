@@ -133,14 +133,13 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 @contextmanager
 def _opened(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Iterator[tuple[Source, IoQueue]]:
-    """Yields the weights of a checkpoint, and the queue that reads them."""
-    found = find_own(Path(checkpoint_dir), tag)
-    if found is None:
+    checkpoint = find_own(Path(checkpoint_dir), tag)
+    if checkpoint is None:
         raise StoreError(
             f"{checkpoint_dir} contains no checkpoint of an engine: expected the folder of save_checkpoint"
         )
     with IoQueue() as queue:
-        yield open_source(found, queue), queue
+        yield open_source(checkpoint, queue), queue
 
 
 def _state_dict(
@@ -169,8 +168,7 @@ class _Memory:
         return ()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the file, over its memory."""
-        places, found = self._plan.places(), {}
+        places, tensors = self._plan.places(), {}
         for name, tensor in self._plan.shards[_FILE].items():
             count = tensor.nbytes // tensor.dtype.itemsize
             # torch refuses a buffer of no bytes.
@@ -179,8 +177,8 @@ class _Memory:
                 if count
                 else torch.empty(0, dtype=tensor.dtype, device="cpu")
             )
-            found[name] = flat.view(tensor.shape)
-        return found
+            tensors[name] = flat.view(tensor.shape)
+        return tensors
 
 
 def _pickle(state: dict[str, torch.Tensor], out: Path, limit: int) -> None:
@@ -191,11 +189,12 @@ def _pickle(state: dict[str, torch.Tensor], out: Path, limit: int) -> None:
     names = ["pytorch_model.bin"]
     if len(cut) > 1:
         names = [f"pytorch_model-{number + 1:05d}-of-{len(cut):05d}.bin" for number in range(len(cut))]
-        index = {"weight_map": {each: name for name, tensors in zip(names, cut, strict=True) for each in tensors}}
+        files = {key: name for name, tensors in zip(names, cut, strict=True) for key in tensors}
+        index = {"weight_map": files}
         (out / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     for name, tensors in zip(names, cut or [{}], strict=True):
         # A copy of each, since a view would be saved with the memory of all.
-        torch.save({each: state[each].clone() for each in tensors}, out / name)
+        torch.save({key: state[key].clone() for key in tensors}, out / name)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -214,14 +213,14 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("-t", "--tag", help="name of the checkpoint; the latest by default")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out frozen parameters")
     parser.add_argument("-d", "--debug", action="store_true", help="has no effect")
-    given = vars(parser.parse_args(arguments))
-    del given["debug"]
+    options = vars(parser.parse_args(arguments))
+    del options["debug"]
     try:
-        convert_zero_checkpoint_to_fp32_state_dict(**given)
+        convert_zero_checkpoint_to_fp32_state_dict(**options)
     except (OffloadError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
-    print(f"the fp32 weights of {given['checkpoint_dir']} are in {given['output_dir']}")
+    print(f"the fp32 weights of {options['checkpoint_dir']} are in {options['output_dir']}")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from offload.finetune.corpus.documents import Chat
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 
 
-class Edit(NamedTuple):
+class TemplateEdit(NamedTuple):
     """A piece of a template, and what replaces it everywhere."""
 
     piece: str
@@ -44,12 +44,12 @@ class Edit(NamedTuple):
     """How often the piece may occur in a template of the family."""
 
 
-def _before(piece: str, text: str) -> Edit:
-    return Edit(piece, text + piece)
+def _before(piece: str, text: str) -> TemplateEdit:
+    return TemplateEdit(piece, text + piece)
 
 
-def _after(piece: str, text: str) -> Edit:
-    return Edit(piece, piece + text)
+def _after(piece: str, text: str) -> TemplateEdit:
+    return TemplateEdit(piece, piece + text)
 
 
 _BEGIN, _END = "{%- generation %}", "{%- endgeneration %}"
@@ -57,35 +57,35 @@ _CHATML_HEADER = r"'<|im_start|>' + message.role + '\n"
 
 _QWEN_2_5 = (
     # An assistant without tool calls is rendered in the branch of the user, and moves into its own.
-    Edit(' or (message.role == "assistant" and not message.tool_calls)', ""),
-    Edit("{%- if message.content %}", "{%- if message.content or not message.tool_calls %}"),
+    TemplateEdit(' or (message.role == "assistant" and not message.tool_calls)', ""),
+    TemplateEdit("{%- if message.content %}", "{%- if message.content or not message.tool_calls %}"),
     _after("{{- '<|im_start|>' + message.role }}", _BEGIN),
     _before('{%- elif message.role == "tool" %}', _END),
 )
 _QWEN_3 = (
     # Each turn shows its reasoning, not only those after the last question.
-    Edit("loop.index0 > ns.last_query_index", "true"),
-    Edit("loop.last or (not loop.last and reasoning_content)", "true", (0, 1)),
+    TemplateEdit("loop.index0 > ns.last_query_index", "true"),
+    TemplateEdit("loop.last or (not loop.last and reasoning_content)", "true", (0, 1)),
     _after('{%- elif message.role == "assistant" %}', f"{{{{- {_CHATML_HEADER}' }}}}{_BEGIN}"),
-    Edit(rf"{_CHATML_HEADER}<think>\n' + ", r"'<think>\n' + "),
-    Edit(f"{{{{- {_CHATML_HEADER}' + content }}}}", "{{- content }}", (1, 2)),
+    TemplateEdit(rf"{_CHATML_HEADER}<think>\n' + ", r"'<think>\n' + "),
+    TemplateEdit(f"{{{{- {_CHATML_HEADER}' + content }}}}", "{{- content }}", (1, 2)),
     _before('{%- elif message.role == "tool" %}', _END),
 )
 _NEMOTRON_3 = (
     _before("{%- set include_content = not (truncate_history_thinking", _BEGIN),
-    Edit("\n                {{- '<|im_end|>\\n' }}\n", f"\n                {{{{- '<|im_end|>\\n' }}}}{_END}\n"),
-    Edit(
+    TemplateEdit("\n                {{- '<|im_end|>\\n' }}\n", f"\n                {{{{- '<|im_end|>\\n' }}}}{_END}\n"),
+    TemplateEdit(
         r"{{- '<|im_start|>assistant\n' ~ (content | default('', true) | string | trim) ~ '<|im_end|>\n' }}",
         r"{{- '<|im_start|>assistant\n' }}"
         + _BEGIN
         + r"{{- (content | default('', true) | string | trim) ~ '<|im_end|>\n' }}"
         + _END,
     ),
-    Edit(
+    TemplateEdit(
         r"{{- '<|im_start|>assistant\n' ~ c ~ '<|im_end|>\n' }}",
         r"{{- '<|im_start|>assistant\n' }}" + _BEGIN + r"{{- c ~ '<|im_end|>\n' }}" + _END,
     ),
-    Edit(
+    TemplateEdit(
         r"{{- '<|im_start|>assistant\n<|im_end|>\n' }}",
         r"{{- '<|im_start|>assistant\n' }}" + _BEGIN + r"{{- '<|im_end|>\n' }}" + _END,
     ),
@@ -95,7 +95,7 @@ _DEEPSEEK_ANSWER = "{{'<｜Assistant｜>' + content + '<｜end▁of▁sentence�
 _ARGUMENTS = "tool['function']['arguments']"
 _DEEPSEEK_V3 = (
     # Arguments may be an object, as transformers documents, where the original takes only a string.
-    Edit(_ARGUMENTS, f"({_ARGUMENTS} if {_ARGUMENTS} is string else {_ARGUMENTS} | tojson)", (1, 2, 3)),
+    TemplateEdit(_ARGUMENTS, f"({_ARGUMENTS} if {_ARGUMENTS} is string else {_ARGUMENTS} | tojson)", (1, 2, 3)),
     _after("'tool_calls' in message %}{%- set ns.is_tool = false -%}", _BEGIN),
     _after(_DEEPSEEK_CALLS_END, _END),
     _after("'tool_calls' not in message %}", _BEGIN),
@@ -103,7 +103,7 @@ _DEEPSEEK_V3 = (
 )
 _DEEPSEEK_R1 = (
     # The original drops the reasoning from the answer, which would then not be learned.
-    Edit("{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}", ""),
+    TemplateEdit("{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}", ""),
     _after("message['content'] is none %}{%- set ns.is_tool = false -%}", _BEGIN),
     _after(f"{_DEEPSEEK_CALLS_END}{{%- endif %}}{{%- endfor %}}", _END),
     _after("message['content'] is not none %}", _BEGIN),
@@ -115,7 +115,7 @@ _GPT_OSS = (
 )
 _MUSE = (
     _after("{%- elif role == 'assistant' -%}", "{%- generation -%}"),
-    Edit(
+    TemplateEdit(
         "{{- ('<|eot|>' if end_turn else '<|eom|>') -}}\n        {%- endif -%}",
         "{{- ('<|eot|>' if end_turn else '<|eom|>') -}}\n        {%- endif -%}{%- endgeneration -%}",
     ),
@@ -123,33 +123,33 @@ _MUSE = (
 _AFTER_ASSISTANT = "loop.first or messages[loop.index0 - 1].role != 'assistant'"
 _GLM_4 = (
     # The model ends its turn with the role of the next one, so that role is learned, and rendered in this turn.
-    Edit(
+    TemplateEdit(
         "{%- if m.role == 'user' -%}<|user|>\n{{ visible_text(m.content) }}",
         f"{{%- if m.role == 'user' -%}}{{%- if {_AFTER_ASSISTANT} -%}}<|user|>{{%- endif -%}}"
         "{{ '\\n' + visible_text(m.content) }}",
     ),
-    Edit(
+    TemplateEdit(
         "{%- elif m.role == 'system' -%}\n<|system|>\n{{ visible_text(m.content) }}",
         f"{{%- elif m.role == 'system' -%}}{{%- if {_AFTER_ASSISTANT} -%}}<|system|>{{%- endif -%}}"
         "{{ '\\n' + visible_text(m.content) }}",
     ),
-    Edit(
+    TemplateEdit(
         "{%- if loop.first or (messages[loop.index0 - 1].role != \"tool\") %}\n    {{- '<|observation|>' }}\n"
         "{%- endif %}\n",
         "",
     ),
-    Edit(
+    TemplateEdit(
         "<|observation|>{% for tr in m.content %}",
         f"{{{{- '<|observation|>' if {_AFTER_ASSISTANT} }}}}{{% for tr in m.content %}}",
     ),
     _before("{%- if loop.index0 > ns.last_user_index and reasoning_content -%}", "{% generation %}\n"),
-    Edit(
+    TemplateEdit(
         "</tool_call>{% endfor %}\n{% endif %}\n",
         "</tool_call>{% endfor %}<|observation|>{%- else -%}{{- '<|system|>' if not loop.last and "
         "messages[loop.index0 + 1].role == 'system' else '<|user|>' }}{%- endif %}\n{% endgeneration %}\n",
     ),
 )
-FAMILIES: dict[str, tuple[Edit, ...]] = {
+FAMILIES: dict[str, tuple[TemplateEdit, ...]] = {
     "Qwen2.5": _QWEN_2_5,
     "Qwen3": _QWEN_3,
     "DeepSeek-V3": _DEEPSEEK_V3,
@@ -182,7 +182,7 @@ def marking_template(tokenizer: Any, tools: Any = None) -> Marking | None:
     return next((Marking(template, family) for template, family in edited if template is not None), None)
 
 
-def _edited(template: str, edits: tuple[Edit, ...]) -> str | None:
+def _edited(template: str, edits: tuple[TemplateEdit, ...]) -> str | None:
     if any(template.count(edit.piece) not in edit.counts for edit in edits):
         return None
     for edit in edits:
@@ -228,7 +228,7 @@ def encode_chat(chat: Chat, tokenizer: Any, whole: bool = False) -> tuple[list[i
             chat, tokenizer, chat.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
             chat_template=marking.template,
         )  # fmt: skip
-        return marked["input_ids"], [bool(each) for each in marked["assistant_masks"]]
+        return marked["input_ids"], [bool(bit) for bit in marked["assistant_masks"]]
     text = _apply(chat, tokenizer, chat.messages, tokenize=False)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     begins, ends = np.asarray(encoded["offset_mapping"]).reshape(-1, 2).T
@@ -258,8 +258,8 @@ def encode_chat_prompt(chat: Chat, tokenizer: Any) -> list[int]:
         ConfigError: There is no chat template, or it refuses the chat.
     """
     _check_template(chat, tokenizer)
-    found = _apply(chat, tokenizer, chat.messages, tokenize=True, return_dict=True, add_generation_prompt=True)
-    ids: list[int] = found["input_ids"]
+    encoded = _apply(chat, tokenizer, chat.messages, tokenize=True, return_dict=True, add_generation_prompt=True)
+    ids: list[int] = encoded["input_ids"]
     return ids
 
 
@@ -272,7 +272,6 @@ def _check_template(chat: Chat, tokenizer: Any) -> None:
 
 
 def _apply(chat: Chat, tokenizer: Any, messages: list[dict[str, Any]], **how: Any) -> Any:
-    """Returns what the tokenizer's chat template makes of messages of a chat."""
     try:
         return tokenizer.apply_chat_template(messages, tools=chat.tools, **how)
     except Exception as error:  # a template may raise anything
@@ -280,7 +279,6 @@ def _apply(chat: Chat, tokenizer: Any, messages: list[dict[str, Any]], **how: An
 
 
 def _assistant_spans(chat: Chat, tokenizer: Any, text: str) -> Iterator[tuple[int, int]]:
-    """Yields begin and end of what the assistant wrote, in characters of the whole chat's text."""
     for at, message in enumerate(chat.messages):
         if message["role"] != "assistant":
             continue
@@ -324,7 +322,7 @@ _MOST = 24
 """Parts that are shown."""
 
 
-class Part(NamedTuple):
+class ExamplePart(NamedTuple):
     """Text of neighbouring tokens, which are all learned or all not."""
 
     text: str
@@ -334,7 +332,7 @@ class Part(NamedTuple):
 class Example(str):
     """A line of the start that shows what is learned: the text between [[ and ]]. `parts` are for a terminal."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ExamplePart, ...]
 
     @classmethod
     def of(cls, ids: Sequence[int], learned: Sequence[bool], tokenizer: Any) -> Example:
@@ -345,25 +343,29 @@ class Example(str):
         return example
 
 
-def parts_of(ids: Sequence[int], learned: Sequence[bool], tokenizer: Any) -> tuple[Part, ...]:
+def parts_of(ids: Sequence[int], learned: Sequence[bool], tokenizer: Any) -> tuple[ExamplePart, ...]:
     """Returns the text of a document in parts, shortened, and with nothing in it that a terminal would obey."""
     runs = [
         (flag, [token for token, _ in tokens])
-        for flag, tokens in itertools.groupby(zip(ids, learned, strict=True), key=lambda each: bool(each[1]))
+        for flag, tokens in itertools.groupby(zip(ids, learned, strict=True), key=lambda pair: bool(pair[1]))
     ]
-    parts = [Part(_shortened(visible_text(_text(tokens, tokenizer))), flag) for flag, tokens in runs[:_MOST]]
-    return tuple(parts) if len(runs) <= _MOST else (*parts, Part(" [...]", False))
+    parts = [ExamplePart(_shortened(visible_text(_text(tokens, tokenizer))), flag) for flag, tokens in runs[:_MOST]]
+    return tuple(parts) if len(runs) <= _MOST else (*parts, ExamplePart(" [...]", False))
 
 
 def visible_text(text: str) -> str:
-    """Returns text in which characters that control a terminal, or the direction of text, are written as escapes.
+    """Returns text with escapes for characters that control a terminal, or the direction of text.
 
     A line break stays, and is followed by two spaces, so that no line of the data looks like a line of the program.
     """
-    return "".join(
-        "\n  " if each == "\n" else ascii(each)[1:-1] if unicodedata.category(each)[0] in "CZ" and each != " " else each
-        for each in text
-    )
+
+    def shown(character: str) -> str:
+        if character == "\n":
+            return "\n  "
+        obeyed = unicodedata.category(character)[0] in "CZ" and character != " "
+        return ascii(character)[1:-1] if obeyed else character
+
+    return "".join(map(shown, text))
 
 
 def _text(tokens: Sequence[int], tokenizer: Any) -> str:

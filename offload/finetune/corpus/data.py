@@ -20,7 +20,7 @@ from offload.finetune.options import Options
 from offload.sizes import count_of
 
 
-class Files(NamedTuple):
+class DataFiles(NamedTuple):
     """Paths of the data files, found but not read."""
 
     learned: list[Path]
@@ -44,7 +44,7 @@ class Data(NamedTuple):
     held_out: HeldOut | None
     lines: tuple[str, ...]
     example: Example | None = None
-    """A document of the training data with its learned tokens; None for text, all of which is learned."""
+    """A document of the training data with its learned tokens; None for text, which is learned as a whole."""
 
     @property
     def largest_id(self) -> int:
@@ -52,19 +52,19 @@ class Data(NamedTuple):
         return max(self.batches.largest_id, self.held_out.largest_id if self.held_out is not None else 0)
 
 
-def find_files(options: Options) -> Files:
+def find_files(options: Options) -> DataFiles:
     """Returns the data files that the options name.
 
     Raises:
         ConfigError: a path does not exist, or contains no data file.
     """
     if options.data:
-        return Files(find_data(options.data), find_data(options.eval_data) if options.eval_data else [])
+        return DataFiles(find_data(options.data), find_data(options.eval_data) if options.eval_data else [])
     learned = token_stream.find_files(options.text or token_stream.standard_library())
-    return Files(learned, token_stream.find_files(options.eval_data) if options.eval_data else [])
+    return DataFiles(learned, token_stream.find_files(options.eval_data) if options.eval_data else [])
 
 
-def read_files(options: Options, files: Files, tokenizer: Any, share: Share, apart: bool) -> Data:
+def read_files(options: Options, files: DataFiles, tokenizer: Any, share: Share, apart: bool) -> Data:
     """Reads and tokenizes the data files; `apart` is True if the model masks documents of one row from each other.
 
     A tokenizer of None is that of bytes.
@@ -72,41 +72,40 @@ def read_files(options: Options, files: Files, tokenizer: Any, share: Share, apa
     Raises:
         ConfigError: a file is malformed, or contains nothing to learn.
     """
-    found = (
+    data = (
         _documents(options, files, tokenizer, share, apart) if options.data else _text(options, files, tokenizer, share)
     )
-    return found._replace(lines=(*found.lines, *_evaluation_lines(options, found.held_out)))
+    return data._replace(lines=(*data.lines, *_evaluation_lines(options, data.held_out)))
 
 
-def _documents(options: Options, files: Files, tokenizer: Any, share: Share, apart: bool) -> Data:
+def _documents(options: Options, files: DataFiles, tokenizer: Any, share: Share, apart: bool) -> Data:
     """Returns documents in rows, with rows held out unless evaluation files are given."""
     kinds: Counter[type[Record]] = Counter()
     whole = options.train_on == "all"
     documents = packing.encode(_counted(files.learned, kinds), tokenizer, whole)
     example = packing.example(documents, options.seq_len, tokenizer)
     packed = packing.pack(documents, options.seq_len, apart)
-    held: packing.Packed | None = None
+    evaluated: packing.Packed | None = None
     if files.evaluated:
-        held = _packed_to_evaluate(options, files, tokenizer, apart)
+        evaluated = _packed_to_evaluate(options, files, tokenizer, apart)
     elif options.eval_every != 0:
         # Rows are held out after packing, so that training and evaluation have rows of the same length.
-        packed, held = packing.hold_out(packed)
+        packed, evaluated = packing.hold_out(packed)
     learned = packing.Rows(packed, *share)
     # Positions are of use only to families that mask by them.
     learned.with_positions = apart
-    held_out = None if held is None else _held_out(packing.inputs_of(held, apart), share)
+    held_out = None if evaluated is None else _held_out(packing.inputs_of(evaluated, apart), share)
     return Data(learned, held_out, packing.notices(packed, learned, kinds, tokenizer, whole), example)
 
 
 def _counted(files: Sequence[Path], kinds: Counter[type[Record]]) -> Iterator[Record]:
-    """Yields the records of `files` and counts each kind in `kinds`."""
     # Counted while the records stream through: they are never all in memory.
     for record in read_records(files):
         kinds[type(record)] += 1
         yield record
 
 
-def _packed_to_evaluate(options: Options, files: Files, tokenizer: Any, apart: bool) -> packing.Packed:
+def _packed_to_evaluate(options: Options, files: DataFiles, tokenizer: Any, apart: bool) -> packing.Packed:
     """Returns the documents of --eval-data in rows; errors name the option."""
     try:
         documents = packing.encode(read_records(files.evaluated), tokenizer, options.train_on == "all")
@@ -115,23 +114,25 @@ def _packed_to_evaluate(options: Options, files: Files, tokenizer: Any, apart: b
         raise ConfigError(f"--eval-data: {error}") from error
 
 
-def _text(options: Options, files: Files, tokenizer: Any, share: Share) -> Data:
+def _text(options: Options, files: DataFiles, tokenizer: Any, share: Share) -> Data:
     """Returns sequences of a text, with sequences held out unless evaluation files are given."""
     tokens, length = _tokens(files.learned, tokenizer), options.seq_len
     # Sequences are held out before batches are drawn, so that no training batch contains an evaluated token.
-    held = np.empty((0, length), tokens.dtype)
+    evaluated = np.empty((0, length), tokens.dtype)
     if files.evaluated:
-        held = token_stream.in_sequences(_tokens(files.evaluated, tokenizer), length)
-        if not len(held):
+        evaluated = token_stream.in_sequences(_tokens(files.evaluated, tokenizer), length)
+        if not len(evaluated):
             raise ConfigError(
                 f"--eval-data contains less than one sequence of --seq-len {length} tokens; give more text"
             )
     elif options.eval_every != 0:
-        tokens, held = token_stream.hold_out(tokens, length)
+        tokens, evaluated = token_stream.hold_out(tokens, length)
     learned = token_stream.Batches(
         tokens, share.micro, length, share.seed, share.rank, share.world_size, share.accumulation
     )
-    return Data(learned, _held_out({"input_ids": held, "labels": held}, share) if len(held) else None, ())
+    return Data(
+        learned, _held_out({"input_ids": evaluated, "labels": evaluated}, share) if len(evaluated) else None, ()
+    )
 
 
 def _held_out(inputs: dict[str, np.ndarray], share: Share) -> HeldOut:
@@ -145,13 +146,12 @@ def _tokens(files: Sequence[Path], tokenizer: Any) -> np.ndarray:
 
 
 def _evaluation_lines(options: Options, held_out: HeldOut | None) -> tuple[str, ...]:
-    """Returns lines on the evaluation for the user."""
     if options.eval_every == 0:
         return ()
     if held_out is None:
         return ("no evaluation: there is too little data to hold some of it out; give --eval-data",)
-    held = "" if options.eval_data else ", held out"
-    return (f"evaluated on {count_of(held_out.count, 'sequence')}{held}",)
+    suffix = "" if options.eval_data else ", held out"
+    return (f"evaluated on {count_of(held_out.count, 'sequence')}{suffix}",)
 
 
 def steps_of(options: Options, default: int, batches: token_stream.Batches | packing.Rows) -> int:

@@ -111,7 +111,6 @@ def read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _check(names: Sequence[str], place: str) -> None:
-    """Raises `ConfigError` if no column of `COLUMNS` is present."""
     if not any(name in COLUMNS for name in names):
         raise ConfigError(
             f"{place} contains the columns {', '.join(names) or '(none)'}; rename one to text or messages, or two to "
@@ -175,21 +174,21 @@ def find_data(paths: Sequence[Path]) -> list[Path]:
     Raises:
         ConfigError: A path does not exist, a folder contains no such file, or pyarrow is missing and a file is Parquet.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for path in paths:
         if path.is_dir():
             # Sorted, since the order of a folder differs between file systems and the data must not.
             inside = sorted(file for file in path.rglob("*") if file.suffix in _IN_FOLDERS and file.is_file())
             if not inside:
                 raise ConfigError(f"there is no {', '.join(f'*{kind}' for kind in _IN_FOLDERS)} file under {path}")
-            found += inside
+            files += inside
         elif path.is_file():
-            found.append(path)
+            files.append(path)
         else:
             raise ConfigError(f"there is no data at {path}")
-    if any(file.suffix == ".parquet" for file in found):
+    if any(file.suffix == ".parquet" for file in files):
         require_pyarrow()
-    return found
+    return files
 
 
 def read_records(files: Iterable[Path]) -> Iterator[Record]:
@@ -263,7 +262,6 @@ _ROWS: dict[str, Callable[[Path], Iterator[tuple[Any, str]]]] = {
 
 
 def _decode(content: bytes, place: str) -> str:
-    """Returns UTF-8 text without a byte order mark, which editors on Windows write."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -272,21 +270,20 @@ def _decode(content: bytes, place: str) -> str:
 
 def _parse(line: str, place: str) -> Any:
     try:
-        found = json.loads(line)
+        parsed = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place} is not JSON: {error}; each line must be one of {_SHAPES}") from error
     # JSON may escape a single surrogate, "\ud83d", which Python reads but no tokenizer can encode.
     try:
-        json.dumps(found, ensure_ascii=False).encode()
+        json.dumps(parsed, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
             f"{place} contains half of a surrogate pair, {error.object[error.start]!a}; fix the line"
         ) from error
-    return found
+    return parsed
 
 
 def _record(found: Any, place: str) -> Record:
-    """Returns the record of one parsed line or row; `place` is for messages."""
     kind = _kind_of(found, place)
     if kind == "text":
         return Text(place, _string(found, "text", place))
@@ -296,7 +293,6 @@ def _record(found: Any, place: str) -> Record:
 
 
 def _prompt(found: Any, place: str) -> Prompt | Chat:
-    """Returns the prompt of one parsed line or row."""
     kind = _kind_of(found, place)
     if kind == "messages":
         return _chat(found, place)
@@ -334,7 +330,6 @@ def _tools(value: Any, place: str) -> list[dict[str, Any]] | None:
 
 
 def _messages(value: Any, place: str) -> list[dict[str, Any]]:
-    """Returns the checked messages of a chat."""
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{place}: messages must be a list of at least one message, got {_kind(value)}")
     for number, message in enumerate(value, 1):

@@ -59,7 +59,9 @@ def encode(records: Iterable[Record], tokenizer: Any, whole: bool = False) -> li
     """
     ids, learned = Pool(np.int32), Pool(np.bool_)
     encoded = (encode_record(record, tokenizer, whole) for record in records)
-    return [Document(ids.keep(each.ids), learned.keep(each.learned), each.divisible) for each in encoded]
+    return [
+        Document(ids.keep(document.ids), learned.keep(document.learned), document.divisible) for document in encoded
+    ]
 
 
 def encode_record(record: Record, tokenizer: Any, whole: bool = False) -> Document:
@@ -98,14 +100,14 @@ def encode_text(content: str, tokenizer: Any) -> np.ndarray:
     The tokenizer receives chunks of about a million characters that end at line ends: a tokenizer allocates about a
     hundred bytes for each byte of its input.
     """
-    found: list[np.ndarray] = []
+    pieces: list[np.ndarray] = []
     start = 0
     while start < len(content):
         stop = content.find("\n", start + _AT_ONCE) + 1 or len(content)
         ids = _ids(content[start:stop], tokenizer, special=start == 0)
-        found.append(np.asarray(_begun(ids, tokenizer) if stop < len(content) else ids, np.int32))
+        pieces.append(np.asarray(_begun(ids, tokenizer) if stop < len(content) else ids, np.int32))
         start = stop
-    return np.concatenate(found) if found else np.empty(0, np.int32)
+    return np.concatenate(pieces) if pieces else np.empty(0, np.int32)
 
 
 def _ids(content: str, tokenizer: Any, special: bool = True) -> list[int]:
@@ -172,9 +174,9 @@ def pack(documents: Sequence[Document], length: int, together: bool = True) -> P
     divisible = [document for document in documents if document.divisible and len(document.ids)]
     truncated = [_first(document, length) for document in documents if not document.divisible]
     # The first token is never learned, so a document needs a learned token after it.
-    kept = [document for document in truncated if document.learned[1:].any()]
+    learned = [document for document in truncated if document.learned[1:].any()]
     stream = _stream(divisible, length)
-    rows = _fit(stream, kept, length) if together else [*stream, *([document] for document in kept)]
+    rows = _fit(stream, learned, length) if together else [*stream, *([document] for document in learned)]
     # First tokens are not learned, so a row of documents of a single token each would have nothing to learn.
     rows = [row for row in rows if _learns(row)]
     if not rows:
@@ -183,7 +185,7 @@ def pack(documents: Sequence[Document], length: int, together: bool = True) -> P
         none = f"no document has a token to learn within --seq-len {length}"
         raise ConfigError(f"the data contain nothing to learn: {none}")
     cut = sum(len(document.ids) > length for document in documents if not document.divisible)
-    return Packed(*_arrays(rows, length), cut, len(truncated) - len(kept), not together and len(kept) > 0)
+    return Packed(*_arrays(rows, length), cut, len(truncated) - len(learned), not together and len(learned) > 0)
 
 
 def hold_out(packed: Packed) -> tuple[Packed, Packed | None]:
@@ -241,12 +243,12 @@ def _fit(rows: list[list[Document]], documents: Sequence[Document], length: int)
     )
     for document in sorted(documents, key=lambda document: -len(document.ids)):
         needed = len(document.ids)
-        found = bisect.bisect_left(rooms, (needed, 0))
-        if found == len(rooms):
+        place = bisect.bisect_left(rooms, (needed, 0))
+        if place == len(rooms):
             rows.append([])
             room, at = length, len(rows) - 1
         else:
-            room, at = rooms.pop(found)
+            room, at = rooms.pop(place)
         rows[at].append(document)
         bisect.insort(rooms, (room - needed, at))
     return rows
@@ -326,7 +328,7 @@ class Rows:
 
 def example(documents: Iterable[Document], length: int, tokenizer: Any) -> Example | None:
     """Returns the first chat or completion that is learned from, as it is in its row; None without one."""
-    for document in (_first(each, length) for each in documents if not each.divisible):
+    for document in (_first(candidate, length) for candidate in documents if not candidate.divisible):
         if document.learned[1:].any():
             return Example.of(document.ids.tolist(), document.learned.tolist(), tokenizer)
     return None

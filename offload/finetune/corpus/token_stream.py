@@ -42,22 +42,22 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     Raises:
         ConfigError: a path does not exist or is a JSON lines file, or no file is found.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for path in paths:
         if path.suffix in (".jsonl", ".ndjson"):
             raise ConfigError(
                 f"{path} contains documents, and --text would learn their JSON syntax; give the file by --data"
             )
         if path.is_file():
-            found.append(path)
+            files.append(path)
         elif path.is_dir():
             inside = (p for kind in ("py", "txt", "md") for p in path.rglob(f"*.{kind}"))
-            found += sorted(p for p in inside if p.is_file() and not _INSTALLED & {*p.relative_to(path).parts})
+            files += sorted(p for p in inside if p.is_file() and not _INSTALLED & {*p.relative_to(path).parts})
         else:
             raise ConfigError(f"there is no text at {path}")
-    if not found:
+    if not files:
         raise ConfigError(f"no *.py, *.txt or *.md file under {', '.join(map(str, paths))}")
-    return found
+    return files
 
 
 def read_bytes(files: Sequence[Path]) -> np.ndarray:
@@ -243,7 +243,7 @@ def choose(count: int) -> np.ndarray:
     return (np.arange(k) * count // max(k, 1) + count // max(2 * k, 1)).astype(int)
 
 
-class Evaluation(NamedTuple):
+class EvaluationReport(NamedTuple):
     """Result of an evaluation after `step` steps."""
 
     step: int
@@ -269,7 +269,7 @@ class HeldOut:
         """Yields batches of this rank, each with the number of tokens that count.
 
         Every rank yields the same number of batches, since a forward gathers weights from all ranks. A rank that has no
-        rows left yields the first row, of which no token counts then.
+        rows left yields the first row; none of its tokens counts.
         """
         for begin in range(0, self.count, self._size * self._world_size):
             first = begin + self._rank * self._size
@@ -285,7 +285,7 @@ class HeldOut:
         """
         total, tokens = 0.0, 0
         for inputs, counted in self.batches():
-            found = loss_of(inputs)
+            batch_loss = loss_of(inputs)
             if counted:  # the mean loss of no tokens is NaN
-                total, tokens = total + found * counted, tokens + counted
+                total, tokens = total + batch_loss * counted, tokens + counted
         return mean(total) / mean(float(tokens))

@@ -44,7 +44,7 @@ class Signature:
     """Types of a kernel's arguments."""
 
     def __init__(self, *kinds: str) -> None:
-        """Takes the types of the arguments, in the order in which the kernel declares them."""
+        """Takes the types of the arguments, in the order of the kernel's declaration."""
         self.layout, self.count = struct.Struct("=" + "".join(kinds)), len(kinds)
 
 
@@ -254,7 +254,6 @@ class Compiler:
             self._call("nvrtcDestroyProgram", byref(program))
 
     def _result(self, getter: str, program: c_void_p) -> bytes:
-        """Returns one result of a program: log, cubin or PTX."""
         size = c_size_t()
         self._call(f"{getter}Size", program, byref(size))
         content = ctypes.create_string_buffer(size.value)
@@ -262,7 +261,6 @@ class Compiler:
         return content.raw
 
     def _call(self, name: str, *arguments: object) -> None:
-        """Calls a function of the library. Raises `ConfigError` if the function fails."""
         refused = getattr(self._library, name)(*arguments)
         if refused:
             raise ConfigError(f"NVRTC refuses {name}: {self._words(refused)}")
@@ -308,7 +306,6 @@ def target(capability: tuple[int, int], architectures: Sequence[int]) -> str:
 
 
 def _packaged(major: str, name: str) -> list[str]:
-    """Returns the paths of the library in the packages from which torch's wheels load it too."""
     paths = []
     for package, folder in _FOLDERS:
         spec = importlib.util.find_spec(package)

@@ -88,7 +88,6 @@ def _cached(path: Path) -> bytes | None:
 
 
 def _cache(path: Path, image: bytes) -> None:
-    """Writes a cache file; does nothing if the folder is not writable or full."""
     content = {"sha256": hashlib.sha256(image).hexdigest(), "image": base64.b64encode(image).decode()}
     try:
         write_cache(path, json.dumps(content))
@@ -266,7 +265,7 @@ def source(program: str) -> str:
     return "\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
-class _Place(NamedTuple):
+class _ArrayPlace(NamedTuple):
     """Place of an array on the device."""
 
     address: int
@@ -275,20 +274,23 @@ class _Place(NamedTuple):
     """Bytes of the elements of a block of moments, or of its scales."""
 
 
-def _places(partition: Partition) -> list[_Place]:
+def _places(partition: Partition) -> list[_ArrayPlace]:
     """Returns the arrays of a partition, in the order of `adamw.cu`."""
     beside = partition.residual if partition.residual is not None else partition.master
 
-    def place(array: torch.Tensor | None) -> _Place:
-        return _Place(0, 0) if array is None else _Place(array.data_ptr(), array.element_size() * MOMENT_BLOCK)
+    def place(array: torch.Tensor | None) -> _ArrayPlace:
+        return (
+            _ArrayPlace(0, 0) if array is None else _ArrayPlace(array.data_ptr(), array.element_size() * MOMENT_BLOCK)
+        )
 
     scales = partition.scales
-    of_block = _Place(0, 0) if scales is None else _Place(scales.data_ptr(), scales.element_size() * scales.shape[1])
+    of_block = (
+        _ArrayPlace(0, 0) if scales is None else _ArrayPlace(scales.data_ptr(), scales.element_size() * scales.shape[1])
+    )
     return [*map(place, (partition.weight, beside, *partition.moments)), of_block, place(partition.grad)]
 
 
 def _types(partition: Partition) -> tuple[int, int, int]:
-    """Returns the numbers of the weight's, the gradient's and the moments' dtypes in `adamw.cu`."""
     bf24 = partition.residual is not None and partition.residual.dtype is torch.int8
     first, second = partition.moments
     weight = BF24 if bf24 else WEIGHTS[partition.weight.dtype]
