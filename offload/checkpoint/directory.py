@@ -71,13 +71,7 @@ _FILES = re.compile(r"manifest\.json|(states|progress)\.rank[0-9]+\.safetensors"
 def described_part(
     world: World, layout: Mapping[str, Any], about: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the description of a process's part, and what is said about its model.
-
-    Args:
-        world: The process's place.
-        layout: Made by `offload.layout.fingerprint.describe`.
-        about: Made by `offload.layout.fingerprint.about`.
-    """
+    """Returns the description of a process's part, and what is said about its model."""
     if not world.divides_model:
         return dict(layout), dict(about)
     divided = {name: world.dims.get(name) for name in sorted(world.sharded)}
@@ -91,36 +85,25 @@ def own_part(world: World, checkpoint: Path) -> Path:
         StoreError: If another grid has saved the checkpoint, or none, or files of a part are missing.
     """
     manifest = read_manifest(checkpoint)
-    saved = manifest.parts or tuple(filter(None, [_part_of(manifest.layout)]))
+    # A part that is named itself is no whole model either.
+    is_part = "tensor_parallel" in manifest.layout or "pipeline" in manifest.layout
+    saved = manifest.parts or (("a part of a grid",) if is_part else ())
     if saved == world.parts:
         check_parts(checkpoint, manifest)
         return checkpoint / world.part
+    names = [
+        f"processes with the parts {', '.join(parts)}" if parts else "processes without pipeline or tensor parallelism"
+        for parts in (saved, world.parts)
+    ]
     raise StoreError(
-        f"the checkpoint {checkpoint} was saved by {_grid(saved)}, this engine has {_grid(world.parts)}: start as "
+        f"the checkpoint {checkpoint} was saved by {names[0]}, this engine has {names[1]}: start as "
         "many processes in the same grid; or take the weights alone, by offload export, and give them to the "
         "model before offload.initialize"
     )
 
 
-def _part_of(layout: Mapping[str, Any]) -> str:
-    """Returns a name for the part that a manifest describes; empty for that of a whole model."""
-    return "a part of a grid" if "tensor_parallel" in layout or "pipeline" in layout else ""
-
-
-def _grid(parts: Sequence[str]) -> str:
-    return (
-        f"processes with the parts {', '.join(parts)}" if parts else "processes without pipeline or tensor parallelism"
-    )
-
-
 def counted_units(described: Mapping[str, Any], layouts: Sequence[UnitLayout], world: World) -> list[Any]:
-    """Returns the units of a part for people, without parameters that another part has counted.
-
-    Args:
-        described: Made by `offload.layout.fingerprint.describe`.
-        layouts: The layouts that it describes.
-        world: This process's place.
-    """
+    """Returns the units of a part for people, without parameters that another part has counted."""
     if not world.divides_model:
         return list(described["units"])
     elsewhere = world.counted_elsewhere(layouts)
@@ -156,7 +139,6 @@ def delete(folder: Path, depth: int = 1) -> None:
     the folder; this raises `OSError`.
 
     Args:
-        folder: The folder.
         depth: Number of names at its end that no link may have.
     """
     with contextlib.suppress(FileNotFoundError):
@@ -205,8 +187,6 @@ def only_save(folder: Path, tag: str, lock: Path | None = None) -> Iterator[None
     """Holds the lock on saving into `folder` while the context is open.
 
     Args:
-        folder: Folder of checkpoints; must exist.
-        tag: Written into the lock file, for messages of other processes.
         lock: Lock file, by default one in the folder. All writers of the folder must use the same file.
 
     Raises:
@@ -267,7 +247,6 @@ def _is_left_latest(path: Path) -> bool:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Returns whether all files of a checkpoint exist in their full size."""
     try:
         return not wrong_files(checkpoint, read_manifest(checkpoint))
     except StoreError:
@@ -275,45 +254,31 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 def leftovers(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Returns the leftovers of killed saves in a folder: the paths to remove, and the checkpoints to rename back."""
+    """Returns the leftovers of killed saves in a folder: the paths to remove, and the checkpoints to rename back.
+
+    Nothing that contains a foreign file is removed.
+    """
     goes: list[Path] = []
     returns: list[Path] = []
     for path in sorted(folder.iterdir()):
         with contextlib.suppress(OSError):  # belongs to another user, or was deleted meanwhile
-            if _goes(path):
+            named = _NAMES.fullmatch(path.name)
+            if named is None or not path.is_dir():
+                if path.name.startswith(f".{LATEST}.") and _is_left_latest(path):
+                    goes.append(path)
+            elif not _is_left(path):
+                continue
+            # An old checkpoint is needed until the one that has its name now is complete.
+            elif named["what"] == "old" and not os.path.lexists(folder / named["tag"]):
+                if is_checkpoint(path):
+                    returns.append(path)
+            elif named["what"] != "old" or _is_whole(folder / named["tag"]):
                 goes.append(path)
-            elif _returns(path):
-                returns.append(path)
     return goes, returns
-
-
-def _goes(path: Path) -> bool:
-    """Returns whether the path is a leftover to remove. Nothing is that contains anything foreign."""
-    named = _NAMES.fullmatch(path.name)
-    # A file is ours if it is the next `latest` of a save, complete or not.
-    if named is None or not path.is_dir():
-        return path.name.startswith(f".{LATEST}.") and _is_left_latest(path)
-    if named["what"] != "old":
-        return _is_left(path)
-    # An old checkpoint is needed until the one that has its name now is complete.
-    checkpoint = path.parent / named["tag"]
-    return os.path.lexists(checkpoint) and _is_left(path) and _is_whole(checkpoint)
-
-
-def _returns(path: Path) -> bool:
-    """Returns whether the path is an old checkpoint that gets its name back, which is free."""
-    named = _NAMES.fullmatch(path.name)
-    if named is None or not path.is_dir() or named["what"] != "old":
-        return False
-    return not os.path.lexists(path.parent / named["tag"]) and is_checkpoint(path) and _is_left(path)
 
 
 def check_free(checkpoint: Path, latest: bool) -> None:
     """Checks that no foreign file has a name that a save of `checkpoint` needs. Changes nothing.
-
-    Args:
-        checkpoint: Folder that will be saved.
-        latest: True if `latest` will be written too.
 
     Raises:
         StoreError: If a name is taken.
@@ -331,18 +296,13 @@ def check_free(checkpoint: Path, latest: bool) -> None:
                 f"{checkpoint} would be replaced, but {', '.join(foreign)} in it does not belong to a checkpoint: move "
                 "that out, or choose another tag"
             )
-    for path in (aside(checkpoint, "partial"), aside(checkpoint, "old"), aside(checkpoint, "removed")):
-        if os.path.lexists(path) and not _is_left(path):
+    new = _new_latest(checkpoint)
+    for path in (aside(checkpoint, "partial"), aside(checkpoint, "old"), aside(checkpoint, "removed"), new):
+        if os.path.lexists(path) and not (_is_left_latest(path) if path == new else _is_left(path)):
             raise StoreError(
                 f"{path} has a name that a save of {checkpoint.name} needs, but was not left by a save: move that "
                 "path, or choose another tag"
             )
-    new = _new_latest(checkpoint)
-    if os.path.lexists(new) and not _is_left_latest(new):
-        raise StoreError(
-            f"{new} has a name that a save of {checkpoint.name} needs, but was not left by a save: move that path, or "
-            "choose another tag"
-        )
     if latest and (folder / LATEST).is_dir():
         raise StoreError(
             f"{folder / LATEST} is a folder, but must be the file that names the newest checkpoint: move the folder, "
@@ -385,7 +345,6 @@ def begin_folder(checkpoint: Path, latest: bool = True) -> Path:
 
     Args:
         checkpoint: Final path of the checkpoint. The caller holds `only_save` of its parent.
-        latest: True if `end_folder` will write `latest`.
 
     Raises:
         StoreError: If a foreign file has a name that the save needs.
@@ -414,12 +373,7 @@ def begin_folder(checkpoint: Path, latest: bool = True) -> Path:
 
 
 def end_folder(checkpoint: Path, latest: bool) -> None:
-    """Renames the finished checkpoint to its final name, durably, and then writes `latest`.
-
-    Args:
-        checkpoint: Final path of the checkpoint; its files were written into the folder of `begin_folder`.
-        latest: True to write the tag into `latest`.
-    """
+    """Renames the finished checkpoint to its final name, durably, and then writes `latest`."""
     folder, partial, old = checkpoint.parent, aside(checkpoint, "partial"), aside(checkpoint, "old")
     new, going = _new_latest(checkpoint), None
     if latest:
@@ -464,11 +418,6 @@ def prune(folder: Path, keep: int, newest: str) -> list[str]:
 
     Neither `newest` nor the checkpoint that `latest` names is removed. If another one cannot be removed, a warning
     gives the reason.
-
-    Args:
-        folder: Folder of checkpoints.
-        keep: Number of checkpoints to keep.
-        newest: Tag of the checkpoint just saved.
     """
     tags = list(checkpoints(folder))
     # `latest` names another checkpoint than the newest if the save did not write `latest`.
@@ -528,5 +477,4 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def _new_latest(checkpoint: Path) -> Path:
-    """Returns the path of the next `latest` while it is written."""
     return checkpoint.with_name(f".{LATEST}.{checkpoint.name}")

@@ -139,16 +139,6 @@ class Manifest(NamedTuple):
             raise StoreError(f"cannot read {where}: {error}") from error
 
 
-def _check_moment(value: Any, name: str) -> None:
-    """Raises `ValueError` if `value` is no time with a time zone, in ISO 8601."""
-    try:
-        if isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None:
-            return
-    except ValueError:
-        pass
-    raise wrong_kind("a time in ISO 8601, with its zone", name, value)
-
-
 def _check_files(value: Any, name: str) -> None:
     """Raises `ValueError` if `value` does not give size and checksums of files of a checkpoint, under their names."""
     table(fields({"nbytes": whole(0, 1 << 56), "crc32c": table(whole(0, (1 << 32) - 1))}))(value, name)
@@ -167,10 +157,17 @@ def _check_layout(value: Any, name: str) -> None:
         raise wrong_kind("parts of different names", name, value["parts"])
 
 
+def _check_time(value: Any, name: str) -> None:
+    with contextlib.suppress(ValueError):
+        if isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None:
+            return
+    raise wrong_kind("a time in ISO 8601, with its zone", name, value)
+
+
 _MANIFEST = fields(
     {
         "epoch": whole(),
-        "created": _check_moment,
+        "created": _check_time,
         "frozen": flag,
         "layout": _check_layout,
         "about": ABOUT,
@@ -203,15 +200,7 @@ def tensor_name(unit: int, state: State) -> str:
 def tensors_of(
     layouts: Sequence[UnitLayout], mode: Mode, rank: int, world_size: int, frozen: bool
 ) -> dict[str, Tensor]:
-    """Returns the tensors of a rank's file of states, in their order in the file.
-
-    Args:
-        layouts: All units.
-        mode: Precision mode, which determines the states and their dtypes.
-        rank: The rank; each tensor is its partition, mostly of shape (numel / world_size,).
-        world_size: Number of ranks.
-        frozen: True to include frozen weights.
-    """
+    """Returns the tensors of a rank's file of states, in their order in the file."""
     # Imported late: the module imports torch, which looking at a checkpoint does not need.
     from offload.fileio.safetensors_stream import Tensor
 
@@ -259,10 +248,6 @@ def check_tag(tag: Any) -> str:
 
 def check_folder(folder: Any, name: str) -> Path:
     """Returns `folder`, a user's folder of checkpoints, as a path.
-
-    Args:
-        folder: The value that the user gave.
-        name: Name of the user's argument, for messages.
 
     Raises:
         UsageError: If the value is no valid path.
@@ -392,16 +377,16 @@ def find(load_dir: str | os.PathLike[str], tag: Any, is_other: Callable[[Path], 
     if not path.exists() and is_checkpoint(aside(path, "old")):
         return str(aside(path, "old"))
     if not path.is_dir():
-        there = ", ".join(_tags(folder, is_other)) or "none"
-        raise StoreError(f"there is no checkpoint {tag} in {folder}, which {named}; the folder contains: {there}")
+        raise StoreError(
+            f"there is no checkpoint {tag} in {folder}, which {named}; the folder contains: {_tags(folder, is_other)}"
+        )
     return str(path)
 
 
-def _tags(folder: Path, is_other: Callable[[Path], bool]) -> list[str]:
-    """Returns the tags of a folder's checkpoints, those of another program at the end."""
-    if not folder.is_dir():
-        return []
-    return [*checkpoints(folder), *sorted(path.name for path in folder.iterdir() if is_other(path))]
+def _tags(folder: Path, is_other: Callable[[Path], bool]) -> str:
+    """Returns the tags of a folder's checkpoints in words, those of another program at the end."""
+    others = sorted(path.name for path in folder.iterdir() if is_other(path)) if folder.is_dir() else []
+    return ", ".join([*checkpoints(folder), *others]) or "none"
 
 
 def _read_latest(latest: Path, is_other: Callable[[Path], bool]) -> str:
@@ -410,10 +395,9 @@ def _read_latest(latest: Path, is_other: Callable[[Path], bool]) -> str:
     try:
         return check_tag(named)
     except UsageError:
-        there = ", ".join(_tags(latest.parent, is_other)) or "none"
         raise StoreError(
             f"{latest} must contain the tag of a checkpoint, but contains {named[:100]!r}; give the tag of a "
-            f"checkpoint in the folder: {there}"
+            f"checkpoint in the folder: {_tags(latest.parent, is_other)}"
         ) from None
 
 
@@ -439,7 +423,6 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def _read_manifest(checkpoint: Path) -> Manifest:
-    """Reads the manifest of a checkpoint; raises `StoreError`."""
     path = checkpoint / MANIFEST
     try:
         data = read_inner(path, depth_in(checkpoint), _MOST_OF_MANIFEST)

@@ -41,7 +41,6 @@ from offload.layout.fingerprint import described_layouts, described_mode
 from offload.layout.flat_layout import Segment, SegmentShard, UnitLayout, segment_shards
 from offload.layout.modes import MOMENT_BLOCK, Mode, moments_name
 from offload.layout.optimizer_states import KEPT, join, split
-from offload.model_io.source import Reading
 from offload.records import fields, parse, read
 from offload.sizes import count_of
 from offload.states import State
@@ -139,9 +138,6 @@ class SavedStates:
     """The states of the partitions of all ranks that saved; implements `StateReader`.
 
     Args:
-        layouts: Units of the ranks that saved.
-        mode: Their mode.
-        world_size: Their number.
         partitions: Reads their partitions; closed by `close`.
     """
 
@@ -158,7 +154,6 @@ class SavedStates:
         """Begins to read the elements of a run, from each rank's partition that contains some of them.
 
         Args:
-            run: The run; the saved states contain it.
             state: The state. Runs of PACKED and SCALES are counted in values of the state.
             memory: Memory of the state for the whole chunk.
             start: Element of `memory` where the run begins.
@@ -186,20 +181,18 @@ class SavedStates:
         A run of elements may begin within a block, so its scales are not read with its codes, but those of the whole
         unit at once: a byte for each moment of 64 elements.
         """
-        if unit != self._unit:
-            self._unit, self._scales = unit, self._read_scales(unit)
-        return self._scales
-
-    def _read_scales(self, unit: int) -> torch.Tensor:
-        """Reads the scales of a unit. Those of each rank are padded to whole pages."""
+        if unit == self._unit:
+            return self._scales
         own = len(self._layouts[unit].trainable(0, self._world_size))
         used = len(self._mode.part(State.SCALES, 0, own))
         parts = []
         for rank in range(self._world_size):
+            # Those of each rank are padded to whole pages.
             buffer = aligned_empty(len(self._mode.padded_part(State.SCALES, 0, own)) * torch.float32.itemsize)
             self._partitions.read(rank, unit, State.SCALES, 0, buffer).wait()
             parts.append(torch.frombuffer(buffer, dtype=torch.float32)[:used])
-        return torch.cat(parts)
+        self._unit, self._scales = unit, torch.cat(parts)
+        return self._scales
 
 
 class SavedMoments(NamedTuple):
@@ -273,7 +266,6 @@ class FoundCheckpoint:
         """Returns the number of updates of each parameter of `layouts`.
 
         Args:
-            layouts: Units of this engine.
             now: Present counts, which apply to parameters that the checkpoint does not contain.
         """
         # A tied name and a row of a parameter that is whole there have the unit and the name of the first in it.
@@ -294,22 +286,12 @@ class FoundCheckpoint:
         return dataclasses.replace(self, saved={**self.saved, **as_rows(self.saved, layouts)})
 
     def open(self, queue: Queue) -> StateReader:
-        """Opens the files of states; the caller closes the result.
-
-        Args:
-            queue: Queue for the reads.
-        """
+        """Opens the files of states; the caller closes the result."""
         partitions = CheckpointPartitions(self, queue)
         return SavedStates(self.layouts, self.mode, self.manifest.world_size, partitions)
 
     def check_bytes(self, options: LoadOptions, queue: Queue, rank: int, world_size: int) -> None:
         """Compares this rank's share of the tensors that any rank will read with their checksums.
-
-        Args:
-            options: Choice of what to load.
-            queue: Queue for the reads.
-            rank: This rank.
-            world_size: Number of ranks. They divide the tensors among them.
 
         Raises:
             StoreError: If a tensor is damaged or cannot be read.
@@ -341,7 +323,6 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
     """Reads all of a checkpoint except its states.
 
     Args:
-        folder: The checkpoint.
         rank: This rank. Its progress is read if as many ranks saved the checkpoint; otherwise rank 0's is.
         world_size: Number of ranks of this engine; 0 if there is no engine.
         tied_here: First name of each tied parameter of this model, by its other names.
@@ -402,41 +383,13 @@ def with_first_names(
     """Returns the parameters of a checkpoint by name, and under the names that come first in this model.
 
     The checkpoint may have saved a tied parameter under a name that is not the first one here.
-
-    Args:
-        saved: The result of `places`.
-        tied_here: First name of each tied parameter of this model, by its other names.
     """
     first = {first: saved[name] for name, first in tied_here.items() if name in saved and first not in saved}
     return {**saved, **first}
 
 
-def fitting(
-    progress: Snapshot, buffers: Mapping[str, torch.Tensor], steps: Sequence[Sequence[int]], schedule: bool
-) -> Snapshot:
-    """Returns the part of `progress` that applies to this engine, with `steps` in place of the saved counts.
-
-    Args:
-        progress: Progress as it was saved.
-        buffers: Persistent buffers of the model; others are dropped.
-        steps: Number of updates of each parameter of this engine.
-        schedule: True to keep the state of the learning-rate schedule.
-    """
-    facts = {**progress.facts, "parameter_steps": [list(row) for row in steps]}
-    if not schedule:
-        facts["scheduler"] = None
-    known = {name: value for name, value in progress.buffers.items() if name in buffers}
-    return progress._replace(facts=facts, buffers=known)
-
-
 def buffers_among_weights(checkpoint: FoundCheckpoint, names: Collection[str], queue: Queue) -> dict[str, torch.Tensor]:
-    """Returns buffers that a checkpoint has as frozen weights, in fp32, since its program does not distinguish them.
-
-    Args:
-        checkpoint: The checkpoint, whose bytes were compared.
-        names: Buffers of this model.
-        queue: Queue for the reads.
-    """
+    """Returns buffers that a checkpoint has as frozen weights, in fp32, since its program does not distinguish them."""
     among = {name: checkpoint.saved[name] for name in names if name in checkpoint.saved}
     tensors: dict[str, torch.Tensor] = {}
     # Most checkpoints name their buffers, and their files are not opened again.
@@ -451,6 +404,16 @@ def buffers_among_weights(checkpoint: FoundCheckpoint, names: Collection[str], q
     return tensors
 
 
+class _TensorChunk(NamedTuple):
+    """Chunk of a tensor in one rank's file, with its pending reads."""
+
+    rank: int
+    name: str
+    start: int
+    nbytes: int
+    reads: list[Future]
+
+
 def compare_bytes(
     checkpoint: FoundCheckpoint,
     work: Iterable[tuple[int, str]],
@@ -460,13 +423,6 @@ def compare_bytes(
 ) -> None:
     """Compares tensors with their checksums.
 
-    Args:
-        checkpoint: The checkpoint.
-        work: Rank and name of each tensor.
-        queue: Queue for the reads.
-        damaged: Called with the file and the name of each tensor that differs.
-        progress: Called after each chunk with its number of bytes.
-
     Raises:
         IoError: If something cannot be read.
         StoreError: If a file cannot be opened.
@@ -474,12 +430,12 @@ def compare_bytes(
     files = open_states(checkpoint)
     sums: dict[tuple[int, str], int] = {}
 
-    def begin(chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
+    def begin(chunk: _TensorChunk, buffer: memoryview) -> Sequence[Future]:
         offset = checkpoint.places[chunk.rank][chunk.name].offset + chunk.start
         chunk.reads.append(queue.read(files[chunk.rank], offset, buffer[: chunk.nbytes], checksum=True))
         return chunk.reads
 
-    def ended(chunk: _Chunk, _: Sequence[Future]) -> None:
+    def ended(chunk: _TensorChunk, _: Sequence[Future]) -> None:
         progress(chunk.nbytes)
         key = chunk.rank, chunk.name
         # The manifest has one checksum for a whole tensor. Chunks end in order, so their checksums are joined.
@@ -491,11 +447,11 @@ def compare_bytes(
         if sums.pop(key) != checkpoint.manifest.files[path.name].sums[chunk.name]:
             damaged(path, chunk.name)
 
-    def chunks() -> Iterator[_Chunk]:
+    def chunks() -> Iterator[_TensorChunk]:
         for rank, name in work:
             nbytes = checkpoint.places[rank][name].tensor.nbytes
             for start in range(0, nbytes, BUFFER_NBYTES):
-                yield _Chunk(rank, name, start, min(BUFFER_NBYTES, nbytes - start), [])
+                yield _TensorChunk(rank, name, start, min(BUFFER_NBYTES, nbytes - start), [])
 
     try:
         flow(flow_buffers(), chunks(), begin, lambda *_: (), ended)
@@ -504,24 +460,9 @@ def compare_bytes(
             file.close()
 
 
-class _Chunk(NamedTuple):
-    """Chunk of a tensor in one rank's file, with its pending reads."""
-
-    rank: int
-    name: str
-    start: int
-    nbytes: int
-    reads: list[Future]
-
-
 # -- conversion ----------------------------------------------------------------------------------------
 #
 # Conversion of a checkpoint's weights to the mode of this engine, and its description in words.
-
-
-def copy_bits(saved: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies elements of one size as bytes: as numbers, some of them would be NaNs, which a copy may change."""
-    target.view(torch.uint8).copy_(saved.view(torch.uint8))
 
 
 def convert(saved: Mapping[State, torch.Tensor], target: Mapping[State, torch.Tensor]) -> None:
@@ -542,9 +483,6 @@ def in_words(saved: Mode, mode: Mode, states: bool, in_fp32: tuple[int, int] = (
     """Returns what a load changes where the modes differ, and what follows; None if nothing does.
 
     Args:
-        saved: the checkpoint's mode.
-        mode: the engine's mode.
-        states: True if optimizer states are loaded.
         in_fp32: number of weights in fp32 if others are in 16 bits, in the checkpoint and in the engine.
     """
     changed = []
@@ -582,7 +520,6 @@ class CheckpointSource:
     Damage of a tensor shows when its last byte has been read.
 
     Args:
-        checkpoint: Folder of the checkpoint.
         queue: Queue for the reads; owned by the caller.
 
     Raises:
@@ -600,7 +537,7 @@ class CheckpointSource:
         self.progress = self._checkpoint.progress
         self.buffers, self.client_state = self.progress.buffers, self._checkpoint.client_state
 
-    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
+    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Pending:
         """Begins to read bytes of a rank's partition; see `Source.read`."""
         name = tensor_name(unit, state)
         place = self._checkpoint.places[rank][name]
@@ -609,18 +546,7 @@ class CheckpointSource:
         return Compared(future, partial(self._compare, rank, name, start))
 
     def _compare(self, rank: int, name: str, start: int, nbytes: int, crc: int) -> None:
-        """Joins the CRC-32C of bytes to that of the bytes before, and compares the result at the end of the tensor.
-
-        Args:
-            rank: Rank of the partition.
-            name: Name of the tensor.
-            start: First byte; reads of a tensor end in order.
-            nbytes: Number of bytes.
-            crc: Their CRC-32C.
-
-        Raises:
-            IoError: If the tensor has been read completely and differs from the saved one.
-        """
+        # Reads of a tensor end in order, so their checksums are joined, and compared when all of it has been read.
         place, file = self._checkpoint.places[rank][name], states_file(rank)
         total = crc32c_joined(self._sums.pop((rank, name), 0), crc, nbytes)
         if start + nbytes < place.tensor.nbytes:

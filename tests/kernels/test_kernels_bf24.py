@@ -24,8 +24,8 @@ from offload.kernels import (
     update,
 )
 from offload.kernels.update import BLOCK, ROOTS, RULES, blocks_of
-from tests.kernels.test_kernels_sums import EDGES, NANS, from_bits
 from tests.kernels.test_kernels_formulas import STEPS, formula, master_of, partition
+from tests.kernels.test_kernels_sums import EDGES, NANS, from_bits
 from tests.kernels.test_moment_codes import clone, coded, decoded, stored
 from tests.kernels.test_stochastic_rounding import mixed, random_bits
 from tests.support.kernel_inputs import ISAS, default_settings, normal

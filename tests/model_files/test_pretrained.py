@@ -27,7 +27,7 @@ from offload import testing
 from offload.aio import IoQueue
 from offload.engine.deferred import DeferredParameter
 from offload.errors import ConfigError, IoError, OffloadError, StoreError, UsageError
-from offload.fileio.safetensors_stream import Tensor, Writer
+from offload.fileio.safetensors_stream import SafetensorsWriter, Tensor
 from offload.runs.export import export, make_plan, open_source
 from offload.sizes import GIB, MIB
 from tests import ROOT
@@ -643,7 +643,7 @@ def write_folder(folder: Path, sizes: dict[str, int]) -> int:
         shards[list(shards)[2 * index // len(named)]][name] = Tensor(torch.bfloat16, shape)
     generator = torch.Generator().manual_seed(0)
     for file, tensors in shards.items():
-        with Writer(folder / file, tensors, {"format": "pt"}) as writer:
+        with SafetensorsWriter(folder / file, tensors, {"format": "pt"}) as writer:
             for name, tensor in tensors.items():
                 value = torch.ones(tensor.shape) if "norm" in name else torch.randn(tensor.shape, generator=generator)
                 writer.write_tensor(name, (value if "norm" in name else value * 0.02).bfloat16())
