@@ -1,4 +1,4 @@
-"""Construction of an engine's optimizer: from the optimizer that the user passed, or from the config."""
+"""Construction of an engine's optimizer and learning-rate schedule: the user's own, or those of the config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from offload.optimizers.registry import RULES, rule_of
 from offload.schedules import MADE_BY, Schedule
 from offload.sizes import count_of
 
-# -- build optimizer -----------------------------------------------------------------------------------
+# -- optimizer -----------------------------------------------------------------------------------------
 
 
 def choose(block: OptimizerBlock | None, model: nn.Module, optimizer: Any, model_parameters: Any) -> Optimizer:
@@ -47,7 +47,9 @@ def choose(block: OptimizerBlock | None, model: nn.Module, optimizer: Any, model
     if optimizer is not None:
         chosen = from_torch(optimizer)
     elif not trainable:
-        return _no_optimizer()
+        # One empty group, because torch refuses an optimizer without groups.
+        numbers = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
+        return Optimizer([{"params": []}], numbers, RULES[ADAM])
     elif block is None:
         raise ConfigError(
             f"{count_of(len(trainable), 'parameter is', 'parameters are')} trainable, but there is no optimizer; add "
@@ -75,10 +77,11 @@ def _trainable_only(parameters: Iterable[Any] | None, trainable: Sequence[nn.Par
         groups, inner = [], items
     wrong = [p for p in inner if not isinstance(p, torch.Tensor)]
     if wrong:
+        kind = "a dict without them" if isinstance(wrong[0], Mapping) else f"a {type(wrong[0]).__name__}"
         pairs = "; named_parameters() gives pairs, parameters() does not" if isinstance(wrong[0], tuple) else ""
         raise ConfigError(
             "model_parameters= expects parameters, as model.parameters() gives them, or groups of them, dicts with "
-            f'"params", but contains {_kind(wrong[0])}{pairs}; leave this argument out to train all that require '
+            f'"params", but contains {kind}{pairs}; leave this argument out to train all that require '
             "gradients"
         )
     if groups:
@@ -88,17 +91,6 @@ def _trainable_only(parameters: Iterable[Any] | None, trainable: Sequence[nn.Par
 
 def _listed(value: Any) -> list[Any]:
     return [value] if isinstance(value, torch.Tensor) or not isinstance(value, Iterable) else list(value)
-
-
-def _kind(item: Any) -> str:
-    return "a dict without them" if isinstance(item, Mapping) else f"a {type(item).__name__}"
-
-
-def _no_optimizer() -> Optimizer:
-    """Returns the optimizer of a model that trains nothing."""
-    # One empty group, because torch refuses an optimizer without groups.
-    numbers = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
-    return Optimizer([{"params": []}], numbers, RULES[ADAM])
 
 
 def from_config(params: Iterable[Any], block: OptimizerBlock, model: nn.Module) -> Optimizer:
@@ -250,9 +242,7 @@ def _check_covers(optimizer: Optimizer, model: nn.Module) -> None:
         )
 
 
-# -- build scheduler -----------------------------------------------------------------------------------
-#
-# Construction of an engine's learning-rate schedule: the one that the user passed, or the config's.
+# -- schedule ------------------------------------------------------------------------------------------
 
 
 class ChosenSchedule(NamedTuple):
@@ -269,26 +259,27 @@ def choose_scheduler(block: SchedulerBlock | None, scheduler: Any, optimizer: to
         ConfigError: the schedule cannot be made, or does not fit the optimizer.
     """
     if scheduler is not None:
-        lines = (
-            ()
-            if block is None
-            else (f"the schedule {block.type} of the config is not used, because lr_scheduler= was passed",)
-        )
-        schedule = scheduler(optimizer) if _is_factory(scheduler) else scheduler
-        _check_given(schedule, optimizer)
-        return ChosenSchedule(schedule, lines)
+        # A class, or a function that cannot be stepped itself, makes a schedule.
+        if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
+            scheduler = scheduler(optimizer)
+        _check_given(scheduler, optimizer)
+        if block is None:
+            return ChosenSchedule(scheduler, ())
+        line = f"the schedule {block.type} of the config is not used, because lr_scheduler= was passed"
+        return ChosenSchedule(scheduler, (line,))
     if block is None:
         return ChosenSchedule(None, ())
     if block.type not in MADE_BY:
         return ChosenSchedule(_of_torch(block, optimizer), ())
     params = {name: value for name, value in block.params.items() if value is not None}
-    made = MADE_BY[block.type](optimizer, **params)
-    return ChosenSchedule(made, _unused_rates(made))
-
-
-def _is_factory(scheduler: Any) -> bool:
-    """Returns True if `scheduler` makes a schedule: a class, or a function that cannot be stepped itself."""
-    return isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step"))
+    schedule: Schedule = MADE_BY[block.type](optimizer, **params)
+    if not schedule.peaks:
+        return ChosenSchedule(schedule, ())
+    rates = (schedule.peaks, schedule.base_lrs)
+    peaks, unused = (", ".join(f"{rate:g}" for rate in dict.fromkeys(group_rates)) for group_rates in rates)
+    follows = f"the learning rate follows the schedule, whose {schedule.PEAK} is {peaks}"
+    line = f"{follows}; the optimizer's {unused} is not used"
+    return ChosenSchedule(schedule, (line,))
 
 
 def _check_given(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -330,17 +321,3 @@ def _argument(value: Any) -> Any:
     number = spelled_number(value)
     # JSON may spell a number of steps as 1e3, which is a float.
     return int(number) if isinstance(number, float) and number.is_integer() else number
-
-
-def _unused_rates(schedule: Schedule) -> tuple[str, ...]:
-    """Returns a notice if the optimizer's learning rate has no effect under the schedule."""
-    if not schedule.peaks:
-        return ()
-    both = (schedule.peaks, schedule.base_lrs)
-    peaks, theirs = (", ".join(f"{rate:g}" for rate in dict.fromkeys(rates)) for rates in both)
-    return (
-        (
-            f"the learning rate follows the schedule, whose {schedule.PEAK} is {peaks}; the optimizer's {theirs} is "
-            "not used"
-        ),
-    )

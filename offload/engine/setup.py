@@ -275,54 +275,49 @@ def _check_same_data(everyone: Ranks, data: Any) -> None:
 
 def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
     """Returns notices if training differs from the model's own settings, or from older DeepSpeed with this config."""
-    config, ranks, parts = plan.config, plan.world.ranks.size, plan.parts
-    stage, clip = config.zero_optimization.stage, config.gradient_clipping
-    wide = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64]
-    reduced = "the numbers are the same"
-    if parts.whole_gradients:
-        reduced = (
-            f"but micro-batches are added up on each rank, in {format_size(parts.reduction_nbytes)} of the device's "
-            "memory, and each step is reduced once"
+    config, parts, mesh = plan.config, plan.parts, plan.world.ranks.mesh
+    lines: list[str] = []
+    if "gradient_clipping" not in config.model_fields_set:
+        why = "since the config does not say"
+        if "gradient_clipping" in config.left_open:
+            why = 'which "auto" means where no Trainer sets the number'
+        lines.append(
+            f"gradients are clipped to a global norm of {config.gradient_clipping:g}, {why}; "
+            '"gradient_clipping": 0 turns clipping off, as in older DeepSpeed'
         )
-    whole = (
-        '; "stage": 0 without "mics_shard_size" keeps all of them on each rank, as in DeepSpeed' if stage == 0 else ""
-    )
-    why = "since the config does not say"
-    if "gradient_clipping" in config.left_open:
-        why = 'which "auto" means where no Trainer sets the number'
+    stage = config.zero_optimization.stage
+    if mesh.shards > 1 and stage < 3:  # with one shard each rank has all, and the line on replicas says so
+        reduced = "the numbers are the same"
+        if parts.whole_gradients:
+            reduced = (
+                f"but micro-batches are added up on each rank, in {format_size(parts.reduction_nbytes)} of the "
+                "device's memory, and each step is reduced once"
+            )
+        if stage == 0:
+            reduced += '; "stage": 0 without "mics_shard_size" keeps all of them on each rank, as in DeepSpeed'
+        lines.append(
+            f"ZeRO stage {stage} on {plan.world.ranks.size} ranks is trained as stage 3: weights, gradients and states "
+            f"are partitioned; {reduced}"
+        )
     node = config.zero_optimization.zero_hpz_partition_size
-    lines = (
-        (
-            "gradient_clipping" not in config.model_fields_set,
-            f'gradients are clipped to a global norm of {clip:g}, {why}; "gradient_clipping": 0 turns clipping off, as '
-            "in older DeepSpeed",
-        ),
-        (
-            plan.world.ranks.mesh.shards > 1
-            and stage < 3,  # with one shard each rank has all, and the line on replicas says so
-            f"ZeRO stage {stage} on {ranks} ranks is trained as stage 3: weights, gradients and states are "
-            f"partitioned; {reduced}{whole}",
-        ),
-        (
-            parts.node.nbytes > 0,
-            f"each rank keeps 1/{node} of all weights on its device, "
-            f"{format_size(parts.node.nbytes)}, for gathers within a node "
-            "(zero_hpz_partition_size); a step gathers each unit over all ranks once",
-        ),
-        (
-            node > 1 and not parts.node.nbytes,
-            f"zero_hpz_partition_size has no effect: a node of {node} has all ranks, and their weights with them",
-        ),
-        (
-            bool(wide),
-            f"{wide[0] if wide else ''} is float64, which is not supported: the model is trained in "
-            f"{config.dtype}{'' if config.dtype == 'fp32' else ', with masters of 32 bits'}; call model.float() "
-            "before initialize to silence this message",
-        ),
-    )
-    wanted = config.offload.keep_in_fp32 != "auto"
-    precision = precision_notices(model, plan.mode.weight_dtype, plan.units.in_fp32, wanted)
-    return (*(line for holds, line in lines if holds), *precision)
+    if parts.node.nbytes:
+        lines.append(
+            f"each rank keeps 1/{node} of all weights on its device, {format_size(parts.node.nbytes)}, for "
+            "gathers within a node (zero_hpz_partition_size); a step gathers each unit over all ranks once"
+        )
+    elif node > 1:
+        lines.append(
+            f"zero_hpz_partition_size has no effect: a node of {node} has all ranks, and their weights with them"
+        )
+    wide = next((name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64), None)
+    if wide is not None:
+        masters = "" if config.dtype == "fp32" else ", with masters of 32 bits"
+        lines.append(
+            f"{wide} is float64, which is not supported: the model is trained in {config.dtype}{masters}; call "
+            "model.float() before initialize to silence this message"
+        )
+    named_by_config = config.offload.keep_in_fp32 != "auto"
+    return (*lines, *precision_notices(model, plan.mode.weight_dtype, plan.units.in_fp32, named_by_config))
 
 
 def _model_of(args: Any, model: Any) -> tuple[Any, nn.Module]:

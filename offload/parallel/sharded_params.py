@@ -100,7 +100,12 @@ def find_shards(model: nn.Module, mpu: Any = None) -> FoundShards:
         UsageError: if `mpu` lacks a function, or has groups that an engine does not know.
     """
     dtensors = {name: parameter for name, parameter in model.named_parameters() if is_dtensor(parameter)}
-    _check_buffers(model)
+    wrong = next((name for name, buffer in model.named_buffers() if is_dtensor(buffer)), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"buffer {wrong} is a DTensor; an engine pages parameters alone, and keeps buffers as ordinary tensors: "
+            "leave its module out of the plan of parallelize_module"
+        )
     of_dtensors = _of_dtensors(model, dtensors) if dtensors else FoundShards()
     if mpu is None:
         return of_dtensors
@@ -171,16 +176,6 @@ def _of_dtensors(model: nn.Module, dtensors: Mapping[str, Any]) -> FoundShards:
         if isinstance(placement, tensor.Shard)
     }
     return FoundShards(row=row if len(row) > 1 else (), dtensors=forms, sharded=frozenset(dims), dims=dims)
-
-
-def _check_buffers(model: nn.Module) -> None:
-    """Raises `ConfigError` if a buffer is a DTensor."""
-    wrong = next((name for name, buffer in model.named_buffers() if is_dtensor(buffer)), None)
-    if wrong is not None:
-        raise ConfigError(
-            f"buffer {wrong} is a DTensor; an engine pages parameters alone, and keeps buffers as ordinary tensors: "
-            "leave its module out of the plan of parallelize_module"
-        )
 
 
 # -- Megatron ------------------------------------------------------------------------------------------
@@ -268,11 +263,7 @@ class TakenShards:
                 self.sites.append(Site(module, {name: by_id[id(replaced)] for name, replaced in dtensors.items()}))
 
     def translated(self, argument: Any) -> Any:
-        """Returns parameters or groups of parameters with the ordinary ones in place of the DTensors.
-
-        Args:
-            argument: the user's `model_parameters`, or None.
-        """
+        """Returns the user's `model_parameters`, or None, with the ordinary parameters in place of the DTensors."""
         if (
             not self._taken
             or argument is None
@@ -354,7 +345,7 @@ class ShardedViews(Extension):
 
     def __init__(self, sites: Sequence[Site]) -> None:
         """Hooks the modules, whose hooks for weights and for state dicts are there already."""
-        self._shown: list[tuple[nn.Module, dict[str, nn.Parameter]]] = []
+        self._running: list[tuple[nn.Module, dict[str, nn.Parameter]]] = []
         """Modules that run now, outermost first, with the parameters that their DTensors stand for."""
         self._removers: list[Callable[[], None]] = []
         for site in sites:
@@ -362,10 +353,22 @@ class ShardedViews(Extension):
 
     def _hook(self, module: nn.Module, forms: Mapping[str, DTensorForm]) -> None:
         def before(called: nn.Module, _: Any) -> None:
-            self._show(called, forms)
+            parameters = ((name, called._parameters[name]) for name in forms)
+            replaced = {
+                name: parameter for name, parameter in parameters if parameter is not None and not is_dtensor(parameter)
+            }
+            # Made first: to read a placeholder is a call of the engine, which hides all DTensors.
+            dtensors: dict[str, Any] = {
+                name: forms[name].over(_memory_of(parameter)) for name, parameter in replaced.items()
+            }
+            self._running.append((called, replaced))
+            called._parameters.update(dtensors)
 
         def after(called: nn.Module, _: Any, __: Any) -> None:
-            self._hide(called)
+            # If a pre-hook has failed, the module still has its parameters.
+            if self._running and self._running[-1][0] is called:
+                _, parameters = self._running.pop()
+                called._parameters.update(parameters)
 
         def save(saved: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
             for name, form in forms.items():
@@ -398,25 +401,8 @@ class ShardedViews(Extension):
 
     def abandon(self) -> None:
         """Hides the DTensors of modules that a Ctrl-C left open: torch calls no hooks after a `KeyboardInterrupt`."""
-        while self._shown:
-            module, parameters = self._shown.pop()
-            module._parameters.update(parameters)
-
-    def _show(self, module: nn.Module, forms: Mapping[str, DTensorForm]) -> None:
-        """Puts DTensors in the places of a module's parameters."""
-        parameters = ((name, module._parameters[name]) for name in forms)
-        replaced = {
-            name: parameter for name, parameter in parameters if parameter is not None and not is_dtensor(parameter)
-        }
-        # Made first: to read a placeholder is a call of the engine, which hides all that is shown.
-        shown: dict[str, Any] = {name: forms[name].over(_memory_of(parameter)) for name, parameter in replaced.items()}
-        self._shown.append((module, replaced))
-        module._parameters.update(shown)
-
-    def _hide(self, module: nn.Module) -> None:
-        """Puts the parameters of a module back. A module that was not shown, as a pre-hook has failed, has none."""
-        if self._shown and self._shown[-1][0] is module:
-            _, parameters = self._shown.pop()
+        while self._running:
+            module, parameters = self._running.pop()
             module._parameters.update(parameters)
 
 

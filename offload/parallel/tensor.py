@@ -54,8 +54,19 @@ def form_grid(
         return World(everyone=everyone, ranks=everyone)
     # Before the blocks, which are made of the groups.
     _check_own(pipelines, "pipeline")
-    blocks = [_block(process, rows, pipelines) for process in range(everyone.size)]
-    distinct = _distinct(blocks, any(pipelines))
+    # The processes that compute one batch with each process, stage by stage, in each those of its row.
+    blocks = [
+        tuple(member for stage in pipelines[process] or (process,) for member in rows[stage] or (stage,))
+        for process in range(everyone.size)
+    ]
+    distinct = sorted(set(blocks))
+    in_order = sorted(process for block in distinct for process in block)
+    if in_order != list(range(len(blocks))) or len({len(block) for block in distinct}) > 1:
+        kind = "pipeline" if any(pipelines) else "tensor"
+        raise ConfigError(
+            f"{kind} parallelism divides {len(blocks)} processes into {distinct}; expected groups of one size, with "
+            f"each process in one of them: {_ADVICE[kind]} over all processes"
+        )
     _check_own(rows, "tensor")
     _check_stages(pipelines, places)
     stages, block = max(map(len, pipelines)) or 1, blocks[everyone.rank]
@@ -95,24 +106,6 @@ def _check_own(groups: Sequence[tuple[int, ...]], kind: str) -> None:
             f"process {wrong[0]} is not in the group {list(groups[wrong[0]])} of its {kind} parallelism: "
             f"{_ADVICE[kind]} on each process"
         )
-
-
-def _block(process: int, rows: Sequence[tuple[int, ...]], pipelines: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Returns the processes that compute one batch with `process`, stage by stage, in each those of its row."""
-    return tuple(member for stage in pipelines[process] or (process,) for member in rows[stage] or (stage,))
-
-
-def _distinct(blocks: Sequence[tuple[int, ...]], has_pipelines: bool) -> list[tuple[int, ...]]:
-    """Returns the blocks that make a grid, each once; raises `ConfigError` if they make none."""
-    distinct = sorted(set(blocks))
-    in_order = sorted(process for block in distinct for process in block)
-    if in_order != list(range(len(blocks))) or len({len(block) for block in distinct}) > 1:
-        kind = "pipeline" if has_pipelines else "tensor"
-        raise ConfigError(
-            f"{kind} parallelism divides {len(blocks)} processes into {distinct}; expected groups of one size, with "
-            f"each process in one of them: {_ADVICE[kind]} over all processes"
-        )
-    return distinct
 
 
 def _check_stages(pipelines: Sequence[tuple[int, ...]], places: Sequence[PipelinePlace]) -> None:
