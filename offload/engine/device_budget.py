@@ -18,7 +18,6 @@ import gc
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import psutil
@@ -181,18 +180,27 @@ class DeviceBudget:
         A forward is repeated only where the repetition changes nothing but the time: no other rank takes part in it
         (`alone`), neither a buffer of the model nor an input was changed, and the random generators are restored first.
         """
-        before = _ForwardState.of(self._buffers, inputs, self._device.torch) if self._history.grown and alone else None
+        before = generators = None
+        if self._history.grown and alone:
+            before = _versions(self._buffers, inputs)
+            generators = None if before is None else GeneratorStates.of(self._device.torch)
         try:
             return forward()
         except torch.OutOfMemoryError as error:
-            if before is None or inside_backward() or not before.holds(self._module, inputs):
+            if before is None or generators is None or inside_backward():
+                raise
+            # Of all modules that there are now: one that came since the last growth differs, if it has buffers.
+            now = _versions(buffers_of(self._module), inputs)
+            if now is None or [(id(tensor), version) for tensor, version in now] != [
+                (id(tensor), version) for tensor, version in before
+            ]:
                 raise
             # Frames of the failed forward hold its activations, and perhaps views of weights in grown memory.
             traceback.clear_frames(error.__traceback__)
             gc.collect()
             if not self._give_back(_REPEATED):
                 raise
-        before.generators.restore(self._device.torch)
+        generators.restore(self._device.torch)
         return forward()
 
     @contextlib.contextmanager
@@ -209,31 +217,6 @@ class DeviceBudget:
             words = f"{error} {advice(self._pager.arena.nbytes, self._need.least, self._history.grown)}"
             error.args = (f"{words} {_BACKWARD}" if backward else words,)
             raise
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ForwardState:
-    """The state that a forward could change in addition to its outputs, as it was before the forward."""
-
-    generators: GeneratorStates
-    tensors: list[tuple[torch.Tensor, int]]
-    """Buffers of the model and tensors among the inputs, each with its version."""
-
-    @classmethod
-    def of(cls, buffers: Sequence[Buffers], inputs: Any, device: torch.device) -> _ForwardState | None:
-        """Returns the present state; None if a change of an input or a buffer would not be noticed."""
-        tensors = _versions(buffers, inputs)
-        return None if tensors is None else cls(generators=GeneratorStates.of(device), tensors=tensors)
-
-    def holds(self, module: nn.Module, inputs: Any) -> bool:
-        """Returns True if buffers and inputs are the same tensors, unchanged; random generators may differ."""
-        # Of all modules that there are now: one that came since the last growth differs, if it has buffers.
-        now = _versions(buffers_of(module), inputs)
-        return (
-            now is not None
-            and len(now) == len(self.tensors)
-            and all(a is b and old == new for (a, old), (b, new) in zip(self.tensors, now, strict=True))
-        )
 
 
 def buffers_of(module: nn.Module) -> list[Buffers]:
@@ -329,11 +312,16 @@ def resident_of_arenas(components: EngineComponents) -> tuple[int, int]:
     """Returns resident bytes of the host arena, and of the device arena if the device is the CPU."""
     blocks = [memory for _, memory in components.pager.arena.blocks if memory.device.type == "cpu" and memory.numel()]
     on_cpu = sum(resident_bytes(memory.data_ptr(), memory.numel()) for memory in blocks)
-    return sum(resident_bytes(arena.address, arena.nbytes) for arena in _own_arenas(components)), on_cpu
+    return _resident_host(components), on_cpu
 
 
 def _own_arenas(components: EngineComponents) -> list[HostArena]:
+    """Returns all host memory of the engine: its arena, and the memory of inputs of blocks."""
     return [components.arena, *components.activations.arenas]
+
+
+def _resident_host(components: EngineComponents) -> int:
+    return sum(resident_bytes(arena.address, arena.nbytes) for arena in _own_arenas(components))
 
 
 def base_bytes(components: EngineComponents) -> int:
@@ -526,7 +514,7 @@ class Sleep:
         self._check_room(self._freed.host, "the host arena")
         components.pager.arena.take_back()
         try:
-            for arena in self._host_arenas():
+            for arena in _own_arenas(self._components):
                 if arena.given_back:
                     arena.pin()
             # Promoted states among them, if no other engine of the process took their memory meanwhile.
@@ -571,22 +559,16 @@ class Sleep:
     def _give_back_host(self) -> int:
         """Gives the host arena back and returns the resident bytes that went."""
         arena, ranges = self._components.arena, []
-        before = self._resident_host()
+        before = _resident_host(self._components)
         for (unit, state), nbytes in self._without_files(Tier.HOST):
             resident = self._components.shards.resident_of(unit, state)
             assert resident is not None, "a partition whose tier is the host"
             start = resident.tensor.data_ptr() - arena.address
             ranges.append((start, start + nbytes))
-        for host_arena in self._host_arenas():
+        for host_arena in _own_arenas(self._components):
             if not host_arena.given_back:
                 host_arena.give_back(ranges if host_arena is arena else ())
-        return before - self._resident_host()
-
-    def _host_arenas(self) -> list[HostArena]:
-        return [self._components.arena, *self._components.activations.arenas]
-
-    def _resident_host(self) -> int:
-        return sum(resident_bytes(arena.address, arena.nbytes) for arena in self._host_arenas())
+        return before - _resident_host(self._components)
 
     def _without_files(self, tier: Tier) -> list[tuple[_Partition, int]]:
         """Returns the partitions in a tier that no file contains, with their bytes."""

@@ -120,7 +120,7 @@ class EarlyUpdates:
                 self._optimizer.check_groups()
             except UsageError:
                 return  # raised by step(), which makes the same check, where the user expects it
-            self._settings = self._builder.settings()
+            self._settings = self._optimizer.settings()
         present = self._gradients.present(unit)
         counts = [count + (position in present) for position, count in enumerate(counts)]
         update = self._builder.update_of(unit, present, 1.0 / loss_scale, counts, self._settings)

@@ -139,10 +139,6 @@ class UpdateBuilder:
         first_use = {unit: position for position, unit in reversed(list(enumerate(order)))}
         return [updates[unit] for unit in sorted(updates, key=lambda u: (first_use.get(u, len(order)), u))]
 
-    def settings(self) -> Mapping[int, Mapping[str, Any]]:
-        """Returns the group of each parameter, by the parameter's id: an argument of `update_of`."""
-        return self._optimizer.settings()
-
     def update_of(
         self,
         unit: int,

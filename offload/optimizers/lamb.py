@@ -69,8 +69,48 @@ class LambRule(Rule):
         updater: UpdateWorker,
         agreement: Agreement,
     ) -> list[UnitUpdate]:
-        """Returns the updates with the trust ratio of each segment, since each rank has a part of a parameter."""
-        return _with_ratios(updates, shards, gradients, updater, agreement)
+        """Returns the updates with the trust ratio of each segment, since each rank has a part of a parameter.
+
+        The update worker takes part in no collective, so the ratios must be known before an update is scheduled. The
+        thread that calls `step()` therefore reads all states while no update is in flight. The update reads the states
+        again, and moves the weights.
+        """
+        # Two sums for each parameter of each unit, weight and direction, at the same index on every rank. So a rank
+        # without a shard of a parameter adds zeros.
+        counts = [len(layout.segments) for layout in shards.layouts]
+        before = [2 * sum(counts[:unit]) for unit in range(len(counts))]
+        sums = [0.0] * (2 * sum(counts))
+        buffers = [buffer.buffer for buffer in updater.idle_tiles()]
+
+        def begin(chunk: _LambChunk, buffer: memoryview) -> list[Future]:
+            return [
+                future
+                for state, memory in _cut(shards, chunk, buffer).items()
+                for future in _read(shards, chunk, state, memory)
+            ]
+
+        def end(chunk: _LambChunk, buffer: memoryview) -> tuple[Future, ...]:
+            row = before[chunk.unit] + 2 * chunk.parameter
+            for weight, direction in _sums(shards, gradients, chunk, _cut(shards, chunk, buffer)):
+                sums[row] += weight  # one block after another: no bit depends on the size of the chunks
+                sums[row + 1] += direction
+            return ()
+
+        # A generator: the chunks of a large model are many.
+        chunks = (chunk for update in updates for chunk in _chunks(update, updater.tile_numel))
+        flow(buffers, chunks, begin, end, lambda *_: None)
+        # float64, as the kernel's own sums are.
+        total = torch.tensor(agreement.add_up(sums), dtype=torch.float64, device="cpu").view(-1, 1, 2)
+
+        def rated(unit: int, segment: ParameterStep) -> ParameterStep:
+            step = segment.step.step
+            ratio = kernels.lamb_ratio(step, [total[before[unit] // 2 + segment.parameter]])
+            return segment._replace(step=RatedStep(step, ratio))
+
+        return [
+            dataclasses.replace(update, segments=tuple(rated(update.unit, segment) for segment in update.segments))
+            for update in updates
+        ]
 
     def strategy(self, setting: UpdateSetting) -> LambUpdates:
         return LambUpdates(mode=setting.mode)
@@ -106,57 +146,34 @@ class _LambSteps:
 
     def __init__(self, update: UnitUpdate, mode: Mode, passes: int) -> None:
         self._update, self._mode = update, mode
-        self._trust = Trust()
         self.passes = passes
         self.drafts: Sequence[State] = mode.optimizer_states
+        self._sums: dict[int, list[torch.Tensor]] = {}
+        """Sums of squares of each segment, by its number in the update, as far as they are known."""
 
     def run(self, tile: TileContent, last: bool) -> None:
-        """Adds the tile to the norms, unless they are complete, and in the `last` pass moves its weights."""
         segments = segments_in(self._update, tile)
         if not segments:
             return
         assert tile.gradient is not None
         partition = partition_of(self._mode, tile.states, tile.gradient)
-        if last:
-            self._trust.move(partition, segments, tile.start, weighed=self.passes > 1)
-        else:
-            self._trust.weigh(partition, segments, tile.start)
-
-
-class Trust:
-    """Norms of the parameters of one unit, as far as they are known."""
-
-    def __init__(self) -> None:
-        self._sums: dict[int, list[torch.Tensor]] = {}
-
-    def weigh(self, partition: Partition, segments: Sequence[tuple[int, ParameterStep]], start: int) -> None:
-        """Updates the moments of a tile in place, and adds its sums of squares to the norms.
-
-        `segments` are numbers in the update and elements in the tile, whose first element in the unit is `start`.
-        """
+        rated = any(segment.step.ratio is not None for _, segment in segments)
         for number, segment in segments:
-            self._sums.setdefault(number, []).extend(_moments(partition, segment, start))
-
-    def move(
-        self, partition: Partition, segments: Sequence[tuple[int, ParameterStep]], start: int, weighed: bool
-    ) -> None:
-        """Updates moments and weights of a tile in place.
-
-        `weighed` is True if `weigh` has seen all tiles of the unit in an earlier pass, False if this tile is the unit.
-        """
-        # The norms are complete, so the sums of this pass are dropped: added again they would count twice.
-        if weighed or any(segment.step.ratio is not None for _, segment in segments):
-            for _, segment in segments:
-                _moments(partition, segment, start)
-        else:
-            self.weigh(partition, segments, start)
+            sums = _moments(partition, segment, tile.start)
+            # In the last of two passes, or if the ratios of several ranks are known, the norms are complete: sums that
+            # are added again would count twice.
+            if not last or (self.passes == 1 and not rated):
+                self._sums.setdefault(number, []).extend(sums)
+        if not last:
+            return
         # The noise rounds masters; the moments are rounded already.
         steps = [LambSegment(part.start, part.stop, part.step.step, part.noise) for _, part in segments]
-        kernels.lamb_move(partition, steps, [self._ratio(number, part.step) for number, part in segments])
-
-    def _ratio(self, number: int, step: RatedStep) -> float:
         # The ratios of several ranks win: this rank's own sums lack the shards of the others.
-        return kernels.lamb_ratio(step.step, self._sums[number]) if step.ratio is None else step.ratio
+        ratios = [
+            kernels.lamb_ratio(part.step.step, self._sums[number]) if part.step.ratio is None else part.step.ratio
+            for number, part in segments
+        ]
+        kernels.lamb_move(partition, steps, ratios)
 
 
 def _moments(partition: Partition, segment: ParameterStep, start: int) -> list[torch.Tensor]:
@@ -180,10 +197,6 @@ def _moments(partition: Partition, segment: ParameterStep, start: int) -> list[t
 # Norms that LAMB needs of each parameter, if its shards are on several ranks.
 #
 #     step() ─► each rank: states and gradients, chunk by chunk ─► sums ─► added over the ranks ─► ratios ─► updates
-#
-# The update worker takes part in no collective, so the ratios must be known before an update is scheduled. The thread
-# that calls `step()` therefore reads all states while no update is in flight. The update reads the states again, and
-# moves the weights.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,52 +209,6 @@ class _LambChunk:
     stop: int
     step: kernels.LambStep
     noise: kernels.Noise | None
-
-
-def _with_ratios(
-    updates: Sequence[UnitUpdate],
-    shards: LocalShards,
-    gradients: GradientAccumulator,
-    updater: UpdateWorker,
-    agreement: Agreement,
-) -> list[UnitUpdate]:
-    """Returns the updates with the trust ratio of each segment; for the arguments see `Rule.complete`."""
-    # Two sums for each parameter of each unit, weight and direction, at the same index on every rank, so that a rank
-    # without a shard of a parameter adds zeros.
-    counts = [len(layout.segments) for layout in shards.layouts]
-    before = [2 * sum(counts[:unit]) for unit in range(len(counts))]
-    sums = [0.0] * (2 * sum(counts))
-    buffers = [buffer.buffer for buffer in updater.idle_tiles()]
-
-    def begin(chunk: _LambChunk, buffer: memoryview) -> list[Future]:
-        return [
-            future
-            for state, memory in _cut(shards, chunk, buffer).items()
-            for future in _read(shards, chunk, state, memory)
-        ]
-
-    def end(chunk: _LambChunk, buffer: memoryview) -> tuple[Future, ...]:
-        row = before[chunk.unit] + 2 * chunk.parameter
-        for weight, direction in _sums(shards, gradients, chunk, _cut(shards, chunk, buffer)):
-            sums[row] += weight  # one block after another: no bit depends on the size of the chunks
-            sums[row + 1] += direction
-        return ()
-
-    # A generator: the chunks of a large model are many.
-    chunks = (chunk for update in updates for chunk in _chunks(update, updater.tile_numel))
-    flow(buffers, chunks, begin, end, lambda *_: None)
-    # float64, as the kernel's own sums are.
-    total = torch.tensor(agreement.add_up(sums), dtype=torch.float64, device="cpu").view(-1, 1, 2)
-
-    def rated(unit: int, segment: ParameterStep) -> ParameterStep:
-        step = segment.step.step
-        ratio = kernels.lamb_ratio(step, [total[before[unit] // 2 + segment.parameter]])
-        return segment._replace(step=RatedStep(step, ratio))
-
-    return [
-        dataclasses.replace(update, segments=tuple(rated(update.unit, segment) for segment in update.segments))
-        for update in updates
-    ]
 
 
 def _chunks(update: UnitUpdate, numel: int) -> Iterator[_LambChunk]:
