@@ -148,5 +148,4 @@ def with_configured(config: Config) -> Config:
 
 
 def _set_keys(block: ActivationCheckpointing) -> dict[str, Any]:
-    """Returns the keys that a file or a call has set."""
     return {key: getattr(block, key) for key in block.model_fields_set}

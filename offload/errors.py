@@ -40,7 +40,6 @@ def printable(text: str, lines: bool = True) -> str:
     r"""Returns `text` as a terminal may show it, whoever has written it: control characters become \x1b and the like.
 
     Args:
-        text: Any text, such as a name from a file of somebody else.
         lines: True if line breaks and tabs stay.
     """
     if text.isascii() and text.isprintable():
@@ -80,11 +79,7 @@ class IoError(OffloadError, OSError):
         """Sets the attributes of the same names.
 
         Args:
-            path: the file.
-            offset: first byte of the request.
             nbytes: bytes of the request, or 0 if the error concerns the file as such.
-            errno: the system's error number.
-            operation: the verb of the message, such as "read".
         """
         OSError.__init__(self, errno, os.strerror(errno), path)
         self.path = path

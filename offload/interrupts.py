@@ -135,10 +135,6 @@ def exit_on_next_signal(words: str, *numbers: int) -> Callable[[], None]:
     The process prints one line to stderr and exits with code 128 plus the signal's number, also within native code
     where Python's handlers do not run. Nothing is cleaned up: a commit survives this as it does a kill.
 
-    Args:
-        words: the line.
-        numbers: the signals.
-
     Returns:
         A function that ends this; the handlers of `numbers` stay those of this function until they are set anew.
     """

@@ -25,11 +25,7 @@ class Headline(Remark):
 
 
 def shell_command(*words: object) -> str:
-    """Returns a command of `offload` as a shell takes it, with quotes where a path needs them.
-
-    Args:
-        words: the words after `offload`.
-    """
+    """Returns a command of `offload` as a shell takes it, with quotes where a path needs them."""
     return shlex.join(["offload", *map(str, words)])
 
 
@@ -37,9 +33,6 @@ def announce(notice: str) -> None:
     """Logs a notice.
 
     A warning and a headline appear on stderr without any configuration of logging; another remark does not.
-
-    Args:
-        notice: the text; a `Remark` is logged as information, any other string as a warning.
     """
     # A console without handlers shows warnings alone, and nobody configures one in order to learn that a run resumed.
     if isinstance(notice, Headline):
@@ -50,12 +43,7 @@ def announce(notice: str) -> None:
 
 
 def show(line: str, log: logging.Logger) -> None:
-    """Logs a line at level INFO, or prints it to stderr if that logs nothing and the user has set no higher level.
-
-    Args:
-        line: the line.
-        log: the logger `offload`, or one below it.
-    """
+    """Logs a line at level INFO, or prints it to stderr if that logs nothing and the user has set no higher level."""
     line = printable(line)  # which may quote names from files of others
     # The user's own handlers have the line once, in their format.
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
@@ -76,9 +64,5 @@ def _silenced(log: logging.Logger) -> bool:
 
 
 def exception_line(error: BaseException) -> str:
-    """Returns the type and the message of an exception on one line of at most 300 characters.
-
-    Args:
-        error: any exception, also one whose message has many lines, or cannot be made.
-    """
+    """Returns the type and the message of an exception on one line of at most 300 characters."""
     return textwrap.shorten("".join(traceback.format_exception_only(error)), _LONGEST_LINE, placeholder=" …")

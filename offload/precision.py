@@ -114,7 +114,6 @@ def has_products_in_bf16(cpuinfo: str, environ: Mapping[str, str]) -> bool:
     """Returns True if a processor multiplies matrices in bf16 by instructions of its own.
 
     Args:
-        cpuinfo: content of /proc/cpuinfo.
         environ: the environment, where a user may keep torch from using them.
     """
     words = {word.lower() for word in cpuinfo.split()}
@@ -149,7 +148,6 @@ def measure(half: str) -> Rates:
 
 
 def _products(dtype: torch.dtype) -> Callable[[], object]:
-    """Returns a function that computes the three matrix products of a linear layer's forward and backward."""
     inputs = torch.full((_TOKENS, _WIDTH), 0.01, dtype=dtype, device="cpu")
     weight = torch.full((_WIDTH, _WIDTH), 0.01, dtype=dtype, device="cpu")
 
@@ -217,7 +215,6 @@ def _cache_key() -> str:
 
 
 def _cpuinfo() -> str:
-    """Returns /proc/cpuinfo, or "" if it cannot be read."""
     try:
         return Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -225,7 +222,6 @@ def _cpuinfo() -> str:
 
 
 def _read_cache(path: Path) -> dict[str, Any]:
-    """Returns the cached rates by key; empty if the file is missing, damaged or of another version."""
     try:
         content = parse(read_cache(path))
         cached = content["products"] if content["version"] == _VERSION else {}

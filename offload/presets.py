@@ -135,9 +135,6 @@ def check_name(name: str) -> None:
 def read_config(folder: Path) -> dict[str, Any]:
     """Returns the content of a model folder's config.json, which may be anybody's.
 
-    Args:
-        folder: contains the file.
-
     Raises:
         ConfigError: it cannot be read, names code of the hub, or has more layers than any model.
     """
@@ -177,9 +174,6 @@ def _check_values(content: Any) -> None:
 
 def check_folder(folder: Path) -> dict[str, Any]:
     """Checks that a folder contains a model that the installed transformers supports.
-
-    Args:
-        folder: a folder written by `save_pretrained`.
 
     Returns:
         The content of its config.json.
@@ -258,11 +252,6 @@ def positions_of(config: Any) -> int | None:
 def check_positions(config: Any, seq_len: int, option: str = "--seq-len") -> None:
     """Checks that a model has enough positions for a sequence.
 
-    Args:
-        config: the model's transformers config.
-        seq_len: tokens of a sequence.
-        option: the option that gave them, for the message.
-
     Raises:
         ConfigError: the model has fewer positions.
     """
@@ -290,7 +279,6 @@ def build(name: str, layers: int | None = None) -> nn.Module:
     Inside `offload.init` the weights take no memory.
 
     Args:
-        name: name of the preset.
         layers: number of layers; None for those of the preset.
 
     Raises:

@@ -47,7 +47,6 @@ def is_of(function: Any, package: str, *around: str) -> bool:
     """Returns True if a package defines a function, and all that was wrapped around it.
 
     Args:
-        function: a function, a method, or an object whose class defines `__call__`.
         package: a dotted name, such as "transformers": that of the innermost function's module begins with it.
         *around: other packages that may define a wrapper, such as "torch" for a function with a compiler disabled.
     """
@@ -82,7 +81,6 @@ def change_of_call(module: nn.Module, name: str) -> str | None:
     Hooks of this library are left out. Those of others may read or change what goes in and comes out.
 
     Args:
-        module: the module.
         name: the clause's words for it.
     """
     own = next((attribute for attribute in (*_CALLS, "forward") if attribute in vars(module)), None)
@@ -115,11 +113,7 @@ def foreign_mode() -> str | None:
 
 
 def mixture_of_tokens(module: nn.Module) -> str | None:
-    """Returns what inside of a module may compute more than each token by itself, as a clause; None if nothing does.
-
-    Args:
-        module: the module, whose own forward is known.
-    """
+    """Returns what inside of a module may compute more than each token by itself, as a clause; None if nothing does."""
     for path, inner in module.named_modules():
         if not path:
             continue
@@ -135,10 +129,6 @@ def mixture_of_tokens(module: nn.Module) -> str | None:
 
 def foreign_hooks(module: nn.Module, *known: str) -> Iterator[tuple[str, Any]]:
     """Yields the hooks of a module's calls that neither this library nor one of the packages `known` defines.
-
-    Args:
-        module: the module.
-        *known: packages, such as "transformers".
 
     Yields:
         The words for the kind of a hook, and the hook.
@@ -168,12 +158,7 @@ def is_causal_lm_loss(function: Any) -> bool:
 
 
 def forward_text(module: nn.Module, package: str) -> ast.AST | None:
-    """Returns the parsed text of a module's forward, if it is a package's own; None otherwise.
-
-    Args:
-        module: the module.
-        package: the package whose code may be read, such as "transformers".
-    """
+    """Returns the parsed text of a module's forward, if it is a package's own; None otherwise."""
     function = method_of(module, "forward")
     return _parsed(_unwrapped(function)[-1]) if is_of(function, package) else None
 
@@ -187,7 +172,6 @@ def _parsed(function: Any) -> ast.AST | None:
 
 
 def _unwrapped(function: Any) -> list[Any]:
-    """Returns a function and those that it wraps, from the outermost on."""
     chain = [function]
     while (inner := getattr(chain[-1], "__wrapped__", None)) is not None and inner not in chain:
         chain.append(inner)
@@ -195,7 +179,6 @@ def _unwrapped(function: Any) -> list[Any]:
 
 
 def _package_of(function: Any, packages: tuple[str, ...]) -> str | None:
-    """Returns which of some packages defines a function; None if none of them does."""
     plain = function.__func__ if isinstance(function, MethodType) else function
     called = plain if isinstance(plain, FunctionType) else inspect.getattr_static(type(function), "__call__", None)
     if not isinstance(called, FunctionType):

@@ -60,8 +60,6 @@ def read(data: bytes | str, check: Check, name: str = "") -> Any:
     """Returns the value of JSON that a check accepts.
 
     Args:
-        data: The text.
-        check: Raises `ValueError` for a value that is not as expected.
         name: Name of the record in messages.
 
     Raises:

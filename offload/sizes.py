@@ -71,8 +71,6 @@ def count_of(number: int, one: str, more: str = "") -> str:
     """Returns a number with its noun: (1, "step") -> '1 step', (2500, "step") -> '2,500 steps'.
 
     Args:
-        number: the count.
-        one: the words for a count of one.
         more: the words for any other count, if an s at the end of `one` is not enough: "files are" for "file is".
     """
     return f"{number:,} {one if number == 1 else more or f'{one}s'}"

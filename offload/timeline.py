@@ -205,7 +205,6 @@ class Timeline:
     # -- the file -----------------------------------------------------------------------------------
 
     def _facts(self) -> dict[str, Any]:
-        """Returns the properties of the run that the file starts with."""
         return {
             "rank": self._rank,
             "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._began)),
@@ -261,8 +260,6 @@ class Timeline:
 
 
 class _Open:
-    """A context that records its body as a span."""
-
     __slots__ = ("_name", "_nbytes", "_row", "_start", "_timeline")
 
     def __init__(self, timeline: Timeline, row: Row, name: str, nbytes: int) -> None:
@@ -279,8 +276,6 @@ class _Open:
 
 
 class _Off(Timeline):
-    """A timeline that records nothing."""
-
     def __init__(self) -> None:
         super().__init__(Path(os.devnull), waits=True)
         self.notices = ()
@@ -350,7 +345,6 @@ def _is_ours(path: Path) -> bool:
 
 
 def _open(path: Path) -> Any:
-    """Opens a file for text, compressed if its suffix is .gz."""
     if path.suffix == ".gz":
         return gzip.open(path, "wt", compresslevel=5, encoding="utf-8")
     return open(path, "w", encoding="utf-8")

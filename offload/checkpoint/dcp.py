@@ -48,8 +48,6 @@ def is_dcp(folder: Path) -> bool:
 
 
 class _Entry(NamedTuple):
-    """An entry of the metadata."""
-
     name: str
     path: _Path
     """Keys that led to the value."""
@@ -68,11 +66,7 @@ class _Entry(NamedTuple):
 
 
 class _Folder:
-    """The entries of a folder, and their values.
-
-    Args:
-        folder: The folder.
-    """
+    """The entries of a folder, and their values."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -142,7 +136,6 @@ class _Folder:
         return shape_of(entry.about.state["size"])
 
     def _chunks(self, entry: _Entry) -> Sequence[Record]:
-        """Returns the metadata of a tensor's chunks."""
         chunks: Sequence[Record] = entry.about.state["chunks"]
         return chunks
 
@@ -165,9 +158,7 @@ def _runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) ->
     """Returns the number of elements of a chunk that lie side by side in its tensor, and where such runs begin.
 
     Args:
-        shape: Shape of the tensor.
         offsets: First index of the chunk in each dimension.
-        sizes: Shape of the chunk.
     """
     # Behind the last dimension that is cut, all elements are consecutive.
     cut = max((at for at in range(len(shape)) if sizes[at] != shape[at]), default=0)
@@ -293,10 +284,6 @@ def _steps(folder: _Folder, states: Mapping[str, _Entry]) -> int:
 
 def read_dcp(where: Path, states: bool) -> SavedContents:
     """Reads all but the tensors of a checkpoint.
-
-    Args:
-        where: The folder.
-        states: False if optimizer states are not needed.
 
     Raises:
         StoreError: If files are missing or damaged, or the checkpoint is of a kind that is not supported.

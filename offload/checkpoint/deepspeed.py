@@ -60,13 +60,7 @@ def contents_of(
     """Returns the contents of a checkpoint of DeepSpeed.
 
     Args:
-        model: The file of model states of rank 0.
-        loss_scaler: The loss scale, as the files of the optimizer have it.
         parameters: All parameters, but other names of tied ones.
-        tied: See `SavedContents`, as for those below.
-        buffers: Persistent buffers.
-        groups: Numbers of the optimizer's groups.
-        moments: Names of its states.
     """
     steps, config = int(model.get("global_steps") or 0), model.get("ds_config")
     config = config if isinstance(config, dict) else {}
@@ -140,10 +134,6 @@ def model_files(folder: Path) -> dict[int, Path]:
 def read_zero(folder: Path, states: bool) -> SavedContents:
     """Reads all but the tensors of a checkpoint.
 
-    Args:
-        folder: The folder of one checkpoint.
-        states: False if optimizer states are not needed.
-
     Raises:
         StoreError: If files are missing or damaged, or the checkpoint is of a kind that is not supported.
     """
@@ -209,10 +199,6 @@ def _check_ranks(
     """Returns the number of ranks; raises `StoreError` if a file of one is missing.
 
     Args:
-        folder: The checkpoint.
-        files: Files of optimizer states by rank.
-        first: Optimizer states of the first one.
-        model: Model states of the first rank.
         models: Files of model states by rank, if each rank has one.
     """
     # In stages 1 and 2 each group has a count of its own, which differ where experts are divided.
@@ -267,7 +253,6 @@ def _stages_1_and_2(
 
 
 def _moments(group_state: Mapping[str, Any]) -> dict[State, Any]:
-    """Returns the moments among the states of an optimizer, by state."""
     known = {state.value: state for state in State}
     return {known[key]: value for key, value in group_state.items() if key in known}
 
@@ -356,10 +341,6 @@ def is_universal(folder: Path) -> bool:
 def read_universal(folder: Path, states: bool) -> SavedContents:
     """Reads all but the tensors of a checkpoint.
 
-    Args:
-        folder: The folder of one checkpoint.
-        states: False if optimizer states are not needed.
-
     Raises:
         StoreError: If files are missing or damaged, or the checkpoint is of a kind that is not supported.
     """
@@ -417,9 +398,7 @@ def _parameter(folder: Path, shapes: Mapping[str, tuple[int, ...]], states: bool
     """Returns the parameter of a folder.
 
     Args:
-        folder: The folder, which has the parameter's name.
         shapes: Shapes of the parameters that train; those of stage 3 are stored flat.
-        states: False if moments are not needed.
         steps: Number of updates, of parameters that do not say theirs.
     """
     tensors = dict(_tensors(folder, states))
@@ -436,7 +415,6 @@ def _parameter(folder: Path, shapes: Mapping[str, tuple[int, ...]], states: bool
 
 
 def _tensors(folder: Path, states: bool) -> Iterator[tuple[State, Any]]:
-    """Yields the tensors in a parameter's folder by state."""
     for name, state in _STATES.items():
         path = folder / f"{name}.pt"
         if (states or state is State.WEIGHT) and path.is_file():

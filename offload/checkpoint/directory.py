@@ -71,13 +71,7 @@ _FILES = re.compile(r"manifest\.json|(states|progress)\.rank[0-9]+\.safetensors"
 def described_part(
     world: World, layout: Mapping[str, Any], about: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the description of a process's part, and what is said about its model.
-
-    Args:
-        world: The process's place.
-        layout: Made by `offload.layout.fingerprint.describe`.
-        about: Made by `offload.layout.fingerprint.about`.
-    """
+    """Returns the description of a process's part, and what is said about its model."""
     if not world.divides_model:
         return dict(layout), dict(about)
     divided = {name: world.dims.get(name) for name in sorted(world.sharded)}
@@ -114,13 +108,7 @@ def _grid(parts: Sequence[str]) -> str:
 
 
 def counted_units(described: Mapping[str, Any], layouts: Sequence[UnitLayout], world: World) -> list[Any]:
-    """Returns the units of a part for people, without parameters that another part has counted.
-
-    Args:
-        described: Made by `offload.layout.fingerprint.describe`.
-        layouts: The layouts that it describes.
-        world: This process's place.
-    """
+    """Returns the units of a part for people, without parameters that another part has counted."""
     if not world.divides_model:
         return list(described["units"])
     elsewhere = world.counted_elsewhere(layouts)
@@ -156,7 +144,6 @@ def delete(folder: Path, depth: int = 1) -> None:
     the folder; this raises `OSError`.
 
     Args:
-        folder: The folder.
         depth: Number of names at its end that no link may have.
     """
     with contextlib.suppress(FileNotFoundError):
@@ -205,8 +192,6 @@ def only_save(folder: Path, tag: str, lock: Path | None = None) -> Iterator[None
     """Holds the lock on saving into `folder` while the context is open.
 
     Args:
-        folder: Folder of checkpoints; must exist.
-        tag: Written into the lock file, for messages of other processes.
         lock: Lock file, by default one in the folder. All writers of the folder must use the same file.
 
     Raises:
@@ -267,7 +252,6 @@ def _is_left_latest(path: Path) -> bool:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Returns whether all files of a checkpoint exist in their full size."""
     try:
         return not wrong_files(checkpoint, read_manifest(checkpoint))
     except StoreError:
@@ -310,10 +294,6 @@ def _returns(path: Path) -> bool:
 
 def check_free(checkpoint: Path, latest: bool) -> None:
     """Checks that no foreign file has a name that a save of `checkpoint` needs. Changes nothing.
-
-    Args:
-        checkpoint: Folder that will be saved.
-        latest: True if `latest` will be written too.
 
     Raises:
         StoreError: If a name is taken.
@@ -385,7 +365,6 @@ def begin_folder(checkpoint: Path, latest: bool = True) -> Path:
 
     Args:
         checkpoint: Final path of the checkpoint. The caller holds `only_save` of its parent.
-        latest: True if `end_folder` will write `latest`.
 
     Raises:
         StoreError: If a foreign file has a name that the save needs.
@@ -414,12 +393,7 @@ def begin_folder(checkpoint: Path, latest: bool = True) -> Path:
 
 
 def end_folder(checkpoint: Path, latest: bool) -> None:
-    """Renames the finished checkpoint to its final name, durably, and then writes `latest`.
-
-    Args:
-        checkpoint: Final path of the checkpoint; its files were written into the folder of `begin_folder`.
-        latest: True to write the tag into `latest`.
-    """
+    """Renames the finished checkpoint to its final name, durably, and then writes `latest`."""
     folder, partial, old = checkpoint.parent, aside(checkpoint, "partial"), aside(checkpoint, "old")
     new, going = _new_latest(checkpoint), None
     if latest:
@@ -464,11 +438,6 @@ def prune(folder: Path, keep: int, newest: str) -> list[str]:
 
     Neither `newest` nor the checkpoint that `latest` names is removed. If another one cannot be removed, a warning
     gives the reason.
-
-    Args:
-        folder: Folder of checkpoints.
-        keep: Number of checkpoints to keep.
-        newest: Tag of the checkpoint just saved.
     """
     tags = list(checkpoints(folder))
     # `latest` names another checkpoint than the newest if the save did not write `latest`.
@@ -528,5 +497,4 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def _new_latest(checkpoint: Path) -> Path:
-    """Returns the path of the next `latest` while it is written."""
     return checkpoint.with_name(f".{LATEST}.{checkpoint.name}")

@@ -203,15 +203,7 @@ def tensor_name(unit: int, state: State) -> str:
 def tensors_of(
     layouts: Sequence[UnitLayout], mode: Mode, rank: int, world_size: int, frozen: bool
 ) -> dict[str, Tensor]:
-    """Returns the tensors of a rank's file of states, in their order in the file.
-
-    Args:
-        layouts: All units.
-        mode: Precision mode, which determines the states and their dtypes.
-        rank: The rank; each tensor is its partition, mostly of shape (numel / world_size,).
-        world_size: Number of ranks.
-        frozen: True to include frozen weights.
-    """
+    """Returns the tensors of a rank's file of states, in their order in the file."""
     # Imported late: the module imports torch, which looking at a checkpoint does not need.
     from offload.fileio.safetensors_stream import Tensor
 
@@ -259,10 +251,6 @@ def check_tag(tag: Any) -> str:
 
 def check_folder(folder: Any, name: str) -> Path:
     """Returns `folder`, a user's folder of checkpoints, as a path.
-
-    Args:
-        folder: The value that the user gave.
-        name: Name of the user's argument, for messages.
 
     Raises:
         UsageError: If the value is no valid path.
@@ -439,7 +427,6 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def _read_manifest(checkpoint: Path) -> Manifest:
-    """Reads the manifest of a checkpoint; raises `StoreError`."""
     path = checkpoint / MANIFEST
     try:
         data = read_inner(path, depth_in(checkpoint), _MOST_OF_MANIFEST)

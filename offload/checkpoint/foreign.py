@@ -86,7 +86,6 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    """Returns whether a value is a finite number, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -110,8 +109,6 @@ _NAMED = 3
 
 
 class _Format(NamedTuple):
-    """A kind of checkpoint."""
-
     program: str
     matches: Callable[[Path], bool]
     """Returns whether a folder is one checkpoint of this kind."""
@@ -170,8 +167,6 @@ def look_foreign(folder: Path, states: bool, tied_here: Mapping[str, str]) -> Fo
     """Reads all of another program's checkpoint except its tensors. Nothing in it is executed.
 
     Args:
-        folder: The checkpoint; `is_foreign` is true for it.
-        states: False if optimizer states are not needed.
         tied_here: First name of each tied parameter of this model, by its other names.
 
     Raises:
@@ -298,8 +293,6 @@ class ForeignStates:
         """Begins to read the elements of a run, from each file that contains some of them.
 
         Args:
-            run: The run; the checkpoint contains it.
-            state: The state, whose values are fp32.
             memory: Memory of the state for the whole chunk.
             start: Element of `memory` where the run begins.
         """
@@ -345,10 +338,6 @@ class _Chunk(NamedTuple):
 
 def compare_storages(storages: Iterable[Storage], queue: Queue) -> None:
     """Compares storages with their checksums.
-
-    Args:
-        storages: The storages.
-        queue: Queue for the reads.
 
     Raises:
         IoError: If something cannot be read.

@@ -85,12 +85,6 @@ class SavedContents:
 def fragment(tensor: Any, start: int, numel: int, what: str) -> Fragment:
     """Returns elements of a flat or contiguous tensor.
 
-    Args:
-        tensor: The tensor.
-        start: First element.
-        numel: Number of elements.
-        what: The tensor, for messages.
-
     Raises:
         StoreError: If there is no such tensor, or the elements are not in it.
     """

@@ -139,9 +139,6 @@ class SavedStates:
     """The states of the partitions of all ranks that saved; implements `StateReader`.
 
     Args:
-        layouts: Units of the ranks that saved.
-        mode: Their mode.
-        world_size: Their number.
         partitions: Reads their partitions; closed by `close`.
     """
 
@@ -158,7 +155,6 @@ class SavedStates:
         """Begins to read the elements of a run, from each rank's partition that contains some of them.
 
         Args:
-            run: The run; the saved states contain it.
             state: The state. Runs of PACKED and SCALES are counted in values of the state.
             memory: Memory of the state for the whole chunk.
             start: Element of `memory` where the run begins.
@@ -273,7 +269,6 @@ class FoundCheckpoint:
         """Returns the number of updates of each parameter of `layouts`.
 
         Args:
-            layouts: Units of this engine.
             now: Present counts, which apply to parameters that the checkpoint does not contain.
         """
         # A tied name and a row of a parameter that is whole there have the unit and the name of the first in it.
@@ -294,22 +289,12 @@ class FoundCheckpoint:
         return dataclasses.replace(self, saved={**self.saved, **as_rows(self.saved, layouts)})
 
     def open(self, queue: Queue) -> StateReader:
-        """Opens the files of states; the caller closes the result.
-
-        Args:
-            queue: Queue for the reads.
-        """
+        """Opens the files of states; the caller closes the result."""
         partitions = CheckpointPartitions(self, queue)
         return SavedStates(self.layouts, self.mode, self.manifest.world_size, partitions)
 
     def check_bytes(self, options: LoadOptions, queue: Queue, rank: int, world_size: int) -> None:
         """Compares this rank's share of the tensors that any rank will read with their checksums.
-
-        Args:
-            options: Choice of what to load.
-            queue: Queue for the reads.
-            rank: This rank.
-            world_size: Number of ranks. They divide the tensors among them.
 
         Raises:
             StoreError: If a tensor is damaged or cannot be read.
@@ -341,7 +326,6 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
     """Reads all of a checkpoint except its states.
 
     Args:
-        folder: The checkpoint.
         rank: This rank. Its progress is read if as many ranks saved the checkpoint; otherwise rank 0's is.
         world_size: Number of ranks of this engine; 0 if there is no engine.
         tied_here: First name of each tied parameter of this model, by its other names.
@@ -402,10 +386,6 @@ def with_first_names(
     """Returns the parameters of a checkpoint by name, and under the names that come first in this model.
 
     The checkpoint may have saved a tied parameter under a name that is not the first one here.
-
-    Args:
-        saved: The result of `places`.
-        tied_here: First name of each tied parameter of this model, by its other names.
     """
     first = {first: saved[name] for name, first in tied_here.items() if name in saved and first not in saved}
     return {**saved, **first}
@@ -414,14 +394,7 @@ def with_first_names(
 def fitting(
     progress: Snapshot, buffers: Mapping[str, torch.Tensor], steps: Sequence[Sequence[int]], schedule: bool
 ) -> Snapshot:
-    """Returns the part of `progress` that applies to this engine, with `steps` in place of the saved counts.
-
-    Args:
-        progress: Progress as it was saved.
-        buffers: Persistent buffers of the model; others are dropped.
-        steps: Number of updates of each parameter of this engine.
-        schedule: True to keep the state of the learning-rate schedule.
-    """
+    """Returns the part of `progress` that applies to this engine, with `steps` in place of the saved counts."""
     facts = {**progress.facts, "parameter_steps": [list(row) for row in steps]}
     if not schedule:
         facts["scheduler"] = None
@@ -430,13 +403,7 @@ def fitting(
 
 
 def buffers_among_weights(checkpoint: FoundCheckpoint, names: Collection[str], queue: Queue) -> dict[str, torch.Tensor]:
-    """Returns buffers that a checkpoint has as frozen weights, in fp32, since its program does not distinguish them.
-
-    Args:
-        checkpoint: The checkpoint, whose bytes were compared.
-        names: Buffers of this model.
-        queue: Queue for the reads.
-    """
+    """Returns buffers that a checkpoint has as frozen weights, in fp32, since its program does not distinguish them."""
     among = {name: checkpoint.saved[name] for name in names if name in checkpoint.saved}
     tensors: dict[str, torch.Tensor] = {}
     # Most checkpoints name their buffers, and their files are not opened again.
@@ -459,13 +426,6 @@ def compare_bytes(
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Compares tensors with their checksums.
-
-    Args:
-        checkpoint: The checkpoint.
-        work: Rank and name of each tensor.
-        queue: Queue for the reads.
-        damaged: Called with the file and the name of each tensor that differs.
-        progress: Called after each chunk with its number of bytes.
 
     Raises:
         IoError: If something cannot be read.
@@ -542,9 +502,6 @@ def in_words(saved: Mode, mode: Mode, states: bool, in_fp32: tuple[int, int] = (
     """Returns what a load changes where the modes differ, and what follows; None if nothing does.
 
     Args:
-        saved: the checkpoint's mode.
-        mode: the engine's mode.
-        states: True if optimizer states are loaded.
         in_fp32: number of weights in fp32 if others are in 16 bits, in the checkpoint and in the engine.
     """
     changed = []
@@ -582,7 +539,6 @@ class CheckpointSource:
     Damage of a tensor shows when its last byte has been read.
 
     Args:
-        checkpoint: Folder of the checkpoint.
         queue: Queue for the reads; owned by the caller.
 
     Raises:
@@ -610,13 +566,6 @@ class CheckpointSource:
 
     def _compare(self, rank: int, name: str, start: int, nbytes: int, crc: int) -> None:
         """Joins the CRC-32C of bytes to that of the bytes before, and compares the result at the end of the tensor.
-
-        Args:
-            rank: Rank of the partition.
-            name: Name of the tensor.
-            start: First byte; reads of a tensor end in order.
-            nbytes: Number of bytes.
-            crc: Their CRC-32C.
 
         Raises:
             IoError: If the tensor has been read completely and differs from the saved one.

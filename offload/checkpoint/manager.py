@@ -28,7 +28,7 @@ from offload.checkpoint.load import (
 )
 from offload.checkpoint.resharding import all_places, difference, parameter_shapes
 from offload.checkpoint.restore import CheckpointRestorer
-from offload.checkpoint.save import Moment, SaveRequest, own_or_shared, save
+from offload.checkpoint.save import SaveRequest, TrainingPosition, own_or_shared, save
 from offload.distributed.agreement import Collective
 from offload.engine.components import EngineComponents, together
 from offload.engine.shards import LocalShards
@@ -61,13 +61,6 @@ def check_fits(
 ) -> None:
     """Checks that the checkpoint fits this model and, if optimizer states are loaded, this mode.
 
-    Args:
-        checkpoint: The checkpoint.
-        shards: This rank's partitions.
-        options: Choice of what to load.
-        names: Names of all parameters of the model, tied ones included.
-        buffers: Persistent buffers of the model.
-
     Raises:
         StoreError: If names, shapes, mode or optimizer states differ.
     """
@@ -85,7 +78,15 @@ def check_fits(
     difference(wanted, names | buffers.keys(), saved_shapes).check(options.strict, what)
     # Masters and moments of another form are converted.
     if options.states and checkpoint.mode.optimizer != shards.mode.optimizer:
-        raise _other_optimizer(checkpoint, shards, what)
+        if not _all_states(checkpoint.mode, checkpoint.layouts):
+            raise StoreError(
+                f"{what} contains no optimizer states, this engine's optimizer keeps "
+                f"{_names(_all_states(shards.mode, shards.layouts))}: load the weights alone (load_module_only=True)"
+            )
+        raise StoreError(
+            f"{what} was saved in mode {checkpoint.mode.name}, this engine is in mode {shards.mode.name}, so their "
+            "optimizer states differ: load the weights alone (load_optimizer_states=False), or give the same optimizer"
+        )
     checkpoint = checkpoint.for_rows(shards.layouts)
     _check_forms(checkpoint, shards, what)
     _check_precisions(checkpoint, shards, what)
@@ -94,26 +95,20 @@ def check_fits(
     both = ((layout, segment) for layout in shards.layouts for segment in layout.segments if options.states)
     for layout, segment in both:
         # A parameter that the checkpoint does not contain keeps its states, so it cannot differ.
-        saved_states, now = _states_of(checkpoint, segment), _fields(shards.mode, layout, segment)
-        if saved_states is not None and saved_states != now:
+        if segment.name not in checkpoint.saved:
+            continue
+        unit, there = checkpoint.saved[segment.name]
+        # The states of weights that were frozen begin at zero.
+        if not (there.trainable and segment.trainable) and not there.kept and not segment.kept:
+            continue
+        saved_states = _fields(checkpoint.mode, checkpoint.layouts[unit], there)
+        now = _fields(shards.mode, layout, segment)
+        if saved_states != now:
             raise StoreError(
                 f"{what} contains the states {_names(saved_states)} of {segment.name}, this optimizer keeps "
                 f"{_names(now)}: load the weights alone (load_optimizer_states=False), or give the same "
                 "optimizer"
             )
-
-
-def _other_optimizer(checkpoint: FoundCheckpoint, shards: LocalShards, what: str) -> StoreError:
-    """Returns the error for a checkpoint of another optimizer, or of none, as a folder that has weights alone."""
-    if not _all_states(checkpoint.mode, checkpoint.layouts):
-        wanted = f"this engine's optimizer keeps {_names(_all_states(shards.mode, shards.layouts))}"
-        return StoreError(
-            f"{what} contains no optimizer states, {wanted}: load the weights alone (load_module_only=True)"
-        )
-    return StoreError(
-        f"{what} was saved in mode {checkpoint.mode.name}, this engine is in mode {shards.mode.name}, so their "
-        "optimizer states differ: load the weights alone (load_optimizer_states=False), or give the same optimizer"
-    )
 
 
 def _all_states(mode: Mode, layouts: Sequence[UnitLayout]) -> Collection[str]:
@@ -126,8 +121,11 @@ def _check_forms(checkpoint: FoundCheckpoint, shards: LocalShards, what: str) ->
     """Raises `StoreError` if a frozen weight of the checkpoint is stored in another form than in this engine."""
     for segment in (segment for layout in shards.layouts for segment in layout.segments):
         saved = [place for _, place in all_places(segment, checkpoint.saved)]
-        # Blocks are counted in elements of the weights' dtype, so the same blocks have other counts in another dtype.
-        same = {_stored(place) for place in saved} <= {_stored(segment)}
+        # What decides the meaning of a parameter's bytes, but their number. Blocks are counted in elements of the
+        # weights' dtype, so the same blocks have other counts in another dtype.
+        same = {(place.form, place.inner, place.kind) for place in saved} <= {
+            (segment.form, segment.inner, segment.kind)
+        }
         if saved and not (same and sum(place.numel for place in saved) == segment.numel):
             raise StoreError(
                 f"{what} contains {segment.name} as {_form(saved[0], checkpoint.mode)}, this engine as "
@@ -163,30 +161,11 @@ def _check_blocks(checkpoint: FoundCheckpoint, shards: LocalShards, what: str) -
             )
 
 
-def _stored(segment: Segment) -> tuple[object, ...]:
-    """Returns all that decides the meaning of a parameter's bytes, but their number."""
-    return segment.form, segment.inner, segment.kind
-
-
 def _form(segment: Segment, mode: Mode) -> str:
-    """Returns how a parameter is stored, for a message."""
     if segment.inner:
         inner = (f"{field.name} {field.kind} {list(field.shape)}" for field in segment.inner)
         return f"{segment.kind} of {', '.join(inner)}"
     return f"{segment.form} of a model in {mode.precision}" if segment.form else mode.precision
-
-
-def _states_of(checkpoint: FoundCheckpoint, segment: Segment) -> Mapping[str, StateField | None] | None:
-    """Returns what `_fields` does, of a parameter in the checkpoint; None if it is not there or does not train there.
-
-    The states of weights that were frozen begin at zero.
-    """
-    if segment.name not in checkpoint.saved:
-        return None
-    unit, there = checkpoint.saved[segment.name]
-    if not (there.trainable and segment.trainable) and not there.kept and not segment.kept:
-        return None
-    return _fields(checkpoint.mode, checkpoint.layouts[unit], there)
 
 
 def _fields(mode: Mode, layout: UnitLayout, segment: Segment) -> Mapping[str, StateField | None]:
@@ -201,12 +180,6 @@ def _names(states: Collection[str]) -> str:
 def check_progress(checkpoint: FoundCheckpoint, options: LoadOptions, groups: int, schedule: Any) -> None:
     """Checks that the checkpoint has as many parameter groups as this optimizer, and the same keys of the schedule.
 
-    Args:
-        checkpoint: The checkpoint.
-        options: Choice of what to load.
-        groups: Number of parameter groups of this optimizer.
-        schedule: State of this engine's learning-rate schedule.
-
     Raises:
         StoreError: If the number of groups or the keys of the schedule differ.
     """
@@ -217,17 +190,15 @@ def check_progress(checkpoint: FoundCheckpoint, options: LoadOptions, groups: in
             "the optimizer the same groups, or load the weights alone (load_module_only=True)"
         )
     saved = facts["scheduler"]
-    if options.schedule and isinstance(saved, dict) and isinstance(schedule, dict) and not _same(saved, schedule):
+    # States of DeepSpeed's schedules hold the iteration alone.
+    compared = options.schedule and isinstance(saved, dict) and isinstance(schedule, dict)
+    alone = compared and saved.keys() == {_ITERATION} and _ITERATION in schedule
+    if compared and saved.keys() != schedule.keys() and not alone:
         raise StoreError(
             f"{what} contains the state of another learning-rate schedule, with {', '.join(sorted(saved))}; this "
             f"schedule has {', '.join(sorted(schedule))}: give the same schedule, or pass "
             "load_lr_scheduler_states=False"
         )
-
-
-def _same(saved: Mapping[str, Any], schedule: Mapping[str, Any]) -> bool:
-    """Returns whether two states of schedules have the same keys. Those of DeepSpeed hold the iteration alone."""
-    return saved.keys() == schedule.keys() or (saved.keys() == {_ITERATION} and _ITERATION in schedule)
 
 
 # -- manager -------------------------------------------------------------------------------------------
@@ -273,9 +244,7 @@ class Checkpoints:
         A failure before the first change leaves the engine as it was; a failure after that stops the pager.
 
         Args:
-            load_dir: Folder of checkpoints.
             tag: Tag of the checkpoint, or None for the latest.
-            options: The parts that are loaded.
 
         Returns:
             The result, or None if no tag is given and `load_dir` contains no `latest` and is no checkpoint itself.
@@ -313,7 +282,7 @@ class Checkpoints:
                     raise
         return Loaded(folder, from_plain(inspected[0].client_state), tuple(notices))
 
-    def _moment(self, pending: int, client_state: Any) -> Moment:
+    def _moment(self, pending: int, client_state: Any) -> TrainingPosition:
         """Returns the state of this rank that is saved with its partitions."""
         self._components.unit_views.check_not_gathered("saved")
         if client_state is not None and not isinstance(client_state, Mapping):
@@ -332,7 +301,7 @@ class Checkpoints:
         contents = {**self._state.take().pack(), CLIENT_STATE: as_bytes(json.dumps(plain, allow_nan=False).encode())}
         layout = describe(self._components.layouts, self._components.shards.mode, mesh.shards, mesh.replicas)
         said = about_saved(self._module, self._components.divides_parameters)
-        return Moment(self._state.global_steps, contents, layout, said)
+        return TrainingPosition(self._state.global_steps, contents, layout, said)
 
     def _inspect(self, folder: Path, options: LoadOptions) -> FoundCheckpoint:
         """Reads all but the states and checks that the checkpoint fits. Changes nothing."""

@@ -43,10 +43,6 @@ class Difference(NamedTuple):
         """Raises `StoreError` whenever torch's `load_state_dict` raises.
 
         Differing shapes are an error even if `strict` is false.
-
-        Args:
-            strict: True to refuse missing and surplus names.
-            what: The checkpoint, for the message.
         """
         lines = list(self.shapes)
         if strict and self.missing:
@@ -67,7 +63,6 @@ def difference(
     """Compares a model with a checkpoint.
 
     Args:
-        shapes: Shapes of the model's parameters and buffers that the checkpoint should contain.
         names: All names of the model, tied ones included.
         saved: Shapes in the checkpoint, tied names included.
     """
@@ -86,7 +81,6 @@ def places(layouts: Sequence[UnitLayout], tied: Mapping[str, str], frozen: bool)
     """Returns unit and segment of each parameter that a checkpoint contains, by all its names.
 
     Args:
-        layouts: Units of the checkpoint.
         tied: First name of each tied parameter, by its other names.
         frozen: True if the checkpoint includes frozen weights.
     """
@@ -101,12 +95,7 @@ def places(layouts: Sequence[UnitLayout], tied: Mapping[str, str], frozen: bool)
 
 
 def as_rows(saved: Mapping[str, tuple[int, Segment]], layouts: Sequence[UnitLayout]) -> dict[str, tuple[int, Segment]]:
-    """Returns the places in a checkpoint of the rows that are units here, and whole parameters there.
-
-    Args:
-        saved: The result of `places`.
-        layouts: Units of this model.
-    """
+    """Returns the places in a checkpoint of the rows that are units here, and whole parameters there."""
     wanted = (segment for layout in layouts for segment in layout.segments if segment.stack and segment.stack in saved)
     return {segment.name: _row_of(saved[segment.stack], segment) for segment in wanted}
 
@@ -169,13 +158,7 @@ def _runs_of(segment: Segment, saved: Mapping[str, tuple[int, Segment]]) -> Iter
 
 
 def packed_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]], rank: int) -> list[Run]:
-    """Returns the runs of a torch optimizer's states, in words of the PACKED partitions, one for each parameter.
-
-    Args:
-        layout: The unit.
-        saved: The parameters of the checkpoint by name.
-        rank: This rank.
-    """
+    """Returns the runs of a torch optimizer's states, in words of the PACKED partitions, one for each parameter."""
     packed: list[Run] = []
     for segment in (segment for segment in layout.segments if segment.packed_rank == rank):
         place = saved.get(segment.name)
@@ -203,10 +186,7 @@ def shards_of_scales(layout: UnitLayout, world_size: int, segment: Segment, mode
     """Yields the runs of scales, each on one rank, that make up a segment of scales of a unit, in order.
 
     Args:
-        layout: the layout of the unit.
-        world_size: number of ranks.
         segment: the scales, counted in the unit, as if they were a parameter.
-        mode: the mode, with moments in 8 bits.
     """
     one = len(mode.moments)
     elements = segment._replace(start=segment.start // one * MOMENT_BLOCK, numel=segment.numel // one * MOMENT_BLOCK)

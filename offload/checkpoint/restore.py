@@ -112,7 +112,6 @@ class CheckpointRestorer:
         flow(self._buffers, work, begin, lambda *_: (), lambda *_: None)
 
     def _slot(self, unit: int) -> int:
-        """Returns the slot of the unit that is written next."""
         return 0 if self._shards.store is None else self._shards.store.target(unit)
 
     def _converts(self, unit: int) -> bool:
@@ -156,8 +155,6 @@ class CheckpointRestorer:
         """Converts a chunk, copies it to its tiers in memory, and begins to write it to the store.
 
         Args:
-            chunk: The chunk.
-            buffer: Memory that `_begin` has filled.
             written: Receives the writes of each unit and state, each with its first byte in the partition.
         """
         shards, store, slot = self._shards, self._shards.store, self._slot(chunk.unit)
@@ -221,10 +218,7 @@ class CheckpointRestorer:
         """Cuts `share` into chunks that fit into a buffer, and yields them.
 
         Args:
-            unit: Index of the unit.
-            targets: States that are written.
             start: Element of the partition where `share` begins.
-            share: Elements of the unit.
             room: Bytes of the buffer.
         """
         sources = targets
@@ -252,7 +246,6 @@ class CheckpointRestorer:
         )
 
     def _part(self, chunk: _Work, state: State, start: int, stop: int) -> range:
-        """Returns the values of a state that belong to elements [start, stop) of the partition."""
         return range(start, stop) if chunk.targets in _BY_THEMSELVES else self._shards.mode.part(state, start, stop)
 
     def _regions(self, chunk: _Work, buffer: memoryview) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
@@ -323,9 +316,6 @@ class CheckpointRestorer:
         """Begins to read the engine's own values of a chunk.
 
         Args:
-            chunk: The chunk.
-            state: The state.
-            memory: Memory of the state for the whole chunk.
             start: First element, counted from the chunk's first.
             numel: Number of elements; None for all from `start` on.
         """
@@ -336,7 +326,6 @@ class CheckpointRestorer:
         return self._shards.read(chunk.unit, state, at, memory[here.start * itemsize : stop])
 
     def _convert(self, chunk: _Work, buffer: memoryview) -> None:
-        """Converts a chunk from the checkpoint's mode to the engine's, if they differ."""
         sources, targets = self._regions(chunk, buffer)
         if sources is targets or chunk.kept:
             return

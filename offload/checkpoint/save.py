@@ -46,7 +46,6 @@ from offload.checkpoint.files import (
     tensors_of,
 )
 from offload.distributed.agreement import AllOrNothing
-from offload.distributed.process_group import Ranks
 from offload.distributed.world import World
 from offload.engine.shards import LocalShards
 from offload.errors import StoreError, UsageError
@@ -82,20 +81,16 @@ class SaveRequest(NamedTuple):
 
     @classmethod
     def checked(cls, folder: Any, tag: Any, latest: bool, frozen: bool, keep_last: Any) -> SaveRequest:
-        """Returns the request for a user's arguments.
-
-        Args:
-            folder: Folder of checkpoints.
-            tag: Name of the checkpoint in the folder.
-            latest: True to write the tag into `latest`.
-            frozen: True to save frozen weights.
-            keep_last: Number of checkpoints to keep; None for all.
-
-        Raises:
-            UsageError: If an argument is not valid.
-        """
-        if keep_last is not None:
-            keep_last = _count(keep_last)
+        """Returns the request for a user's arguments; raises `UsageError` if one is not valid."""
+        # `operator.index` accepts integers of numpy, which are valid, and True, which is a mistake.
+        with contextlib.suppress(TypeError):
+            if keep_last is not None and not isinstance(keep_last, bool):
+                keep_last = int(operator.index(keep_last))
+        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+            raise UsageError(
+                f"keep_last must be a whole number of at least 1, got {keep_last!r}: the new checkpoint is always "
+                "kept; give None to keep all"
+            )
         path = check_folder(folder, "save_dir")
         if holds_run(path) or is_rank(path):
             raise UsageError(
@@ -105,23 +100,7 @@ class SaveRequest(NamedTuple):
         return cls(path, check_tag(tag), bool(latest), bool(frozen), keep_last)
 
 
-def _count(keep_last: Any) -> int:
-    """Returns `keep_last` as an integer of at least 1; raises `UsageError`."""
-    try:
-        # `operator.index` accepts integers of numpy, which are valid, and True, which is a mistake.
-        if not isinstance(keep_last, bool):
-            keep_last = operator.index(keep_last)
-            if keep_last >= 1:
-                return int(keep_last)
-    except TypeError:
-        pass
-    raise UsageError(
-        f"keep_last must be a whole number of at least 1, got {keep_last!r}: the new checkpoint is always kept; give "
-        "None to keep all"
-    )
-
-
-class Moment(NamedTuple):
+class TrainingPosition(NamedTuple):
     """State of a rank at the time of the save, without its partitions."""
 
     step: int
@@ -138,7 +117,7 @@ _SLACK = 4 * MIB
 """Bytes reserved for the manifest, headers and folders."""
 
 
-class _Chunk(NamedTuple):
+class _PartitionChunk(NamedTuple):
     """Bytes [start, stop) of one partition."""
 
     name: str
@@ -163,7 +142,7 @@ def own_or_shared(queue: Queue | None) -> Iterator[Queue]:
 def save(
     shards: LocalShards,
     order: SaveRequest,
-    take: Callable[[], Moment],
+    take: Callable[[], TrainingPosition],
     queue: Queue,
     ranks: AllOrNothing,
     world: World,
@@ -171,10 +150,7 @@ def save(
     """Writes a checkpoint, completely or not at all. Collective.
 
     Args:
-        shards: This rank's partitions.
-        order: Content and destination, equal on all ranks.
         take: Returns all that this rank saves in addition to its partitions.
-        queue: Queue for the writes.
         ranks: All processes that train together.
         world: The place of this one among them. The first replica of each part saves the states.
 
@@ -185,33 +161,71 @@ def save(
     """
     # Ranks with different arguments would write files that do not belong together.
     ranks.same({"folder": str(order.folder), "tag": order.tag, "frozen": order.frozen, "keep_last": order.keep_last})
-    taken: list[tuple[Moment, bytes]] = []
-    tensors = _tensors(shards, order, world.ranks)
+    rank, shard_count = world.ranks.rank, world.ranks.mesh.shards
+    saves_states = rank < shard_count
+    tensors: Mapping[str, Tensor] = (
+        tensors_of(shards.layouts, shards.mode, rank, shard_count, order.frozen) if saves_states else {}
+    )
+    taken: list[tuple[TrainingPosition, bytes]] = []
 
     def prepare() -> int:
-        moment = take()
-        taken.append((moment, safetensors.torch.save(dict(moment.contents))))
-        return sum(tensor.nbytes for tensor in (tensors or {}).values()) + len(taken[0][1])
+        position = take()
+        taken.append((position, safetensors.torch.save(dict(position.contents))))
+        return sum(tensor.nbytes for tensor in tensors.values()) + len(taken[0][1])
 
     # Room is checked once, on rank 0, for the files of all ranks.
     need = sum(ranks.settle(prepare)) + _SLACK
-    moment, progress = taken[0]
+    position, progress = taken[0]
     # Only rank 0 puts a lock on this stack.
     with contextlib.ExitStack() as locks:
         partial = Path(ranks.by_first(lambda: str(_begin(order, need, locks, world.parts))))
+        folder = partial / world.part
+
+        def write() -> tuple[str, dict[str, tuple[int, dict[str, int]]]]:
+            if not folder.is_dir():
+                raise StoreError(
+                    f"rank {rank} does not see {folder}, which rank 0 has created: save to a folder that all ranks "
+                    "share"
+                )
+            files: dict[str, tuple[int, dict[str, int]]] = {}
+            if saves_states:
+                files[states_file(rank)] = _write_states(shards, folder / states_file(rank), tensors, queue)
+            write_new(folder / progress_file(rank), progress)
+            return world.part, {**files, progress_file(rank): (len(progress), {"": crc32c(progress)})}
+
+        def end_part(files: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+            # The first process of a part writes its manifest, which that of the whole names with its checksum.
+            if rank:
+                return {}
+            layout, about = described_part(world, position.layout, position.about)
+            data = _manifest(order, position._replace(layout=layout, about=about), files).pack()
+            write_new(folder / MANIFEST, data)
+            sync_folder(folder)
+            units = counted_units(position.layout, shards.layouts, world)
+            return {"file": f"{world.part}/{MANIFEST}", "size": [len(data), {"": crc32c(data)}], "units": units}
+
+        def end() -> None:
+            write_new(partial / MANIFEST, _manifest(order, position, written).pack())
+            end_folder(order.checkpoint, order.latest)
+            if order.keep_last is not None:
+                prune(order.folder, order.keep_last, order.tag)
+            # Before the other ranks resume: the next save of any of them must find the folder unlocked.
+            locks.close()
+
         try:
             # `settle` returns after all ranks have written and synced their files, so the manifest comes last.
-            own_folder = partial / world.part
-            rows = ranks.settle(
-                lambda: [world.part, _write(shards, tensors, own_folder, progress, queue, world.ranks.rank)]
-            )
+            rows = ranks.settle(write)
             written = {
                 name: size_and_sums for part, row in rows if part == world.part for name, size_and_sums in row.items()
             }
             if world.parts:
-                heads = ranks.settle(lambda: _end_part(order, moment, own_folder, written, world, shards))
-                moment, written = _of_all(moment, heads, world)
-            ranks.by_first(lambda: _end(order, moment, partial, written, locks))
+                heads = [head for head in ranks.settle(lambda: end_part(written)) if head]
+                units = [unit for head in heads for unit in head["units"]]
+                layout = {**position.layout, "parts": list(world.parts)}
+                layout.pop("units")
+                position = position._replace(layout={**layout, "units": units})
+                written = {head["file"]: head["size"] for head in heads}
+            ranks.by_first(end)
         except BaseException:
             # The folder is shared, so one rank deletes it.
             if ranks.rank == 0:
@@ -219,20 +233,12 @@ def save(
             raise
 
 
-def _tensors(shards: LocalShards, order: SaveRequest, ranks: Ranks) -> dict[str, Tensor] | None:
-    """Returns the tensors of this rank's file of states; None if a rank of another replica saves them."""
-    rank, shard_count = ranks.rank, ranks.mesh.shards
-    return tensors_of(shards.layouts, shards.mode, rank, shard_count, order.frozen) if rank < shard_count else None
-
-
 def _begin(order: SaveRequest, need: int, locks: contextlib.ExitStack, parts: Sequence[str]) -> Path:
     """Locks the folder, creates the checkpoint's own folder in it, and checks that there is room. Runs on rank 0.
 
     Args:
-        order: Content and destination.
         need: Bytes of all ranks' files.
         locks: Receives the lock; other saves are kept out until it is closed.
-        parts: Names of the folders for parts.
     """
     make_folder(order.folder)
     locks.enter_context(only_save(order.folder, order.tag))
@@ -251,159 +257,58 @@ def _begin(order: SaveRequest, need: int, locks: contextlib.ExitStack, parts: Se
     return partial
 
 
-def _end_part(
-    order: SaveRequest,
-    moment: Moment,
-    folder: Path,
-    written: Mapping[str, Sequence[Any]],
-    world: World,
-    shards: LocalShards,
-) -> dict[str, Any] | None:
-    """Writes the manifest of a part, on its first process; returns what that of the whole says about it.
-
-    Args:
-        order: Content and destination.
-        moment: State of this process at the time of the save.
-        folder: Folder of the part.
-        written: Size and checksums of each file of the part.
-        world: This process's place.
-        shards: Its partitions.
-    """
-    if world.ranks.rank:
-        return None
-    layout, about = described_part(world, moment.layout, moment.about)
-    data = _manifest(order, moment._replace(layout=layout, about=about), written).pack()
-    write_new(folder / MANIFEST, data)
-    sync_folder(folder)
-    units = counted_units(moment.layout, shards.layouts, world)
-    return {"file": f"{world.part}/{MANIFEST}", "size": [len(data), {"": crc32c(data)}], "units": units}
-
-
-def _of_all(
-    moment: Moment, heads: Sequence[Mapping[str, Any] | None], world: World
-) -> tuple[Moment, dict[str, Sequence[Any]]]:
-    """Returns the description of a checkpoint with parts, and size and checksum of the manifest of each."""
-    parts = [head for head in heads if head is not None]
-    layout = {name: value for name, value in moment.layout.items() if name != "units"}
-    units = [unit for head in parts for unit in head["units"]]
-    whole = {**layout, "parts": list(world.parts), "units": units}
-    return moment._replace(layout=whole), {head["file"]: head["size"] for head in parts}
-
-
-def _end(
-    order: SaveRequest,
-    moment: Moment,
-    partial: Path,
-    written: Mapping[str, Sequence[Any]],
-    locks: contextlib.ExitStack,
-) -> None:
-    """Writes the manifest and publishes the checkpoint. Runs on rank 0.
-
-    Args:
-        order: Content and destination.
-        moment: State of rank 0 at the time of the save.
-        partial: Folder of the files.
-        written: Size and checksums of each file that the manifest lists.
-        locks: Contains the lock; closed at the end.
-    """
-    write_new(partial / MANIFEST, _manifest(order, moment, written).pack())
-    end_folder(order.checkpoint, order.latest)
-    if order.keep_last is not None:
-        prune(order.folder, order.keep_last, order.tag)
-    # Before the other ranks resume: the next save of any of them must find the folder unlocked.
-    locks.close()
-
-
-def _manifest(order: SaveRequest, moment: Moment, written: Mapping[str, Sequence[Any]]) -> Manifest:
+def _manifest(order: SaveRequest, position: TrainingPosition, written: Mapping[str, Sequence[Any]]) -> Manifest:
     now = datetime.now(timezone.utc).isoformat()
     files = {name: Saved(*size_and_sums) for name, size_and_sums in written.items()}
-    return Manifest(moment.step, now, order.frozen, moment.layout, moment.about, files)
-
-
-def _write(
-    shards: LocalShards, tensors: Mapping[str, Tensor] | None, partial: Path, progress: bytes, queue: Queue, rank: int
-) -> dict[str, tuple[int, dict[str, int]]]:
-    """Writes this rank's files and returns the size and the checksums of each, by file name.
-
-    Args:
-        shards: This rank's partitions.
-        tensors: Tensors of its file of states; None for no such file.
-        partial: Folder made by rank 0.
-        progress: Content of this rank's file of progress.
-        queue: Queue for the writes.
-        rank: This rank.
-    """
-    if not partial.is_dir():
-        raise StoreError(
-            f"rank {rank} does not see {partial}, which rank 0 has created: save to a folder that all ranks share"
-        )
-    files: dict[str, tuple[int, dict[str, int]]] = {}
-    if tensors is not None:
-        files[states_file(rank)] = _write_states(shards, partial / states_file(rank), tensors, queue)
-    write_new(partial / progress_file(rank), progress)
-    return {**files, progress_file(rank): (len(progress), {"": crc32c(progress)})}
+    return Manifest(position.step, now, order.frozen, position.layout, position.about, files)
 
 
 def _write_states(
     shards: LocalShards, path: Path, tensors: Mapping[str, Tensor], queue: Queue
 ) -> tuple[int, dict[str, int]]:
-    """Writes this rank's file of states.
-
-    Returns:
-        The size of the file in bytes, and the CRC-32C of each tensor.
-    """
+    """Writes this rank's file of states; returns its size in bytes, and the CRC-32C of each tensor."""
     sums: dict[str, int] = {}
+    store = shards.store
     # Nothing is reserved here: on Btrfs, reserved space that shared extents then replace would stay allocated.
     with Writer(path, tensors, reserved=False) as writer, DirectFile(path) as file:
 
-        def begin(chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
+        def begin(chunk: _PartitionChunk, buffer: memoryview) -> Sequence[Future]:
             nbytes = chunk.stop - chunk.start
             return shards.read(chunk.unit, chunk.state, chunk.start, buffer[:nbytes], compare=chunk.compare)
 
-        def end(chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
+        def end(chunk: _PartitionChunk, buffer: memoryview) -> Sequence[Future]:
             offset = writer.places[chunk.name].offset + chunk.start
             return [queue.write(file, offset, buffer[: chunk.stop - chunk.start], checksum=True)]
 
-        def ended(chunk: _Chunk, futures: Sequence[Future]) -> None:
+        def ended(chunk: _PartitionChunk, futures: Sequence[Future]) -> None:
             # The queue computes the CRC-32C as it writes, so no byte is read a second time.
             sums[chunk.name] = crc32c_joined(sums.get(chunk.name, 0), futures[0].crc32c(), chunk.stop - chunk.start)
             if chunk.stop == tensors[chunk.name].nbytes:
                 _compare(shards, chunk, sums[chunk.name], path)
 
-        def chunks() -> Iterator[_Chunk]:
+        def chunks() -> Iterator[_PartitionChunk]:
             for unit in range(len(shards.layouts)):
                 for state in shards.states(unit):
                     name = tensor_name(unit, state)
                     if name not in tensors:
                         continue
                     nbytes = tensors[name].nbytes
+                    expected = _expected(shards, unit, state, nbytes)
                     # A shared partition is not read at all: the store's checksum is saved as that of the tensor.
-                    shared = _share(shards, unit, state, nbytes, writer, name)
-                    if shared is not None:
-                        sums[name] = shared
-                        continue
+                    # Without a checksum the file could not be verified later, so the partition is copied and summed.
+                    if store is not None and expected is not None:
+                        offset = writer.places[name].offset
+                        if store.clone(unit, state, nbytes, writer.descriptor, offset):
+                            sums[name] = expected
+                            continue
                     writer.reserve(name)
                     # One checksum a byte: that of the write is compared, so the read needs none.
-                    compare = _expected(shards, unit, state, nbytes) is None
+                    compare = expected is None
                     for start in range(0, nbytes, BUFFER_NBYTES):
-                        yield _Chunk(name, unit, state, start, min(start + BUFFER_NBYTES, nbytes), compare)
+                        yield _PartitionChunk(name, unit, state, start, min(start + BUFFER_NBYTES, nbytes), compare)
 
         flow(flow_buffers(), chunks(), begin, end, ended)
     return writer.nbytes, sums
-
-
-def _share(shards: LocalShards, unit: int, state: State, nbytes: int, writer: Writer, name: str) -> int | None:
-    """Lets the file system share a partition with the store (reflink).
-
-    Returns:
-        The CRC-32C of the partition, or None if it must be copied.
-    """
-    expected = _expected(shards, unit, state, nbytes)
-    # Without a checksum the file could not be verified later, so the partition is copied and summed.
-    if shards.store is None or expected is None:
-        return None
-    shared = shards.store.clone(unit, state, nbytes, writer.descriptor, writer.places[name].offset)
-    return expected if shared else None
 
 
 def _expected(shards: LocalShards, unit: int, state: State, nbytes: int) -> int | None:
@@ -413,7 +318,7 @@ def _expected(shards: LocalShards, unit: int, state: State, nbytes: int) -> int 
     return shards.store.sum_of(unit, state, nbytes)
 
 
-def _compare(shards: LocalShards, chunk: _Chunk, crc: int, path: Path) -> None:
+def _compare(shards: LocalShards, chunk: _PartitionChunk, crc: int, path: Path) -> None:
     """Raises an error if the checksum of a partition is not that of the store's write.
 
     Raises:

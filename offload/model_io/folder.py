@@ -107,7 +107,6 @@ class Stored(NamedTuple):
         return file
 
     def _fill(self, descriptor: int, offset: int, part: memoryview) -> None:
-        """Fills `part` from a byte offset of the file."""
         done = 0
         try:
             while done < len(part):
@@ -194,7 +193,6 @@ def _of_pickle(path: Path) -> dict[str, TensorLocation]:
 
 
 def _has(folder: Path, *names: str) -> bool:
-    """Returns whether a folder contains a file of one of these names."""
     return any((folder / name).is_file() for name in names)
 
 
@@ -270,9 +268,6 @@ def build_layers(model: Any, folder: Path, stored: Mapping[str, Stored], built: 
     """Puts layers of bitsandbytes into a model whose folder bitsandbytes has quantized.
 
     Args:
-        model: a model of transformers, by its config quantized or not.
-        folder: the folder, for messages.
-        stored: the tensors of the folder.
         built: True if `load_pretrained` has built the model, so that its layers may be replaced.
 
     Returns:
@@ -303,7 +298,6 @@ def build_layers(model: Any, folder: Path, stored: Mapping[str, Stored], built: 
 
 
 def _method(settings: Any) -> str:
-    """Returns the method of quantization that a config names."""
     method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
     return str(getattr(method, "value", method))
 

@@ -55,14 +55,7 @@ class PartLayout:
     def of(
         cls, description: Mapping[str, Any], about: Mapping[str, Any], layouts: tuple[UnitLayout, ...], mode: Mode
     ) -> PartLayout:
-        """Returns the part that is described.
-
-        Args:
-            description: Made by `described_part`.
-            about: Made there too.
-            layouts: The units that it describes.
-            mode: Its mode.
-        """
+        """Returns the part that is described."""
         return cls(
             layouts=layouts,
             mode=mode,
@@ -112,10 +105,6 @@ def whole_model(parts: Sequence[PartLayout], buffers: Sequence[Sequence[str]]) -
 
     Names of a pipeline begin with the number of the stage. They are left without it if no two are the same then.
 
-    Args:
-        parts: All parts.
-        buffers: For each part the names of its buffers.
-
     Raises:
         StoreError: If it is not known how parameters are divided, or parts are stored as blocks.
     """
@@ -160,14 +149,6 @@ def _names(parts: Sequence[tuple[PartLayout, Sequence[str]]]) -> dict[tuple[int,
 
 
 def _parameter(name: str, segment: Segment, row: Sequence[int], parts: Sequence[PartLayout]) -> WholeParameter:
-    """Returns a parameter of the whole model.
-
-    Args:
-        name: Its name there.
-        segment: Its segment in the first part of the row.
-        row: The parts that have the same layers, by their coordinates.
-        parts: All parts.
-    """
     about = parts[row[0]].about
     if segment.form or segment.inner:
         raise StoreError(
@@ -191,7 +172,6 @@ def _parameter(name: str, segment: Segment, row: Sequence[int], parts: Sequence[
 
 
 def _piece(number: int, name: str, part: PartLayout) -> PieceOf:
-    """Returns where a part has a parameter."""
     return next(
         PieceOf(number, unit, segment)
         for unit, layout in enumerate(part.layouts)
@@ -245,8 +225,6 @@ def strips(widths: Sequence[int], start: int, stop: int) -> Iterator[Strip]:
     Args:
         widths: For each piece the elements between two elements of it that are one row apart: the product of its sizes
             from the dimension of the cut on. Their sum is a row of the whole.
-        start: First element.
-        stop: End of the elements.
     """
     borders, at = [0, *itertools.accumulate(widths)], start
     row = borders[-1]
@@ -283,11 +261,6 @@ class WholeSource:
 
     def __init__(self, parts: Sequence[Part], step: int, close: Callable[[], None] = lambda: None) -> None:
         """Puts the parts together.
-
-        Args:
-            parts: All parts.
-            step: Number of the step.
-            close: Closes their files.
 
         Raises:
             StoreError: If the parts cannot be put together.
@@ -367,8 +340,6 @@ class _Copy(NamedTuple):
 
 
 class _Joined:
-    """Reads of several parts, as one."""
-
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self.reads: list[Pending] = []
@@ -399,7 +370,6 @@ def whole_of_checkpoint(checkpoint: Path, queue: Queue) -> WholeSource:
     They are read twice: pieces of a parameter are not read in the order of the checksums.
 
     Args:
-        checkpoint: Folder of the checkpoint.
         queue: Queue for the reads; owned by the caller.
 
     Raises:
@@ -467,8 +437,6 @@ def whole_of_engine(module: nn.Module, components: EngineComponents, own: Source
     """Returns the weights of all processes as one model. Collective of all of them.
 
     Args:
-        module: The model of this process.
-        components: The components of its engine.
         own: Reads the partition of a process, by its rank among all, and sends it to all others.
 
     Raises:

@@ -159,10 +159,7 @@ class Conversion:
     `initialize` reads one parameter after the other.
 
     Args:
-        model: The model.
         converter: Converter of transformers; copied before each use, because it collects tensors.
-        first: The model's name that the converter was found for.
-        parts: Tensors of the folder, each with the pattern that it matched.
     """
 
     def __init__(self, model: nn.Module, converter: Any, first: str, parts: Sequence[tuple[Stored, str]]) -> None:
@@ -186,12 +183,7 @@ class Conversion:
         return {name: tuple(value.shape) for name, value in made.items()}
 
     def take(self, name: str, keep: bool = False) -> torch.Tensor:
-        """Returns one parameter. The first request reads the tensors and makes the parameters of later requests too.
-
-        Args:
-            name: The parameter's name.
-            keep: True if the parameter will be requested again.
-        """
+        """Returns one parameter. The first request reads the tensors and makes the parameters of later requests too."""
         if name not in self._made:
             made = self._convert(Stored.whole)
             # Results that nobody will request must not stay in memory.
@@ -281,11 +273,6 @@ class Named(NamedTuple):
 def name_tensors(model: nn.Module, expected: Mapping[str, Any], stored: Mapping[str, Stored]) -> Named:
     """Maps the tensors of a folder to the names of a model.
 
-    Args:
-        model: The model.
-        expected: The model's names.
-        stored: The tensors of the folder by their names there.
-
     Raises:
         ConfigError: If two tensors of the folder map to one name, or a conversion fails.
     """
@@ -321,7 +308,6 @@ def name_tensors(model: nn.Module, expected: Mapping[str, Any], stored: Mapping[
 
 
 def _as_it_is(stored: Stored) -> Source:
-    """Returns a tensor that needs no conversion, as a source."""
     return Source(stored, (stored.dtype,))
 
 
@@ -335,8 +321,6 @@ def _add(sources: dict[str, Source], name: str, source: Source) -> None:
 
 
 class _Rules:
-    """Renamings and conversions of transformers for one model."""
-
     def __init__(self, model: nn.Module, transformers_loading: Any, mapping: Sequence[Any]) -> None:
         self.order: Callable[[str], Any] = transformers_loading.dot_natural_key
         self._rename = transformers_loading.rename_source_key
@@ -518,11 +502,8 @@ def _build(model_class: Any, folder: Path, config: Any, model_config: Any, kwarg
     """Builds a model of transformers on the meta device.
 
     Args:
-        model_class: A class of transformers.
-        folder: Contains the config.
         config: Config for `initialize`; None if it is not known yet.
         model_config: Config of transformers in place of the folder's, or None.
-        kwargs: Passed to the config of the model.
     """
     if not (isinstance(model_class, type) and hasattr(model_class, "from_pretrained")):
         raise UsageError(f"load_pretrained expects a class of transformers or a torch.nn.Module, got {model_class!r}")
@@ -606,7 +587,6 @@ def _check_type(model_class: Any, config: Any, folder: Path) -> None:
 
 
 def _names(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns parameters, by all their names, and persistent buffers."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **persistent_buffers(model)}
 
 
@@ -614,13 +594,6 @@ def _compare(
     model: nn.Module, names: Mapping[str, torch.Tensor], named: Named, ignore_sizes: bool, folder: Path
 ) -> tuple[dict[str, Source], LoadingInfo]:
     """Matches the tensors of a folder with those of a model.
-
-    Args:
-        model: The model.
-        names: Its parameters and buffers by all their names.
-        named: Tensors of the folder by the model's names.
-        ignore_sizes: True to leave out tensors of another shape.
-        folder: Folder of the tensors, for messages.
 
     Returns:
         One source for each parameter and buffer that will be read, by the first of its names that the folder contains,
@@ -698,7 +671,6 @@ def _ignored(model: nn.Module) -> set[str]:
 
 
 def _without(names: Sequence[str], patterns: Any) -> list[str]:
-    """Returns the names that match none of the patterns."""
     return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
 
 
@@ -706,7 +678,6 @@ def _without(names: Sequence[str], patterns: Any) -> list[str]:
 
 
 def _take(model: nn.Module, sources: Mapping[str, Source]) -> None:
-    """Gives each parameter its origin and each buffer its values."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = persistent_buffers(model)
     # All buffers are read before one changes: an unreadable file leaves the model as it was.
@@ -721,13 +692,11 @@ def _take(model: nn.Module, sources: Mapping[str, Source]) -> None:
 
 
 def _whole(source: Source, like: torch.Tensor) -> torch.Tensor:
-    """Returns all values of a source, in the shape of `like`."""
     pieces = [values.clone() for _, values in source.origin.pieces()]
     return torch.cat(pieces).view(like.shape) if pieces else torch.empty_like(like)
 
 
 def _tell(info: LoadingInfo, folder: Path) -> None:
-    """Logs the names that did not match."""
     if info.missing_keys:
         logger.warning(
             "%s not in %s and will be initialized anew: %s",

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -89,7 +89,6 @@ def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> It
     place raises too, and leaves those that are in place.
 
     Args:
-        out: The output folder.
         notice: Called with a message about leftovers of a killed save, which are removed.
         whole: True if the files are a complete model: weights of an earlier model are removed. Otherwise every file in
             `out` stays, unless a new file has its name.
@@ -99,9 +98,16 @@ def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> It
         IoError: If something cannot be written.
     """
     make_folder(out.parent)
-    with only_save(out, out.name, _lock_of(out)):
-        # The staging folder is next to `out` if `out` can be replaced as a whole, atomically; else inside of `out`.
-        beside = not _is_in_use(out) and (_is_free(out) or (whole and _is_ours(out)))
+    # The lock file must not depend on anything that a save changes: two saves at a time must use the same one, also if
+    # one of them creates or replaces `out` meanwhile.
+    inside = out.is_dir() and not os.access(out.parent, os.W_OK)
+    with only_save(out, out.name, out / LOCK if inside else out.with_name(f".{out.name}.lock")):
+        # The staging folder is next to `out` if `out` can be replaced as a whole, atomically; else inside of `out`. An
+        # exchange would delete the working directory of this process.
+        in_use = Path.cwd().is_relative_to(real_path(out))
+        replaceable = out.exists() and not out.is_mount() and not out.is_symlink()
+        free = not out.exists() or (replaceable and not any(out.iterdir()))
+        beside = not in_use and (free or (whole and replaceable and _contains_only_model_files(out)))
         partial = out.with_name(f"{out.name}.partial") if beside else out / ".offload.partial"
         with naming_errors(partial, "make"):
             # A killed save may have left the folder; `_clear` removes its files or refuses them.
@@ -113,10 +119,12 @@ def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> It
         try:
             yield partial
             with naming_errors(partial, "write"):
-                if beside:
-                    _keep_others(partial, out)
-                    if out.exists():
-                        keep_mode_and_owner(out.stat(), partial)
+                if beside and out.exists():
+                    # Files that this save does not write, such as a tokenizer's, stay.
+                    for path in out.iterdir():
+                        if not _WEIGHTS.fullmatch(path.name) and not (partial / path.name).exists():
+                            shutil.copy2(path, partial / path.name)
+                    keep_mode_and_owner(out.stat(), partial)
                 sync_folder(partial)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -125,21 +133,8 @@ def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> It
             _arrive(partial, out) if beside else _move_in(partial, out, whole)
 
 
-def _lock_of(out: Path) -> Path:
-    """Returns the path of the lock file. The result must not depend on anything that a save changes."""
-    # Two saves at a time must use the same lock, also if one of them creates or replaces `out` meanwhile.
-    inside = out.is_dir() and not os.access(out.parent, os.W_OK)
-    return out / LOCK if inside else out.with_name(f".{out.name}.lock")
-
-
 def check_room(folder: Path, nbytes: int, out: Path) -> None:
-    """Raises `StoreError` if the drive has no room for `nbytes` more.
-
-    Args:
-        folder: Any folder on the drive.
-        nbytes: Bytes that will be written.
-        out: Output folder, for the message.
-    """
+    """Raises `StoreError` if the drive has no room for `nbytes` more."""
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise StoreError(
@@ -148,32 +143,11 @@ def check_room(folder: Path, nbytes: int, out: Path) -> None:
         )
 
 
-def check_not_a_file(out: Path) -> None:
-    """Raises `StoreError` if `out` exists and is no folder."""
-    if os.path.lexists(out) and not out.is_dir():
-        raise StoreError(f"{out} is not a folder; give a folder, or a name that does not exist")
-
-
-def _is_in_use(out: Path) -> bool:
-    """Returns whether the working directory of this process is in `out`: an exchange would delete that directory."""
-    return Path.cwd().is_relative_to(real_path(out))
-
-
-def _is_free(out: Path) -> bool:
-    """Returns whether `out` does not exist, or is empty and can be replaced."""
-    return not out.exists() or (not out.is_mount() and not out.is_symlink() and not any(out.iterdir()))
-
-
-def _is_ours(out: Path) -> bool:
-    """Returns whether a folder contains only files that a save writes."""
+def _contains_only_model_files(out: Path) -> bool:
     known = (CONFIG, GENERATION, *TOKENIZER)
-    return (
-        not out.is_mount()
-        and not out.is_symlink()
-        and all(
-            (path.name in known or _WEIGHTS.fullmatch(path.name)) and path.is_file() and not path.is_symlink()
-            for path in out.iterdir()
-        )
+    return all(
+        (path.name in known or _WEIGHTS.fullmatch(path.name)) and path.is_file() and not path.is_symlink()
+        for path in out.iterdir()
     )
 
 
@@ -181,9 +155,10 @@ def _clear(partial: Path, notice: Callable[[str], None]) -> None:
     """Removes leftovers of a killed save; raises `StoreError` if `partial` contains a foreign file."""
     left = [path for path in partial.rglob("*") if path.is_file()]
     known = (CONFIG, GENERATION, *TOKENIZER, *_ADAPTER)
-    own_patterns = (_WEIGHTS, _UNIVERSAL)
     foreign = [
-        p.name for p in left if not (p.name in known or any(pattern.fullmatch(p.name) for pattern in own_patterns))
+        path.name
+        for path in left
+        if path.name not in known and not any(pattern.fullmatch(path.name) for pattern in (_WEIGHTS, _UNIVERSAL))
     ]
     if foreign:
         raise StoreError(
@@ -198,13 +173,6 @@ def _clear(partial: Path, notice: Callable[[str], None]) -> None:
         path.unlink()
     for path in sorted((path for path in partial.rglob("*") if path.is_dir()), reverse=True):
         path.rmdir()
-
-
-def _keep_others(partial: Path, out: Path) -> None:
-    """Copies to `partial` the files of `out` that this save does not write, such as a tokenizer's."""
-    for path in out.iterdir() if out.exists() else ():
-        if not _WEIGHTS.fullmatch(path.name) and not (partial / path.name).exists():
-            shutil.copy2(path, partial / path.name)
 
 
 def _arrive(partial: Path, out: Path) -> None:
@@ -265,14 +233,14 @@ def tokenizer_files(folder: Path) -> list[str]:
 # Decisions of an export, made before any file is created: names, dtypes, files and the place of each tensor.
 
 
-class Place(NamedTuple):
+class FilePlace(NamedTuple):
     """First byte of a tensor: name of the file, and byte offset in the file."""
 
     file: str
     offset: int
 
 
-class Cut(NamedTuple):
+class SavedRange(NamedTuple):
     """Elements [start, stop) of a parameter, which are one tensor of the files."""
 
     start: int
@@ -281,7 +249,7 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class ExportPlan:
     """Names, dtypes and files of an export, decided before any file is created."""
 
     layouts: tuple[UnitLayout, ...]
@@ -290,7 +258,7 @@ class Plan:
     frozen: bool
     """True if frozen weights are written."""
     dtype: torch.dtype
-    cuts: Mapping[str, tuple[Cut, ...]]
+    cuts: Mapping[str, tuple[SavedRange, ...]]
     """For each segment, what is written of its parameter: all of it, under its name and tied ones that no loader ties.
 
     A model's class may give it other names, or cut it.
@@ -318,10 +286,10 @@ class Plan:
         """Returns the states that hold the weights of a unit, and their dtypes."""
         return self.layouts[unit].mode_in(self.mode).weights
 
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, FilePlace]:
         """Returns the place of each tensor in the files, by name."""
         return {
-            name: Place(file, location.offset)
+            name: FilePlace(file, location.offset)
             for file, tensors in self.shards.items()
             for name, location in plan_file(tensors, self.metadata)[1].items()
         }
@@ -354,14 +322,11 @@ def make_plan(
     frozen: bool = True,
     name: str | None = None,
     saved: SavedNames | None = None,
-) -> Plan:
+) -> ExportPlan:
     """Decides names, dtypes and files.
 
     Args:
-        source: The weights.
         dtype: Dtype of all written weights; None for that of the model.
-        shard_nbytes: Limit of a file's size in bytes.
-        frozen: False to write only trainable weights and buffers.
         name: Name of the only file to write; None to write all files of a model's folder.
         saved: What the model's class makes of its weights in files; None for each under its own name.
 
@@ -377,8 +342,17 @@ def make_plan(
     tied_buffers: Mapping[str, str] = source.about.get("tied_buffers", {})
     config = source.about.get("config")
     left_out = _left_to_the_loader(source.about, name)
-    cuts: dict[str, tuple[Cut, ...]] = {}
-    parts = _by_source(saved)
+    cuts: dict[str, tuple[SavedRange, ...]] = {}
+    by_class = saved is not None
+    saved = saved or SavedNames(parts={}, ties={}, values={}, left_out=(), computed=None)
+    by_source: dict[str, dict[str, SavedPart]] = {}
+    for tensor_name, part in saved.parts.items():
+        by_source.setdefault(part.source, {})[tensor_name] = part
+
+    def written(name: str, shape: tuple[int, ...], aliases: Sequence[str]) -> dict[str, SavedPart]:
+        # What the files contain of a parameter or buffer, by their names: the class decides, or all of it is there.
+        return by_source.get(name, {}) if by_class else {alias: SavedPart(name, 0, shape) for alias in aliases}
+
     tensors: dict[str, Tensor] = {}
     rows = Counter(segment.stack for layout in layouts for segment in layout.segments)
     for layout in layouts:
@@ -394,79 +368,62 @@ def make_plan(
                 )
             # Experts that are units of their own are one tensor in the files, as they are one parameter in the model.
             shape = (rows[segment.stack], *segment.shape) if segment.stack else segment.shape
-            if parts is None:
-                names = [segment.parameter, *(alias for alias, name in tied.items() if name == segment.name)]
-                own = [alias for alias in names if alias not in left_out] or [max(names)]
-                written = {own_name: SavedPart(segment.parameter, 0, shape) for own_name in own}
-            else:
-                written = parts.get(segment.parameter, {})
-            if not written:
+            names = [segment.parameter, *(alias for alias, first in tied.items() if first == segment.name)]
+            own = [alias for alias in names if alias not in left_out] or [max(names)]
+            parts = written(segment.parameter, shape, own)
+            if not parts:
                 continue
             cuts[segment.name] = tuple(
-                Cut(part.start, part.start + math.prod(part.shape), tensor_name)
-                for tensor_name, part in written.items()
+                SavedRange(part.start, part.start + math.prod(part.shape), tensor_name)
+                for tensor_name, part in parts.items()
             )
             if segment.form and any(cut.stop - cut.start != math.prod(shape) for cut in cuts[segment.name]):
                 raise ConfigError(
                     f"{segment.parameter} is stored in {segment.form}, and the model's class saves parts of it, which "
                     'is not supported: train with "frozen" left out of the config'
                 )
-            tensors |= {tensor_name: Tensor(own_dtype, part.shape) for tensor_name, part in written.items()}
+            tensors |= {tensor_name: Tensor(own_dtype, part.shape) for tensor_name, part in parts.items()}
     buffers: dict[str, tuple[str, ...]] = {}
     for first, value in source.buffers.items():
-        if parts is not None:
-            buffers[first] = tuple(parts.get(first, {}))
-            tensors |= dict.fromkeys(buffers[first], Tensor(value.dtype, tuple(value.shape)))
-            continue
-        aliases = (alias for alias, name in tied_buffers.items() if name == first and alias not in left_out)
-        buffers[first] = (first, *aliases)
+        aliases = (alias for alias, own_name in tied_buffers.items() if own_name == first and alias not in left_out)
+        buffers[first] = tuple(written(first, tuple(value.shape), [first, *aliases]))
         tensors |= dict.fromkeys(buffers[first], Tensor(value.dtype, tuple(value.shape)))
-    values = {} if saved is None else saved.values
-    tensors |= {tensor_name: Tensor(value.dtype, tuple(value.shape)) for tensor_name, value in values.items()}
+    tensors |= {tensor_name: Tensor(value.dtype, tuple(value.shape)) for tensor_name, value in saved.values.items()}
     in_fp32 = checked is None and any(layout.in_fp32 for layout in layouts)
     if in_fp32:  # as safetensors writes them, so that each begins at a multiple of its elements
         tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
-    metadata = {"format": "pt"} | ({**tied, **tied_buffers} if config is None and left_out else {})
-    if saved is not None:
-        metadata = {"format": "pt", **saved.ties}
+    ties = saved.ties if by_class else {**tied, **tied_buffers} if config is None and left_out else {}
     if name is not None:
         files, config = {name: tensors}, None
     else:
-        cut = shard(tensors, shard_nbytes) or [{}]
-        files = {_file_name(index, len(cut)): file_tensors for index, file_tensors in enumerate(cut)}
-    return Plan(
+        shards = shard(tensors, shard_nbytes) or [{}]
+        # The names that transformers expects.
+        files = {
+            SINGLE if len(shards) == 1 else f"model-{index:05d}-of-{len(shards):05d}.safetensors": file_tensors
+            for index, file_tensors in enumerate(shards, 1)
+        }
+    return ExportPlan(
         layouts=layouts,
         mode=mode,
         world_size=int(source.description["world_size"]),
         frozen=frozen,
         dtype=wanted,
         cuts=cuts,
-        buffers={**buffers, **{tensor_name: (tensor_name,) for tensor_name in values}},
+        buffers={**buffers, **{tensor_name: (tensor_name,) for tensor_name in saved.values}},
         shards=files,
         config=None if config is None else _config(config, source.about["class"], wanted),
         generation=None if config is None else source.about.get("generation_config"),
-        metadata=metadata,
-        left_out=() if saved is None else saved.left_out,
-        unconverted=saved is not None and saved.unconverted,
+        metadata={"format": "pt", **ties},
+        left_out=saved.left_out,
+        unconverted=saved.unconverted,
         in_fp32=in_fp32,
     )
-
-
-def _by_source(saved: SavedNames | None) -> dict[str, dict[str, SavedPart]] | None:
-    """Returns the parts of each parameter and buffer, by their names in the files; None if no class decides on them."""
-    if saved is None:
-        return None
-    by_source: dict[str, dict[str, SavedPart]] = {}
-    for name, part in saved.parts.items():
-        by_source.setdefault(part.source, {})[name] = part
-    return by_source
 
 
 def _left_to_the_loader(about: Mapping[str, Any], name: str | None) -> set[str]:
     """Returns the further names of tied tensors that are not written, since a loader ties them.
 
     Args:
-        about: What is known of the model.
         name: Name of the only file to write; None for a model's folder.
     """
     tied = about.get("tied", {})
@@ -488,11 +445,6 @@ def check_dtype(wanted: str | torch.dtype | None) -> torch.dtype | None:
     if torch_dtype is None or torch_dtype not in DTYPES.values():
         raise ConfigError(f"expected a dtype of saved weights from {', '.join(DTYPES)}, got {wanted!r}")
     return torch_dtype
-
-
-def _file_name(index: int, count: int) -> str:
-    """Returns the name that transformers expects for file `index` of `count` files of weights."""
-    return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _config(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -533,7 +485,7 @@ class BlockChunk(NamedTuple):
         return sum(shard.numel for shard in self.shards)
 
 
-def block_chunks(plan: Plan) -> Iterator[BlockChunk]:
+def block_chunks(plan: ExportPlan) -> Iterator[BlockChunk]:
     """Yields the chunks of all parameters that are stored as blocks, unit by unit; none if they are left out."""
     itemsize = plan.mode.weight_dtype.itemsize
     for unit, layout in enumerate(plan.layouts) if plan.frozen else ():
@@ -548,64 +500,6 @@ def block_chunks(plan: Plan) -> Iterator[BlockChunk]:
                 end = form.stored_nbytes(last) // itemsize if last < segment.value_numel else stop - segment.start
                 shards = segment_shards(layout, plan.world_size, segment, start, end)
                 yield BlockChunk(unit, segment, first, last, tuple(shards))
-
-
-def reads(plan: Plan, chunk: BlockChunk, buffer: memoryview) -> Iterator[tuple[SegmentShard, memoryview]]:
-    """Yields each shard of a chunk with the part of `buffer` that receives its bytes."""
-    itemsize, at = plan.mode.weight_dtype.itemsize, 0
-    for part in chunk.shards:
-        yield part, buffer[at : at + part.numel * itemsize]
-        at += part.numel * itemsize
-
-
-class BlockValues:
-    """Converter of chunks to values in the dtype of a plan; owns the memory of one chunk of values."""
-
-    def __init__(self, plan: Plan, places: Mapping[str, Place]) -> None:
-        """Allocates memory for a chunk.
-
-        Args:
-            plan: The plan.
-            places: `plan.places()`.
-        """
-        self._plan, self._places = plan, places
-        self._values = torch.frombuffer(aligned_empty(VALUES * 4), dtype=plan.mode.weight_dtype)
-
-    def convert(self, chunk: BlockChunk, buffer: memoryview, room: memoryview) -> tuple[list[Place], memoryview]:
-        """Writes the values of a chunk into `room`.
-
-        Args:
-            chunk: The chunk.
-            buffer: Its bytes.
-            room: Receives the values, from a byte on that differs from their offset in the first file by whole pages.
-
-        Returns:
-            The places in the files, and the part of `room` that goes to each of them.
-        """
-        plan, form, numel = self._plan, BLOCK_FORMATS[chunk.segment.form], chunk.stop - chunk.first
-        skipped = (chunk.segment.first + chunk.first) * plan.dtype.itemsize
-        places = [
-            Place(file, offset + skipped)
-            for file, offset in (self._places[cut.name] for cut in plan.cuts[chunk.segment.name])
-        ]
-        at = places[0].offset % PAGE
-        blocks = torch.frombuffer(buffer, dtype=torch.uint8, count=form.stored_nbytes(numel))
-        dequantize(form, blocks, self._values[:numel])
-        nbytes = numel * plan.dtype.itemsize
-        torch.frombuffer(room, dtype=plan.dtype, count=numel, offset=at).copy_(self._values[:numel])
-        return places, room[at : at + nbytes]
-
-    def infinite(self, chunk: BlockChunk) -> int:
-        """Returns the number of values of the last chunk that are finite, and infinite in fp16 if that is written."""
-        if self._plan.dtype is not torch.float16:
-            return 0
-        values = self._values[: chunk.stop - chunk.first]
-        return int((values.half().isinf() & ~values.isinf()).sum())
-
-
-def block_nbytes(plan: Plan) -> int:
-    """Returns the bytes of all chunks."""
-    return sum(chunk.numel for chunk in block_chunks(plan)) * plan.mode.weights[State.WEIGHT].itemsize
 
 
 # -- weight stream -------------------------------------------------------------------------------------
@@ -627,25 +521,11 @@ _READS, _WRITES = 12, 12
 _GAPS = 64 * KIB
 """Bytes of a buffer that may stay unused in order to begin a run where O_DIRECT can write it."""
 
-
-class Sink(Protocol):
-    """Protocol of a receiver of bytes of files."""
-
-    def put(self, file: str, offset: int, data: memoryview) -> Sequence[Pending]:
-        """Begins to write bytes of a file.
-
-        Args:
-            file: Name of the file.
-            offset: First byte in the file.
-            data: In use until the returned writes have ended.
-
-        Returns:
-            The writes to wait for.
-        """
-        ...
+Put = Callable[[str, int, memoryview], Sequence[Pending]]
+"""Begins to write bytes of a file, from an offset on; returns the writes, until whose end the bytes are in use."""
 
 
-class Chunk(NamedTuple):
+class WeightChunk(NamedTuple):
     """Elements of a partition that are read and written together."""
 
     rank: int
@@ -659,31 +539,21 @@ class Chunk(NamedTuple):
     """States that are read: the weight alone, or those that hold the master weight."""
 
 
-class Piece(NamedTuple):
-    """Elements [start, stop) of a chunk that belong to one parameter, and the byte of the buffer that they go to."""
-
-    start: int
-    stop: int
-    at: int
-
-
-class Run(NamedTuple):
+class FileRun(NamedTuple):
     """Bytes of a buffer that are consecutive in a file too."""
 
-    place: Place
+    place: FilePlace
     at: int
     nbytes: int
 
 
-def stream(source: Source, plan: Plan, sink: Sink, progress: Callable[[int], None] = lambda _: None) -> int:
-    """Reads all weights, converts them to the dtype of the plan, and passes the bytes of each file to `sink`.
+def stream(source: Source, plan: ExportPlan, put: Put, progress: Callable[[int], None] = lambda _: None) -> int:
+    """Reads all weights, converts them to the dtype of the plan, and passes the bytes of each file to `put`.
 
     Every read and write has ended when this returns or raises.
 
     Args:
-        source: The weights.
-        plan: Made by `make_plan` for this source.
-        sink: Receives the bytes, on the calling thread.
+        put: Called on the calling thread.
         progress: Called with the number of bytes after each read.
 
     Returns:
@@ -698,14 +568,14 @@ def stream(source: Source, plan: Plan, sink: Sink, progress: Callable[[int], Non
     itemsize = torch.float32.itemsize if plan.in_fp32 else plan.dtype.itemsize
     rooms = [aligned_empty(_CHUNK_NUMEL * itemsize + _GAPS) for _ in range(_WRITES)]
 
-    def begin(chunk: Chunk, buffer: memoryview) -> Iterator[Reading]:
+    def begin(chunk: WeightChunk, buffer: memoryview) -> Iterator[Reading]:
         for state, memory in _regions(plan, chunk, buffer).items():
             start = chunk.position * plan.weights(chunk.unit)[state].itemsize
             yield source.read(chunk.rank, chunk.unit, state, start, memory)
 
     with WriteBehind(rooms) as behind:
 
-        def end(chunk: Chunk, buffer: memoryview) -> tuple[()]:
+        def end(chunk: WeightChunk, buffer: memoryview) -> tuple[()]:
             nonlocal beyond
             regions = _regions(plan, chunk, buffer)
             for memory in regions.values():
@@ -714,26 +584,37 @@ def stream(source: Source, plan: Plan, sink: Sink, progress: Callable[[int], Non
             pieces, runs = arranged(plan, places, chunk)
             beyond += _convert(plan, chunk.unit, regions, pieces, room)
             for run in runs:
-                writes += sink.put(*run.place, room[run.at : run.at + run.nbytes])
+                writes += put(*run.place, room[run.at : run.at + run.nbytes])
             return ()
 
         def begin_blocks(chunk: BlockChunk, buffer: memoryview) -> Iterator[Reading]:
-            for shard, memory in reads(plan, chunk, buffer):
-                start = shard.start * plan.mode.weight_dtype.itemsize
-                yield source.read(shard.rank, chunk.unit, State.WEIGHT, start, memory)
+            at, width = 0, plan.mode.weight_dtype.itemsize
+            for part in chunk.shards:
+                memory = buffer[at : at + part.numel * width]
+                yield source.read(part.rank, chunk.unit, State.WEIGHT, part.start * width, memory)
+                at += part.numel * width
 
         def end_blocks(chunk: BlockChunk, buffer: memoryview) -> tuple[()]:
             nonlocal beyond
             progress(chunk.numel * plan.mode.weight_dtype.itemsize)
             room, writes = behind.take()
-            targets, data = values.convert(chunk, buffer, room)
-            beyond += values.infinite(chunk)
-            for place in targets:
-                writes += sink.put(*place, data)
+            form, numel = BLOCK_FORMATS[chunk.segment.form], chunk.stop - chunk.first
+            chunk_values = values[:numel]
+            blocks = torch.frombuffer(buffer, dtype=torch.uint8, count=form.stored_nbytes(numel))
+            dequantize(form, blocks, chunk_values)
+            skipped = (chunk.segment.first + chunk.first) * plan.dtype.itemsize
+            targets = [places[cut.name] for cut in plan.cuts[chunk.segment.name]]
+            # From a byte on that differs from the offset in the first file by whole pages.
+            at = (targets[0].offset + skipped) % PAGE
+            out = torch.frombuffer(room, dtype=plan.dtype, count=numel, offset=at).copy_(chunk_values)
+            if plan.dtype is torch.float16:
+                beyond += int((out.isinf() & ~chunk_values.isinf()).sum())
+            for file, offset in targets:
+                writes += put(file, offset + skipped, room[at : at + out.nbytes])
             return ()
 
         flow(buffers, chunks(plan), begin, end, lambda *_: None)
-        values = BlockValues(plan, places)
+        values = torch.frombuffer(aligned_empty(VALUES * 4), dtype=plan.mode.weight_dtype)
         flow(buffers, block_chunks(plan), begin_blocks, end_blocks, lambda *_: None)
     return beyond
 
@@ -741,15 +622,16 @@ def stream(source: Source, plan: Plan, sink: Sink, progress: Callable[[int], Non
 # -- decisions ----------------------------------------------------------------------------------------
 
 
-def read_nbytes(plan: Plan) -> int:
+def read_nbytes(plan: ExportPlan) -> int:
     """Returns the bytes that an export reads."""
-    whole = sum(
+    values = sum(
         chunk.numel * plan.weights(chunk.unit)[state].itemsize for chunk in chunks(plan) for state in chunk.states
     )
-    return whole + block_nbytes(plan)
+    blocks = sum(chunk.numel for chunk in block_chunks(plan)) * plan.mode.weights[State.WEIGHT].itemsize
+    return values + blocks
 
 
-def chunks(plan: Plan) -> Iterator[Chunk]:
+def chunks(plan: ExportPlan) -> Iterator[WeightChunk]:
     """Yields the chunks of all partitions, unit by unit and rank by rank, in order within each partition.
 
     Weights that are stored as blocks are left out: they come last in their partitions, and `block_chunks` has them.
@@ -766,36 +648,33 @@ def chunks(plan: Plan) -> Iterator[Chunk]:
             for share, states in ((trainable, wanted), (frozen if plan.frozen else range(0), weight)):
                 for start in range(share.start, share.stop, _CHUNK_NUMEL):
                     numel = min(_CHUNK_NUMEL, share.stop - start)
-                    yield Chunk(rank, unit, start, position, numel, states)
+                    yield WeightChunk(rank, unit, start, position, numel, states)
                     position += numel
 
 
-def arranged(plan: Plan, places: Mapping[str, Place], chunk: Chunk) -> tuple[list[Piece], list[Run]]:
-    """Returns where the parameters of a chunk go in a buffer, and which bytes of the buffer go where in the files.
+def arranged(
+    plan: ExportPlan, places: Mapping[str, FilePlace], chunk: WeightChunk
+) -> tuple[list[tuple[int, int, int]], list[FileRun]]:
+    """Returns (start, stop, byte) of elements of a chunk and their place in a buffer, and the runs of its bytes.
 
     Parameters that are neighbours in a file become one run. A run begins at a byte of the buffer that differs from its
     offset in the file by whole pages, as far as `_GAPS` goes; beyond that it is written through the page cache. A
     parameter that is written under several names has several runs of the same bytes.
-
-    Args:
-        plan: The plan.
-        places: `plan.places()`.
-        chunk: The chunk.
     """
     itemsize, gaps = plan.dtype_of(chunk.unit).itemsize, 0
-    pieces: list[Piece] = []
-    runs: list[Run] = []
-    again: list[Run] = []
+    pieces: list[tuple[int, int, int]] = []
+    runs: list[FileRun] = []
+    again: list[FileRun] = []
     for segment in plan.layouts[chunk.unit].segments:
         start, stop = max(chunk.start, segment.start), min(chunk.start + chunk.numel, segment.stop)
         # Elements of the parameter from here on: what is one tensor of the files may be cut of it.
         first = segment.first + start - segment.start
-        ranges: dict[tuple[int, int], list[Place]] = {}
+        ranges: dict[tuple[int, int], list[FilePlace]] = {}
         for cut in plan.cuts.get(segment.name, ()) if start < stop else ():
             begin, end = max(first, cut.start), min(first + stop - start, cut.stop)
             if begin < end:
                 file, offset = places[cut.name]
-                ranges.setdefault((begin, end), []).append(Place(file, offset + (begin - cut.start) * itemsize))
+                ranges.setdefault((begin, end), []).append(FilePlace(file, offset + (begin - cut.start) * itemsize))
         for (begin, end), (place, *copies) in sorted(ranges.items()):
             nbytes = (end - begin) * itemsize
             at = runs[-1].at + runs[-1].nbytes if runs else 0
@@ -805,18 +684,17 @@ def arranged(plan: Plan, places: Mapping[str, Place], chunk: Chunk) -> tuple[lis
                 gap = (place.offset - at) % PAGE
                 if gaps + gap <= _GAPS:
                     at, gaps = at + gap, gaps + gap
-                runs.append(Run(place, at, nbytes))
+                runs.append(FileRun(place, at, nbytes))
             position = start - chunk.start + begin - first
-            pieces.append(Piece(position, position + end - begin, at))
-            again += [Run(target, at, nbytes) for target in copies]
+            pieces.append((position, position + end - begin, at))
+            again += [FileRun(target, at, nbytes) for target in copies]
     return pieces, runs + again
 
 
 # -- bytes --------------------------------------------------------------------------------------------
 
 
-def _regions(plan: Plan, chunk: Chunk, buffer: memoryview) -> dict[State, memoryview]:
-    """Returns the part of a buffer that receives each state of a chunk."""
+def _regions(plan: ExportPlan, chunk: WeightChunk, buffer: memoryview) -> dict[State, memoryview]:
     regions: dict[State, memoryview] = {}
     end = 0
     for state in chunk.states:
@@ -826,7 +704,11 @@ def _regions(plan: Plan, chunk: Chunk, buffer: memoryview) -> dict[State, memory
 
 
 def _convert(
-    plan: Plan, unit: int, regions: Mapping[State, memoryview], pieces: Sequence[Piece], room: memoryview
+    plan: ExportPlan,
+    unit: int,
+    regions: Mapping[State, memoryview],
+    pieces: Sequence[tuple[int, int, int]],
+    room: memoryview,
 ) -> int:
     """Writes the weights of a chunk into `room`, in the dtype of the plan.
 
@@ -836,10 +718,9 @@ def _convert(
     stored, dtype = plan.weights(unit), plan.dtype_of(unit)
     states = {state: torch.frombuffer(memory, dtype=stored[state]) for state, memory in regions.items()}
     beyond = 0
-    for piece in pieces:
-        numel = piece.stop - piece.start
-        out = torch.frombuffer(room, dtype=dtype, count=numel, offset=piece.at)
-        values = {state: tensor[piece.start : piece.stop] for state, tensor in states.items()}
+    for start, stop, at in pieces:
+        out = torch.frombuffer(room, dtype=dtype, count=stop - start, offset=at)
+        values = {state: tensor[start:stop] for state, tensor in states.items()}
         if tuple(values) == (State.WEIGHT,):
             master = values[State.WEIGHT]
         else:
@@ -868,8 +749,6 @@ class Files:
     """The files of a plan, created in a folder that contains none of them; durable when the context ends.
 
     Args:
-        folder: Must exist.
-        plan: Names and sizes.
         buffers: Persistent buffers of the model, which are written by the constructor.
         queue: Queue for the writes; owned by the caller.
 
@@ -877,7 +756,7 @@ class Files:
         IoError: If a file cannot be written. A full disk shows before any weight is written.
     """
 
-    def __init__(self, folder: Path, plan: Plan, buffers: Mapping[str, torch.Tensor], queue: Queue) -> None:
+    def __init__(self, folder: Path, plan: ExportPlan, buffers: Mapping[str, torch.Tensor], queue: Queue) -> None:
         self._folder, self._plan, self._queue = folder, plan, queue
         self._files: dict[str, DirectFile] = {}
         self._open = contextlib.ExitStack()
@@ -895,20 +774,8 @@ class Files:
             raise
 
     def put(self, file: str, offset: int, data: memoryview) -> Sequence[Pending]:
-        """Begins to write bytes of a file; see `Sink.put`."""
+        """Begins to write bytes of a file; a `Put`."""
         return [self._queue.write(self._files[file], offset, data)]
-
-    def _write_heads(self) -> None:
-        """Writes the index and the configs."""
-        plan = self._plan
-        if len(plan.shards) > 1:
-            total = {"total_size": plan.weights_nbytes}
-            places = {name: file for file, tensors in plan.shards.items() for name in tensors}
-            _write_json(self._folder / INDEX, {"metadata": total, "weight_map": dict(sorted(places.items()))})
-        if plan.config is not None:
-            _write_json(self._folder / CONFIG, plan.config)
-        if plan.generation is not None:
-            _write_json(self._folder / GENERATION, plan.generation)
 
     def __enter__(self) -> Files:
         return self
@@ -919,17 +786,19 @@ class Files:
         self._open.__exit__(kind, error, trace)
         if kind is None:
             # Written last, when all weights are durable: without index and config nobody takes the folder for a model.
-            self._write_heads()
+            plan = self._plan
+            if len(plan.shards) > 1:
+                total = {"total_size": plan.weights_nbytes}
+                places = {name: file for file, tensors in plan.shards.items() for name in tensors}
+                _write_json(self._folder / INDEX, {"metadata": total, "weight_map": dict(sorted(places.items()))})
+            if plan.config is not None:
+                _write_json(self._folder / CONFIG, plan.config)
+            if plan.generation is not None:
+                _write_json(self._folder / GENERATION, plan.generation)
 
 
-def notices(source: Source, plan: Plan, beyond: int) -> tuple[str, ...]:
-    """Returns messages for the user about the written files.
-
-    Args:
-        source: The weights.
-        plan: The plan that was written.
-        beyond: Result of `stream`.
-    """
+def notices(source: Source, plan: ExportPlan, beyond: int) -> tuple[str, ...]:
+    """Returns messages for the user about the written files."""
     lines: list[str] = []
     if beyond:
         lines.append(
@@ -964,7 +833,6 @@ def notices(source: Source, plan: Plan, beyond: int) -> tuple[str, ...]:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes `content` to a new file, readable for people."""
     write_new(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
@@ -990,7 +858,9 @@ class SaveOptions(NamedTuple):
 
     def check(self) -> None:
         """Raises `UsageError`, `ConfigError` or `StoreError` if an argument is not valid."""
-        check_not_a_file(check_folder(self.folder, "save_directory"))
+        out = check_folder(self.folder, "save_directory")
+        if os.path.lexists(out) and not out.is_dir():
+            raise StoreError(f"{out} is not a folder; give a folder, or a name that does not exist")
         shard_size(self.max_shard_size)
         check_dtype(self.dtype)
         if self.tokenizer is not None and not hasattr(self.tokenizer, "save_pretrained"):
@@ -1020,15 +890,7 @@ class EngineSource:
         ranks: AllOrNothing,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Takes the description and the buffers of the model.
-
-        Args:
-            module: The model.
-            components: The components of its engine.
-            step: Number of the step.
-            ranks: The ranks that read together.
-            check: Raises if this rank has failed. Called at each read, when the error can be raised on all ranks.
-        """
+        # `check` raises if this rank has failed. It is called at each read, when the error can be raised on all ranks.
         self._components, self._ranks, self._check = components, ranks, check
         self.description: Mapping[str, Any] = describe(
             components.layouts, components.shards.mode, components.world.ranks.mesh.shards
@@ -1052,8 +914,6 @@ class EngineSource:
         The first failure is raised on all ranks; later calls raise nothing and broadcast nothing.
 
         Args:
-            rank: The rank that owns the bytes.
-            buffer: Filled on all ranks.
             futures: Pending reads of the owner; [] on the other ranks.
         """
 
@@ -1097,52 +957,11 @@ class _NotifyingFuture(NamedTuple):
         return len(self.buffer)
 
 
-class _FirstFailure:
-    """The first error of writing on this rank, kept until all ranks can learn of it."""
-
-    def __init__(self) -> None:
-        self._error: Exception | None = None
-
-    def record(self, error: Exception) -> None:
-        """Stores `error`, unless there was one before. The caller must not write after the first error."""
-        self._error = self._error or error
-
-    @property
-    def failed(self) -> bool:
-        """True after an error."""
-        return self._error is not None
-
-    def check(self) -> None:
-        """Raises the recorded error, if any."""
-        if self._error is not None:
-            raise self._error
-
-
-class _Forgiving:
-    """A sink that forwards data to another sink, if there is one, and records its first failure without raising it.
-
-    Rank 0 must take part in every broadcast: an exception in the middle would leave the other ranks waiting.
-    """
-
-    def __init__(self, sink: Sink | None, failure: _FirstFailure) -> None:
-        self._sink, self._failure = sink, failure
-
-    def put(self, file: str, offset: int, data: memoryview) -> Sequence[Pending]:
-        """Begins to write bytes of a file, unless an earlier write failed."""
-        if self._sink is None or self._failure.failed:
-            return ()
-        try:
-            return [_ForgivingFuture(write, self._failure) for write in self._sink.put(file, offset, data)]
-        except Exception as error:
-            self._failure.record(error)
-            return ()
-
-
 class _ForgivingFuture(NamedTuple):
     """A write in flight whose failure is recorded and not raised."""
 
     write: Pending
-    failure: _FirstFailure
+    failures: list[Exception]
 
     def done(self) -> bool:
         """Returns True if the write has ended."""
@@ -1153,7 +972,7 @@ class _ForgivingFuture(NamedTuple):
         try:
             return self.write.wait()
         except Exception as error:
-            self.failure.record(error)
+            self.failures.append(error)
             return 0
 
 
@@ -1164,12 +983,7 @@ class PretrainedWriter:
         self._module, self._components = module, components
 
     def save(self, wanted: SaveOptions, step: int) -> None:
-        """Writes the whole model, or the adapter of a peft model if no file is named. Collective.
-
-        Args:
-            wanted: Arguments of the user.
-            step: Number of the step.
-        """
+        """Writes the whole model, or the adapter of a peft model if no file is named. Collective."""
         adapter = wanted.file_name is None and hasattr(self._module, "peft_config")
         if adapter:
             self._components.refuse_shards("save_pretrained of adapters")
@@ -1180,7 +994,12 @@ class PretrainedWriter:
         gathered = gather_adapter(self._module, self._components) if adapter else Adapter({}, {})
         whole: dict[str, Any] = {}
         if saved is not None and saved.computed:
-            _check_own_dtype(wanted.dtype, self._components.shards.mode.weight_dtype, saved.computed)
+            dtype = self._components.shards.mode.weight_dtype
+            if (check_dtype(wanted.dtype) or dtype) is not dtype:
+                raise ConfigError(
+                    f"{saved.computed}, so the model's own code writes the files, in {dtype_name(dtype)}: leave dtype "
+                    "out, and convert the saved model by transformers"
+                )
             whole = self._module.state_dict()
         elif (
             saved is not None
@@ -1207,15 +1026,27 @@ class PretrainedWriter:
         """Writes the model; only rank 0 opens files. Collective.
 
         Args:
-            wanted: Arguments of the user.
-            out: The output folder.
-            step: Number of the step.
-            ranks: All ranks.
             saved: What the model's class makes of its weights in files; None for each under its own name.
         """
-        failure = _FirstFailure()
-        # A failed write on rank 0 is raised on all ranks at the next read, by `check`.
-        own = EngineSource(self._module, self._components, step, ranks, failure.check)
+        failures: list[Exception] = []
+        made: list[tuple[Path, Files]] = []  # filled on rank 0 only
+
+        def check() -> None:
+            if failures:
+                raise failures[0]
+
+        def put(file: str, offset: int, data: memoryview) -> Sequence[Pending]:
+            # Rank 0 must take part in every broadcast: an exception in the middle would leave the other ranks waiting.
+            # `check` raises the first failure on all ranks, at the next read.
+            if not made or failures:
+                return ()
+            try:
+                return [_ForgivingFuture(write, failures) for write in made[0][1].put(file, offset, data)]
+            except Exception as error:
+                failures.append(error)
+                return ()
+
+        own = EngineSource(self._module, self._components, step, ranks, check)
         divided = self._components.world.divides_model
         source = whole_of_engine(self._module, self._components, own) if divided else own
         shard_nbytes = _ONE_FILE if wanted.file_name else shard_size(wanted.max_shard_size)
@@ -1227,7 +1058,6 @@ class PretrainedWriter:
             contextlib.ExitStack() as folder_open,
             contextlib.ExitStack() as files_open,
         ):
-            made: list[tuple[Path, Files]] = []  # filled on rank 0 only
 
             def begin() -> None:
                 folder = folder_open.enter_context(arriving(out, logger.warning, wanted.file_name is None))
@@ -1235,7 +1065,7 @@ class PretrainedWriter:
                 made.append((folder, files_open.enter_context(Files(folder, plan, buffers, queue))))
 
             def end() -> None:
-                failure.check()
+                check()
                 files_open.close()
                 if wanted.tokenizer is not None:
                     _save_tokenizer(wanted.tokenizer, made[0][0])
@@ -1243,7 +1073,7 @@ class PretrainedWriter:
 
             # Only rank 0 opens the staging folder; the other ranks iterate over the same bytes and write nothing.
             ranks.by_first(begin)
-            beyond = stream(source, plan, _Forgiving(made[0][1] if made else None, failure))
+            beyond = stream(source, plan, put)
             ranks.by_first(end)
         for notice in notices(source, plan, beyond) if ranks.rank == 0 else ():
             logger.warning("%s: %s", out, notice)
@@ -1290,15 +1120,6 @@ class PretrainedWriter:
                 module.save_pretrained(str(folder), state_dict=adapter.state)
             if wanted.tokenizer is not None:
                 _save_tokenizer(wanted.tokenizer, folder)
-
-
-def _check_own_dtype(wanted: Any, dtype: torch.dtype, why: str) -> None:
-    """Raises `ConfigError` if weights that a model's own code writes shall have another dtype than they have."""
-    if (check_dtype(wanted) or dtype) is not dtype:
-        raise ConfigError(
-            f"{why}, so the model's own code writes the files, in {dtype_name(dtype)}: leave dtype out, and convert "
-            "the saved model by transformers"
-        )
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -1354,7 +1175,6 @@ def _in_place(module: Any, encoders: Mapping[str, nn.Module]) -> Iterator[None]:
 
 
 def _gather(value: torch.Tensor, components: EngineComponents) -> torch.Tensor:
-    """Returns a CPU copy of a parameter or buffer."""
     place = components.weights.handle(value)
     return (
         value.detach().to("cpu", copy=True) if place is None else components.weights.weight(place.unit, place.position)

@@ -50,7 +50,6 @@ def about_saved(model: nn.Module, divided: bool) -> dict[str, Any]:
     """Returns `offload.layout.fingerprint.about` of a model, and what its class makes of its weights in files.
 
     Args:
-        model: The model.
         divided: True if this process has a part of the model, whose weights are put together under their own names.
     """
     # Conversions of transformers alone are known from the class and the config.
@@ -70,9 +69,6 @@ def about_saved(model: nn.Module, divided: bool) -> dict[str, Any]:
 
 def described_names(said: Mapping[str, Any]) -> SavedNames | None:
     """Returns the names of a model in its files; None if they are those of the parameters.
-
-    Args:
-        said: Result of `about_saved`.
 
     Raises:
         ConfigError: If the weights must be in memory, in a process with the model's code.
@@ -97,12 +93,7 @@ def described_names(said: Mapping[str, Any]) -> SavedNames | None:
 
 
 def saved_names(model: nn.Module, conversions: bool = True) -> SavedNames | None:
-    """Returns what a model's class makes of its weights in files; None if all have their own names and no other entry.
-
-    Args:
-        model: A model, also one under an engine.
-        conversions: False to leave out the conversions of transformers.
-    """
+    """Returns what a model's class makes of its weights in files; None if all have their own names alone."""
     if opaque_parameters(model):
         return None  # no file has the values of such weights
     library = _is_of_transformers(model)
@@ -139,9 +130,6 @@ def saved_names(model: nn.Module, conversions: bool = True) -> SavedNames | None
 def _names_of_class(said: Mapping[str, Any]) -> SavedNames | None:
     """Returns the names of a model of transformers in its files, by its class and config alone.
 
-    Args:
-        said: Result of `about_saved`.
-
     Returns:
         The names; None if they are those of the parameters, or if the installed transformers does not know the class.
     """
@@ -158,7 +146,6 @@ def _names_of_class(said: Mapping[str, Any]) -> SavedNames | None:
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
-    """Returns True for a model of transformers, which is imported then."""
     return any(
         kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
         for kind in type(model).__mro__

@@ -63,10 +63,6 @@ class Source(Protocol):
         A partition must be read in order, so that its bytes can be compared with their checksums.
 
         Args:
-            rank: Rank of the partition.
-            unit: Index of the unit.
-            state: The state.
-            start: First byte within the partition.
             buffer: Filled; owned by the caller, and in use until the read has ended.
         """
         ...
@@ -82,7 +78,6 @@ class StoreSource:
     The run is locked until `close`. Damage shows as the bytes are read.
 
     Args:
-        run: Folder of the run.
         queue: Queue for the reads; owned by the caller.
         looked: The ranks' folders, if the caller has inspected them and keeps them locked; None to do both here.
         at: Number of the commit; None for the last one.
@@ -162,9 +157,7 @@ def lock_and_look(run: Path, stack: contextlib.ExitStack, use: Use = "read") -> 
     """Locks and inspects each rank's folder of a run.
 
     Args:
-        run: Folder of the run.
         stack: Receives the locks; other processes are kept out until it is closed.
-        use: What the folders are locked for.
 
     Raises:
         StoreError: If `run` contains no folder of a rank, or a process uses one of them.
@@ -196,8 +189,6 @@ def ranks_of(run: Path, folders: Sequence[RankFiles], *, replicas: bool = False)
     """Returns the ranks of a run, in the order of `folders`, without those left by an earlier run with more ranks.
 
     Args:
-        run: the folder of the run.
-        folders: the ranks in it.
         replicas: True for the ranks of all replicas, whose states are equal; False for those of the first.
 
     Raises:
@@ -237,7 +228,6 @@ def commits_of_all(ranks: Sequence[RankFiles], at: int | None = None) -> list[Co
     """Returns each rank's part of the last commit that is complete on every rank.
 
     Args:
-        ranks: The ranks.
         at: Number of another commit that is complete on every rank; None for the last one.
 
     Raises:
@@ -289,6 +279,5 @@ def _checked_layouts(manifest: StoreManifest) -> Sequence[UnitLayout]:
 
 
 def _manifest(rank: RankFiles) -> StoreManifest:
-    """Returns the manifest of a folder that contains a complete commit."""
     assert rank.manifest is not None, "a commit that is whole holds one"
     return rank.manifest

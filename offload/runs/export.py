@@ -19,8 +19,8 @@ from offload.fileio import real_path
 from offload.layout.modes import dtype_name
 from offload.model_io.grid import WholeSource, whole_of_checkpoint
 from offload.model_io.save import (
+    ExportPlan,
     Files,
-    Plan,
     arriving,
     check_room,
     copy_tokenizer,
@@ -95,7 +95,7 @@ def with_states(source: StoreSource | CheckpointSource | WholeSource, path: Path
 def export(
     source: Source,
     out: Path,
-    plan: Plan,
+    plan: ExportPlan,
     queue: Queue,
     progress: Callable[[int], None] = lambda _: None,
     tokenizer: Path | None = None,
@@ -129,7 +129,7 @@ def export(
         # The staging folder is on the same drive as `out` and exists already.
         check_room(folder, plan.nbytes, out)
         with Files(folder, plan, source.buffers, queue) as files:
-            beyond = stream(source, plan, files, progress)
+            beyond = stream(source, plan, files.put, progress)
         if tokenizer is not None:
             copy_tokenizer(tokenizer, folder)
         elif write_tokenizer is not None:

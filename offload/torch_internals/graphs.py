@@ -98,7 +98,6 @@ def adds_up(parameters: Iterable[torch.Tensor], behind: Any) -> bool:
     counts if one of the parameters is among them.
 
     Args:
-        parameters: leaves that require gradients.
         behind: the node of the graph that comes behind the node whose hook calls this.
     """
     if torch._C._are_functorch_transforms_active():
@@ -134,7 +133,6 @@ def checkpointing(recompute: Callable[..., Any], *inputs: Any) -> Generator[None
     Non-reentrant checkpointing of torch, with its random generators, autocast, early stop, and check of shapes.
 
     Args:
-        recompute: computes again, from `inputs`, what is computed between the two calls.
         inputs: tensors are saved through the active saved-tensor hooks, other values by reference.
     """
     context = torch_checkpoint.noop_context_fn

@@ -32,13 +32,7 @@ def flatten_state_dict(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
 
 
 def stored_at(file: str, start: int, nbytes: int) -> Any:
-    """Returns the record by which torch.distributed.checkpoint finds an entry in a folder.
-
-    Args:
-        file: Name of a file in the folder.
-        start: First byte of what `torch.save` has written there.
-        nbytes: Number of bytes.
-    """
+    """Returns the record by which torch.distributed.checkpoint finds an entry in a folder."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, start, nbytes)
@@ -185,13 +179,7 @@ NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 
 
 def make_wrapper(kind: type[_T], geometry: torch.Tensor, device: torch.device) -> _T:
-    """Returns a tensor of a subclass with `__torch_dispatch__`, without memory and outside of autograd.
-
-    Args:
-        kind: the subclass.
-        geometry: gives shape, strides, offset and dtype.
-        device: device on which the tensor is, as far as it tells.
-    """
+    """Returns a tensor of a subclass with `__torch_dispatch__`, without memory and outside of autograd."""
     make: Any = torch.Tensor._make_wrapper_subclass
     made: _T = make(
         kind,

@@ -22,7 +22,7 @@ from offload.fileio.safetensors_stream import Tensor
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.modes import MODES
 from offload.model_io import save
-from offload.model_io.save import Chunk, Cut, Place, Plan, arranged, make_plan
+from offload.model_io.save import ExportPlan, FilePlace, SavedRange, WeightChunk, arranged, make_plan
 from offload.model_io.source import StoreSource
 from offload.runs.export import export
 from offload.sizes import PAGE
@@ -143,15 +143,15 @@ def test_memory_is_that_of_the_buffers_for_any_model(
 # -- where the bytes of a chunk go --------------------------------------------------------------------
 
 
-def cuts_of(segment: Segment, written_twice: set[int], parted: Collection[int]) -> tuple[Cut, ...]:
+def cuts_of(segment: Segment, written_twice: set[int], parted: Collection[int]) -> tuple[SavedRange, ...]:
     """Returns what the files have of a parameter: all, or two parts without the element before the last one."""
     name, numel = segment.name, segment.numel
-    whole = [Cut(0, numel, name)]
+    whole = [SavedRange(0, numel, name)]
     if int(name) in parted and numel > 4:
         whole = [
-            Cut(numel - 1, numel, f"{name}.last"),
-            Cut(0, numel // 3, name),
-            Cut(numel // 3, numel - 2, f"{name}.b"),
+            SavedRange(numel - 1, numel, f"{name}.last"),
+            SavedRange(0, numel // 3, name),
+            SavedRange(numel // 3, numel - 2, f"{name}.b"),
         ]
     again = [cut._replace(name=f"{cut.name}.again") for cut in whole]
     return (*whole, *(again if int(name) in written_twice else ()))
@@ -159,7 +159,7 @@ def cuts_of(segment: Segment, written_twice: set[int], parted: Collection[int]) 
 
 def a_plan(
     sizes: list[int], gaps: list[int], written_twice: set[int], shards: int, parted: Collection[int] = ()
-) -> Plan:
+) -> ExportPlan:
     segments, end = [], 0
     for index, (numel, gap) in enumerate(zip(sizes, gaps, strict=True)):
         segments.append(Segment(str(index), (numel,), end + gap, numel, True))
@@ -169,7 +169,7 @@ def a_plan(
     for count, cut in enumerate(cut for segment in segments for cut in cuts[segment.name]):
         files.setdefault(f"file{count % shards}", {})[cut.name] = Tensor(torch.float32, (cut.stop - cut.start,))
     layout = UnitLayout("unit", tuple(segments), -(-max(end, 1) // 8) * 8, -(-max(end, 1) // 8) * 8)
-    return Plan(
+    return ExportPlan(
         layouts=(layout,),
         mode=MODES["fp32"],
         world_size=1,
@@ -200,26 +200,26 @@ def test_each_byte_of_a_chunk_goes_to_its_place_in_each_file(
     places, layout = plan.places(), plan.layouts[0]
     start = data.draw(st.integers(0, layout.numel - 1))
     numel = data.draw(st.integers(1, layout.numel - start))
-    pieces, runs = arranged(plan, places, Chunk(0, 0, start, start, numel, (State.WEIGHT,)))
+    pieces, runs = arranged(plan, places, WeightChunk(0, 0, start, start, numel, (State.WEIGHT,)))
     room = numel * 4 + save._GAPS
     buffer: list[int | None] = [None] * (room // 4)
-    for piece in pieces:
-        for index in range(piece.stop - piece.start):
-            assert buffer[piece.at // 4 + index] is None, "pieces do not overlap"
-            buffer[piece.at // 4 + index] = start + piece.start + index
+    for first, stop, at in pieces:
+        for index in range(stop - first):
+            assert buffer[at // 4 + index] is None, "pieces do not overlap"
+            buffer[at // 4 + index] = start + first + index
     found = {
-        Place(run.place.file, run.place.offset + at): buffer[(run.at + at) // 4]
+        FilePlace(run.place.file, run.place.offset + at): buffer[(run.at + at) // 4]
         for run in runs
         for at in range(0, run.nbytes, 4)
     }
     expected = {
-        Place(places[cut.name].file, places[cut.name].offset + 4 * (element - segment.start - cut.start)): element
+        FilePlace(places[cut.name].file, places[cut.name].offset + 4 * (element - segment.start - cut.start)): element
         for segment in layout.segments
         for cut in plan.cuts[segment.name]
         for element in range(max(start, segment.start + cut.start), min(start + numel, segment.start + cut.stop))
     }
     assert found == expected
-    firsts = [run for run in runs if any(run.at <= piece.at < run.at + run.nbytes for piece in pieces)]
+    firsts = [run for run in runs if any(run.at <= at < run.at + run.nbytes for _, _, at in pieces)]
     assert bool(firsts) == bool(pieces) and all(run.at + run.nbytes <= room for run in runs)
     if len(runs) <= save._GAPS // PAGE and not written_twice:
         assert all((run.at - run.place.offset) % PAGE == 0 for run in runs), "O_DIRECT can write them"
@@ -227,5 +227,5 @@ def test_each_byte_of_a_chunk_goes_to_its_place_in_each_file(
 
 def test_neighbours_in_a_file_are_one_run() -> None:
     plan = a_plan([100, 200, 300], [0, 8, 8], set(), 1)
-    _, runs = arranged(plan, plan.places(), Chunk(0, 0, 0, 0, plan.layouts[0].numel, (State.WEIGHT,)))
+    _, runs = arranged(plan, plan.places(), WeightChunk(0, 0, 0, 0, plan.layouts[0].numel, (State.WEIGHT,)))
     assert [run.nbytes for run in runs] == [2400]

@@ -21,7 +21,7 @@ from torch import nn
 from offload.aio import IoQueue
 from offload.errors import OffloadError, StoreError
 from offload.fileio.safetensors_stream import Tensor, shard
-from offload.model_io.save import Plan, make_plan, shard_size, stream
+from offload.model_io.save import ExportPlan, make_plan, shard_size, stream
 from offload.model_io.source import Source
 from offload.runs.export import export, open_source
 from offload.runs.own_checkpoint import find_own
@@ -152,19 +152,19 @@ def _state_dict(
         plan = make_plan(source, dtype, 1, not exclude_frozen, name=_FILE)
         # The stream that also writes the files of `offload export`: both read a checkpoint alike.
         memory = _Memory(plan)
-        stream(source, plan, memory)
+        stream(source, plan, memory.put)
         return {**memory.tensors(), **{name: value.clone() for name, value in source.buffers.items()}}
 
 
 class _Memory:
-    """The file of a plan, in memory; implements `Sink`."""
+    """The file of a plan, in memory; whose `put` `stream` calls."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ExportPlan) -> None:
         self._plan = plan
         self._bytes = bytearray(plan.nbytes)
 
     def put(self, file: str, offset: int, data: memoryview) -> Sequence[Any]:
-        """Copies bytes to where they lie in the file; see `Sink.put`."""
+        """Copies bytes to where they lie in the file."""
         self._bytes[offset : offset + len(data)] = data
         return ()
 
