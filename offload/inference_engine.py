@@ -36,7 +36,7 @@ from offload.layout.frozen import OWN, inner_starts, inner_tensors_of, opaque_pa
 from offload.layout.modes import DTYPES, Mode, dtype_name
 from offload.layout.pass_order import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.metrics.meter import cause_of
-from offload.model_io.folder import CONFIG, FileBytes, Run, Stored, stored_tensors
+from offload.model_io.folder import CONFIG, FileBytes, Stored, StoredRun, stored_tensors
 from offload.model_io.load import Converted, load_pretrained
 from offload.notices import Remark, announce
 from offload.presets import read_config
@@ -289,7 +289,7 @@ class TensorPlaces:
             yield FileRange(os.path.realpath(stored.path), stored.place.offset + start * itemsize, nbytes), target
             target += nbytes
 
-    def _runs(self, segment: Segment) -> list[Run]:
+    def _runs(self, segment: Segment) -> list[StoredRun]:
         """Returns the elements of the files that make up a parameter, or an expert's row of one."""
         origin = origin_of(self._model.get_parameter(segment.parameter))
         assert isinstance(origin, Stored | Converted)

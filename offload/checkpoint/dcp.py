@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +60,17 @@ class _Entry(NamedTuple):
         return str(self.about.state["properties"].state[0].name)
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return shape_of(self.about.state["size"])
+
+    @property
+    def chunks(self) -> Sequence[Record]:
+        """Metadata of a tensor's chunks."""
+        chunks: Sequence[Record] = self.about.state["chunks"]
+        return chunks
+
+    @property
     def is_tensor(self) -> bool:
         """True for a tensor, False for any other value."""
         return self.about.name.endswith(_TENSOR)
@@ -86,13 +97,13 @@ class _Folder:
         """Returns a small value: numbers, strings and containers of them; a tensor is read."""
         if not entry.is_tensor:
             return self._read(entry.name, None)
-        (chunk,) = (candidate for candidate in self._chunks(entry) if 0 not in candidate.state["sizes"])
+        (chunk,) = (candidate for candidate in entry.chunks if 0 not in candidate.state["sizes"])
         tensor = self._read(entry.name, chunk.state["offsets"])
         return tensor.read() if isinstance(tensor, StoredTensor) else tensor
 
     def tensor(self, entry: _Entry) -> StoredTensor:
         """Returns a tensor that is saved in one piece."""
-        (chunk,) = self._chunks(entry)
+        (chunk,) = entry.chunks
         value = self._read(entry.name, chunk.state["offsets"])
         if not isinstance(value, StoredTensor):
             raise ValueError(f"{entry.name} is no tensor")
@@ -105,8 +116,8 @@ class _Folder:
             StoreError: If chunks are missing, overlap, or are not stored as values one after the other.
         """
         placed = []
-        shape = self.shape(entry)
-        for chunk in self._chunks(entry):
+        shape = entry.shape
+        for chunk in entry.chunks:
             offsets, sizes = shape_of(chunk.state["offsets"]), shape_of(chunk.state["sizes"])
             # A rank that has nothing of a small tensor saves a chunk without elements.
             if 0 in sizes:
@@ -130,14 +141,6 @@ class _Folder:
                 )
             position += part.numel
         return [part for _, part in placed]
-
-    def shape(self, entry: _Entry) -> tuple[int, ...]:
-        """Returns the shape of a tensor."""
-        return shape_of(entry.about.state["size"])
-
-    def _chunks(self, entry: _Entry) -> Sequence[Record]:
-        chunks: Sequence[Record] = entry.about.state["chunks"]
-        return chunks
 
     def _read(self, name: str, offsets: Any) -> Any:
         """Returns the value at the given offsets of an entry, without the bytes of a tensor."""
@@ -221,13 +224,12 @@ def _optimizer(folder: _Folder) -> _Optimizer:
             flat.setdefault(repr(sorted(group.items())), {**group, _MEMBERS: []})[_MEMBERS].append(name)
     listed_groups = listed or list(flat.values())
     members = [list(map(str, group[_MEMBERS])) for group in listed_groups]
-    return _Optimizer(states, [_numbers(group) for group in listed_groups], members, frozenset(names))
-
-
-def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of a group without its parameters. A learning rate may be a tensor."""
-    plain = {key: value for key, value in group.items() if key != _MEMBERS}
-    return {key: float(value) if hasattr(value, "item") else value for key, value in plain.items()}
+    # A learning rate may be a tensor.
+    numbers = [
+        {key: float(value) if hasattr(value, "item") else value for key, value in group.items() if key != _MEMBERS}
+        for group in listed_groups
+    ]
+    return _Optimizer(states, numbers, members, frozenset(names))
 
 
 def _model(folder: _Folder, optimizer: _Optimizer, where: Path) -> dict[str, _Entry]:
@@ -254,29 +256,12 @@ def _model(folder: _Folder, optimizer: _Optimizer, where: Path) -> dict[str, _En
     )
 
 
-def _others(folder: _Folder, taken: Collection[str]) -> dict[str, Any]:
-    """Returns the values that are neither tensors nor the optimizer's, as the nested dict that was saved."""
-    nested: dict[Any, Any] = {}
-    for entry in folder.entries:
-        if not entry.is_tensor and entry.name not in taken:
-            inner = nested
-            for key in entry.path[:-1]:
-                inner = inner.setdefault(key, {})
-            inner[entry.path[-1]] = folder.value(entry)
-    return {key: _lists(value) for key, value in nested.items()}
-
-
 def _lists(value: Any) -> Any:
     """Returns a value with lists for the dicts whose keys count up from zero."""
     if not isinstance(value, dict):
         return value
     inner = {key: _lists(item) for key, item in value.items()}
     return list(inner.values()) if inner and list(inner) == list(range(len(inner))) else inner
-
-
-def _steps(folder: _Folder, states: Mapping[str, _Entry]) -> int:
-    """Returns the number of updates of a parameter; 1 if it has states and no count, as with momentum."""
-    return int(folder.value(states["step"])) if "step" in states else int(bool(states))
 
 
 # -- reading ------------------------------------------------------------------------------------------
@@ -303,15 +288,25 @@ def read_dcp(where: Path, states: bool) -> SavedContents:
             state: saved_states[state.value] for state in State if states and state.value in saved_states
         }
         parts = {state: folder.fragments(part) for state, part in entries.items()}
+        # One update if there are states and no count, as with momentum.
+        steps = int(folder.value(saved_states["step"])) if "step" in saved_states else int(bool(saved_states))
         # Without an optimizer nothing says what trained.
         trainable = name in trained or not trained
-        parameters[name] = SavedParameter(folder.shape(entry), trainable, parts, _steps(folder, saved_states))
+        parameters[name] = SavedParameter(entry.shape, trainable, parts, steps)
     check_whole(parameters, where)
-    client_state = _others(folder, optimizer.names)
+    # What is neither a tensor nor the optimizer's, as the nested dict that was saved.
+    nested: dict[Any, Any] = {}
+    for entry in folder.entries:
+        if not entry.is_tensor and entry.name not in optimizer.names:
+            inner = nested
+            for key in entry.path[:-1]:
+                inner = inner.setdefault(key, {})
+            inner[entry.path[-1]] = folder.value(entry)
+    client_state = {key: _lists(value) for key, value in nested.items()}
     # The user's values are in one dict with the schedule, under the name that most scripts give it.
     schedule = next((client_state.pop(name) for name in _SCHEDULES if name in client_state), None)
     # DCP counts no steps of the run: each parameter has been updated in all of them, or began later.
-    steps = max((parameter.steps for parameter in parameters.values()), default=0)
+    global_steps = max((parameter.steps for parameter in parameters.values()), default=0)
     return SavedContents(
         program=DCP,
         parameters=parameters,
@@ -322,7 +317,7 @@ def read_dcp(where: Path, states: bool) -> SavedContents:
         moments=frozenset(
             state for entry_states in optimizer.states.values() for state in entry_states if state != "step"
         ),
-        counters=SavedCounters(global_steps=steps, skipped_steps=0, micro_steps=steps, global_samples=0),
+        counters=SavedCounters(global_steps=global_steps, skipped_steps=0, micro_steps=global_steps, global_samples=0),
         scheduler=schedule,
         theirs=client_state,
     )

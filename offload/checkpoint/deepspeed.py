@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,11 @@ from offload.checkpoint.foreign_contents import (
     check_whole,
     count_of_steps,
     fragment,
-    moments_of,
     shape_of,
-    stage_of,
     whole,
 )
 from offload.errors import StoreError
-from offload.fileio.torch_file import StoredTensor, read_torch_file
+from offload.fileio.torch_file import StoredTensor, plain, read_torch_file
 from offload.states import State
 
 # -- model states --------------------------------------------------------------------------------------
@@ -65,6 +63,19 @@ def contents_of(
     steps, config = int(model.get("global_steps") or 0), model.get("ds_config")
     config = config if isinstance(config, dict) else {}
     accumulation = config.get("gradient_accumulation_steps")
+    scaler = attributes(loss_scaler)
+    # A fixed scale is the config's in both programs.
+    dynamic = bool(scaler.get("dynamic")) and "cur_iter" in scaler
+    loss_scale = (
+        {
+            "scale": float(scaler["cur_scale"]),
+            "steps": int(scaler["cur_iter"]),
+            "overflowed_at": int(scaler["last_overflow_iter"]),
+            "patience": int(scaler["cur_hysteresis"]),
+        }
+        if dynamic
+        else None
+    )
     return SavedContents(
         program=f"DeepSpeed {model.get('ds_version')}",
         parameters=parameters,
@@ -82,24 +93,10 @@ def contents_of(
             global_samples=int(model.get("global_samples") or 0),
         ),
         scheduler=model.get("lr_scheduler"),
-        loss_scale=_loss_scale(loss_scaler),
+        loss_scale=loss_scale,
         # DeepSpeed saves the user's values among its own keys.
         theirs={key: value for key, value in model.items() if key not in _OF_DEEPSPEED},
     )
-
-
-def _loss_scale(scaler: Any) -> dict[str, Any] | None:
-    """Returns the state of a dynamic loss scale as `LossScaler.state` does; None for a fixed one, or none."""
-    fields = attributes(scaler)
-    # A fixed scale is the config's in both programs.
-    if not fields.get("dynamic") or "cur_iter" not in fields:
-        return None
-    return {
-        "scale": float(fields["cur_scale"]),
-        "steps": int(fields["cur_iter"]),
-        "overflowed_at": int(fields["last_overflow_iter"]),
-        "patience": int(fields["cur_hysteresis"]),
-    }
 
 
 # -- zero ----------------------------------------------------------------------------------------------
@@ -126,7 +123,18 @@ def model_files(folder: Path) -> dict[int, Path]:
         StoreError: If layers or tensors are divided among ranks.
     """
     names = sorted(path.name for path in folder.iterdir())
-    _refuse_parallel(folder, names)
+    ranks = [match[2] for pattern in (_OPTIMIZER, _MODEL) for match in map(pattern.fullmatch, names) if match]
+    kinds = {
+        "pipeline parallelism": any(map(_PIPELINE.fullmatch, names)),
+        "experts divided among ranks": any(map(_EXPERTS.fullmatch, names)),
+        "tensor parallelism": any(int(rank) for rank in ranks),
+    }
+    for kind, there in kinds.items():
+        if there:
+            raise StoreError(
+                f"{folder} was saved with {kind}, which is not supported: make a model of whole layers of it with "
+                "DeepSpeed (ds_to_universal joins tensors), or with the tools of the program that saved it"
+            )
     matches = (_MODEL.fullmatch(name) for name in names)
     return {int(match[1] or 0): folder / match[0] for match in matches if match}
 
@@ -148,17 +156,25 @@ def read_zero(folder: Path, states: bool) -> SavedContents:
         )
     # Every file names its tensors' places alone, so that those of hundreds of ranks fit in memory.
     ranks = [read_torch_file(files[rank])["optimizer_state_dict"] for rank in sorted(files)]
-    stage = stage_of(ranks[0])
+    # That of bf16 without a partitioned gradient says none.
+    stage = int(plain(ranks[0].get("zero_stage", 1)))
     size = _check_ranks(folder, files, ranks[0], model, models if stage == 3 else None)
     optimizer = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
     if stage == 3:
         parameters = _stage_3(folder, model, ranks, states)
         # Other ranks' model states differ from the first one's by their parts of frozen weights alone.
-        models_of_all = [model, *(read_torch_file(models[rank]) for rank in range(1, size) if _has_frozen(model))]
+        others = range(1, size) if model.get("frozen_param_shapes") else ()
+        models_of_all = [model, *(read_torch_file(models[rank]) for rank in others)]
         parameters |= _frozen_3(model, models_of_all)
     else:
         parameters = _stages_1_and_2(folder, model, ranks, states)
-        parameters |= _frozen_2(model, parameters)
+        # Frozen weights are neither trained, nor buffers, nor tied to another.
+        known = {*parameters, *(model.get("buffer_names") or ()), *(model.get("shared_params") or ())}
+        parameters |= {
+            name: SavedParameter(tensor.shape, False, {State.WEIGHT: whole(tensor, name)})
+            for name, tensor in (model.get("module") or {}).items()
+            if name not in known
+        }
     check_whole(parameters, folder)
     return contents_of(
         model,
@@ -167,7 +183,13 @@ def read_zero(folder: Path, states: bool) -> SavedContents:
         tied=dict(model.get("shared_params") or {}),
         buffers=buffers_of(model),
         groups=ranks[0][optimizer]["param_groups"],
-        moments=moments_of(ranks[0][optimizer]["state"].values()),
+        # States with an element for each one of a parameter.
+        moments=frozenset(
+            key
+            for state in ranks[0][optimizer]["state"].values()
+            for key, value in state.items()
+            if key != "step" and value is not None
+        ),
     )
 
 
@@ -175,22 +197,6 @@ def buffers_of(model: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """Returns the buffers among the weights of a file of model states."""
     module = model.get("module") or {}
     return {name: module[name] for name in model.get("buffer_names") or () if name in module}
-
-
-def _refuse_parallel(folder: Path, names: Sequence[str]) -> None:
-    """Raises `StoreError` for checkpoints of pipelines, of tensor parallelism and of experts over ranks."""
-    ranks = [match[2] for pattern in (_OPTIMIZER, _MODEL) for match in map(pattern.fullmatch, names) if match]
-    kinds = {
-        "pipeline parallelism": any(map(_PIPELINE.fullmatch, names)),
-        "experts divided among ranks": any(map(_EXPERTS.fullmatch, names)),
-        "tensor parallelism": any(int(rank) for rank in ranks),
-    }
-    for kind, there in kinds.items():
-        if there:
-            raise StoreError(
-                f"{folder} was saved with {kind}, which is not supported: make a model of whole layers of it with "
-                "DeepSpeed (ds_to_universal joins tensors), or with the tools of the program that saved it"
-            )
 
 
 def _check_ranks(
@@ -257,14 +263,6 @@ def _moments(group_state: Mapping[str, Any]) -> dict[State, Any]:
     return {known[key]: value for key, value in group_state.items() if key in known}
 
 
-def _frozen_2(model: Mapping[str, Any], trained: Mapping[str, SavedParameter]) -> Iterator[tuple[str, SavedParameter]]:
-    """Yields the frozen parameters by name: weights that are neither trained, nor buffers, nor tied to another."""
-    known = {*trained, *(model.get("buffer_names") or ()), *(model.get("shared_params") or ())}
-    for name, tensor in (model.get("module") or {}).items():
-        if name not in known:
-            yield name, SavedParameter(tensor.shape, False, {State.WEIGHT: whole(tensor, name)})
-
-
 # -- stage 3 ------------------------------------------------------------------------------------------
 
 
@@ -298,10 +296,6 @@ def _stage_3(
             parameters[name] = parameter
             start += part
     return parameters
-
-
-def _has_frozen(model: Mapping[str, Any]) -> bool:
-    return bool(model.get("frozen_param_shapes"))
 
 
 def _frozen_3(model: Mapping[str, Any], models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, SavedParameter]]:
@@ -372,7 +366,13 @@ def read_universal(folder: Path, states: bool) -> SavedContents:
     moments = {
         state.value for parameter in parameters.values() for state in parameter.states if state is not State.WEIGHT
     }
-    _check_states(folder, parameters, moments)
+    for name, parameter in parameters.items():
+        own = {state.value for state in parameter.states if state is not State.WEIGHT}
+        # A parameter without a gradient has no moments; any other has all of them.
+        if own and (absent := sorted(moments - own)):
+            raise StoreError(
+                f"{folder / PARAMETERS / name} contains no {absent[0]}.pt: fetch all files of the checkpoint"
+            )
     return contents_of(
         model,
         optimizer.get("loss_scaler"),
@@ -384,16 +384,6 @@ def read_universal(folder: Path, states: bool) -> SavedContents:
     )
 
 
-def _check_states(folder: Path, parameters: Mapping[str, SavedParameter], moments: Set[str]) -> None:
-    """Raises `StoreError` if a parameter has some of the moments, and not all: one without a gradient has none."""
-    for name, parameter in parameters.items():
-        own = {state.value for state in parameter.states if state is not State.WEIGHT}
-        if own and (lost := sorted(moments - own)):
-            raise StoreError(
-                f"{folder / PARAMETERS / name} contains no {lost[0]}.pt: fetch all files of the checkpoint"
-            )
-
-
 def _parameter(folder: Path, shapes: Mapping[str, tuple[int, ...]], states: bool, steps: int) -> SavedParameter:
     """Returns the parameter of a folder.
 
@@ -401,7 +391,13 @@ def _parameter(folder: Path, shapes: Mapping[str, tuple[int, ...]], states: bool
         shapes: Shapes of the parameters that train; those of stage 3 are stored flat.
         steps: Number of updates, of parameters that do not say theirs.
     """
-    tensors = dict(_tensors(folder, states))
+    tensors: dict[State, Any] = {}
+    for name, state in _STATES.items():
+        path = folder / f"{name}.pt"
+        if (states or state is State.WEIGHT) and path.is_file():
+            content = read_torch_file(path)
+            # Stage 3 saves the tensor itself, the others a dict with facts about tensor parallelism.
+            tensors[state] = content if isinstance(content, StoredTensor) else content[_ENTRY]
     if State.WEIGHT not in tensors:
         raise StoreError(f"{folder} contains no {MASTER}.pt: fetch all files of the checkpoint")
     count = folder / "step.pt"
@@ -412,13 +408,3 @@ def _parameter(folder: Path, shapes: Mapping[str, tuple[int, ...]], states: bool
         {state: whole(tensor, f"{state.value} in {folder}") for state, tensor in tensors.items()},
         count_of_steps(read_torch_file(count)) if count.is_file() else steps,
     )
-
-
-def _tensors(folder: Path, states: bool) -> Iterator[tuple[State, Any]]:
-    for name, state in _STATES.items():
-        path = folder / f"{name}.pt"
-        if (states or state is State.WEIGHT) and path.is_file():
-            content = read_torch_file(path)
-            # Stage 3 saves the tensor itself, the others a dict with facts about tensor parallelism.
-            tensor = content if isinstance(content, StoredTensor) else content[_ENTRY]
-            yield state, tensor

@@ -85,25 +85,20 @@ def own_part(world: World, checkpoint: Path) -> Path:
         StoreError: If another grid has saved the checkpoint, or none, or files of a part are missing.
     """
     manifest = read_manifest(checkpoint)
-    saved = manifest.parts or tuple(filter(None, [_part_of(manifest.layout)]))
+    # A part that is named itself is no whole model either.
+    is_part = "tensor_parallel" in manifest.layout or "pipeline" in manifest.layout
+    saved = manifest.parts or (("a part of a grid",) if is_part else ())
     if saved == world.parts:
         check_parts(checkpoint, manifest)
         return checkpoint / world.part
+    names = [
+        f"processes with the parts {', '.join(parts)}" if parts else "processes without pipeline or tensor parallelism"
+        for parts in (saved, world.parts)
+    ]
     raise StoreError(
-        f"the checkpoint {checkpoint} was saved by {_grid(saved)}, this engine has {_grid(world.parts)}: start as "
+        f"the checkpoint {checkpoint} was saved by {names[0]}, this engine has {names[1]}: start as "
         "many processes in the same grid; or take the weights alone, by offload export, and give them to the "
         "model before offload.initialize"
-    )
-
-
-def _part_of(layout: Mapping[str, Any]) -> str:
-    """Returns a name for the part that a manifest describes; empty for that of a whole model."""
-    return "a part of a grid" if "tensor_parallel" in layout or "pipeline" in layout else ""
-
-
-def _grid(parts: Sequence[str]) -> str:
-    return (
-        f"processes with the parts {', '.join(parts)}" if parts else "processes without pipeline or tensor parallelism"
     )
 
 
@@ -259,37 +254,27 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 def leftovers(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Returns the leftovers of killed saves in a folder: the paths to remove, and the checkpoints to rename back."""
+    """Returns the leftovers of killed saves in a folder: the paths to remove, and the checkpoints to rename back.
+
+    Nothing that contains a foreign file is removed.
+    """
     goes: list[Path] = []
     returns: list[Path] = []
     for path in sorted(folder.iterdir()):
         with contextlib.suppress(OSError):  # belongs to another user, or was deleted meanwhile
-            if _goes(path):
+            named = _NAMES.fullmatch(path.name)
+            if named is None or not path.is_dir():
+                if path.name.startswith(f".{LATEST}.") and _is_left_latest(path):
+                    goes.append(path)
+            elif not _is_left(path):
+                continue
+            # An old checkpoint is needed until the one that has its name now is complete.
+            elif named["what"] == "old" and not os.path.lexists(folder / named["tag"]):
+                if is_checkpoint(path):
+                    returns.append(path)
+            elif named["what"] != "old" or _is_whole(folder / named["tag"]):
                 goes.append(path)
-            elif _returns(path):
-                returns.append(path)
     return goes, returns
-
-
-def _goes(path: Path) -> bool:
-    """Returns whether the path is a leftover to remove. Nothing is that contains anything foreign."""
-    named = _NAMES.fullmatch(path.name)
-    # A file is ours if it is the next `latest` of a save, complete or not.
-    if named is None or not path.is_dir():
-        return path.name.startswith(f".{LATEST}.") and _is_left_latest(path)
-    if named["what"] != "old":
-        return _is_left(path)
-    # An old checkpoint is needed until the one that has its name now is complete.
-    checkpoint = path.parent / named["tag"]
-    return os.path.lexists(checkpoint) and _is_left(path) and _is_whole(checkpoint)
-
-
-def _returns(path: Path) -> bool:
-    """Returns whether the path is an old checkpoint that gets its name back, which is free."""
-    named = _NAMES.fullmatch(path.name)
-    if named is None or not path.is_dir() or named["what"] != "old":
-        return False
-    return not os.path.lexists(path.parent / named["tag"]) and is_checkpoint(path) and _is_left(path)
 
 
 def check_free(checkpoint: Path, latest: bool) -> None:
@@ -311,18 +296,13 @@ def check_free(checkpoint: Path, latest: bool) -> None:
                 f"{checkpoint} would be replaced, but {', '.join(foreign)} in it does not belong to a checkpoint: move "
                 "that out, or choose another tag"
             )
-    for path in (aside(checkpoint, "partial"), aside(checkpoint, "old"), aside(checkpoint, "removed")):
-        if os.path.lexists(path) and not _is_left(path):
+    new = _new_latest(checkpoint)
+    for path in (aside(checkpoint, "partial"), aside(checkpoint, "old"), aside(checkpoint, "removed"), new):
+        if os.path.lexists(path) and not (_is_left_latest(path) if path == new else _is_left(path)):
             raise StoreError(
                 f"{path} has a name that a save of {checkpoint.name} needs, but was not left by a save: move that "
                 "path, or choose another tag"
             )
-    new = _new_latest(checkpoint)
-    if os.path.lexists(new) and not _is_left_latest(new):
-        raise StoreError(
-            f"{new} has a name that a save of {checkpoint.name} needs, but was not left by a save: move that path, or "
-            "choose another tag"
-        )
     if latest and (folder / LATEST).is_dir():
         raise StoreError(
             f"{folder / LATEST} is a folder, but must be the file that names the newest checkpoint: move the folder, "

@@ -139,16 +139,6 @@ class Manifest(NamedTuple):
             raise StoreError(f"cannot read {where}: {error}") from error
 
 
-def _check_moment(value: Any, name: str) -> None:
-    """Raises `ValueError` if `value` is no time with a time zone, in ISO 8601."""
-    try:
-        if isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None:
-            return
-    except ValueError:
-        pass
-    raise wrong_kind("a time in ISO 8601, with its zone", name, value)
-
-
 def _check_files(value: Any, name: str) -> None:
     """Raises `ValueError` if `value` does not give size and checksums of files of a checkpoint, under their names."""
     table(fields({"nbytes": whole(0, 1 << 56), "crc32c": table(whole(0, (1 << 32) - 1))}))(value, name)
@@ -167,10 +157,17 @@ def _check_layout(value: Any, name: str) -> None:
         raise wrong_kind("parts of different names", name, value["parts"])
 
 
+def _check_time(value: Any, name: str) -> None:
+    with contextlib.suppress(ValueError):
+        if isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None:
+            return
+    raise wrong_kind("a time in ISO 8601, with its zone", name, value)
+
+
 _MANIFEST = fields(
     {
         "epoch": whole(),
-        "created": _check_moment,
+        "created": _check_time,
         "frozen": flag,
         "layout": _check_layout,
         "about": ABOUT,

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.fileio.plain_json import to_plain
 from offload.fileio.torch_file import Storage
 from offload.layout.fingerprint import describe
-from offload.layout.flat_layout import Segment, UnitLayout, arrange
+from offload.layout.flat_layout import Segment, arrange
 from offload.layout.modes import ADAM, LAMB, RULE_LAYOUTS, Mode, make_mode
 from offload.states import State
 
@@ -67,26 +67,19 @@ def snapshot(contents: SavedContents) -> Snapshot:
     return Snapshot(facts, {}, buffers)
 
 
-def client_state(contents: SavedContents) -> tuple[dict[str, Any], list[str]]:
-    """Returns what the user has added to a checkpoint, as JSON, and the names of what JSON cannot hold."""
-    plain = {str(key): _plain(value) for key, value in contents.theirs.items()}
-    lost = [str(key) for key, value in contents.theirs.items() if value is not None and plain[str(key)] is None]
-    return {key: value for key, value in plain.items() if key not in lost}, lost
-
-
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the numbers of an optimizer's group, with lists for tuples."""
+    """Returns the finite numbers of an optimizer's group, with lists for tuples."""
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
     numbers: dict[str, Any] = {}
     for key, value in group.items():
-        if isinstance(value, list | tuple) and key != "params" and all(_is_number(item) for item in value):
-            numbers[key] = [float(item) for item in value]
-        elif _is_number(value):
+        if isinstance(value, list | tuple) and key != "params" and all(map(is_number, value)):
+            numbers[key] = list(map(float, value))
+        elif is_number(value):
             numbers[key] = float(value)
     return numbers
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _plain(value: Any) -> Any:
@@ -108,24 +101,17 @@ _NAMED = 3
 """Most names in a line."""
 
 
-class _Format(NamedTuple):
-    program: str
-    matches: Callable[[Path], bool]
-    """Returns whether a folder is one checkpoint of this kind."""
-    read_contents: Callable[[Path, bool], SavedContents]
-    """Reads all but the tensors of a folder; the second argument is False if optimizer states are not needed."""
-
-
 _FORMATS = (
-    _Format("DeepSpeed", is_universal, read_universal),
-    _Format("DeepSpeed", is_zero, read_zero),
-    _Format(DCP, is_dcp, read_dcp),
+    ("DeepSpeed", is_universal, read_universal),
+    ("DeepSpeed", is_zero, read_zero),
+    (DCP, is_dcp, read_dcp),
 )
+"""A program, whether a folder is one checkpoint of a kind of it, and the reader of all but the tensors of a folder."""
 
 
 def is_foreign(folder: Path) -> bool:
     """Returns whether `folder` is one checkpoint of DeepSpeed or of torch.distributed.checkpoint."""
-    return any(file_format.matches(folder) for file_format in _FORMATS)
+    return any(matches(folder) for _, matches, _ in _FORMATS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,22 +158,28 @@ def look_foreign(folder: Path, states: bool, tied_here: Mapping[str, str]) -> Fo
     Raises:
         StoreError: If something is missing, damaged or not supported.
     """
-    file_format = next(candidate for candidate in _FORMATS if candidate.matches(folder))
+    program, read_contents = next((program, reader) for program, matches, reader in _FORMATS if matches(folder))
     try:
-        contents = file_format.read_contents(folder, states)
+        contents = read_contents(folder, states)
         mode = _mode(contents, folder, states)
-        layouts = tuple(_layout(name, parameter) for name, parameter in contents.parameters.items())
+        layouts = tuple(
+            arrange(name, [Segment(name, parameter.shape, 0, parameter.numel, parameter.trainable)], 1)
+            for name, parameter in contents.parameters.items()
+        )
         progress = snapshot(contents)
     # A file of torch.save may contain anything under the names that are expected.
     # RuntimeError: torch's, for a tensor that is no number; RecursionError is one.
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         lacks = f"the entry {error} is missing" if isinstance(error, KeyError) else "an entry is of another type"
         raise StoreError(
-            f"{folder} does not have the contents of a checkpoint of {file_format.program}: expected files of one "
+            f"{folder} does not have the contents of a checkpoint of {program}: expected files of one "
             f"save, and {lacks}; fetch all of its files again, or load another checkpoint"
         ) from error
-    client, lost = client_state(contents)
-    about = {"class": f"{file_format.program}'s", "config": None, "tied": dict(contents.tied)}
+    # What the user has added, as JSON, and the names of what JSON cannot hold.
+    plain = {str(key): _plain(value) for key, value in contents.theirs.items()}
+    lost = [str(key) for key, value in contents.theirs.items() if value is not None and plain[str(key)] is None]
+    client = {key: value for key, value in plain.items() if key not in lost}
+    about = {"class": f"{program}'s", "config": None, "tied": dict(contents.tied)}
     manifest = Manifest(progress.facts["global_steps"], "", True, describe(layouts, mode, 1), about, {})
     return ForeignCheckpoint(
         folder=folder,
@@ -202,10 +194,6 @@ def look_foreign(folder: Path, states: bool, tied_here: Mapping[str, str]) -> Fo
         notices=_notices(folder, contents, lost, mode.moments if states else ()),
         parameters=tuple(contents.parameters.values()),
     )
-
-
-def _layout(name: str, parameter: SavedParameter) -> UnitLayout:
-    return arrange(name, [Segment(name, parameter.shape, 0, parameter.numel, parameter.trainable)], 1)
 
 
 def _mode(contents: SavedContents, folder: Path, states: bool) -> Mode:
@@ -328,7 +316,7 @@ class ForeignStates:
         return self._files[path]
 
 
-class _Chunk(NamedTuple):
+class _StorageChunk(NamedTuple):
     """Bytes of a storage."""
 
     storage: Storage
@@ -346,7 +334,7 @@ def compare_storages(storages: Iterable[Storage], queue: Queue) -> None:
     sums: dict[Storage, int] = {}
     files: dict[Path, DirectFile] = {}
 
-    def begin(chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
+    def begin(chunk: _StorageChunk, buffer: memoryview) -> Sequence[Future]:
         path = chunk.storage.path
         if path not in files:
             # Storages of a file follow one another, so the file before is done with but for reads in flight.
@@ -354,7 +342,7 @@ def compare_storages(storages: Iterable[Storage], queue: Queue) -> None:
             files[path] = DirectFile(path, writable=False)
         return [queue.read(files[path], chunk.storage.offset + chunk.start, buffer[: chunk.nbytes])]
 
-    def end(chunk: _Chunk, buffer: memoryview) -> tuple[()]:
+    def end(chunk: _StorageChunk, buffer: memoryview) -> tuple[()]:
         # Chunks end in order, so that the sum of a storage goes on from that of the chunk before.
         total = zlib.crc32(buffer[: chunk.nbytes], sums.pop(chunk.storage, 0))
         if chunk.start + chunk.nbytes < chunk.storage.nbytes:
@@ -366,9 +354,9 @@ def compare_storages(storages: Iterable[Storage], queue: Queue) -> None:
             )
         return ()
 
-    def chunks() -> Iterator[_Chunk]:
+    def chunks() -> Iterator[_StorageChunk]:
         for storage in storages:
             for start in range(0, storage.nbytes, BUFFER_NBYTES):
-                yield _Chunk(storage, start, min(BUFFER_NBYTES, storage.nbytes - start))
+                yield _StorageChunk(storage, start, min(BUFFER_NBYTES, storage.nbytes - start))
 
-    flow(flow_buffers(), chunks(), begin, end, lambda *_: None)
+    flow(flow_buffers(), chunks(), begin, end)

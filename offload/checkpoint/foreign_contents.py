@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.errors import StoreError
-from offload.fileio.torch_file import Record, Storage, StoredTensor, plain
+from offload.fileio.torch_file import Record, Storage, StoredTensor
 from offload.states import State
 
 MASTER = "fp32"
@@ -123,11 +123,6 @@ def count_of_steps(value: Any, default: int = 0) -> int:
     return default if value is None else int(value)
 
 
-def stage_of(states: Mapping[str, Any]) -> int:
-    """Returns the ZeRO stage of a file of optimizer states; that of bf16 without a partitioned gradient says none."""
-    return int(plain(states.get("zero_stage", 1)))
-
-
 def check_whole(parameters: Mapping[str, SavedParameter], folder: Path) -> None:
     """Raises `StoreError` if the fragments of a parameter are not all of it."""
     for name, parameter in parameters.items():
@@ -139,8 +134,3 @@ def check_whole(parameters: Mapping[str, SavedParameter], folder: Path) -> None:
                     f"{folder} contains {numel} elements of {state.value} of {name}, expected {parameter.numel}: "
                     "files of ranks are missing, or are of different saves"
                 )
-
-
-def moments_of(states: Iterable[Mapping[str, Any]]) -> frozenset[str]:
-    """Returns the names of an optimizer's states that have an element for each one of a parameter."""
-    return frozenset(key for state in states for key, value in state.items() if key != "step" and value is not None)

@@ -41,7 +41,6 @@ from offload.layout.fingerprint import described_layouts, described_mode
 from offload.layout.flat_layout import Segment, SegmentShard, UnitLayout, segment_shards
 from offload.layout.modes import MOMENT_BLOCK, Mode, moments_name
 from offload.layout.optimizer_states import KEPT, join, split
-from offload.model_io.source import Reading
 from offload.records import fields, parse, read
 from offload.sizes import count_of
 from offload.states import State
@@ -182,20 +181,18 @@ class SavedStates:
         A run of elements may begin within a block, so its scales are not read with its codes, but those of the whole
         unit at once: a byte for each moment of 64 elements.
         """
-        if unit != self._unit:
-            self._unit, self._scales = unit, self._read_scales(unit)
-        return self._scales
-
-    def _read_scales(self, unit: int) -> torch.Tensor:
-        """Reads the scales of a unit. Those of each rank are padded to whole pages."""
+        if unit == self._unit:
+            return self._scales
         own = len(self._layouts[unit].trainable(0, self._world_size))
         used = len(self._mode.part(State.SCALES, 0, own))
         parts = []
         for rank in range(self._world_size):
+            # Those of each rank are padded to whole pages.
             buffer = aligned_empty(len(self._mode.padded_part(State.SCALES, 0, own)) * torch.float32.itemsize)
             self._partitions.read(rank, unit, State.SCALES, 0, buffer).wait()
             parts.append(torch.frombuffer(buffer, dtype=torch.float32)[:used])
-        return torch.cat(parts)
+        self._unit, self._scales = unit, torch.cat(parts)
+        return self._scales
 
 
 class SavedMoments(NamedTuple):
@@ -391,17 +388,6 @@ def with_first_names(
     return {**saved, **first}
 
 
-def fitting(
-    progress: Snapshot, buffers: Mapping[str, torch.Tensor], steps: Sequence[Sequence[int]], schedule: bool
-) -> Snapshot:
-    """Returns the part of `progress` that applies to this engine, with `steps` in place of the saved counts."""
-    facts = {**progress.facts, "parameter_steps": [list(row) for row in steps]}
-    if not schedule:
-        facts["scheduler"] = None
-    known = {name: value for name, value in progress.buffers.items() if name in buffers}
-    return progress._replace(facts=facts, buffers=known)
-
-
 def buffers_among_weights(checkpoint: FoundCheckpoint, names: Collection[str], queue: Queue) -> dict[str, torch.Tensor]:
     """Returns buffers that a checkpoint has as frozen weights, in fp32, since its program does not distinguish them."""
     among = {name: checkpoint.saved[name] for name in names if name in checkpoint.saved}
@@ -416,6 +402,16 @@ def buffers_among_weights(checkpoint: FoundCheckpoint, names: Collection[str], q
                     read.wait()
                 tensors[name] = torch.frombuffer(memory, dtype=torch.float32).view(segment.shape).clone()
     return tensors
+
+
+class _TensorChunk(NamedTuple):
+    """Chunk of a tensor in one rank's file, with its pending reads."""
+
+    rank: int
+    name: str
+    start: int
+    nbytes: int
+    reads: list[Future]
 
 
 def compare_bytes(
@@ -434,12 +430,12 @@ def compare_bytes(
     files = open_states(checkpoint)
     sums: dict[tuple[int, str], int] = {}
 
-    def begin(chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
+    def begin(chunk: _TensorChunk, buffer: memoryview) -> Sequence[Future]:
         offset = checkpoint.places[chunk.rank][chunk.name].offset + chunk.start
         chunk.reads.append(queue.read(files[chunk.rank], offset, buffer[: chunk.nbytes], checksum=True))
         return chunk.reads
 
-    def ended(chunk: _Chunk, _: Sequence[Future]) -> None:
+    def ended(chunk: _TensorChunk, _: Sequence[Future]) -> None:
         progress(chunk.nbytes)
         key = chunk.rank, chunk.name
         # The manifest has one checksum for a whole tensor. Chunks end in order, so their checksums are joined.
@@ -451,11 +447,11 @@ def compare_bytes(
         if sums.pop(key) != checkpoint.manifest.files[path.name].sums[chunk.name]:
             damaged(path, chunk.name)
 
-    def chunks() -> Iterator[_Chunk]:
+    def chunks() -> Iterator[_TensorChunk]:
         for rank, name in work:
             nbytes = checkpoint.places[rank][name].tensor.nbytes
             for start in range(0, nbytes, BUFFER_NBYTES):
-                yield _Chunk(rank, name, start, min(BUFFER_NBYTES, nbytes - start), [])
+                yield _TensorChunk(rank, name, start, min(BUFFER_NBYTES, nbytes - start), [])
 
     try:
         flow(flow_buffers(), chunks(), begin, lambda *_: (), ended)
@@ -464,24 +460,9 @@ def compare_bytes(
             file.close()
 
 
-class _Chunk(NamedTuple):
-    """Chunk of a tensor in one rank's file, with its pending reads."""
-
-    rank: int
-    name: str
-    start: int
-    nbytes: int
-    reads: list[Future]
-
-
 # -- conversion ----------------------------------------------------------------------------------------
 #
 # Conversion of a checkpoint's weights to the mode of this engine, and its description in words.
-
-
-def copy_bits(saved: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies elements of one size as bytes: as numbers, some of them would be NaNs, which a copy may change."""
-    target.view(torch.uint8).copy_(saved.view(torch.uint8))
 
 
 def convert(saved: Mapping[State, torch.Tensor], target: Mapping[State, torch.Tensor]) -> None:
@@ -556,7 +537,7 @@ class CheckpointSource:
         self.progress = self._checkpoint.progress
         self.buffers, self.client_state = self.progress.buffers, self._checkpoint.client_state
 
-    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
+    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Pending:
         """Begins to read bytes of a rank's partition; see `Source.read`."""
         name = tensor_name(unit, state)
         place = self._checkpoint.places[rank][name]
@@ -565,11 +546,7 @@ class CheckpointSource:
         return Compared(future, partial(self._compare, rank, name, start))
 
     def _compare(self, rank: int, name: str, start: int, nbytes: int, crc: int) -> None:
-        """Joins the CRC-32C of bytes to that of the bytes before, and compares the result at the end of the tensor.
-
-        Raises:
-            IoError: If the tensor has been read completely and differs from the saved one.
-        """
+        # Reads of a tensor end in order, so their checksums are joined, and compared when all of it has been read.
         place, file = self._checkpoint.places[rank][name], states_file(rank)
         total = crc32c_joined(self._sums.pop((rank, name), 0), crc, nbytes)
         if start + nbytes < place.tensor.nbytes:

@@ -22,7 +22,6 @@ from offload.checkpoint.load import (
     FoundCheckpoint,
     LoadOptions,
     buffers_among_weights,
-    fitting,
     in_words,
     look,
 )
@@ -268,11 +267,8 @@ class Checkpoints:
                 inspected: list[FoundCheckpoint] = []
                 notices: list[str] = []
                 ranks.settle(lambda: inspected.append(self._inspect(Path(folder), options)))
-                ranks.settle(
-                    lambda: inspected[0].check_bytes(
-                        options, queue, self._components.world.ranks.rank, self._components.world.ranks.size
-                    )
-                )
+                own = components.world.ranks
+                ranks.settle(lambda: inspected[0].check_bytes(options, queue, own.rank, own.size))
                 try:
                     # The engine changes only now, after the ranks have found all data of the load intact.
                     ranks.settle(lambda: notices.extend(self._take_over(inspected[0], options, queue)))
@@ -354,16 +350,19 @@ class Checkpoints:
             else self._state.parameter_steps
         )
         buffers = persistent_buffers(self._module)
-        progress = fitting(checkpoint.progress, buffers, steps, options.schedule)
+        facts = {**checkpoint.progress.facts, "parameter_steps": [list(row) for row in steps]}
+        if not options.schedule:
+            facts["scheduler"] = None
+        saved_buffers = {name: value for name, value in checkpoint.progress.buffers.items() if name in buffers}
         # Of the names that the checkpoint calls weights, this model knows which are buffers.
-        among = buffers_among_weights(checkpoint, buffers.keys() - progress.buffers.keys(), queue)
-        progress = progress._replace(buffers={**progress.buffers, **among})
+        saved_buffers |= buffers_among_weights(checkpoint, buffers.keys() - saved_buffers.keys(), queue)
+        progress = checkpoint.progress._replace(facts=facts, buffers=saved_buffers)
         if not progress.generators:
             # Another program's checkpoint has none: those of this process go on.
             progress = progress._replace(generators=self._state.take().generators)
         notices = [*checkpoint.notices, *self._changed_form(checkpoint, options)]
         if options.module_only:
-            write_buffers(buffers, {name: value for name, value in progress.buffers.items() if name in buffers})
+            write_buffers(buffers, saved_buffers)
             notices += self._state.entries.restore(progress.entries, self._state.device)
         else:
             notices += self._state.restore(progress, options.schedule, options.states)

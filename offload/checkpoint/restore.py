@@ -8,19 +8,18 @@ place, over the bytes of this commit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from offload.aio.protocols import Future, Pending, Queue
-from offload.checkpoint.load import FoundStates, LoadOptions, SavedMoments, convert, copy_bits
+from offload.checkpoint.load import FoundStates, LoadOptions, SavedMoments, convert
 from offload.checkpoint.resharding import Run, overlaps, packed_runs, runs, scale_runs
 from offload.engine.shards import FilledShards
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout import optimizer_states
 from offload.layout.flat_layout import WORD
-from offload.layout.modes import Mode
 from offload.states import State
 
 _BY_THEMSELVES = ((State.PACKED,), (State.SCALES,))
@@ -53,15 +52,11 @@ class CheckpointRestorer:
         self._runs = [runs(layout, source.saved) for layout in shards.layouts]
         self._packed_runs = [packed_runs(layout, source.saved, rank) for layout in shards.layouts]
         self._scale_runs = [scale_runs(layout, source.saved, shards.mode) for layout in shards.layouts]
-        self._saved_modes = [self._mode_there(unit) for unit in range(len(shards.layouts))]
-        """The checkpoint's mode of the parameters of each unit."""
+        saved_units = ([run.saved.unit for run in unit_runs if run.saved is not None] for unit_runs in self._runs)
+        self._saved_modes = [source.mode_of(units[0]) if units else source.mode for units in saved_units]
+        """The checkpoint's mode of the parameters of each unit: one mode, by `check_fits`."""
         self._buffers = flow_buffers()
         self._saved = source.open(queue)
-
-    def _mode_there(self, unit: int) -> Mode:
-        """Returns the checkpoint's mode of the parameters of a unit: one mode, by `check_fits`."""
-        there = (self._source.mode_of(run.saved.unit) for run in self._runs[unit] if run.saved is not None)
-        return next(there, self._source.mode)
 
     def run(self) -> None:
         """Fills every partition and makes the written slots the newest in the store."""
@@ -70,14 +65,13 @@ class CheckpointRestorer:
             # Before any write: a damaged store must not change.
             self._compare_kept()
             frozen = self._frozen_to_write()
-            work = (chunk for unit in range(len(self._shards.layouts)) for chunk in self._work(unit, unit in frozen))
-            flow(
-                self._buffers,
-                work,
-                self._begin,
-                lambda chunk, buffer: self._end(chunk, buffer, written),
-                lambda *_: None,
+            work = (
+                chunk
+                for unit, (share, _) in enumerate(self._shards.shares)
+                for chunks in (self._trainable_work(unit, share), self._frozen_work(unit) if unit in frozen else ())
+                for chunk in chunks
             )
+            flow(self._buffers, work, self._begin, lambda chunk, buffer: self._end(chunk, buffer, written))
         finally:
             self._saved.close()
         for unit, writes in enumerate(written):
@@ -109,7 +103,7 @@ class CheckpointRestorer:
             nbytes = (chunk.stop - chunk.start) * shards.mode_of(chunk.unit).states[chunk.targets[0]].itemsize
             return self._read_now(chunk, chunk.targets[0], buffer[:nbytes], 0, None)
 
-        flow(self._buffers, work, begin, lambda *_: (), lambda *_: None)
+        flow(self._buffers, work, begin, lambda *_: ())
 
     def _slot(self, unit: int) -> int:
         return 0 if self._shards.store is None else self._shards.store.target(unit)
@@ -136,12 +130,6 @@ class CheckpointRestorer:
     def _keeps_commit(self) -> bool:
         """True if the store has made a commit, which must stay; its states that train have a second slot."""
         return self._shards.store is not None and self._shards.store.durable is not None
-
-    def _work(self, unit: int, frozen: bool) -> Iterator[_Work]:
-        """Yields all chunks of a unit; `frozen` is true if its frozen weights are written."""
-        yield from self._trainable_work(unit, self._shards.shares[unit][0])
-        if frozen:
-            yield from self._frozen_work(unit)
 
     def _frozen_work(self, unit: int, room: int = BUFFER_NBYTES) -> list[_Work]:
         """Returns the chunks of a unit's frozen weights, or [] if the checkpoint contains none of them."""
@@ -337,28 +325,24 @@ class CheckpointRestorer:
             if run.saved is not None:
                 part = slice(run.start - chunk.first, run.stop - chunk.first)
                 states = saved if run.saved.trainable else {State.WEIGHT: saved[State.WEIGHT]}
-                if run.start >= codes:  # bytes of codes and scales, not values
-                    copy_bits(states[State.WEIGHT][part], converted[State.WEIGHT][part])
+                if run.start >= codes:
+                    # Bytes of codes and scales, not values: as numbers some are NaNs, which a copy may change.
+                    copied = states[State.WEIGHT][part].view(torch.uint8)
+                    converted[State.WEIGHT][part].view(torch.uint8).copy_(copied)
                     continue
                 saved_part = {s: t[part] for s, t in states.items()}
                 if State.WEIGHT in converted:
                     convert(saved_part, {s: t[part] for s, t in converted.items()})
                 elif run.saved.trainable:
-                    self._convert_moments(chunk, run, saved_part, converted)
-
-    def _convert_moments(
-        self, chunk: _Work, run: Run, saved: Mapping[State, torch.Tensor], converted: Mapping[State, torch.Tensor]
-    ) -> None:
-        """Converts the moments of a run: all of them, or one whose form has no scales in either mode."""
-        source, saved_mode = run.saved, self._source.mode
-        assert source is not None
-        scales = self._saved.scales(source.unit) if saved_mode.in_blocks else None
-        start = run.start - chunk.first
-        moments = SavedMoments(saved_mode, saved, scales, source.start)
-        for state in chunk.targets:
-            if state is not State.SCALES:
-                # Rounded to nearest where the new form is not fp32.
-                optimizer_states.write(self._shards.mode, converted, state, start, moments.values(state))
+                    # All moments, or one whose form has no scales in either mode.
+                    saved_mode = self._source.mode
+                    scales = self._saved.scales(run.saved.unit) if saved_mode.in_blocks else None
+                    moments = SavedMoments(saved_mode, saved_part, scales, run.saved.start)
+                    for state in chunk.targets:
+                        if state is not State.SCALES:
+                            # Rounded to nearest where the new form is not fp32.
+                            values = moments.values(state)
+                            optimizer_states.write(self._shards.mode, converted, state, part.start, values)
 
     def _frozen_to_write(self) -> set[int]:
         """Returns the units whose frozen weights must be written: those that differ, or all without a durable store.
@@ -385,5 +369,5 @@ class CheckpointRestorer:
 
         # A generator, because `end` adds to `differ`: the remaining chunks of a unit that differs are not read.
         work = (chunk for unit in units for chunk in self._frozen_work(unit, half) if unit not in differ)
-        flow(self._buffers, work, begin, end, lambda *_: None)
+        flow(self._buffers, work, begin, end)
         return differ

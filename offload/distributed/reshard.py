@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.aio.protocols import Future, Queue
+from offload.aio.protocols import Future, Pending, Queue
 from offload.checkpoint.load import EVERYTHING, SavedStates
 from offload.checkpoint.resharding import places
 from offload.checkpoint.restore import CheckpointRestorer
@@ -37,7 +37,7 @@ from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout.fingerprint import described_layouts, store_specs
 from offload.layout.flat_layout import Segment, UnitLayout, placed_for, with_kept
 from offload.layout.modes import Mode
-from offload.model_io.source import Reading, StoreSource, known_run_id, lock_and_look, ranks_of
+from offload.model_io.source import StoreSource, known_run_id, lock_and_look, ranks_of
 from offload.notices import shell_command
 from offload.records import fields, read, rows, text
 from offload.sizes import format_size
@@ -96,7 +96,7 @@ class FormerRun:
             IoError: if bytes are damaged or cannot be read.
         """
 
-        def begin(chunk: _PartitionChunk, buffer: memoryview) -> Sequence[Reading]:
+        def begin(chunk: _PartitionChunk, buffer: memoryview) -> Sequence[Pending]:
             read = self.source.read(chunk.rank, chunk.unit, chunk.state, chunk.start, buffer[: chunk.nbytes])
             return [read]
 

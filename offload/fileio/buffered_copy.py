@@ -29,7 +29,7 @@ def flow(
     items: Iterable[T],
     begin: Callable[[T, memoryview], Iterable[Pending]],
     end: Callable[[T, memoryview], Sequence[Future]],
-    ended: Callable[[T, Sequence[Future]], None],
+    ended: Callable[[T, Sequence[Future]], None] = lambda *_: None,
 ) -> None:
     """Passes `items` through `buffers`, in their order. All work happens on the calling thread.
 

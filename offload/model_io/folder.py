@@ -74,9 +74,9 @@ class Stored(NamedTuple):
                 self._fill(file.fileno(), self.place.offset + begin + start, chunk)
                 yield start // itemsize, torch.frombuffer(chunk, dtype=self.dtype)
 
-    def runs(self, part: range) -> list[Run]:
+    def runs(self, part: range) -> list[StoredRun]:
         """Returns the elements of the files that are `part` of the values, in order: of one tensor, one run."""
-        return [Run(self, part.start, len(part))]
+        return [StoredRun(self, part.start, len(part))]
 
     def whole(self) -> torch.Tensor:
         """Returns the tensor, in memory of its own."""
@@ -119,7 +119,7 @@ class Stored(NamedTuple):
             raise IoError(str(self.path), offset, len(part), error.errno or errno.EIO, "read") from error
 
 
-class Run(NamedTuple):
+class StoredRun(NamedTuple):
     """Consecutive elements of a tensor in a file."""
 
     stored: Stored
@@ -145,7 +145,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             "fetched first: hf download OWNER/NAME --local-dir NAME"
         )
     # Folders of the hub often contain both; safetensors have the same values.
-    single, index = (SINGLE, INDEX) if _has(folder, SINGLE, INDEX) else (_PICKLE, _PICKLE_INDEX)
+    safe = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+    single, index = (SINGLE, INDEX) if safe else (_PICKLE, _PICKLE_INDEX)
     if (folder / single).is_file():
         return _of_file(folder / single)
     if not (folder / index).is_file():
@@ -192,27 +193,25 @@ def _of_pickle(path: Path) -> dict[str, TensorLocation]:
     return locations
 
 
-def _has(folder: Path, *names: str) -> bool:
-    return any((folder / name).is_file() for name in names)
-
-
 def _read_index(path: Path) -> dict[str, str]:
     """Returns the file of each tensor. A file name with a path, which could lead out of the folder, is refused."""
     try:
         text = read_bounded(path, _LONGEST_INDEX)
         places = json.loads(text, object_pairs_hook=unrepeated)["weight_map"]
-        wrong = next((name for name in places.values() if not _is_name(name)), None)
+        # An index from a download must not make this process read files outside of the folder.
+        wrong = next(
+            (
+                name
+                for name in places.values()
+                if name in ("", "..") or Path(name).name != name or len(os.fsencode(name)) > 255 or "\0" in name
+            ),
+            None,
+        )
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(f"{path} is not an index of safetensors files: {type(error).__name__}: {error}") from error
-    # An index from a download must not make this process read files outside of the folder.
     if wrong is not None:
         raise StoreError(f"{path} names {wrong!r:.99}, which is not the name of a file beside it")
     return dict(places)
-
-
-def _is_name(name: str) -> bool:
-    """Returns whether a text can be the name of a file in a folder."""
-    return name not in ("", "..") and Path(name).name == name and len(os.fsencode(name)) <= 255 and "\0" not in name
 
 
 def _what_is_there(folder: Path) -> str:
@@ -280,7 +279,8 @@ def build_layers(model: Any, folder: Path, stored: Mapping[str, Stored], built: 
     settings = getattr(getattr(model, "config", None), "quantization_config", None)
     if settings is None:
         return set()
-    if not built or _method(settings) != _METHOD:
+    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    if not built or getattr(method, "value", method) != _METHOD:
         raise ConfigError(
             f"{folder} holds quantized weights, of which load_pretrained reads those of bitsandbytes, for a model that "
             "it builds; load it by from_pretrained of transformers outside of offload.init, freeze it and give the "
@@ -295,11 +295,6 @@ def build_layers(model: Any, folder: Path, stored: Mapping[str, Stored], built: 
         elif "Linear8bitLt" in kinds:
             taken |= _eight_bits(name, module, stored, folder)
     return taken
-
-
-def _method(settings: Any) -> str:
-    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
-    return str(getattr(method, "value", method))
 
 
 def _replace(model: Any, settings: Any, folder: Path) -> None:

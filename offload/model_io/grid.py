@@ -18,13 +18,14 @@ from offload.aio import aligned_empty
 from offload.aio.protocols import Pending, Queue
 from offload.checkpoint.directory import check_parts, described_part
 from offload.checkpoint.files import read_manifest, states_file
-from offload.checkpoint.load import FoundCheckpoint, SavedStates, StateReader, compare_bytes, look
+from offload.checkpoint.load import SavedStates, StateReader, compare_bytes, look
 from offload.checkpoint.resharding import Run
 from offload.checkpoint.resharding import Source as PartSource
 from offload.distributed.process_group import Ranks
 from offload.engine.components import EngineComponents
 from offload.engine.snapshot import persistent_buffers
 from offload.errors import IoError, StoreError
+from offload.fileio.safetensors_stream import TensorLocation
 from offload.layout.fingerprint import about, describe, described_layouts, described_mode
 from offload.layout.flat_layout import Segment, UnitLayout, arrange
 from offload.layout.modes import Mode
@@ -55,7 +56,7 @@ class PartLayout:
     def of(
         cls, description: Mapping[str, Any], about: Mapping[str, Any], layouts: tuple[UnitLayout, ...], mode: Mode
     ) -> PartLayout:
-        """Returns the part that is described."""
+        """Returns the part whose description and `about` are of `described_part`."""
         return cls(
             layouts=layouts,
             mode=mode,
@@ -162,22 +163,19 @@ def _parameter(name: str, segment: Segment, row: Sequence[int], parts: Sequence[
             f"{segment.name} is a shard of Megatron's, which does not say how the whole is divided: load the "
             "checkpoint into a run of the same size, and save engine.module.state_dict() for Megatron's own tools"
         )
-    pieces = tuple(_piece(number, segment.name, parts[number]) for number in (row if divided else row[:1]))
+    pieces = tuple(
+        PieceOf(number, unit, own)
+        for number in (row if divided else row[:1])
+        for unit, layout in enumerate(parts[number].layouts)
+        for own in layout.segments
+        if own.name == segment.name
+    )
     shape = list(segment.shape)
     if dim is not None:
         shape[dim] = sum(piece.segment.shape[dim] for piece in pieces)
     stack = segment.stack and name.rpartition("[")[0]
     whole = Segment(name, tuple(shape), 0, math.prod(shape), segment.trainable, stack=stack, row=segment.row)
     return WholeParameter(whole, dim, pieces)
-
-
-def _piece(number: int, name: str, part: PartLayout) -> PieceOf:
-    return next(
-        PieceOf(number, unit, segment)
-        for unit, layout in enumerate(part.layouts)
-        for segment in layout.segments
-        if segment.name == name
-    )
 
 
 def _about(first: Sequence[PartLayout], names: Mapping[tuple[int, str], str]) -> dict[str, Any]:
@@ -247,7 +245,7 @@ def strips(widths: Sequence[int], start: int, stop: int) -> Iterator[Strip]:
 # -- source --------------------------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
+class OpenPart(NamedTuple):
     """One part of a model, open for reads."""
 
     layout: PartLayout
@@ -259,12 +257,8 @@ class Part(NamedTuple):
 class WholeSource:
     """The parts of a model as one; implements `offload.model_io.source.Source`."""
 
-    def __init__(self, parts: Sequence[Part], step: int, close: Callable[[], None] = lambda: None) -> None:
-        """Puts the parts together.
-
-        Raises:
-            StoreError: If the parts cannot be put together.
-        """
+    def __init__(self, parts: Sequence[OpenPart], step: int, close: Callable[[], None] = lambda: None) -> None:
+        # Raises `StoreError` if the parts cannot be put together.
         self._parts, self._close = parts, close
         whole = whole_model([part.layout for part in parts], [list(part.buffers) for part in parts])
         modes = {part.layout.mode.name: part.layout.mode for part in parts}
@@ -294,36 +288,29 @@ class WholeSource:
         for parameter in self._parameters[unit]:
             segment = parameter.segment
             begin, end = max(first, segment.start), min(last, segment.stop)
-            if begin < end:
-                out = buffer[(begin - first) * size : (end - first) * size]
-                self._begin(parameter, state, range(begin - segment.start, end - segment.start), out, joined)
+            if begin >= end:
+                continue
+            out, widths = buffer[(begin - first) * size : (end - first) * size], parameter.widths
+            for strip in strips(widths, begin - segment.start, end - segment.start):
+                piece = parameter.pieces[strip.piece]
+                nbytes = (strip.stop - strip.start) * size
+                if strip.rows == 1:
+                    memory = out[strip.at * size : strip.at * size + nbytes]
+                else:
+                    # One long read in place of one for each row, whose parts are put where they belong afterwards.
+                    memory = aligned_empty(nbytes)
+                    joined.copies.append(_RowCopy(memory, out[strip.at * size :], strip.rows, sum(widths) * size))
+                source = PartSource(piece.unit, piece.segment.start + strip.start, piece.segment.trainable)
+                run = Run(0, strip.stop - strip.start, source)
+                joined.reads += self._parts[piece.part].states.read(run, state, memory, 0)
         return joined
-
-    def _begin(
-        self, parameter: WholeParameter, state: State, elements: range, out: memoryview, joined: _Joined
-    ) -> None:
-        """Begins to read elements of a parameter from its pieces."""
-        size, widths = self._mode.states[state].itemsize, parameter.widths
-        for strip in strips(widths, elements.start, elements.stop):
-            piece = parameter.pieces[strip.piece]
-            nbytes = (strip.stop - strip.start) * size
-            if strip.rows == 1:
-                memory = out[strip.at * size : strip.at * size + nbytes]
-            else:
-                # One long read in place of one for each row, whose parts are put where they belong afterwards.
-                memory = aligned_empty(nbytes)
-                row = sum(widths) * size
-                joined.copies.append(_Copy(memory, out[strip.at * size :], strip.rows, row))
-            source = PartSource(piece.unit, piece.segment.start + strip.start, piece.segment.trainable)
-            run = Run(0, strip.stop - strip.start, source)
-            joined.reads += self._parts[piece.part].states.read(run, state, memory, 0)
 
     def close(self) -> None:
         """Closes the files; idempotent."""
         self._close()
 
 
-class _Copy(NamedTuple):
+class _RowCopy(NamedTuple):
     """Rows that were read one after the other, and where they go, `step` bytes apart."""
 
     memory: memoryview
@@ -331,19 +318,12 @@ class _Copy(NamedTuple):
     rows: int
     step: int
 
-    def run(self) -> None:
-        """Copies them."""
-        width = len(self.memory) // self.rows
-        whole = torch.frombuffer(self.out, dtype=torch.uint8)
-        rows = torch.frombuffer(self.memory, dtype=torch.uint8).view(self.rows, width)
-        whole.as_strided((self.rows, width), (self.step, 1)).copy_(rows)
-
 
 class _Joined:
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self.reads: list[Pending] = []
-        self.copies: list[_Copy] = []
+        self.copies: list[_RowCopy] = []
 
     def done(self) -> bool:
         """Returns True if all reads have ended."""
@@ -354,8 +334,12 @@ class _Joined:
         # In the order of their begin: with an engine each wait is a collective.
         for read in self.reads:
             read.wait()
-        for copy in self.copies:
-            copy.run()
+        for memory, out, rows, step in self.copies:
+            width = len(memory) // rows
+            whole = torch.frombuffer(out, dtype=torch.uint8)
+            whole.as_strided((rows, width), (step, 1)).copy_(
+                torch.frombuffer(memory, dtype=torch.uint8).view(rows, width)
+            )
         return self._nbytes
 
 
@@ -381,7 +365,20 @@ def whole_of_checkpoint(checkpoint: Path, queue: Queue) -> WholeSource:
     # Rank 0 of no engine: the progress of rank 0 has the buffers, which all ranks of a part have.
     checkpoints = [look(checkpoint / part, 0, 0, {}) for part in manifest.parts]
     for checkpoint_part in checkpoints:
-        _compare(checkpoint_part, queue)
+        places = checkpoint_part.places
+        # Moments are not read, so damage of them does not keep anyone from the weights.
+        work = [
+            (rank, name)
+            for rank, tensors in enumerate(places)
+            for name in tensors
+            if State(name.partition(".")[2]) in KEPT
+        ]
+
+        def damaged(path: Path, name: str, places: Sequence[Mapping[str, TensorLocation]] = places) -> None:
+            tensor = next(tensors[name] for rank, tensors in enumerate(places) if states_file(rank) == path.name)
+            raise IoError(str(path), tensor.offset, tensor.tensor.nbytes, errno.EBADMSG, f"use {name},")
+
+        compare_bytes(checkpoint_part, work, queue, damaged)
     # Files that are open already are closed if a later part cannot be opened, or the parts do not fit.
     with contextlib.ExitStack() as opened:
         parts = []
@@ -393,25 +390,8 @@ def whole_of_checkpoint(checkpoint: Path, queue: Queue) -> WholeSource:
                 checkpoint_part.layouts,
                 checkpoint_part.mode,
             )
-            parts.append(Part(layout, states, checkpoint_part.progress.buffers, checkpoint_part.manifest.frozen))
+            parts.append(OpenPart(layout, states, checkpoint_part.progress.buffers, checkpoint_part.manifest.frozen))
         return WholeSource(parts, manifest.step, opened.pop_all().close)
-
-
-def _compare(part: FoundCheckpoint, queue: Queue) -> None:
-    """Raises `IoError` if weights of a part are damaged."""
-    # Moments are not read, so damage of them does not keep anyone from the weights.
-    work = [
-        (rank, name)
-        for rank, tensors in enumerate(part.places)
-        for name in tensors
-        if State(name.partition(".")[2]) in KEPT
-    ]
-
-    def damaged(path: Path, name: str) -> None:
-        tensor = next(tensors[name] for rank, tensors in enumerate(part.places) if states_file(rank) == path.name)
-        raise IoError(str(path), tensor.offset, tensor.tensor.nbytes, errno.EBADMSG, f"use {name},")
-
-    compare_bytes(part, work, queue, damaged)
 
 
 # -- of engine -----------------------------------------------------------------------------------------
@@ -443,35 +423,29 @@ def whole_of_engine(module: nn.Module, components: EngineComponents, own: Source
         StoreError: On all processes, if the parts cannot be put together.
     """
     world = components.world
-    rows = world.everyone.share(_described(module, components), "describe the model")
+    described: dict[str, Any] = {"part": world.part}
+    # One process of a column describes it: the description names each parameter, and would be sent once for each rank.
+    if world.ranks.rank == 0:
+        whole = describe(components.layouts, components.shards.mode, world.ranks.mesh.shards)
+        described["layout"], described["about"] = described_part(world, whole, about(module))
+        described["buffers"] = {
+            name: [str(value.dtype).removeprefix("torch."), list(value.shape)]
+            for name, value in persistent_buffers(module).items()
+        }
+    rows = world.everyone.share(described, "describe the model")
     parts = []
     # In one order on all processes, since buffers are sent in between.
     for name in world.parts:
         processes = [number for number, row in enumerate(rows) if row["part"] == name]
         first = rows[processes[0]]
-        description, said = first["layout"], first["about"]
+        description = first["layout"]
         layouts, mode = described_layouts(description, part=True), described_mode(description)
-        layout = PartLayout.of(description, said, layouts, mode)
+        layout = PartLayout.of(description, first["about"], layouts, mode)
         # Processes of a column are in the order of their ranks; those of other replicas follow, and read nothing.
         shards = int(description["world_size"])
         states = SavedStates(layouts, mode, shards, _Partitions(own, processes[:shards]))
-        parts.append(Part(layout, states, _buffers(module, world.everyone, processes[0], first["buffers"]), True))
+        parts.append(OpenPart(layout, states, _buffers(module, world.everyone, processes[0], first["buffers"]), True))
     return WholeSource(parts, own.step)
-
-
-def _described(module: nn.Module, components: EngineComponents) -> dict[str, Any]:
-    """Returns what the others need to know of this process; of a column one process describes it."""
-    world = components.world
-    # The description names each parameter, and would be sent once for each rank.
-    if world.ranks.rank:
-        return {"part": world.part}
-    whole = describe(components.layouts, components.shards.mode, world.ranks.mesh.shards)
-    layout, said = described_part(world, whole, about(module))
-    buffers = {
-        name: [str(value.dtype).removeprefix("torch."), list(value.shape)]
-        for name, value in persistent_buffers(module).items()
-    }
-    return {"part": world.part, "layout": layout, "about": said, "buffers": buffers}
 
 
 def _buffers(

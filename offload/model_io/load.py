@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from offload.engine.snapshot import persistent_buffers
 from offload.errors import ConfigError, OffloadError, StoreError, UsageError
 from offload.layout.modes import DTYPES
 from offload.layout.units import listed_in_fp32
-from offload.model_io.folder import CONFIG, GENERATION, Run, Stored, build_layers, stored_tensors
+from offload.model_io.folder import CONFIG, GENERATION, Stored, StoredRun, build_layers, stored_tensors
 from offload.presets import read_config
 from offload.sizes import count_of
 
@@ -62,6 +62,15 @@ _LEFT_OUT_IF_NONE = frozenset(
 """Keywords of the original that are left out if None. None for any other keyword is a value for the model's config."""
 
 
+class _Loading(threading.local):
+    """Flag of each thread: true while the replaced `from_pretrained` loads a model, whose code may load others."""
+
+    inside = False
+
+
+_loading = _Loading()
+
+
 @contextlib.contextmanager
 def streaming(load: Callable[..., Any]) -> Iterator[None]:
     """Lets `from_pretrained` of transformers stream local folders, in this thread, while the context is open.
@@ -83,7 +92,12 @@ def streaming(load: Callable[..., Any]) -> Iterator[None]:
         original_method: Any = original.__get__(None, cls)
         # The patch is visible to all threads, and a model that is built below may call `from_pretrained` in its
         # constructor.
-        if threading.get_ident() != thread or _is_inside() or args or any(kwargs.get(key_name) for key_name in _THEIRS):
+        if (
+            threading.get_ident() != thread
+            or _loading.inside
+            or args
+            or any(kwargs.get(key_name) for key_name in _THEIRS)
+        ):
             return original_method(name, *args, **kwargs)
         if name is None or not (Path(name).is_dir() and any(Path(name).glob("*.safetensors"))):
             return original_method(name, **kwargs)
@@ -99,8 +113,11 @@ def streaming(load: Callable[..., Any]) -> Iterator[None]:
             if key not in (*_NO_VALUES, *_THEIRS) and not (value is None and key in _LEFT_OUT_IF_NONE)
         }
         fit["model_config"] = fit.pop("config", None)
-        with _inside():
+        _loading.inside = True
+        try:
             model, info = load(cls, name, output_loading_info=True, **fit)
+        finally:
+            _loading.inside = False
         return (model, info._asdict()) if wants_info else model
 
     patched.from_pretrained = classmethod(from_pretrained)  # AutoModel classes call this method too
@@ -108,30 +125,6 @@ def streaming(load: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         patched.from_pretrained = original
-
-
-class _Depth(threading.local):
-    """Flag of each thread: true while the replaced `from_pretrained` loads a model."""
-
-    inside = False
-
-
-_depth = _Depth()
-
-
-def _is_inside() -> bool:
-    """Returns True while the replaced `from_pretrained` loads a model in this thread, whose code may load others."""
-    return _depth.inside
-
-
-@contextlib.contextmanager
-def _inside() -> Iterator[None]:
-    """Sets the flag of this thread while the context is open."""
-    _depth.inside = True
-    try:
-        yield
-    finally:
-        _depth.inside = False
 
 
 # -- name mapping --------------------------------------------------------------------------------------
@@ -144,7 +137,7 @@ def _inside() -> Iterator[None]:
 # meta tensors, so that a misfit is known before anything is read.
 
 
-class Source(NamedTuple):
+class NamedSource(NamedTuple):
     """Origin, in a folder, of the values for one name of a model."""
 
     origin: Origin
@@ -243,12 +236,12 @@ class Converted(NamedTuple):
         values = self.conversion.take(self.name, keep=more).contiguous().view(-1)
         yield 0, values if part is None else values[part.start : part.stop]
 
-    def runs(self, part: range) -> list[Run]:
+    def runs(self, part: range) -> list[StoredRun]:
         """Returns the elements of the files that are `part` of the values, in order; none if values are changed."""
         numbers, width = self.conversion.rows.get(self.name), self.shape[-1]
         if numbers is None or not part or part.start % width or part.stop % width:
             return []
-        joined: list[Run] = []
+        joined: list[StoredRun] = []
         rows = numbers[part.start // width : part.stop // width]
         # A run ends where the next row is not the next one of the files, or begins another tensor.
         firsts = [0, *itertools.accumulate(math.prod(stored.shape[:-1]) for stored, _ in self.conversion.parts)]
@@ -257,32 +250,26 @@ class Converted(NamedTuple):
         for start, stop in itertools.pairwise([0, *breaks.tolist(), len(rows)]):
             which = int(tensor[start])
             first = int(rows[start]) - 1 - firsts[which]
-            joined.append(Run(self.conversion.parts[which][0], first * width, (stop - start) * width))
+            joined.append(StoredRun(self.conversion.parts[which][0], first * width, (stop - start) * width))
         return joined
 
 
-class Named(NamedTuple):
-    """Match between a folder and a model."""
-
-    sources: Mapping[str, Source]
-    """Sources by the model's names."""
-    unexpected: Sequence[str]
-    """Names of tensors, after renaming, that the model does not contain."""
-
-
-def name_tensors(model: nn.Module, expected: Mapping[str, Any], stored: Mapping[str, Stored]) -> Named:
+def name_tensors(
+    model: nn.Module, expected: Mapping[str, Any], stored: Mapping[str, Stored]
+) -> tuple[dict[str, NamedSource], list[str]]:
     """Maps the tensors of a folder to the names of a model.
+
+    Returns:
+        The sources by the model's names, and the names of tensors, after renaming, that the model does not contain.
 
     Raises:
         ConfigError: If two tensors of the folder map to one name, or a conversion fails.
     """
     rules = _rules_of_transformers(model)
     if rules is None:
-        return Named(
-            {name: _as_it_is(stored[name]) for name in expected if name in stored},
-            [name for name in stored if name not in expected],
-        )
-    sources: dict[str, Source] = {}
+        own = {name: NamedSource(stored[name], (stored[name].dtype,)) for name in expected if name in stored}
+        return own, [name for name in stored if name not in expected]
+    sources: dict[str, NamedSource] = {}
     unexpected: list[str] = []
     groups: dict[str, Conversion] = {}
     # The order of transformers: experts are stacked in the order that they are added, 2 before 10.
@@ -295,23 +282,19 @@ def name_tensors(model: nn.Module, expected: Mapping[str, Any], stored: Mapping[
             group = groups.setdefault(name, Conversion(model, converter, name, []))
             group.parts = [*group.parts, (stored[key], pattern)]
         else:
-            _add(sources, name, _as_it_is(stored[key]))
+            _add(sources, name, NamedSource(stored[key], (stored[key].dtype,)))
     for group in groups.values():
         dtypes = tuple(part.dtype for part, _ in group.parts)
         for name, shape in group.shapes().items():
             if name in expected:
                 group.wanted.add(name)
-                _add(sources, name, Source(Converted(group, name, shape), dtypes))
+                _add(sources, name, NamedSource(Converted(group, name, shape), dtypes))
             else:
                 unexpected.append(name)
-    return Named(sources, unexpected)
+    return sources, unexpected
 
 
-def _as_it_is(stored: Stored) -> Source:
-    return Source(stored, (stored.dtype,))
-
-
-def _add(sources: dict[str, Source], name: str, source: Source) -> None:
+def _add(sources: dict[str, NamedSource], name: str, source: NamedSource) -> None:
     """Adds a source to `sources`; raises `ConfigError` if the name already has one."""
     if name in sources:
         raise ConfigError(
@@ -338,7 +321,7 @@ class _Rules:
 
 
 def _rules_of_transformers(model: Any) -> _Rules | None:
-    """Returns the rules for a model, or None for a model that is not of transformers: its names stay unchanged."""
+    """Returns the rules for a model; None if it is not of transformers, and its names stay unchanged."""
     if not hasattr(model, "base_model_prefix") or not hasattr(model, "config"):
         return None
     try:
@@ -488,10 +471,10 @@ def load_pretrained(
         raise UsageError("this model is under an engine already; call load_pretrained before initialize")
     # From here to `_take` the model is only read.
     names = {name: tensor for name, tensor in _names(model).items() if name not in taken}
-    named = name_tensors(model, names, {name: stored[name] for name in stored if name not in taken})
-    sources, info = _compare(model, names, named, ignore_mismatched_sizes, path)
+    named, unexpected = name_tensors(model, names, {name: stored[name] for name in stored if name not in taken})
+    sources, info = _compare(model, names, named, unexpected, ignore_mismatched_sizes, path)
     _take(model, sources)
-    _tell(info, path)
+    _warn(info, path)
     return (model, info) if output_loading_info else model
 
 
@@ -530,7 +513,12 @@ def _build(model_class: Any, folder: Path, config: Any, model_config: Any, kwarg
             model_config, unused = AutoConfig.from_pretrained(
                 model_config or folder, return_unused_kwargs=True, **kwargs
             )
-        _check_type(model_class, model_config, folder)
+        wanted = getattr(getattr(model_class, "config_class", None), "model_type", None)
+        if wanted is not None and wanted != model_config.model_type:
+            raise ConfigError(
+                f"{folder / CONFIG} describes a {model_config.model_type} model, but {model_class.__name__} takes "
+                f"{wanted}; give the class of the folder's model, or AutoModelForCausalLM and the like"
+            )
         # As from_pretrained sets it.
         model_config.name_or_path = str(folder)
         # Classes such as AutoModelForCausalLM have the public method, model classes the private one.
@@ -547,19 +535,16 @@ def _build(model_class: Any, folder: Path, config: Any, model_config: Any, kwarg
         raise ConfigError(f"{name} cannot be built from {folder / CONFIG}: {error}") from error
     built: nn.Module = model.eval()
     if dtype in (torch.bfloat16, torch.float16):
-        _keep_in_fp32(built, listed_in_fp32(built, strict=dtype is torch.bfloat16, buffers=True))
+        # Nothing has values yet, so a change of the dtype converts none.
+        in_fp32 = listed_in_fp32(built, strict=dtype is torch.bfloat16, buffers=True)
+        for name, tensor in _names(built).items():
+            if name in in_fp32 and tensor.is_floating_point():
+                path, _, own = name.rpartition(".")
+                if isinstance(tensor, nn.Parameter):
+                    tensor.data = tensor.data.float()
+                else:
+                    built.get_submodule(path)._buffers[own] = tensor.float()
     return built
-
-
-def _keep_in_fp32(model: nn.Module, names: Collection[str]) -> None:
-    """Gives parameters and persistent buffers of a model without values the dtype fp32, as `from_pretrained` does."""
-    for name, tensor in _names(model).items():
-        if name in names and tensor.is_floating_point():
-            path, _, own = name.rpartition(".")
-            if isinstance(tensor, nn.Parameter):
-                tensor.data = tensor.data.float()
-            else:
-                model.get_submodule(path)._buffers[own] = tensor.float()
 
 
 def _dtype(dtype: Any) -> torch.dtype | None:
@@ -573,16 +558,6 @@ def _dtype(dtype: Any) -> torch.dtype | None:
     return named
 
 
-def _check_type(model_class: Any, config: Any, folder: Path) -> None:
-    """Raises `ConfigError` if the config describes another kind of model than the class builds."""
-    wanted = getattr(getattr(model_class, "config_class", None), "model_type", None)
-    if wanted is not None and wanted != config.model_type:
-        raise ConfigError(
-            f"{folder / CONFIG} describes a {config.model_type} model, but {model_class.__name__} takes {wanted}; "
-            "give the class of the folder's model, or AutoModelForCausalLM and the like"
-        )
-
-
 # -- comparing ----------------------------------------------------------------------------------------
 
 
@@ -591,8 +566,13 @@ def _names(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _compare(
-    model: nn.Module, names: Mapping[str, torch.Tensor], named: Named, ignore_sizes: bool, folder: Path
-) -> tuple[dict[str, Source], LoadingInfo]:
+    model: nn.Module,
+    names: Mapping[str, torch.Tensor],
+    named: Mapping[str, NamedSource],
+    unexpected: Sequence[str],
+    ignore_sizes: bool,
+    folder: Path,
+) -> tuple[dict[str, NamedSource], LoadingInfo]:
     """Matches the tensors of a folder with those of a model.
 
     Returns:
@@ -602,14 +582,14 @@ def _compare(
     Raises:
         ConfigError: If nothing matches, or shapes, dtypes or tied values differ.
     """
-    if names and not named.sources:
+    if names and not named:
         raise ConfigError(
             f"no tensor of {folder} belongs to this {type(model).__name__}: the folder contains "
-            f"{', '.join(list(named.unexpected)[:_SHOWN])}, the model has {', '.join(list(names)[:_SHOWN])}"
+            f"{', '.join(unexpected[:_SHOWN])}, the model has {', '.join(list(names)[:_SHOWN])}"
         )
     mismatched = [
         (name, source.origin.shape, tuple(names[name].shape))
-        for name, source in named.sources.items()
+        for name, source in named.items()
         if source.origin.shape != tuple(names[name].shape)
     ]
     if mismatched and not ignore_sizes:
@@ -621,41 +601,29 @@ def _compare(
         )
     # With `ignore_sizes` such parameters get no source, so that they are initialized like missing ones.
     wrong = {name for name, *_ in mismatched}
-    sources: dict[int, tuple[str, Source]] = {}
-    for name, source in named.sources.items():
+    sources: dict[int, tuple[str, NamedSource]] = {}
+    for name, source in named.items():
         if name in wrong:
             continue
-        _check_dtype(name, names[name], source)
+        unread = [dtype for dtype in source.dtypes if names[name].is_floating_point() and dtype not in _READABLE]
+        if unread:
+            raise ConfigError(
+                f"{name} is stored as {unread[0]} (quantized?), but only bf16, fp16, fp32 and fp64 can be read; give a "
+                "folder in one of them"
+            )
         # A tied parameter is one object with several names, and the folder may contain more than one of them.
-        if id(names[name]) in sources:
-            _check_tied(sources[id(names[name])], (name, source))
-        else:
-            sources[id(names[name])] = (name, source)
+        first, own = sources.setdefault(id(names[name]), (name, source))
+        if own is not source and not same_values(own.origin, source.origin):
+            raise ConfigError(
+                f"{first} and {name} are one parameter of the model, but the folder contains different values for "
+                "them; build the model untied: tie_word_embeddings=False"
+            )
     missing = [name for name, tensor in names.items() if id(tensor) not in sources and name not in wrong]
     return dict(sources.values()), LoadingInfo(
         tuple(_without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))),
-        tuple(_without(named.unexpected, _ignored(model))),
+        tuple(_without(unexpected, _ignored(model))),
         tuple(mismatched),
     )
-
-
-def _check_dtype(name: str, tensor: torch.Tensor, source: Source) -> None:
-    """Raises `ConfigError` if a weight is stored in a dtype that cannot be read."""
-    wrong = [dtype for dtype in source.dtypes if tensor.is_floating_point() and dtype not in _READABLE]
-    if wrong:
-        raise ConfigError(
-            f"{name} is stored as {wrong[0]} (quantized?), but only bf16, fp16, fp32 and fp64 can be read; give a "
-            "folder in one of them"
-        )
-
-
-def _check_tied(first: tuple[str, Source], second: tuple[str, Source]) -> None:
-    """Raises `ConfigError` if the folder contains different values for two names of one parameter."""
-    if not same_values(first[1].origin, second[1].origin):
-        raise ConfigError(
-            f"{first[0]} and {second[0]} are one parameter of the model, but the folder contains different values "
-            "for them; build the model untied: tie_word_embeddings=False"
-        )
 
 
 def _ignored(model: nn.Module) -> set[str]:
@@ -677,11 +645,15 @@ def _without(names: Sequence[str], patterns: Any) -> list[str]:
 # -- taking over --------------------------------------------------------------------------------------
 
 
-def _take(model: nn.Module, sources: Mapping[str, Source]) -> None:
+def _take(model: nn.Module, sources: Mapping[str, NamedSource]) -> None:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = persistent_buffers(model)
     # All buffers are read before one changes: an unreadable file leaves the model as it was.
-    values = {name: _whole(sources[name], buffer) for name, buffer in buffers.items() if name in sources}
+    values: dict[str, torch.Tensor] = {}
+    for name, buffer in buffers.items():
+        if name in sources:
+            pieces = [piece.clone() for _, piece in sources[name].origin.pieces()]
+            values[name] = torch.cat(pieces).view(buffer.shape) if pieces else torch.empty_like(buffer)
     with torch.no_grad():
         for name, value in values.items():
             buffers[name].copy_(value)
@@ -691,12 +663,7 @@ def _take(model: nn.Module, sources: Mapping[str, Source]) -> None:
             make_deferred(parameters[name], source.origin)
 
 
-def _whole(source: Source, like: torch.Tensor) -> torch.Tensor:
-    pieces = [values.clone() for _, values in source.origin.pieces()]
-    return torch.cat(pieces).view(like.shape) if pieces else torch.empty_like(like)
-
-
-def _tell(info: LoadingInfo, folder: Path) -> None:
+def _warn(info: LoadingInfo, folder: Path) -> None:
     if info.missing_keys:
         logger.warning(
             "%s not in %s and will be initialized anew: %s",

@@ -48,7 +48,7 @@ from offload.layout.optimizer_states import join, master_sources
 from offload.model_io.folder import CONFIG, GENERATION, INDEX, SINGLE
 from offload.model_io.grid import whole_of_engine
 from offload.model_io.saved_names import SavedNames, saved_names
-from offload.model_io.source import Reading, Source
+from offload.model_io.source import Source
 from offload.sizes import KIB, PAGE, count_of, format_size, parse_size
 from offload.states import State
 
@@ -568,7 +568,7 @@ def stream(source: Source, plan: ExportPlan, put: Put, progress: Callable[[int],
     itemsize = torch.float32.itemsize if plan.in_fp32 else plan.dtype.itemsize
     rooms = [aligned_empty(_CHUNK_NUMEL * itemsize + _GAPS) for _ in range(_WRITES)]
 
-    def begin(chunk: WeightChunk, buffer: memoryview) -> Iterator[Reading]:
+    def begin(chunk: WeightChunk, buffer: memoryview) -> Iterator[Pending]:
         for state, memory in _regions(plan, chunk, buffer).items():
             start = chunk.position * plan.weights(chunk.unit)[state].itemsize
             yield source.read(chunk.rank, chunk.unit, state, start, memory)
@@ -587,7 +587,7 @@ def stream(source: Source, plan: ExportPlan, put: Put, progress: Callable[[int],
                 writes += put(*run.place, room[run.at : run.at + run.nbytes])
             return ()
 
-        def begin_blocks(chunk: BlockChunk, buffer: memoryview) -> Iterator[Reading]:
+        def begin_blocks(chunk: BlockChunk, buffer: memoryview) -> Iterator[Pending]:
             at, width = 0, plan.mode.weight_dtype.itemsize
             for part in chunk.shards:
                 memory = buffer[at : at + part.numel * width]
@@ -613,9 +613,9 @@ def stream(source: Source, plan: ExportPlan, put: Put, progress: Callable[[int],
                 writes += put(file, offset + skipped, room[at : at + out.nbytes])
             return ()
 
-        flow(buffers, chunks(plan), begin, end, lambda *_: None)
+        flow(buffers, chunks(plan), begin, end)
         values = torch.frombuffer(aligned_empty(VALUES * 4), dtype=plan.mode.weight_dtype)
-        flow(buffers, block_chunks(plan), begin_blocks, end_blocks, lambda *_: None)
+        flow(buffers, block_chunks(plan), begin_blocks, end_blocks)
     return beyond
 
 
@@ -902,7 +902,7 @@ class EngineSource:
         }
         self._over = False
 
-    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
+    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Pending:
         """Begins to read bytes of a rank's partition, on the rank that owns it; see `Source.read`."""
         # Only the owner in the first replica reads. The others receive the bytes in `wait`, in the same order of reads.
         futures = self._components.shards.read(unit, state, start, buffer) if rank == self._ranks.rank else []

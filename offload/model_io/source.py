@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from offload.aio.protocols import Queue
+from offload.aio.protocols import Pending, Queue
 from offload.checkpoint.files import refuse_rank
 from offload.errors import IoError, StoreError
 from offload.states import State
@@ -29,22 +29,6 @@ if TYPE_CHECKING:
 # -- weight source -------------------------------------------------------------------------------------
 
 
-class Reading(Protocol):
-    """Protocol of a read in flight."""
-
-    def done(self) -> bool:
-        """Returns True if `wait` need not wait for a drive."""
-        ...
-
-    def wait(self) -> int:
-        """Waits for the read and returns its number of bytes.
-
-        Raises:
-            IoError: If the read fails, or the bytes differ from those that were written.
-        """
-        ...
-
-
 class Source(Protocol):
     """Protocol of a source of weights for an export."""
 
@@ -57,8 +41,8 @@ class Source(Protocol):
     buffers: Mapping[str, torch.Tensor]
     """Persistent buffers of the model, by name."""
 
-    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
-        """Begins to fill `buffer` from a rank's partition.
+    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Pending:
+        """Begins to fill `buffer` from a rank's partition. The end of the read raises `IoError` if bytes are damaged.
 
         A partition must be read in order, so that its bytes can be compared with their checksums.
 
@@ -127,7 +111,7 @@ class StoreSource:
             self._open.close()
             raise
 
-    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
+    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Pending:
         """Begins to read bytes of a rank's partition; see `Source.read`."""
         slot = self.commits[rank].record.slots[unit]
         place = self._places[rank][unit][state][slot]
@@ -200,7 +184,13 @@ def ranks_of(run: Path, folders: Sequence[RankFiles], *, replicas: bool = False)
         size = manifest.spec.ranks if replicas else int(manifest.spec.fingerprint.get("world_size", 1))
     ranks = [rank for rank in folders if rank.rank < size]
     for rank in ranks:
-        check_can_be_read(rank)
+        if rank.other_format is not None:
+            raise StoreError(f"{rank.folder} has {rank.other_format}")
+        if rank.drive:
+            first = "" if rank.manifest is None else f" ({rank.manifest.drives[0]})"
+            raise StoreError(f"{rank.folder} is on drive {rank.drive} of its run; give its folder on the first{first}")
+        if rank.manifest is not None and rank.manifest.spec.slots == 1:
+            raise StoreError(f'{rank.folder} was made with "durability": "none": nothing in it was ever committed')
         # Read as another rank's, its bytes would be taken for other parameters.
         if rank.manifest is not None:
             check_rank(rank.manifest, rank.rank, rank.folder)
@@ -251,17 +241,6 @@ def commits_of_all(ranks: Sequence[RankFiles], at: int | None = None) -> list[Co
             )
         chosen.append(commit)
     return chosen
-
-
-def check_can_be_read(rank: RankFiles) -> None:
-    """Raises `StoreError` if a rank's folder cannot contain commits, or has a format that this version cannot read."""
-    if rank.other_format is not None:
-        raise StoreError(f"{rank.folder} has {rank.other_format}")
-    if rank.drive:
-        first = "" if rank.manifest is None else f" ({rank.manifest.drives[0]})"
-        raise StoreError(f"{rank.folder} is on drive {rank.drive} of its run; give its folder on the first{first}")
-    if rank.manifest is not None and rank.manifest.spec.slots == 1:
-        raise StoreError(f'{rank.folder} was made with "durability": "none": nothing in it was ever committed')
 
 
 def _checked_layouts(manifest: StoreManifest) -> Sequence[UnitLayout]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from offload.aio import aligned_empty
+from offload.aio.protocols import Pending
 from offload.checkpoint.foreign_contents import MASTER
 from offload.engine.snapshot import Snapshot
 from offload.errors import StoreError
@@ -24,7 +25,7 @@ from offload.layout.fingerprint import described_layouts, described_mode
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.modes import ADAM, Mode
 from offload.layout.optimizer_states import join, master_sources
-from offload.model_io.source import Reading, Source
+from offload.model_io.source import Source
 from offload.notices import shell_command
 from offload.sizes import KIB
 from offload.states import State
@@ -146,7 +147,7 @@ def write_states(source: Source, plan: StatesPlan, place: StateFile, progress: C
     """
     files = _StateFiles(place, plan.shapes)
 
-    def begin(chunk: _Chunk, buffer: memoryview) -> Iterator[Reading]:
+    def begin(chunk: _Chunk, buffer: memoryview) -> Iterator[Pending]:
         for state, memory in _regions(plan, chunk, buffer).items():
             start = chunk.position * plan.mode_of(chunk.unit).states[state].itemsize
             yield source.read(chunk.rank, chunk.unit, state, start, memory)
