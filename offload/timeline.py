@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import gzip
 import json
 import logging
@@ -29,7 +30,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -88,14 +89,6 @@ class Span(NamedTuple):
     nbytes: int
 
 
-class _Sample(NamedTuple):
-    """The value of a counter from `time` on, in nanoseconds of `now`."""
-
-    name: str
-    time: int
-    value: int
-
-
 # CLOCK_MONOTONIC on Linux, which all processes of a machine share.
 now = time.perf_counter_ns
 
@@ -116,7 +109,8 @@ class Timeline:
         self._pid = rank + 1  # viewers treat process 0 as the idle one
         # Appending to a list is atomic under the GIL, so recording needs no lock.
         self._spans: list[Span] = []
-        self._samples: list[_Sample] = []
+        self._samples: list[tuple[str, int, int]] = []
+        """Name of a counter, nanoseconds of `now`, and its value from then on."""
         self._last: dict[str, int] = {}
         self._begun: dict[tuple[Row, str], int] = {}
         self._full_at: int | None = None
@@ -166,7 +160,7 @@ class Timeline:
         at = now()
         if at >= self._first and self._last.get(name) != value and self._has_room(at):
             self._last[name] = value
-            self._samples.append(_Sample(name, at, value))
+            self._samples.append((name, at, value))
 
     def begin_phase(self, phase: Phase) -> None:
         """Marks the start of a phase for a listener. The file shows the modules of a phase, not the phase itself."""
@@ -194,8 +188,15 @@ class Timeline:
         if self._written:
             return
         try:
-            with _open(self.path) as file:
-                file.write(_BEGINS + '"ms", "otherData": ' + json.dumps(self._facts()) + ', "traceEvents": [\n')
+            facts = {
+                "rank": self._rank,
+                "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._began)),
+                "events": len(self._spans) + len(self._samples),
+                "complete": self._full_at is None,
+            }
+            opened: Any = functools.partial(gzip.open, compresslevel=5) if self.path.suffix == ".gz" else open
+            with opened(self.path, "wt", encoding="utf-8") as file:
+                file.write(_BEGINS + '"ms", "otherData": ' + json.dumps(facts) + ', "traceEvents": [\n')
                 file.write(",\n".join(json.dumps(event) for event in self._events()))
                 file.write("\n]}\n")
         except OSError as error:
@@ -203,14 +204,6 @@ class Timeline:
         self._written = True
 
     # -- the file -----------------------------------------------------------------------------------
-
-    def _facts(self) -> dict[str, Any]:
-        return {
-            "rank": self._rank,
-            "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._began)),
-            "events": len(self._spans) + len(self._samples),
-            "complete": self._full_at is None,
-        }
 
     def _events(self) -> Iterator[dict[str, Any]]:
         """Yields the events of the file: names of rows, spans, counters, and a mark where recording stopped early."""
@@ -241,16 +234,15 @@ class Timeline:
                     "dur": (span.end - span.start) / 1000,
                     **({"args": {"bytes": span.nbytes}} if span.nbytes else {}),
                 }
-        for name, at, value in sorted([*self._samples, *_in_flight(spans)], key=lambda sample: sample.time):
+        for name, at, value in sorted([*self._samples, *_in_flight(spans)], key=lambda sample: sample[1]):
             yield {"ph": "C", "pid": self._pid, "name": name, "ts": at / 1000, "args": {"bytes": value}}
         if self._full_at is not None:
-            words = f"recording stopped after {self._most} events"
             yield {
                 "ph": "i",
                 "s": "g",
                 "pid": self._pid,
                 "tid": _ORDER[Row.COMPUTE] * _TIDS,
-                "name": words,
+                "name": f"recording stopped after {self._most} events",
                 "ts": self._full_at / 1000,
             }
 
@@ -344,12 +336,6 @@ def _is_ours(path: Path) -> bool:
         return path.stat().st_size == 0
 
 
-def _open(path: Path) -> Any:
-    if path.suffix == ".gz":
-        return gzip.open(path, "wt", compresslevel=5, encoding="utf-8")
-    return open(path, "w", encoding="utf-8")
-
-
 def _joined(spans: Iterable[Span]) -> list[Span]:
     """Returns the spans sorted by start, with consecutive spans of the same wait merged."""
     joined: list[Span] = []
@@ -378,17 +364,14 @@ def _lanes(spans: Iterable[Span], nested: bool) -> Iterator[tuple[int, Span]]:
         yield lane, span
 
 
-def _in_flight(spans: Iterable[Span]) -> list[_Sample]:
+def _in_flight(spans: Iterable[Span]) -> list[tuple[str, int, int]]:
     """Returns samples of the bytes of all reads in flight, and of all writes, one for each change."""
-    samples: list[_Sample] = []
-    for row, name in _IN_FLIGHT.items():
+    samples: list[tuple[str, int, int]] = []
+    for row, name in ((Row.READS, "reads in flight"), (Row.WRITES, "writes in flight")):
         requests = [span for span in spans if span.row is row]
         changes = [(s.start, s.nbytes) for s in requests] + [(s.end, -s.nbytes) for s in requests]
         total = 0
         for at, change in sorted(changes):
             total += change
-            samples.append(_Sample(name, at, total))
+            samples.append((name, at, total))
     return samples
-
-
-_IN_FLIGHT: Mapping[Row, str] = {Row.READS: "reads in flight", Row.WRITES: "writes in flight"}

@@ -377,16 +377,16 @@ def find(load_dir: str | os.PathLike[str], tag: Any, is_other: Callable[[Path], 
     if not path.exists() and is_checkpoint(aside(path, "old")):
         return str(aside(path, "old"))
     if not path.is_dir():
-        there = ", ".join(_tags(folder, is_other)) or "none"
-        raise StoreError(f"there is no checkpoint {tag} in {folder}, which {named}; the folder contains: {there}")
+        raise StoreError(
+            f"there is no checkpoint {tag} in {folder}, which {named}; the folder contains: {_tags(folder, is_other)}"
+        )
     return str(path)
 
 
-def _tags(folder: Path, is_other: Callable[[Path], bool]) -> list[str]:
-    """Returns the tags of a folder's checkpoints, those of another program at the end."""
-    if not folder.is_dir():
-        return []
-    return [*checkpoints(folder), *sorted(path.name for path in folder.iterdir() if is_other(path))]
+def _tags(folder: Path, is_other: Callable[[Path], bool]) -> str:
+    """Returns the tags of a folder's checkpoints in words, those of another program at the end."""
+    others = sorted(path.name for path in folder.iterdir() if is_other(path)) if folder.is_dir() else []
+    return ", ".join([*checkpoints(folder), *others]) or "none"
 
 
 def _read_latest(latest: Path, is_other: Callable[[Path], bool]) -> str:
@@ -395,10 +395,9 @@ def _read_latest(latest: Path, is_other: Callable[[Path], bool]) -> str:
     try:
         return check_tag(named)
     except UsageError:
-        there = ", ".join(_tags(latest.parent, is_other)) or "none"
         raise StoreError(
             f"{latest} must contain the tag of a checkpoint, but contains {named[:100]!r}; give the tag of a "
-            f"checkpoint in the folder: {there}"
+            f"checkpoint in the folder: {_tags(latest.parent, is_other)}"
         ) from None
 
 

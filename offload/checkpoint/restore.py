@@ -55,6 +55,8 @@ class CheckpointRestorer:
         saved_units = ([run.saved.unit for run in unit_runs if run.saved is not None] for unit_runs in self._runs)
         self._saved_modes = [source.mode_of(units[0]) if units else source.mode for units in saved_units]
         """The checkpoint's mode of the parameters of each unit: one mode, by `check_fits`."""
+        self._keeps_commit = shards.store is not None and shards.store.durable is not None
+        """True if the store has made a commit, which must stay; its states that train have a second slot."""
         self._buffers = flow_buffers()
         self._saved = source.open(queue)
 
@@ -126,11 +128,6 @@ class CheckpointRestorer:
         other_form = any(saved.get(state, own[state]) != own[state] for state in targets)
         return self._makes_masters(unit, targets) or other_form
 
-    @property
-    def _keeps_commit(self) -> bool:
-        """True if the store has made a commit, which must stay; its states that train have a second slot."""
-        return self._shards.store is not None and self._shards.store.durable is not None
-
     def _frozen_work(self, unit: int, room: int = BUFFER_NBYTES) -> list[_Work]:
         """Returns the chunks of a unit's frozen weights, or [] if the checkpoint contains none of them."""
         trainable, frozen = self._shards.shares[unit]
@@ -174,7 +171,13 @@ class CheckpointRestorer:
         mode, saved_mode = self._shards.mode_of(unit), self._saved_modes[unit]
         weights = mode.weights
         for state, nbytes in self._shards.states(unit).items() if share else ():
-            part = self._own_part(unit, state, nbytes)
+            # This rank's values of a state by itself, counted in the unit: words, scales, or elements. A state that not
+            # every parameter has is that of the first elements.
+            if state is State.PACKED:
+                part = range(nbytes // WORD)
+            else:
+                numel, first = nbytes // mode.states[state].itemsize, mode.part(state, share.start, share.stop).start
+                part = range(first, first + (numel if state is State.SCALES else min(numel, len(share))))
             if state in weights:
                 if not self._converts(unit):
                     yield from self._cut(unit, (state,), 0, share)
@@ -190,15 +193,6 @@ class CheckpointRestorer:
             # The next commit names one slot for all states of a unit, so states that are not loaded move there too.
             elif moves and self._shards.stored(unit, state):
                 yield from (chunk._replace(kept=True) for chunk in self._cut(unit, (state,), 0, part))
-
-    def _own_part(self, unit: int, state: State, nbytes: int) -> range:
-        """Returns this rank's values of a state by itself, counted in the unit: elements, or those of the state."""
-        share, mode = self._shards.shares[unit][0], self._shards.mode_of(unit)
-        if state is State.PACKED:
-            return range(nbytes // WORD)
-        numel, first = nbytes // mode.states[state].itemsize, mode.part(state, share.start, share.stop).start
-        # A state that not every parameter has is that of the first elements.
-        return range(first, first + (numel if state is State.SCALES else min(numel, len(share))))
 
     def _cut(
         self, unit: int, targets: tuple[State, ...], start: int, share: range, room: int = BUFFER_NBYTES
@@ -216,22 +210,20 @@ class CheckpointRestorer:
             sources = tuple(state for state in targets if state is not State.SCALES)
         # Each chunk begins at a multiple of a page in every state, as direct I/O requires.
         step = self._shards.mode.tile_step if State.SCALES in targets else self._shards.mode.page_step
-        numel = room // self._step_nbytes(unit, sources, targets, step) * step
-        for first in range(0, len(share), numel):
-            last = min(first + numel, len(share))
-            yield _Work(unit, targets, sources, start + first, start + last, share.start + first)
-
-    def _step_nbytes(self, unit: int, sources: Sequence[State], targets: Sequence[State], step: int) -> int:
-        """Returns the bytes of `step` elements of all states of a unit that share a buffer."""
+        # Bytes of that many elements of all states that share the buffer.
         sides = [(targets, self._shards.mode_of(unit))]
         if self._differ(unit, targets):
             sides.append((sources, self._saved_modes[unit]))
-        return sum(
+        step_nbytes = sum(
             len(range(step) if tuple(states) in _BY_THEMSELVES else mode.padded_part(state, 0, step))
             * mode.states[state].itemsize
             for states, mode in sides
             for state in states
         )
+        numel = room // step_nbytes * step
+        for first in range(0, len(share), numel):
+            last = min(first + numel, len(share))
+            yield _Work(unit, targets, sources, start + first, start + last, share.start + first)
 
     def _part(self, chunk: _Work, state: State, start: int, stop: int) -> range:
         return range(start, stop) if chunk.targets in _BY_THEMSELVES else self._shards.mode.part(state, start, stop)

@@ -1,15 +1,19 @@
-"""Arguments of a save or a load that cannot be right are errors that change nothing; unusual names work."""
+"""Arguments of a save or a load: the name decides what is loaded, replaced or removed; wrong ones change nothing."""
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import offload
+from offload import testing
+from offload.checkpoint.files import checkpoints
 from offload.errors import StoreError, UsageError
 from offload.runs.import_checkpoint import open_foreign
 from tests.checkpoints.checkpoint_runs import DISK, engine, folder, inspect, names, saved_checkpoint
@@ -18,11 +22,18 @@ from tests.support.oracle import start, train_step
 
 __all__ = ["engine", "folder", "saved_checkpoint"]  # fixtures
 
+CPU = ("cpu", "cpu")
+MINE, CONVERT = r"client_state\['mine'\] is a .*", r": convert the value, as by vars\(args\)"
+
 # -- bad input ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "tag", [" a", "a ", "a\n", "\ta", "a\x07b", "a\u2028b", "a\ud800b", "a\x00b", "x" * 247, "ü" * 124]
+    "tag",
+    [
+        *("", ".", "..", ".x", "a/b", "latest"),
+        *(" a", "a ", "a\n", "\ta", "a\x07b", "a\u2028b", "a\ud800b", "a\x00b", "x" * 247, "ü" * 124),
+    ],
 )
 def test_a_tag_that_is_no_name(tag: str, engine: offload.Engine, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot name a folder") as promoted:
@@ -63,6 +74,7 @@ def test_a_latest_that_names_nothing(text: str, engine: offload.Engine, saved_ch
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"keep_last": 0}, "keep_last must be .*, got 0"),
         ({"keep_last": "2"}, "keep_last must be .*, got '2'"),
         ({"keep_last": 1.5}, r"keep_last must be .*, got 1\.5"),
         ({"keep_last": True}, "keep_last must be .*, got True"),
@@ -70,6 +82,9 @@ def test_a_latest_that_names_nothing(text: str, engine: offload.Engine, saved_ch
         ({"client_state": [1, 2]}, "client_state must be a dict or None, got list"),
         ({"client_state": []}, "client_state must be a dict or None, got list"),
         ({"client_state": "abc"}, "client_state must be a dict or None, got str"),
+        ({"client_state": {"mine": torch.zeros(20_000)}}, f"{MINE}Tensor.*{CONVERT}"),
+        ({"client_state": {"mine": argparse.Namespace(lr=1)}}, f"{MINE}Namespace.*{CONVERT}"),
+        ({"client_state": {"mine": {1, 2}}}, f"{MINE}set.*{CONVERT}"),
         ({"client_state": {"a": {"big": 10**5000}}}, r"client_state\['a'\]\['big'\] is a whole number of 16610 bits"),
         ({"client_state": {10**5000: 1}}, "a key of client_state is a whole number"),
         ({"save_dir": None}, "save_dir must be a path.*NoneType"),
@@ -133,3 +148,76 @@ def test_weights_that_are_gathered_are_not_saved(modify: bool, engine: offload.E
 def test_an_import_of_a_checkpoint_of_ours_says_who_reads_it(saved_checkpoint: Path) -> None:
     with pytest.raises(StoreError, match="is a checkpoint of offload itself: engine"):
         open_foreign(saved_checkpoint, None)
+
+
+def test_a_save_within_a_forward_is_refused(tmp_path: Path) -> None:
+    engine = start(models.GPT2, CPU, tmp_path / "run")
+
+    class Saves(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            engine.save_checkpoint(tmp_path / "saved")
+            return x
+
+    engine.module.transformer.drop = Saves()
+    with pytest.raises(UsageError, match="between steps"):
+        models.GPT2.loss(engine, 0, 0)
+    assert not (tmp_path / "saved").exists() or not list((tmp_path / "saved").iterdir())
+    engine.destroy()
+
+
+# -- names --------------------------------------------------------------------------------------------
+
+
+def test_the_latest_a_named_one_and_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = start(models.GPT2, CPU, tmp_path / "run")
+    assert engine.load_checkpoint(tmp_path / "saved") == (None, {})
+    assert "no checkpoint was loaded" in caplog.text
+    with pytest.raises(StoreError, match=r"no checkpoint x .*: none"):
+        engine.load_checkpoint(tmp_path / "saved", tag="x")
+    for step in range(3):
+        train_step(engine, models.GPT2, step)
+        engine.save_checkpoint(tmp_path / "saved", save_latest=step < 2)
+    assert (tmp_path / "saved" / "latest").read_text() == "global_step2"
+    assert engine.load_checkpoint(tmp_path / "saved")[0] == str(tmp_path / "saved" / "global_step2")
+    assert engine.global_steps == 2
+    with pytest.raises(StoreError, match="global_step1, global_step2, global_step3"):
+        engine.load_checkpoint(tmp_path / "saved", tag="global_step4")
+    assert engine.load_checkpoint(tmp_path / "saved" / "global_step3")[0] is not None and engine.global_steps == 3
+    (tmp_path / "saved" / "theirs").mkdir()
+    with pytest.raises(StoreError, match="not a checkpoint of offload"):
+        engine.load_checkpoint(tmp_path / "saved", tag="theirs")
+    engine.destroy()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_checkpoint_of_the_same_name_is_replaced(
+    at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not at_once:
+        testing.replace(monkeypatch, "folder.exchange", lambda *_: False)
+    engine = start(models.GPT2, CPU, tmp_path / "run")
+    for step in range(2):
+        train_step(engine, models.GPT2, step)
+        engine.save_checkpoint(tmp_path / "saved", tag="best")
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {"best", "latest"}
+    assert checkpoints(tmp_path / "saved")["best"].step == 2
+    engine.destroy()
+
+
+def test_keep_last_removes_the_oldest_of_ours_and_nothing_else(tmp_path: Path) -> None:
+    folder, job = tmp_path / "saved", models.GPT2
+    engine = start(job, CPU, tmp_path / "run")
+    engine.save_checkpoint(folder, tag="base", save_latest=False)
+    (folder / "global_step9").mkdir()
+    (folder / "notes").write_text("")
+    (folder / ".other.partial").mkdir()
+    (folder / ".other.partial" / "thesis.txt").write_text("all of it")
+    for step in range(4):
+        train_step(engine, job, step)
+        engine.save_checkpoint(folder, keep_last=2)
+    there = {".other.partial", "global_step9", "latest", "notes"}
+    assert {path.name for path in folder.iterdir()} == {*there, "global_step3", "global_step4"}
+    engine.load_checkpoint(folder, tag="global_step3")
+    engine.save_checkpoint(folder, tag="again", keep_last=1)
+    assert {path.name for path in folder.iterdir()} == {*there, "again"}, "what was saved stays, whatever its epoch"
+    engine.destroy()

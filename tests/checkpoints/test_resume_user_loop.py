@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from offload.engine.state import RegisteredObjects
 from offload.errors import ConfigError, UsageError
 from offload.fileio.plain_json import from_plain, to_plain
 from tests.support.oracle import processes
@@ -242,6 +243,33 @@ def test_objects_come_back_in_order(tmp_path: Path) -> None:
     script.engine.step()  # nothing of the one that was refused had begun
     assert script.engine.global_steps == 4
     script.engine.destroy()
+
+
+class Picky(Counter):
+    """A counter that refuses its first state."""
+
+    ready = False
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self.ready:
+            self.ready = True
+            raise KeyError("not ready")
+        super().load_state_dict(state)
+
+
+def test_a_call_of_which_one_object_fails_registers_none_and_may_be_repeated() -> None:
+    before = RegisteredObjects()
+    before.add([Counter(1), Picky(2), Counter(3)])
+    after = RegisteredObjects()
+    after.restore(before.states(), may_grow=False)
+    objects = [Counter(), Picky()]
+    with pytest.raises(KeyError, match="not ready"):
+        after.add(objects)
+    assert after.states() == before.states() and not after.complete
+    after.add(objects)
+    assert [thing.count for thing in objects] == [1, 2] and after.states() == before.states() and not after.complete
+    after.add([Counter()])
+    assert after.states() == before.states() and after.complete
 
 
 def test_other_objects_than_the_run_had_are_errors(tmp_path: Path) -> None:

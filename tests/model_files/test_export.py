@@ -30,7 +30,7 @@ from offload.model_io.source import StoreSource
 from offload.runs.export import export, make_plan, read_nbytes
 from offload.states import State
 from tests.support import models
-from tests.support.exported_runs import DISK, FROZEN, LLAMA, ended, exported, run, tensors, tied_by_hand, trained
+from tests.support.exported_runs import DISK, FROZEN, LLAMA, ended, exported, run, tensors, trained
 from tests.support.oracle import Job, assert_same_tensors, config, processes, train_step, weights_of
 from tests.support.processes.process_measures import peak_memory, peak_rss
 from tests.support.ranks import pipelines, rank_pool
@@ -155,23 +155,6 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
         assert len(loaded) == 1 or sum(t.nbytes for t in loaded.values()) <= 100_000
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert_same_tensors(state, model.state_dict())
-
-
-def test_a_model_without_a_config_has_weights_alone(tmp_path: Path) -> None:
-    state = ended(models.MIXTURE, tmp_path / "swap")
-    result = run(tmp_path / "swap" / "default", tmp_path / "out")
-    assert result.exit_code == 0 and "no transformers config" in result.output
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
-    model = models.Mixture()
-    safetensors.torch.load_model(model, tmp_path / "out" / "model.safetensors")
-    assert_same_tensors(state, model.state_dict())
-
-
-def test_a_tie_that_the_config_does_not_know_is_written_twice(tmp_path: Path) -> None:
-    state = ended(LLAMA._replace(model=tied_by_hand), tmp_path / "swap")
-    exported(tmp_path / "swap" / "default", tmp_path / "out")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.equal(model.lm_head.weight, state["lm_head.weight"])
 
 
 def _on_ranks(job: Job, folder: Path) -> dict[str, torch.Tensor]:
