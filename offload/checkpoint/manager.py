@@ -78,9 +78,9 @@ def check_fits(
     # Masters and moments of another form are converted.
     if options.states and checkpoint.mode.optimizer != shards.mode.optimizer:
         if not _all_states(checkpoint.mode, checkpoint.layouts):
+            required = f"this engine's optimizer keeps {_names(_all_states(shards.mode, shards.layouts))}"
             raise StoreError(
-                f"{what} contains no optimizer states, this engine's optimizer keeps "
-                f"{_names(_all_states(shards.mode, shards.layouts))}: load the weights alone (load_module_only=True)"
+                f"{what} contains no optimizer states, {required}: load the weights alone (load_module_only=True)"
             )
         raise StoreError(
             f"{what} was saved in mode {checkpoint.mode.name}, this engine is in mode {shards.mode.name}, so their "
