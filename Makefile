@@ -7,7 +7,7 @@ NATIVE := $(wildcard offload/*/native/*.cpp offload/*/native/*.h)
 PACKAGES := $(wildcard offload/*/__init__.py offload/*/*/__init__.py)
 NATIVE_TESTS := $(wildcard $(foreach folder,native kernel_bits fake_cuda device/native,tests/$(folder)/*.cpp tests/$(folder)/*.h))
 
-.PHONY: help train quick test test-all test-avx2 device test-device test-gpu bench check format docs mutants storm sanitize
+.PHONY: help train quick test test-all test-avx2 device test-device test-gpu bench check format docs wheel mutants storm sanitize
 # Tests at a time: more memory and more of the drive each. A test waits for two fifths of the time that it takes alone, for
 # drives, timers, and processes that it starts or kills, so four leave a tenth of two cores idle, by calculation.
 JOBS ?= 6
@@ -96,6 +96,10 @@ format: $(VENV)/.dev ## Format everything, and write the pages of the configurat
 # Not --quiet, with which mkdocs does not count its warnings.
 docs: $(VENV)/.docs ## Build the documentation into site/, where every broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# A compiler from PyPI and a glibc of 2018, whatever this machine has; `sh packaging/wheel.sh aarch64` makes the other one.
+wheel: ## Build a wheel into dist/ that installs without a compiler, and say on which systems
+	PYTHON=$(PYTHON) sh packaging/wheel.sh
 
 mutants: $(VENV)/.dev ## Show that the tests notice faults put in on purpose
 	$(BIN)/python -m tests.mutants
