@@ -37,7 +37,7 @@ _TITLES = {
     State.SCALES: "scales of moments",
     State.GRAD: "gradient",
 }
-"""Of states whose value, which files and arguments have, is no word of everyday."""
+"""Titles of states whose value, the name in files and arguments, is no everyday word."""
 
 
 class Tier(enum.Enum):

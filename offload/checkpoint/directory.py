@@ -109,7 +109,7 @@ def counted_units(described: Mapping[str, Any], layouts: Sequence[UnitLayout], w
     elsewhere = world.counted_elsewhere(layouts)
     units = []
     for unit, content in enumerate(described["units"]):
-        # Of a parameter that is divided each part counts its own.
+        # Each part counts its own shard of a divided parameter.
         parameters = [
             parameter for position, parameter in enumerate(content["parameters"]) if (unit, position) not in elsewhere
         ]

@@ -308,7 +308,7 @@ class ForeignStates:
         return future if part.dtype is torch.float32 else _Widened(future, memory, part.dtype)
 
     def _open(self, path: Path) -> DirectFile:
-        """Returns an open file. Of many, the one that was opened first is closed; reads in flight end normally."""
+        """Returns an open file. Beyond `_OPEN` files the oldest is closed; its reads in flight end normally."""
         if path not in self._files:
             if len(self._files) >= _OPEN:
                 self._files.pop(next(iter(self._files))).close()

@@ -354,7 +354,7 @@ class Checkpoints:
         if not options.schedule:
             facts["scheduler"] = None
         saved_buffers = {name: value for name, value in checkpoint.progress.buffers.items() if name in buffers}
-        # Of the names that the checkpoint calls weights, this model knows which are buffers.
+        # This model knows which names are buffers among those that the checkpoint calls weights.
         saved_buffers |= buffers_among_weights(checkpoint, buffers.keys() - saved_buffers.keys(), queue)
         progress = checkpoint.progress._replace(facts=facts, buffers=saved_buffers)
         if not progress.generators:

@@ -28,7 +28,7 @@ class Source(NamedTuple):
     trainable: bool
     """True if the elements have optimizer states in the checkpoint, in addition to the weight."""
     rank: int = 0
-    """Of states that a torch optimizer keeps, the rank that has saved them."""
+    """Rank that has saved the states that a torch optimizer keeps."""
 
 
 class Difference(NamedTuple):
