@@ -146,11 +146,7 @@ def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec, 
 
 
 def _measured(folders: Sequence[Path], nbytes: int) -> list[Bandwidth]:
-    """Returns the bandwidth of each drive, measured with a queue of default settings; logs each.
-
-    Args:
-        nbytes: The bytes of the store. A small one is not measured for longer than it trains.
-    """
+    """Measures each drive with a queue of default settings, a small store of `nbytes` not for longer than it trains."""
     most = min(max(nbytes, _LEAST_MEASURED), _MOST_MEASURED) // PAGE * PAGE
     measured = bandwidths(folders, nbytes=most, rounds=3)
     for folder, bandwidth in zip(folders, measured, strict=True):
