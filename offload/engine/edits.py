@@ -304,7 +304,7 @@ class WeightEdits:
                 if self._without_frozen and not parameter.requires_grad:
                     del state[key]
                 elif not handle.gathered:
-                    state[key] = handle.form.saved(state[key], functools.partial(self._copy_of, handle))
+                    state[key] = handle.form.saved(handle, state[key], functools.partial(self._copy_of, handle))
 
     def _copy_of(self, handle: ParamHandle) -> torch.Tensor:
         """Returns a CPU copy of one parameter, as `weight` does."""

@@ -20,6 +20,7 @@ costs nothing per call. That of a unit that stays on the device keeps its memory
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -173,18 +174,17 @@ class StorageForm:
         # The module's own `_save_to_state_dict` has saved it under other names.
         return [key for key in last_keys(state, prefix) if handle.is_at(state[key])]
 
-    def saved(self, value: torch.Tensor, copy: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def saved(self, handle: ParamHandle, value: Any, copy: Callable[[], torch.Tensor]) -> Any:
         """Returns the entry of a state dict in place of `value`, which a module has saved.
 
         Args:
-            value: the placeholder, or a tensor with memory of the parameter.
-            copy: returns a copy of the weights on the CPU.
+            handle: the parameter's handle.
+            value: the placeholder, a view of it, or what else the module has saved under the parameter's name.
+            copy: returns the copy of the weights on the CPU that all entries of a tied parameter share.
         """
-        weights = copy()
-        if weights.numel() != value.numel():
-            return value  # a part of the parameter
-        # The same tensor where it can be: copies of a tied parameter are tied.
-        return weights if weights.shape == value.shape else weights.view(value.shape)
+        if not handle.is_at(value) or value.shape == handle.shape:
+            return copy()
+        return copy().view(value.shape) if value.numel() == math.prod(handle.shape) else value
 
 
 def last_keys(state: dict[str, Any], prefix: str) -> list[str]:

@@ -169,7 +169,14 @@ class QuantizedTensors(Values):
         torch.utils.swap_tensors(parameter, standin)
 
     def read(self, handle: ParamHandle) -> torch.Tensor:
-        """Raises `UsageError`: only the library that has quantized the parameter knows its values."""
+        """Returns a copy of a parameter that is a tensor by itself, such as one of integers or of scales.
+
+        Raises:
+            UsageError: if it is made of several tensors, whose meaning its library alone knows.
+        """
+        parameter = handle.parameter
+        if isinstance(parameter, PagedTensor) and [field.name for field in self.segment.inner] == [OWN]:
+            return parameter.values()
         raise UsageError(
             f"parameter {handle.name} has no values that the engine can read: it is stored as its library has "
             f"quantized it ({self.content}); state_dict() of its module returns codes and scales"
@@ -180,7 +187,7 @@ class QuantizedTensors(Values):
         keys = last_keys(state, prefix)
         return [key for key in keys if f"{key}.".startswith(f"{prefix}{name}.") or isinstance(state[key], PagedTensor)]
 
-    def saved(self, value: torch.Tensor, copy: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def saved(self, handle: ParamHandle, value: Any, copy: Callable[[], torch.Tensor]) -> Any:
         """Returns a copy of what is paged out of `value`."""
         return ordinary(value)
 

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import offload
-from offload.errors import ConfigError
+from offload import testing
+from offload.errors import ConfigError, UsageError
 from offload.torch_internals import tree_map
 from tests.support.oracle import PLACEMENTS, Job, config, run, same_bits, start
 
@@ -232,6 +233,25 @@ def test_state_dicts_and_copies_are_those_in_memory(kind: str, tmp_path: Path) -
         assert torch.equal(engine(values), expected) and torch.equal(alone(values), expected)
     engine.destroy(remove=True)
     assert torch.equal(alone(values), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_read_of_single_tensors_and_refused_of_others(kind: str, tmp_path: Path) -> None:
+    this = job(KINDS[kind])
+    torch.manual_seed(this.seed)
+    stored = this.model().state_dict()
+    engine = start(this, DISK, tmp_path)
+    segments = [segment for layout in testing.inspect(engine).layouts for segment in layout.segments if segment.inner]
+    assert segments
+    for segment in segments:
+        parameter = engine.module.get_parameter(segment.name)
+        if len(segment.inner) > 1:
+            with pytest.raises(UsageError, match="stored as its library has quantized it"):
+                offload.safe_get_full_fp32_param(parameter)
+        else:
+            values = offload.safe_get_full_fp32_param(parameter)
+            assert values is not None and torch.equal(values, stored[segment.name].float()), segment.name
+    engine.destroy(remove=True)
 
 
 def test_a_run_resumes(tmp_path: Path) -> None:
