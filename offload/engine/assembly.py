@@ -61,7 +61,7 @@ from offload.engine.update import Updates, UpdateWorker
 from offload.engine.update_strategy import UpdateSetting, UpdateStrategy
 from offload.errors import StoreError
 from offload.experts.adapters import TargetedParameters
-from offload.experts.stacks import Rows, StackedExperts, ZeroGradients
+from offload.experts.stacks import StackedExperts, ZeroGradients, stack_handles
 from offload.hardware.probe import kept_window
 from offload.launch.environment import rank_number
 from offload.layout.fingerprint import describe
@@ -763,24 +763,6 @@ def _handles(plan: Plan, model: nn.Module, forms: Sequence[Sequence[StorageForm]
     ]
 
 
-def _stack_handles(plan: Plan, model: nn.Module, handles: Sequence[Sequence[ParamHandle]]) -> list[ParamHandle]:
-    """Returns a handle for each parameter whose rows have the `handles` of experts, and makes it a placeholder."""
-    dtype, device = plan.mode.weight_dtype, plan.device.torch
-    experts = frozenset(unit for units in plan.units.experts.values() for unit in units)
-    rows: dict[str, list[ParamHandle]] = {}
-    # Experts of a stack are units one after the other, so that its rows come in their order.
-    for layout, unit_handles in zip(plan.layouts, handles, strict=True):
-        for segment, handle in zip(layout.segments, unit_handles, strict=True):
-            if segment.stack:
-                rows.setdefault(segment.stack, []).append(handle)
-    stacks = []
-    for name, row_handles in rows.items():
-        shape, form = (len(row_handles), *row_handles[0].shape), Rows(row_handles, experts)
-        stacks.append(ParamHandle(model.get_parameter(name), name, form, -1, -1, dtype, shape, device, RULES))
-    ParamHandle.release(stacks)
-    return stacks
-
-
 def _weights(
     plan: Plan,
     model: nn.Module,
@@ -802,7 +784,7 @@ def _weights(
         trains=any(plan.parts.trainable_numel),
         several_ranks=plan.world.ranks.size > 1,
         callbacks=callbacks,
-        composed=_stack_handles(plan, model, handles),
+        composed=stack_handles(model, plan.layouts, handles, plan.units.experts),
         coded=plan.parts.coded.elements,
     )
 

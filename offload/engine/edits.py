@@ -1,6 +1,6 @@
 """Reads and edits of weights between steps: state dicts, copies, EMA, `load_state_dict`, `offload.gathered`.
 
-Other states of a parameter are read in `param_access`, and edited by `WeightEdits` too.
+Other states of a parameter are read in `access`, and edited by `WeightEdits` too.
 
 A copy that is read is ordinary memory. An edit is an update without a gradient: it waits for the previous step, passes
 through the update worker to the slot that the last commit does not name, and is committed with the next step, or when

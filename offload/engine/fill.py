@@ -1,4 +1,4 @@
-"""Initial move of a model's weights into their tiers, one unit at a time, and the read-back on a resume."""
+"""Initial move of the weights of a model into their tiers, one unit at a time, and the forms that fill a segment."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ class ParamHandle:
         """The engine's gradient hook: moves `.grad` of the parameter, or of a copy, into the engine's gradients."""
         self.gathered = False
         """True while `offload.gathered` gives the parameter memory of its own."""
-        self.device, self.rules, self.shape, self._class = device, rules, shape, type(parameter)
+        self.device, self.rules, self.shape, self.dtype, self._class = device, rules, shape, dtype, type(parameter)
         self._version = self._address = -1
         self._aliases: weakref.WeakValueDictionary[int, PagedParameterView] = weakref.WeakValueDictionary()
         # One element, expanded to the shape; NaN makes any use of the element visible.

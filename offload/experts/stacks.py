@@ -134,6 +134,45 @@ class Rows(StorageForm):
         )
 
 
+def stack_handles(
+    model: nn.Module,
+    layouts: Sequence[UnitLayout],
+    handles: Sequence[Sequence[ParamHandle]],
+    experts: Mapping[str, range],
+) -> list[ParamHandle]:
+    """Returns a handle for each parameter whose rows are units, and makes it a placeholder.
+
+    Args:
+        model: the model.
+        layouts: the segments of each unit.
+        handles: the parameters of each unit.
+        experts: units of each module whose experts are units.
+    """
+    units = frozenset(unit for of_module in experts.values() for unit in of_module)
+    rows: dict[str, list[ParamHandle]] = {}
+    # Experts of a stack are units one after the other, so that its rows come in their order.
+    for layout, unit_handles in zip(layouts, handles, strict=True):
+        for segment, handle in zip(layout.segments, unit_handles, strict=True):
+            if segment.stack:
+                rows.setdefault(segment.stack, []).append(handle)
+    stacks = [
+        ParamHandle(
+            parameter=model.get_parameter(name),
+            name=name,
+            form=Rows(row_handles, units),
+            unit=-1,
+            position=-1,
+            dtype=row_handles[0].dtype,
+            shape=(len(row_handles), *row_handles[0].shape),
+            device=row_handles[0].device,
+            rules=row_handles[0].rules,
+        )
+        for name, row_handles in rows.items()
+    ]
+    ParamHandle.release(stacks)
+    return stacks
+
+
 # -- gradients of zeros ----------------------------------------------------------------------------------
 #
 # In torch a stacked parameter has one gradient, which is zero in the rows of experts that no token visited: their
