@@ -391,8 +391,8 @@ def _allocator(device: torch.device) -> dict[str, int]:
 
 
 def _others(components: EngineComponents) -> int:
-    own = _own_arenas(components)
-    arenas = [arena for arena in process_memory().arenas if arena not in own]
+    engine_arenas = _own_arenas(components)
+    arenas = [arena for arena in process_memory().arenas if arena not in engine_arenas]
     return sum(resident_bytes(arena.address, arena.nbytes) for arena in arenas)
 
 

@@ -36,8 +36,8 @@ def fp32_needed(error: RuntimeError, model: nn.Module, dtype: torch.dtype) -> Us
     # The innermost module whose forward was running.
     inner = [names[id(module)] for module in _of_frames(error.__traceback__) if id(module) in names]
     name = inner[-1] if inner else ""
-    own = list(model.get_submodule(name).parameters(recurse=False))
-    if own and all(parameter.dtype is torch.float32 for parameter in own):
+    parameters = list(model.get_submodule(name).parameters(recurse=False))
+    if parameters and all(parameter.dtype is torch.float32 for parameter in parameters):
         return UsageError(
             f'{name or "the model"} has its weights in fp32, by "keep_in_fp32", and an input in {dtype_name(dtype)}: '
             f"{text}. Cast its input in its forward, as x.to(self.weight.dtype), or leave it out of the key"

@@ -789,9 +789,9 @@ class Engine(ModelEngine):
         steps, losses = self.global_steps, list[torch.Tensor]()
         while self.global_steps == steps:
             wanted = self._core.accumulation.remaining(self._settings.accumulation) or 1
-            some = itertools.islice(data_iter, wanted)
+            micro_batches = itertools.islice(data_iter, wanted)
             losses_now = self._accumulate(
-                some, wanted, lambda micro_batch: step.run(self, micro_batch), scale_wrt_gas=True
+                micro_batches, wanted, lambda micro_batch: step.run(self, micro_batch), scale_wrt_gas=True
             )
             losses += losses_now
             if losses_now:

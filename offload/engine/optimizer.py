@@ -295,7 +295,7 @@ class Optimizer(torch.optim.Optimizer):
         """Ids of those whose states in the store are those of parameters with the rule's mark."""
         # torch's constructor calls `add_param_group`, which reads `_engine_step`.
         super().__init__([dict(group) for group in groups], dict(defaults))
-        self._engine_zero_grad: Callable[[], None] | None = None
+        self._engine_zero_grad: Callable[[], None] = lambda: None  # nothing has accumulated gradients yet
         self._engine_regrouped: Callable[[], None] = lambda: None
         self.replaced: torch.optim.Optimizer | None = None
         """The user's torch optimizer that shares these groups, or None."""
@@ -318,19 +318,18 @@ class Optimizer(torch.optim.Optimizer):
         self._taken = self.settings().keys()
         self.state = _StatesOfEngine()
         self._marked = self._marked_now()
-        if self.replaced is not None:
-            self._replace(self.replaced)
-
-    def _replace(self, replaced: torch.optim.Optimizer) -> None:
-        """Redirects all that the torch optimizer would do, which the user passed and may still hold, to this one."""
+        replaced = self.replaced
+        if replaced is None:
+            return
+        # All that the torch optimizer would do, which the user passed and may still hold, is redirected to this one.
         # What was there is dropped: Adagrad's constructor has made its sums.
         replaced.state = _StatesOfEngine()
 
-        def step(_: torch.optim.Optimizer, closure: Any = None) -> None:
+        def step_engine(_: torch.optim.Optimizer, closure: Any = None) -> None:
             self.step(closure)
 
-        vars(step)["_wrapped_by_lr_sched"] = True  # else a schedule warns that step() was replaced
-        replaced.__dict__["step"] = types.MethodType(step, replaced)
+        vars(step_engine)["_wrapped_by_lr_sched"] = True  # else a schedule warns that step() was replaced
+        replaced.__dict__["step"] = types.MethodType(step_engine, replaced)
         replaced.__dict__["zero_grad"] = self.zero_grad
         # Its own would save a dict without states, and replace the list of groups that both share.
         replaced.__dict__["state_dict"] = self.state_dict
@@ -528,9 +527,7 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             set_to_none: has no effect; the parameter exists for torch's signature.
         """
-        # Without an engine nothing has accumulated gradients yet.
-        if self._engine_zero_grad is not None:
-            self._engine_zero_grad()
+        self._engine_zero_grad()
 
     def checksum(self, clip: float) -> int:
         """Returns a checksum of the clip and of all groups' settings, for comparison between ranks."""

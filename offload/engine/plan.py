@@ -559,12 +559,12 @@ def _check_same(
     # Every rank receives all facts and raises the same error, so that no rank waits for another.
     everyone = world.everyone.share(facts)
     for name in everyone[0]:
-        for rank, theirs in enumerate(everyone):
+        for rank, rank_facts in enumerate(everyone):
             first = world.first_of_stage(rank) if name in _OF_LAYERS else 0
-            if theirs[name] != everyone[first][name]:
-                found, expected = _first_difference(theirs[name], everyone[first][name])
+            if rank_facts[name] != everyone[first][name]:
+                value, expected = _first_difference(rank_facts[name], everyone[first][name])
                 raise ConfigError(
-                    f"the {name} of rank {rank} and of rank {first} differ: {found}, not {expected}; "
+                    f"the {name} of rank {rank} and of rank {first} differ: {value}, not {expected}; "
                     "give every rank the same model and config"
                 )
 
@@ -583,12 +583,12 @@ _OF_LAYERS = (
 """Facts that differ between the stages of a pipeline."""
 
 
-def _first_difference(theirs: Any, own: Any) -> tuple[str, ...]:
+def _first_difference(value: Any, expected: Any) -> tuple[str, ...]:
     """Returns two values that differ as short texts; of lists, the first items that differ."""
-    if isinstance(theirs, list) and isinstance(own, list) and max(len(theirs), len(own)) > _SHORT:
-        pairs = itertools.zip_longest(theirs, own, fillvalue="none more")
-        theirs, own = next((one, own_entry) for one, own_entry in pairs if one != own_entry)
-    return tuple(text if len(text) <= 100 else f"{text[:80]}…" for text in (str(theirs), str(own)))
+    if isinstance(value, list) and isinstance(expected, list) and max(len(value), len(expected)) > _SHORT:
+        pairs = itertools.zip_longest(value, expected, fillvalue="none more")
+        value, expected = next((entry, expected_entry) for entry, expected_entry in pairs if entry != expected_entry)
+    return tuple(text if len(text) <= 100 else f"{text[:80]}…" for text in (str(value), str(expected)))
 
 
 def check_groups(world: World, shards: FoundShards, device: torch.device) -> None:
@@ -708,10 +708,10 @@ def _resume_without_store(config: Config) -> bool:
     )
 
 
-def check_division(drives: Sequence[str], run: str, own: str, resume: str) -> None:
+def check_division(drives: Sequence[str], run: str, suffix: str, resume: str) -> None:
     """Raises `StoreError` if a start would resume a run that is divided otherwise by tensor parallelism or a pipeline.
 
-    `own` is the end of the run's name that names this column, such as "-tp0of2" or "-pp0of2"; empty without.
+    `suffix` is the end of the run's name that names this column, such as "-tp0of2" or "-pp0of2"; empty without.
     """
     if not drives or resume not in ("auto", "must"):
         return
@@ -719,10 +719,10 @@ def check_division(drives: Sequence[str], run: str, own: str, resume: str) -> No
         end = folder.name.removeprefix(run)
         # Columns of one grid have one size, and differ in their coordinate alone.
         is_ours = _COLUMN.fullmatch(end) is not None
-        if not is_ours or _size(end) == _size(own) or not run_status(drives, folder.name).exists:
+        if not is_ours or _size(end) == _size(suffix) or not run_status(drives, folder.name).exists:
             continue
         raise StoreError(
-            f"{folder} is a run with {_size(end)}, and this start has {_size(own)}: resume with "
+            f"{folder} is a run with {_size(end)}, and this start has {_size(suffix)}: resume with "
             "the division that the run had, or choose another run name"
         )
 
@@ -803,10 +803,10 @@ def _about_folders(config: Config) -> tuple[str, ...]:
 def check_fits(progress: Snapshot, model: nn.Module, optimizer: Optimizer) -> None:
     """Raises `StoreError` if buffers, further entries of the state dict or parameter groups differ from the run's."""
     shapes = {name: list(buffer.shape) for name, buffer in persistent_buffers(model).items()}
-    theirs = {name: list(buffer.shape) for name, buffer in progress.buffers.items()}
-    if shapes != theirs:
-        name = next(name for name in {**shapes, **theirs} if shapes.get(name) != theirs.get(name))
-        raise StoreError(f"buffer {name} has shape {theirs.get(name)} in the run and {shapes.get(name)} in this model")
+    saved = {name: list(buffer.shape) for name, buffer in progress.buffers.items()}
+    if shapes != saved:
+        name = next(name for name in {**shapes, **saved} if shapes.get(name) != saved.get(name))
+        raise StoreError(f"buffer {name} has shape {saved.get(name)} in the run and {shapes.get(name)} in this model")
     ModuleEntries(model, commits=False).check_fits(progress.entries, "the run")
     if len(progress.facts["groups"]) != len(optimizer.param_groups):
         raise StoreError(

@@ -142,18 +142,18 @@ def _stand_ins(model: nn.Module) -> Iterator[Mapping[int, tuple[str, torch.Tenso
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             stand_ins[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
             sources[storage_key(empty)] = (name, empty)
-    own: list[tuple[dict[str, Any], str, nn.Parameter]] = [
+    places: list[tuple[dict[str, Any], str, nn.Parameter]] = [
         (module._parameters, name, parameter)
         for module in model.modules()
         for name, parameter in module._parameters.items()
         if parameter is not None and id(parameter) in stand_ins
     ]
     try:
-        for place, name, parameter in own:
+        for place, name, parameter in places:
             place[name] = stand_ins[id(parameter)]
         yield sources
     finally:
-        for place, name, parameter in own:
+        for place, name, parameter in places:
             place[name] = parameter
 
 

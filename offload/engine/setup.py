@@ -247,8 +247,8 @@ def _of_a_column(loaded: Config, world: World, one_at_a_time: bool) -> Config:
         ConfigError: If micro-batches shall take turns.
         StoreError: If the run of this name was divided otherwise.
     """
-    block, own = loaded.offload, world.suffix
-    check_division(loaded.drives, block.run, own, block.resume)
+    block, suffix = loaded.offload, world.suffix
+    check_division(loaded.drives, block.run, suffix, block.resume)
     if not world.divides_model and not one_at_a_time:
         return loaded
     if block.schedule == LAYER_MAJOR:
@@ -256,7 +256,7 @@ def _of_a_column(loaded: Config, world: World, one_at_a_time: bool) -> Config:
             '"schedule": "layer_major" runs several micro-batches at once, which a model that is divided among '
             "processes cannot: leave it out with tensor parallelism, pipelines and sequence_parallel_size"
         )
-    changes = {"schedule": MICRO_BATCH_MAJOR, "run": f"{block.run}{own}"}
+    changes = {"schedule": MICRO_BATCH_MAJOR, "run": f"{block.run}{suffix}"}
     return loaded.model_copy(update={"offload": block.model_copy(update=changes)})
 
 

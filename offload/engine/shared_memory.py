@@ -100,18 +100,18 @@ def line_on_users(memory: Mapping[str, StorageReference]) -> tuple[str, ...]:
 
 def _untied(one: _Interval, other: _Interval, parameters: Mapping[int, str]) -> ConfigError:
     """Returns the error about two tensors that share memory; at least one of them is a parameter that trains."""
-    both = [interval for interval in (one, other) if id(interval.tensor) in parameters]
-    if len(both) == 2:
-        names = [parameters[id(interval.tensor)] for interval in both]
+    owners = [interval for interval in (one, other) if id(interval.tensor) in parameters]
+    if len(owners) == 2:
+        names = [parameters[id(interval.tensor)] for interval in owners]
         first, second = sorted(names, key=list(parameters.values()).index)
         return ConfigError(
             f"parameters {first} and {second} share memory without being one parameter, so they would be untied; "
             "tie them by one object (head.weight = embedding.weight, without .data), take slices of one parameter in "
             "the forward, or clone() one"
         )
-    other = next(interval for interval in (one, other) if interval is not both[0])
+    other = next(interval for interval in (one, other) if interval is not owners[0])
     return ConfigError(
-        f"{other.name} lies in the memory of parameter {parameters[id(both[0].tensor)]}, which trains, so it would "
+        f"{other.name} lies in the memory of parameter {parameters[id(owners[0].tensor)]}, which trains, so it would "
         "keep the first values; compute it from the parameter in the forward, or clone() it before offload.initialize"
     )
 
@@ -226,9 +226,9 @@ def _overlap(one: _Interval, other: _Interval) -> bool:
     if (other.first - start) % itemsize:
         return True
     used = torch.zeros((max(one.stop, other.stop) - start) // itemsize, dtype=torch.bool, device="cpu")
-    ours, theirs = (
+    elements, other_elements = (
         used.as_strided(tensor.shape, tensor.stride(), (first - start) // itemsize)
         for tensor, first in zip(pair, (one.first, other.first), strict=True)
     )
-    ours.fill_(True)
-    return bool(theirs.any())
+    elements.fill_(True)
+    return bool(other_elements.any())

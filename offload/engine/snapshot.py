@@ -149,10 +149,11 @@ class GeneratorStates:
     @classmethod
     def of(cls, device: torch.device) -> GeneratorStates:
         """Returns the states of the generators of torch, Python, numpy (if imported) and `device`."""
-        own = None if device.type in ("cpu", "meta") else torch.get_device_module(device).get_rng_state(device)
+        on_cpu = device.type in ("cpu", "meta")
+        state = None if on_cpu else torch.get_device_module(device).get_rng_state(device)
         # numpy is optional: if nobody has imported it, nobody has drawn from its generator.
         numpy = sys.modules["numpy.random"].get_state() if "numpy.random" in sys.modules else None
-        return cls(of_torch=torch.get_rng_state(), of_python=random.getstate(), of_numpy=numpy, of_device=own)
+        return cls(of_torch=torch.get_rng_state(), of_python=random.getstate(), of_numpy=numpy, of_device=state)
 
     def restore(self, device: torch.device) -> None:
         """Puts the generators back into these states; `device` is the one of `of`."""

@@ -245,23 +245,25 @@ class Trade:
 
     def __init__(self, ranks: Ranks, parameters: Sequence[DividedParameter], memory: torch.Tensor) -> None:
         """Lays the parts out in `memory`: first what goes out, home by home, then what comes in, rank by rank."""
-        self._ranks, own, shards = ranks, ranks.shard, ranks.mesh.shards
-        self.away = {parameter.number: _part_of(parameter, own) for parameter in parameters if parameter.home != own}
+        self._ranks, shard, shards = ranks, ranks.shard, ranks.mesh.shards
+        self.away = {
+            parameter.number: _part_of(parameter, shard) for parameter in parameters if parameter.home != shard
+        }
         """Position and length of this rank's part of each parameter whose home is another rank; both 0 for none."""
-        self.here = tuple(parameter for parameter in parameters if parameter.home == own)
+        self.here = tuple(parameter for parameter in parameters if parameter.home == shard)
         """Parameters whose home is this rank."""
         self._sent, self._got = [0] * shards, [0] * shards
         self._places: dict[tuple[int, int], torch.Tensor] = {}
         end = 0
         for home in range(shards):
-            for parameter in (parameter for parameter in parameters if parameter.home == home != own):
+            for parameter in (parameter for parameter in parameters if parameter.home == home != shard):
                 numel = self.away[parameter.number][1]
-                self._places[parameter.number, own] = memory[end : end + numel]
+                self._places[parameter.number, shard] = memory[end : end + numel]
                 self._sent[home] += numel
                 end += numel
         self._out, first = memory[:end], end
         for rank in range(shards):
-            for parameter in self.here if rank != own else ():
+            for parameter in self.here if rank != shard else ():
                 _, numel = _part_of(parameter, rank)
                 self._places[parameter.number, rank] = memory[end : end + numel]
                 self._got[rank] += numel
