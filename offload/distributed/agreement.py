@@ -56,12 +56,6 @@ _MUST_AGREE = (
 )
 
 
-def pack_step(own: GradientStats, micro_batches: int, global_steps: int, settings: int) -> bytes:
-    """Returns the message of one rank."""
-    flags = b"".join(bitmap(segments) for segments in own.present)
-    return STEP_FACTS.pack(own.sum_squares, micro_batches, global_steps, settings) + flags
-
-
 def add_up_step(rows: Sequence[bytes], shards: int) -> GradientStats:
     """Returns the statistics of all ranks.
 
@@ -293,38 +287,36 @@ class Rounds(Agreement):
 
     def agree(self, unit: int, state: Callable[[], UnitState]) -> GatherDecision:
         """Returns the common decision on this rank's use of `unit`; `state` is called in each round."""
-        # The lock is held to the end, since a thread that asks after a series has begun must begin its gathers first.
-        with self._timeline.span(Row.RANKS, self._agree_titles[unit]), self.lock:
-            return self._agree(unit, state)
-
-    def _agree(self, unit: int, state: Callable[[], UnitState]) -> GatherDecision:
-        if self._served_short:  # this rank tries again, since it has made room
-            self._serve(Collective.USE, self._agreed_unit, ())
-        if self._agreed_unit == unit:  # the gather was agreed on before, when this rank lacked memory
-            return self._retry_answer
         latest: list[UnitState] = []
 
         def look() -> UnitState:
             latest[:] = [state()]
             return latest[0]
 
-        intents = self._await_all(Collective.USE, unit, look)
-        own = intents[self.ranks.rank]
-        together = all(intent.same(own) for intent in intents)
-        series = latest[0].series
-        if together and series is not None and all(intent.series == own.series for intent in intents):
-            self._series, self._begun, self._ahead = series.missing, 0, series.ahead
-            series.begin()
-            self._uses_ask = False
-            return GatherDecision(gather=False, together=True, series=True)
-        gather = any(intent.same(own) and not intent.ready for intent in intents)
-        # A prefetch is agreed on only if all ranks use the same unit and have it: none of them then waits for a gather
-        # of the unit itself.
-        following = _common([intent.ahead for intent in intents]) if together and not gather else -1
-        answer = GatherDecision(gather, together, all(intent.has_all for intent in intents), following)
-        self._agree_on(unit if gather else following, answer)
-        self._uses_ask = not answer.all
-        return answer
+        # autograd's threads: the lock is held to the end, since a thread that asks after a series has begun must begin
+        # its gathers first.
+        with self._timeline.span(Row.RANKS, self._agree_titles[unit]), self.lock:
+            if self._served_short:  # this rank tries again, since it has made room
+                self._serve(Collective.USE, self._agreed_unit, ())
+            if self._agreed_unit == unit:  # the gather was agreed on before, when this rank lacked memory
+                return self._retry_answer
+            intents = self._await_all(Collective.USE, unit, look)
+            own = intents[self.ranks.rank]
+            together = all(intent.same(own) for intent in intents)
+            series = latest[0].series
+            if together and series is not None and all(intent.series == own.series for intent in intents):
+                self._series, self._begun, self._ahead = series.missing, 0, series.ahead
+                series.begin()
+                self._uses_ask = False
+                return GatherDecision(gather=False, together=True, series=True)
+            gather = any(intent.same(own) and not intent.ready for intent in intents)
+            # A prefetch is agreed on only if all ranks use the same unit and have it: none of them then waits for a
+            # gather of the unit itself.
+            following = _common([intent.ahead for intent in intents]) if together and not gather else -1
+            answer = GatherDecision(gather, together, all(intent.has_all for intent in intents), following)
+            self._agreed_unit, self._retry_answer = unit if gather else following, answer
+            self._uses_ask = not answer.all
+            return answer
 
     def agree_ahead(self, ahead: Callable[[], int]) -> int:
         """Returns the unit that every rank could gather next, or -1. Called right after a gather announced by all."""
@@ -334,12 +326,8 @@ class Rounds(Agreement):
             with self._question():
                 rows = self.ranks.collect([own], "agree on what to gather ahead")
             following = _common([row[0] for row in rows])
-            self._agree_on(following, GatherDecision(gather=True, together=False))
+            self._agreed_unit, self._retry_answer = following, GatherDecision(gather=True, together=False)
             return following
-
-    def _agree_on(self, unit: int, again: GatherDecision) -> None:
-        """Records that all ranks gather `unit` now (-1: none); `again` is this rank's result if it repeats `agree`."""
-        self._agreed_unit, self._retry_answer = unit, again
 
     @property
     def behind(self) -> bool:
@@ -413,16 +401,13 @@ class Rounds(Agreement):
         self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], GradientStats]
     ) -> GradientStats:
         with self._timeline.span(Row.RANKS, "agree on a step"):
-            return self._step(micro_batches, global_steps, settings, known)
-
-    def _step(
-        self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], GradientStats]
-    ) -> GradientStats:
-        self._await_all(Collective.STEP, -1)
-        # Called only now: until every rank had arrived, this rank could still receive gradients of others.
-        own = known()
-        with self._question():
-            rows = self.ranks.collect_bytes(pack_step(own, micro_batches, global_steps, settings), "agree on a step")
+            self._await_all(Collective.STEP, -1)
+            # Called only now: until every rank had arrived, this rank could still receive gradients of others.
+            own = known()
+            flags = b"".join(bitmap(segments) for segments in own.present)
+            message = STEP_FACTS.pack(own.sum_squares, micro_batches, global_steps, settings) + flags
+            with self._question():
+                rows = self.ranks.collect_bytes(message, "agree on a step")
         return add_up_step(rows, self.ranks.mesh.shards)
 
     def add_up(self, numbers: Sequence[float]) -> list[float]:

@@ -261,24 +261,6 @@ def make_control(divisions: Sequence[Sequence[int]]) -> Any:
     return _own([list(members) for members in divisions], "gloo", LONG)
 
 
-def make_groups(
-    mesh: Mesh, divisions: Sequence[Sequence[int]], backend: str, timeout: datetime.timedelta | None
-) -> DeviceGroups:
-    """Creates the groups of all divisions, and returns this rank's. All processes call this at the same time.
-
-    Args:
-        divisions: for each, its ranks by their number in torch's default group; the same list on every process.
-        timeout: that of a collective; None for the backend's default.
-    """
-
-    def own(groups: list[list[int]]) -> Any:
-        return _own([[members[rank] for rank in group] for members in divisions for group in groups], backend, timeout)
-
-    return DeviceGroups(
-        None if mesh.shards == 1 else own(mesh.replica_groups), None if mesh.replicas == 1 else own(mesh.shard_groups)
-    )
-
-
 def _own(groups: list[list[int]], backend: str, timeout: datetime.timedelta | None) -> Any:
     # Not by `init_device_mesh`: where a dimension has all ranks, it takes torch's default group, in which the user's
     # own messages are, and older versions of torch take no timeout there.
@@ -991,7 +973,15 @@ class ProcessGroup(Ranks):
         """Creates the groups for weights and gradients within `divisions`, and returns this rank's. Collective."""
         # Separate groups for control and data: gloo ends the process if messages of different lengths meet.
         backend, timeout = (device_backend(self._device.torch.type), None) if self.on_gpu else ("gloo", LONG)
-        return make_groups(self.mesh, divisions, backend, timeout)
+
+        def own(groups: list[list[int]]) -> Any:
+            in_all = [[members[rank] for rank in group] for members in divisions for group in groups]
+            return _own(in_all, backend, timeout)
+
+        return DeviceGroups(
+            None if self.mesh.shards == 1 else own(self.mesh.replica_groups),
+            None if self.mesh.replicas == 1 else own(self.mesh.shard_groups),
+        )
 
     def divided(self, divisions: Sequence[Sequence[int]], shard_size: int | None = None) -> Ranks:
         size = self._shard_size if shard_size is None else shard_size

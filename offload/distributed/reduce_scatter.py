@@ -30,13 +30,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from offload.distributed.agreement import Rounds
-from offload.distributed.gathers import ExchangeMemory, GradientExchange, mean_of, values_of, zero_between
 from offload.distributed.process_group import CollectiveWork, Ranks
 from offload.engine.callbacks import EngineCallbacks, GradientStats
 from offload.engine.gradient_transfer import DeviceToHost, DiskSpill
@@ -44,7 +43,7 @@ from offload.engine.gradients import GradientAccumulator, flat
 from offload.engine.micro_batches import PassSchedule
 from offload.errors import RankError
 from offload.interrupts import uninterrupted
-from offload.kernels.blocks import quantize
+from offload.kernels.blocks import dequantize, quantize
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
 from offload.layout.tiers import CODES, Reduction
@@ -53,6 +52,117 @@ from offload.swapper.memory.device import DONE, Device, Event
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena
 from offload.timeline import OFF, Row, Timeline
+
+# -- gradients -----------------------------------------------------------------------------------------
+#
+# Gradients on their way between ranks, as values or as codes of 8 bits (qgZ of ZeRO++, arXiv 2306.10209).
+#
+#     values of a unit ─► codes ─► exchange ─► codes from each rank ─► values in fp32, added in rank order
+#
+# A gradient becomes codes once, on the rank that has computed it, and the sum is not rounded again. A block of 128
+# values with inf or NaN arrives as NaN, so an overflow on one rank is seen by the rank that adds up.
+
+
+class GradientExchange(NamedTuple):
+    """A reduction that has begun, and whose values are not added up."""
+
+    unit: int
+    received: torch.Tensor
+    """(contributing ranks, or 1 for a sum over replicas; numel of this rank's partition, or the bytes of its codes)."""
+    sent: torch.Tensor | None
+    """Memory that holds what this rank has sent; None if it is no contributor, or the memory is free already."""
+    work: CollectiveWork
+
+
+class ExchangeMemory:
+    """Memory of exchanges that are under way: what is sent of a unit, and what is received."""
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        largest: int,
+        rounded: Sequence[torch.Tensor],
+        keep: Callable[[int], torch.Tensor],
+    ) -> None:
+        """Takes the memory, a tensor for each exchange that may be under way.
+
+        Args:
+            rounded: memory into which values are rounded before they are sent; none if they are sent as they are.
+        """
+        self.form, nbytes = reduction.form, reduction.sent_nbytes(largest)
+        # Gradients of any dtype become codes.
+        self._sent = deque([keep(nbytes) for _ in range(reduction.coded)] or rounded)
+        self._received = deque(keep(nbytes) for _ in range(reduction.received))
+        """That of the oldest exchange first, as in `_sent`."""
+
+    def send(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the rows that are sent for `values`, (shards, numel), as codes or in `dtype`.
+
+        Compute orders the memory's next use.
+        """
+        if not self._sent:
+            return values
+        # Ordered after the exchange that sent from this memory before, as all additions are.
+        memory = self._sent[0]
+        self._sent.rotate(-1)
+        if self.form is None:
+            return memory.view(dtype)[: values.numel()].view_as(values).copy_(values)
+        # A shard is a whole number of blocks, so the codes of all rows are those of each.
+        rows = memory[: self.form.stored_nbytes(values.numel())]
+        quantize(self.form, values.view(-1), rows)
+        return rows.view(len(values), -1)
+
+    def receive(self, senders: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns memory for rows of `numel` elements of `dtype`, or of their codes, from ranks, (senders, ...)."""
+        memory = self._received[0]
+        self._received.rotate(-1)
+        if self.form is None:
+            return memory.view(dtype)[: senders * numel].view(senders, numel)
+        width = self.form.stored_nbytes(numel)
+        return memory[: senders * width].view(senders, width)
+
+
+def values_of(row: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+    """Returns elements [first, stop) of a row that came from a rank: a view, or of codes (uint8) new values in fp32."""
+    if row.dtype is not torch.uint8:
+        return row[first:stop]
+    start = first // CODES.values * CODES.values
+    numel = -(-(stop - start) // CODES.values) * CODES.values
+    values = torch.empty(numel, dtype=torch.float32, device=row.device)
+    at = start // CODES.values * CODES.nbytes
+    dequantize(CODES, row[at : at + CODES.stored_nbytes(numel)], values)
+    return values[first - start : stop - start]
+
+
+def mean_of(received: torch.Tensor, first: int, stop: int, ranks: int, in_place: bool) -> torch.Tensor:
+    """Returns the mean over `ranks` of elements [first, stop) of what some of them sent, in fp32.
+
+    The rows are added up in the order of the ranks, so that every run of the same ranks gives the same bits.
+
+    Args:
+        in_place: True if the mean may take the place of the first row's values, where these are fp32: new memory costs
+            more than the arithmetic on it. Otherwise it is new memory.
+    """
+    # Each operation is a pass over memory, so nothing is copied before it is added or divided.
+    row, *rest = [values_of(row, first, stop) for row in received]
+    out = row if in_place and row.dtype is torch.float32 else None
+    if not rest:
+        return torch.div(row.to(torch.float32), ranks, out=out)
+    total = torch.add(row.to(torch.float32), rest[0], out=out)
+    for values in rest[1:]:
+        total += values
+    total /= ranks
+    return total
+
+
+def zero_between(memory: torch.Tensor, ranges: Iterable[tuple[int, int]]) -> None:
+    """Zeroes the elements of `memory` that are in none of `ranges`, which have a first element and an end."""
+    stop = 0
+    for start, end in sorted(ranges):
+        memory[stop:start].zero_()
+        stop = end
+    memory[stop:].zero_()
+
 
 # -- replica sums --------------------------------------------------------------------------------------
 #
@@ -395,7 +505,8 @@ class ReduceScatterAccumulator(GradientAccumulator):
 
     def _free(self, unit: int, sent: torch.Tensor | None) -> None:
         """Gives memory of gradients back, to compute that follows what the calling thread has started."""
-        self._follow()
+        self._device.wait_event(self._added)
+        self._added = self._device.record_event()
         self._room[unit].extend([] if sent is None else [sent.view(torch.uint8)])
 
     def _finish(self) -> None:
@@ -426,11 +537,6 @@ class ReduceScatterAccumulator(GradientAccumulator):
     def _end(self, exchange: GradientExchange) -> None:
         self._free(exchange.unit, exchange.sent)
         self._under_way.popleft()
-
-    def _follow(self) -> None:
-        """Makes `_added` the event of what the calling thread has started, and of all before."""
-        self._device.wait_event(self._added)
-        self._added = self._device.record_event()
 
     def _drop_received(self) -> None:
         with self._rounds.lock:

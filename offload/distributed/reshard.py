@@ -20,7 +20,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -395,11 +394,36 @@ def _prepare(
     blob = opened_run[0].source.commits[0].record.blob_nbytes
     # Each commit reserves a quarter more than it needs, for two blobs.
     need = sum(ranks.settle(lambda: new.spec.nbytes + 5 * blob // 2))
-    ranks.by_first(lambda: _check_room(new, need, before))
-    ranks.settle(lambda: _compare(opened_run[0], new, before))
+
+    def check_room() -> None:
+        short = find_shortage(new.drives, need)
+        if short is not None:
+            raise StoreError(
+                f"{run} is a run of {before}; its swap files for {new.mesh} need "
+                f"{format_size(short.need)} beside the present ones, {short.path} has {format_size(short.free)} free; "
+                f"free some room, or resume with {before}; or call save_checkpoint in the run and "
+                "load_checkpoint in a new one, on any number of ranks"
+            )
+
+    def compare_share() -> None:
+        try:
+            opened_run[0].compare(ranks.rank, ranks.size)
+        except IoError as error:
+            raise StoreError(
+                f"the run in {run} is damaged or cannot be read, and stays as it is: {error}; "
+                f"`{shell_command('verify', run)}` says where, and {before} may resume the "
+                "commit before"
+            ) from error
+
+    def discard_after_error(kind: object, *_: object) -> None:
+        if kind is not None:
+            discard(new.folders)
+
+    ranks.by_first(check_room)
+    ranks.settle(compare_share)
     # Only rank 0 holds the locks, and knows whether the note was written. The other ranks delete nothing.
     if ranks.rank == 0:
-        opened.push(partial(_discard, new.folders))
+        opened.push(discard_after_error)
     return ranks.settle(lambda: _write(new, opened_run[0], queue, opened))
 
 
@@ -411,12 +435,6 @@ def _mesh_of(run: Path) -> Mesh | None:
         return None
     shards = int(known.spec.fingerprint.get("world_size", 1))
     return Mesh(known.spec.ranks // shards, shards)
-
-
-def _discard(folders: Sequence[Path], kind: object, *_: object) -> None:
-    """Deletes at the end of a block what it has left next to the run, if an error of type `kind` ends it."""
-    if kind is not None:
-        discard(folders)
 
 
 def _check_visible(new: NewRanks, before: Mesh) -> None:
@@ -498,31 +516,6 @@ def _on_drives(rank_files: RankFiles, new: NewRanks) -> RankFiles:
     check_drives(folders, rank_files.manifest, rank_files.commits[0].record.step if rank_files.commits else 0)
     drives = tuple(str(folder.parent) for folder in new.folders)
     return rank_files._replace(manifest=dataclasses.replace(rank_files.manifest, drives=drives))
-
-
-def _check_room(new: NewRanks, need: int, before: Mesh) -> None:
-    """Raises `StoreError` if the drives have no room for the new swap files next to those of the run."""
-    short = find_shortage(new.drives, need)
-    if short is not None:
-        raise StoreError(
-            f"{new.folders[0]} is a run of {before}; its swap files for {new.mesh} need "
-            f"{format_size(short.need)} beside the present ones, {short.path} has {format_size(short.free)} free; "
-            f"free some room, or resume with {before}; or call save_checkpoint in the run and "
-            "load_checkpoint in a new one, on any number of ranks"
-        )
-
-
-def _compare(source_run: FormerRun, new: NewRanks, before: Mesh) -> None:
-    """Compares this rank's share of the run's bytes with their checksums. Raises `StoreError`."""
-    run = new.folders[0]
-    try:
-        source_run.compare(new.ranks.rank, new.ranks.size)
-    except IoError as error:
-        raise StoreError(
-            f"the run in {run} is damaged or cannot be read, and stays as it is: {error}; "
-            f"`{shell_command('verify', run)}` says where, and {before} may resume the "
-            "commit before"
-        ) from error
 
 
 def _write(new: NewRanks, source_run: FormerRun, queue: Queue, opened: contextlib.ExitStack) -> _Written:

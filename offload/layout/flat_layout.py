@@ -366,7 +366,9 @@ def lay_out(
             inner=storage.inner,
             kind=storage.kind,
         )
-        segments.append(segment if row is None else _of_expert(segment, row))
+        if row is not None:
+            segment = segment._replace(name=f"{parameter_name}[{row}]", stack=parameter_name, row=row)
+        segments.append(segment)
     return arrange(name, segments, world_size, matrices, in_fp32=in_fp32)
 
 
@@ -406,17 +408,10 @@ def arrange(
         placed += place((segment for segment in trainable if segment.name in matrices), page_step)
     # Each region ends at a multiple of the alignment of all ranks, so that `_shard_of` divides it evenly.
     trainable_stop = end = align_up(end, step)
-    placed += place(sorted((segment for segment in segments if not segment.trainable), key=_frozen_place))
+    frozen = [segment for segment in segments if not segment.trainable]
+    placed += place(sorted(frozen, key=lambda segment: 2 if segment.form else 1 if segment.inner else 0))
     # A unit whose parameters are all empty still gets one step of padding, so that no rank's partition is empty.
     return UnitLayout(name, tuple(placed), max(align_up(end, step), step), trainable_stop, matrices_start, in_fp32)
-
-
-def _frozen_place(segment: Segment) -> int:
-    return 2 if segment.form else 1 if segment.inner else 0
-
-
-def _of_expert(segment: Segment, row: int) -> Segment:
-    return segment._replace(name=f"{segment.name}[{row}]", stack=segment.name, row=row)
 
 
 def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[StateField, ...]], world_size: int = 1) -> UnitLayout:

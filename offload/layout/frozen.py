@@ -152,16 +152,6 @@ def first_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return names
 
 
-def fields_of(parameter: nn.Parameter, owner: nn.Module) -> tuple[StateField, ...]:
-    """Returns a description of the inner tensors of an opaque parameter, each once."""
-    tensors = inner_tensors_of(parameter, owner)
-    return tuple(
-        StateField(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for (name, tensor), first in zip(tensors.items(), first_names(tensors).values(), strict=True)
-        if name == first
-    )
-
-
 def inner_starts(inner: Sequence[StateField]) -> dict[str, int]:
     """Returns the first byte of each inner tensor, counted in the parameter's bytes."""
     starts: dict[str, int] = {}
@@ -172,24 +162,22 @@ def inner_starts(inner: Sequence[StateField]) -> dict[str, int]:
     return starts
 
 
-def inner_nbytes(inner: Sequence[StateField]) -> int:
-    """Returns the bytes of all inner tensors of a parameter, with the padding between and after them."""
-    return sum(align_up(field.nbytes, OPAQUE_ALIGNMENT) for field in inner)
-
-
 def stored_as_bytes(model: nn.Module, dtype: torch.dtype) -> dict[str, FrozenStorage]:
     """Returns how each opaque parameter is stored, by its first name."""
     storage: dict[str, FrozenStorage] = {}
     for name, parameter in opaque_parameters(model).items():
-        inner = fields_of(parameter, model.get_submodule(name.rpartition(".")[0]))
-        storage[name] = FrozenStorage("", math.ceil(inner_nbytes(inner) / dtype.itemsize), inner, _kind(parameter))
+        tensors = inner_tensors_of(parameter, model.get_submodule(name.rpartition(".")[0]))
+        inner = tuple(
+            StateField(own, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for (own, tensor), first in zip(tensors.items(), first_names(tensors).values(), strict=True)
+            if own == first
+        )
+        nbytes = sum(align_up(field.nbytes, OPAQUE_ALIGNMENT) for field in inner)
+        # The class alone does not say how the bytes are read: in another code book they mean other values.
+        book = getattr(getattr(parameter, "quant_state", None), "quant_type", None)
+        kind = type(parameter).__name__ + (f" {book}" if isinstance(book, str) else "")
+        storage[name] = FrozenStorage("", math.ceil(nbytes / dtype.itemsize), inner, kind)
     return storage
-
-
-def _kind(parameter: nn.Parameter) -> str:
-    """Returns a parameter's class, and its code book: the same bytes mean other values in another one."""
-    book = getattr(getattr(parameter, "quant_state", None), "quant_type", None)
-    return type(parameter).__name__ + (f" {book}" if isinstance(book, str) else "")
 
 
 # -- choice --------------------------------------------------------------------------------------------
@@ -238,16 +226,14 @@ def stored_as_blocks(
     """
     if form is None:
         return {}
+    blocks = BLOCK_FORMATS[form]
     return {
-        name: FrozenStorage(form, blocks_numel(form, parameter.numel() // rows.get(name, 1), dtype))
+        name: FrozenStorage(
+            form, math.ceil(blocks.stored_nbytes(parameter.numel() // rows.get(name, 1)) / dtype.itemsize)
+        )
         for name, parameter in _chosen(model)
         if parameter.numel()
     }
-
-
-def blocks_numel(form: str, numel: int, dtype: torch.dtype) -> int:
-    """Returns the elements of `dtype` whose memory the blocks of `numel` values take."""
-    return math.ceil(BLOCK_FORMATS[form].stored_nbytes(numel) / dtype.itemsize)
 
 
 def _chosen(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -111,22 +111,32 @@ def whole_sizes(layouts: Sequence[UnitLayout], mode: Mode, rank: int, world_size
         return NO_WHOLE_SIZES
     numels = [segment.numel for layout in layouts for _, segment in _stepped_whole(layout, mode)]
     shapes = [segment.shape for layout in layouts for _, segment in _stepped_whole(layout, mode)]
+    # A rank sends the parts of divided parameters to their homes, and receives those of others as a home.
+    traded = [
+        sum(
+            part.numel
+            for parameter in divided(layout, mode, world_size)
+            for part in parameter.parts
+            if (part.rank == rank) is not (parameter.home == rank)
+        )
+        for layout in layouts
+    ]
     return WholeSizes(
         parameter=max(numels, default=0),
         square=max((min(shape) ** 2 for shape in shapes if len(shape) == 2), default=0),
         tile=max((_longest(layout, mode, rank, world_size) for layout in layouts), default=0),
-        traded=max((_traded(divided(layout, mode, world_size), rank) for layout in layouts), default=0),
+        traded=max(traded, default=0),
     )
 
 
 def _stepped_whole(layout: UnitLayout, mode: Mode) -> Iterator[tuple[int, Segment]]:
     for index, segment in enumerate(layout.segments):
-        if segment.trainable and segment.numel and (mode.whole_units or _in_matrices(layout, mode, segment)):
+        if (
+            segment.trainable
+            and segment.numel
+            and (mode.whole_units or (mode.matrix_rule and layout.is_matrix(segment)))
+        ):
             yield index, segment
-
-
-def _in_matrices(layout: UnitLayout, mode: Mode, segment: Segment) -> bool:
-    return mode.matrix_rule and layout.is_matrix(segment)
 
 
 def _borders(layout: UnitLayout) -> list[int]:
@@ -144,16 +154,6 @@ def _longest(layout: UnitLayout, mode: Mode, rank: int, world_size: int) -> int:
         return len(part) - rest
     borders = [rest, *_borders(layout)]
     return max(stop - start for start, stop in pairwise(borders))
-
-
-def _traded(parameters: Sequence[DividedParameter], rank: int) -> int:
-    """Returns the elements of divided parameters that a rank sends to their homes, or receives as their home."""
-    return sum(
-        part.numel
-        for parameter in parameters
-        for part in parameter.parts
-        if (part.rank == rank) is not (parameter.home == rank)
-    )
 
 
 # -- master weights ------------------------------------------------------------------------------------
@@ -261,7 +261,9 @@ def matrices_of(model: nn.Module) -> frozenset[str]:
     for name, parameter in model.named_parameters():
         mark = getattr(parameter, MARK, None)
         if mark is None:
-            wanted = _is_inner(name, tuple(parameter.shape)) and id(parameter) not in ends
+            shape, lower = tuple(parameter.shape), name.lower()
+            inner = len(shape) == 2 and min(shape) > 1 and not any(part in lower for part in _ENDS)
+            wanted = inner and id(parameter) not in ends
         else:
             wanted = checked_mark(mark, name, tuple(parameter.shape))
         if wanted:
@@ -317,10 +319,6 @@ def _flops(shape: tuple[int, ...]) -> float:
         return 12 * 6 * float((shape[0] / 12) ** 1.5)
     small, large = min(shape), max(shape)
     return 4.0 * small * small * large + 2.0 * small**3
-
-
-def _is_inner(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and min(shape) > 1 and not any(part in name.lower() for part in _ENDS)
 
 
 def _embeddings(model: nn.Module) -> set[int]:

@@ -287,14 +287,6 @@ def divide_device(
     return fixed + room, need
 
 
-def device_spare(parts: Partitions, request: PlacementRequest, machine: MachineMemory, tiers: TierMap) -> int:
-    """Returns the bytes for gradients on the device: the rest of an explicit budget or of `_GRADIENT_SHARE`."""
-    fixed, largest = device_fixed(parts, tiers), largest_moving(parts, tiers)
-    if request.device_memory is not None:
-        return request.device_memory // PAGE * PAGE - fixed - largest
-    return int(_GRADIENT_SHARE * machine.free_device) - fixed - _DEVICE_UNITS * largest
-
-
 # -- tile sizes ----------------------------------------------------------------------------------------
 #
 # Sizes of the update pipeline's tiles: elements of each, their number, and the bytes of their class of host memory.
@@ -474,19 +466,14 @@ def default_budget(
     arena, _ = divide_device(parts, mode, request, machine, configured_tiers)
     rest = machine.free_host - arena - beside_arenas(parts)
     rest = min(int(HOST_SHARE * rest), rest - _ACTIVATIONS)
-    return min(most, max(rest, _least_on_disk(parts, mode, request, machine, configured_tiers)))
-
-
-def _least_on_disk(
-    parts: Partitions, mode: Mode, request: PlacementRequest, machine: MachineMemory, configured_tiers: TierMap
-) -> int:
-    """Returns the least bytes of host memory after all moves to DISK, if there is a drive to move to."""
+    # At least what works after all moves to DISK, if there is a drive to move to.
     ways = [configured_tiers]
     if machine.drives:
         host = [(unit, state) for unit, row in enumerate(configured_tiers) for state in row if row[state] is Tier.HOST]
         states = [(unit, state) for unit, state in host if state is not State.GRAD]
         ways = [with_tier(configured_tiers, moved, Tier.DISK) for moved in (host, states)]
-    return min(sum(host_needs(parts, mode, request, machine, tiers).least) for tiers in ways)
+    least = min(sum(host_needs(parts, mode, request, machine, tiers).least) for tiers in ways)
+    return min(most, max(rest, least))
 
 
 def host_needs(
@@ -517,7 +504,7 @@ def divide_host(
     step = tile_growth(parts, mode, tiers)
     tiles = min(most.tiles, least.tiles + (room // step * step if step else 0))
     room -= tiles - least.tiles
-    cache = _cacheable(parts, tiers, weights)
+    cache = max(sum(nbytes for _, nbytes in _disk_weights(parts, tiers)) - weights, 0)  # of all weights on DISK
     # Without an explicit budget, or with a limit in the config, the cache holds no more than the config asks for.
     if request.host_memory is None or request.cached_weights is not None:
         cache = min(cache, max((request.cached_weights or 0) * mode.weight_dtype.itemsize - weights, 0))
@@ -540,11 +527,6 @@ def _disk_weights(parts: Partitions, tiers: TierMap) -> list[tuple[int, int]]:
         for unit, (row, row_tiers) in enumerate(zip(parts.nbytes, tiers, strict=True))
         if row_tiers[State.WEIGHT] is Tier.DISK
     ]
-
-
-def _cacheable(parts: Partitions, tiers: TierMap, weights: int) -> int:
-    """Returns the bytes, beyond `weights` bytes of buffers, that a cache of all weights on DISK would fill."""
-    return max(sum(nbytes for _, nbytes in _disk_weights(parts, tiers)) - weights, 0)
 
 
 # -- placement -----------------------------------------------------------------------------------------
@@ -667,9 +649,13 @@ def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Mac
         budget -= inputs
     # The device has a kernel for AdamW only; any other optimizer needs the gradients on the host.
     if machine.device_kernels and mode.rule.on_device:
-        configured_tiers = gradients_on_device(
-            parts, configured_tiers, device_spare(parts, request, machine, configured_tiers)
-        )
+        # Gradients take the rest of an explicit budget, or of a fraction of the free memory.
+        fixed, largest = device_fixed(parts, configured_tiers), largest_moving(parts, configured_tiers)
+        if request.device_memory is not None:
+            spare = request.device_memory // PAGE * PAGE - fixed - largest
+        else:
+            spare = int(_GRADIENT_SHARE * machine.free_device) - fixed - _DEVICE_UNITS * largest
+        configured_tiers = gradients_on_device(parts, configured_tiers, spare)
     tiers = _fitting_tiers(parts, mode, request, machine, configured_tiers, budget)
     notices: list[str] = []
     if moved := differences(parts, configured_tiers, tiers):

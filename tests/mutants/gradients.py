@@ -205,14 +205,14 @@ MUTANTS = (
     ),
     Mutant(
         "take values of codes from the block of another",
-        "offload.distributed.gathers",
+        "offload.distributed.reduce_scatter",
         "    return values[first - start : stop - start]\n",
         "    return values[: stop - first]\n",
         "tests/ranks/test_quantized_collectives.py",
     ),
     Mutant(
         "make codes of gradients where those of the exchange before are sent from",
-        "offload.distributed.gathers",
+        "offload.distributed.reduce_scatter",
         "        self._sent.rotate(-1)\n",
         "",
         "tests/ranks/test_quantized_collectives.py",
@@ -226,7 +226,7 @@ MUTANTS = (
     ),
     Mutant(
         "lose the gradient of the second rank",
-        "offload.distributed.gathers",
+        "offload.distributed.reduce_scatter",
         "total = torch.add(row.to(torch.float32), rest[0], out=out)",
         "total = row.to(torch.float32)",
         "tests/ranks/test_ranks.py",
@@ -247,7 +247,7 @@ MUTANTS = (
     ),
     Mutant(
         "send what was in a bucket before for a parameter without a gradient",
-        "offload.distributed.gathers",
+        "offload.distributed.reduce_scatter",
         "        memory[stop:start].zero_()\n",
         "",
         "tests/ranks/test_agreement.py",

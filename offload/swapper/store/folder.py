@@ -101,7 +101,9 @@ class Lock:
             with _refusing(folder), inner_folder(folder, 2, ours) as descriptor:
                 self._folder = os.dup(descriptor)
                 if use == "train":
-                    _check_files(folder)
+                    for name in FILES:  # none may be another user's, or no regular file
+                        with contextlib.suppress(FileNotFoundError):
+                            os.close(open_inner(folder / name, 3, ours=True))
                 try:
                     # In a folder of another user a reader makes and changes nothing.
                     if use != "read" or os.fstat(descriptor).st_uid == os.geteuid():
@@ -203,13 +205,6 @@ def _refusing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _check_files(folder: Path) -> None:
-    """Raises an error if a file in a rank's folder is another user's, or no regular file."""
-    for name in FILES:
-        with contextlib.suppress(FileNotFoundError):
-            os.close(open_inner(folder / name, 3, ours=True))
-
-
 # -- folders ------------------------------------------------------------------------------------------
 
 
@@ -257,7 +252,11 @@ def _make_folder(folder: Path) -> None:
                 return
         except OSError as error:
             for directory in (run, folder):
-                if _is_obstacle(directory):
+                try:
+                    in_the_way = not stat.S_ISDIR(directory.lstat().st_mode)  # a link to a folder is in the way too
+                except OSError:
+                    in_the_way = False
+                if in_the_way:
                     raise StoreError(
                         f"cannot make the swap folder {folder}: {directory} exists and is not a folder; remove it, or "
                         f"choose another run name or another nvme_path"
@@ -265,14 +264,6 @@ def _make_folder(folder: Path) -> None:
             # Nothing in the way: another rank has just removed the empty folder of an earlier run, so try again.
             if not isinstance(error, FileNotFoundError):
                 raise
-
-
-def _is_obstacle(path: Path) -> bool:
-    """Returns True if `path` exists and is no folder. A link to one is an obstacle too."""
-    try:
-        return not stat.S_ISDIR(path.lstat().st_mode)
-    except OSError:
-        return False
 
 
 def sync_names(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Layout of a store's extents, and the manifest that records the layout.
+"""The format of a store: commit records, the layout of extents, the manifest, blobs, and checksums of bytes.
 
     states file, over all drives:  [ unit 0: weight A, weight B, frozen, exp_avg A, … ][ unit 1: … ] …
 
@@ -108,13 +108,6 @@ class CommitRecord(NamedTuple):
         return cls(serial, step, slots, blob, nbytes, blob_crc, time_ns)
 
 
-def page_version(page: bytes) -> int | None:
-    """Returns the format version that a page claims for its record; None if the page contains no record's head."""
-    if len(page) < _HEAD.size or page[: len(_MAGIC)] != _MAGIC:
-        return None
-    return int(_HEAD.unpack_from(page)[1])
-
-
 class Records(NamedTuple):
     """Contents of a commit file."""
 
@@ -162,8 +155,9 @@ def unpack_records(data: bytes) -> Records:
     # An empty page was never written. Any other page without a valid record is an interrupted commit, or damage.
     invalid_pages = tuple(which for which in (0, 1) if unpacked[which] is None and any(pages[which]))
     # A page of another format is invalid here, but must not pass as an interrupted commit.
-    said = (page_version(pages[which]) for which in invalid_pages)
-    other_version = next((version for version in said if version not in (None, FORMAT_VERSION)), None)
+    heads = (page for page in map(pages.__getitem__, invalid_pages) if len(page) >= _HEAD.size)
+    versions = (int(_HEAD.unpack_from(head)[1]) for head in heads if head.startswith(_MAGIC))
+    other_version = next((version for version in versions if version != FORMAT_VERSION), None)
     return Records(tuple(valid), invalid_pages, other_version)
 
 
@@ -377,7 +371,12 @@ class StoreManifest:
                 {State(name): sum(nbytes for _, nbytes in slots[0]) for name, slots in row.items()}
                 for row in content["extents"]
             )
-            frozen = tuple(_in_all(row.get(State.WEIGHT.value, ())) for row in content["extents"])
+            # Frozen bytes are in the extents that both slots name. With one slot nothing is shared, or recorded.
+            weights = [row.get(State.WEIGHT.value, ()) for row in content["extents"]]
+            frozen = tuple(
+                sum(extent[1] for extent in slots[0] if extent in slots[1]) if len(slots) == 2 else 0
+                for slots in weights
+            )
             spec = StoreSpec(partitions, content["slots"], content["layout"], content["about"], frozen)
             stripes = content["stripes"]
             manifest = cls(
@@ -489,12 +488,6 @@ def _plain_places(spec: StoreSpec) -> list[dict[str, list[list[list[int]]]]]:
         {state.value: [[list(extent) for extent in place.extents] for place in slots] for state, slots in row.items()}
         for row in spec.places()
     ]
-
-
-def _in_all(slots: Sequence[Sequence[Sequence[int]]]) -> int:
-    """Returns the bytes of the extents that both slots of a manifest name."""
-    # With one slot nothing is shared, and the manifest does not record which bytes are frozen.
-    return sum(extent[1] for extent in slots[0] if extent in slots[1]) if len(slots) == 2 else 0
 
 
 def read_manifest(path: Path) -> StoreManifest:
@@ -743,15 +736,6 @@ Slot = tuple[ChecksumRange, ...]
 """The checksum ranges of one state of one unit, in order and without gaps."""
 Key = tuple[int, State]
 """A unit and a state."""
-
-
-def of_zeros(place: Extents) -> Slot:
-    """Returns the checksums of a slot that was reserved and never written: a range for each of its extents."""
-    starts = itertools.accumulate((extent.nbytes for extent in place.extents), initial=0)
-    return tuple(
-        ChecksumRange(start, extent.nbytes, crc32c_of_zeros(extent.nbytes))
-        for start, extent in zip(starts, place.extents, strict=False)
-    )
 
 
 def renewed(old: Slot, new: Iterable[ChecksumRange]) -> Slot:
@@ -1148,8 +1132,15 @@ class ChecksumTable:
     def fill_zeros(self, places: Sequence[Mapping[State, Sequence[Extents]]]) -> None:
         """Enters the checksums of slots that were never written."""
         for unit, row in enumerate(places):
-            self._slots |= {(unit, state): of_zeros(slots[0]) for state, slots in row.items()}
-            self._pages |= {(unit, state): PageSums(slots[0].nbytes) for state, slots in row.items()}
+            for state, slots in row.items():
+                # A range for each extent: frozen bytes have checksums of their own.
+                sizes = [extent.nbytes for extent in slots[0].extents]
+                starts = itertools.accumulate(sizes, initial=0)
+                self._slots[unit, state] = tuple(
+                    ChecksumRange(start, nbytes, crc32c_of_zeros(nbytes))
+                    for start, nbytes in zip(starts, sizes, strict=False)
+                )
+                self._pages[unit, state] = PageSums(slots[0].nbytes)
 
     def load(self, rows: bytes, places: Sequence[Mapping[State, Sequence[Extents]]]) -> None:
         """Replaces the table by the packed table of a commit.

@@ -134,19 +134,16 @@ def is_rank(folder: Path) -> bool:
 
 def is_run(folder: Path) -> bool:
     """Returns True if this is the folder of a run, on any of its drives, or of a run that ended."""
-    ranks = any(is_rank(rank_folder) for rank_folder in folder.glob("rank*"))
-    return ranks or (folder / RESHARDED).is_file() or _is_note(folder / FINISHED)
-
-
-def _is_note(path: Path) -> bool:
-    """Returns True if this is the note of a run's end. A file that cannot be parsed may be one."""
+    if any(is_rank(rank_folder) for rank_folder in folder.glob("rank*")) or (folder / RESHARDED).is_file():
+        return True
     try:
-        if not path.is_file():
+        if not (folder / FINISHED).is_file():
             return False
     except OSError:
         return False
-    notes = _notes(path)
-    return not notes or "date" in notes or "steps" in notes
+    # A file that cannot be parsed may be the note of a run's end.
+    note = _notes(folder / FINISHED)
+    return not note or "date" in note or "steps" in note
 
 
 def leftovers(run: Path, all_rank_files: Sequence[RankFiles]) -> list[str]:

@@ -135,7 +135,13 @@ def find_removal(path: Path) -> Removal:
     if not path.is_dir() or not (note.is_file() or remains):
         raise StoreError(f"{path} is not a run folder: it contains neither rank<r> folders nor {FINISHED}")
     for rank_files in looked:
-        _check_drive(rank_files)
+        # A later drive of a run whose first drive, which holds the lock, is present.
+        if rank_files.drive and rank_files.manifest is not None:
+            first = Path(rank_files.manifest.drives[0]) / rank_files.folder.parent.name
+            if store_id(first / rank_files.folder.name) == rank_files.manifest.id:
+                raise StoreError(
+                    f"{rank_files.folder} is on drive {rank_files.drive} of its run; remove the run at {first}"
+                )
     folders = tuple(
         folder for rank_files in looked for folder in rank_files.folders[:1] + _folders_on_other_drives(rank_files)
     )
@@ -212,16 +218,6 @@ def _check_run(path: Path) -> None:
         check_owner(path)
 
 
-def _check_drive(rank_files: RankFiles) -> None:
-    """Raises `StoreError` if this is a later drive of a run whose first drive, which holds the lock, is present."""
-    if rank_files.drive and rank_files.manifest is not None:
-        first = Path(rank_files.manifest.drives[0]) / rank_files.folder.parent.name
-        if store_id(first / rank_files.folder.name) == rank_files.manifest.id:
-            raise StoreError(
-                f"{rank_files.folder} is on drive {rank_files.drive} of its run; remove the run at {first}"
-            )
-
-
 def _first_drive(manifest: StoreManifest, folder: Path) -> Path:
     return Path(manifest.drives[0]) / folder.parent.name / folder.name
 
@@ -289,6 +285,15 @@ class OtherRun(NamedTuple):
 
 def other_runs(paths: Sequence[str | Path], run: str) -> list[OtherRun]:
     """Returns the runs under the drives `paths`, other than `run`, that contain swap files and that no process uses."""
+
+    def in_use_elsewhere(folder: Path) -> bool:
+        """The process holds the first drive of the store whose later drive this folder is on."""
+        try:
+            first = read_manifest(folder / "manifest.json").drives[0]
+        except (StoreError, IndexError):
+            return False
+        return holder(Path(first) / folder.parent.name / folder.name) is not None
+
     sizes: dict[str, OtherRun] = {}
     taken = {run}
     for path in paths:
@@ -296,19 +301,10 @@ def other_runs(paths: Sequence[str | Path], run: str) -> list[OtherRun]:
             name = folder.parent.name
             if name in taken or not is_rank(folder):
                 continue
-            if holder(folder) or (not (folder / "commit").exists() and _held_elsewhere(folder)):
+            if holder(folder) or (not (folder / "commit").exists() and in_use_elsewhere(folder)):
                 taken.add(name)
                 continue
             # A run on several of these drives is one run, and its bytes are added up.
             before = sizes.get(name, OtherRun(folder.parent, 0))
             sizes[name] = before._replace(nbytes=before.nbytes + allocated_nbytes([folder]))
     return [size for name, size in sorted(sizes.items()) if name not in taken]
-
-
-def _held_elsewhere(folder: Path) -> bool:
-    """Returns True if a process holds the first drive of the store whose later drive this folder is on."""
-    try:
-        first = read_manifest(folder / "manifest.json").drives[0]
-    except (StoreError, IndexError):
-        return False
-    return holder(Path(first) / folder.parent.name / folder.name) is not None

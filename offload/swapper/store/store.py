@@ -70,15 +70,13 @@ if TYPE_CHECKING:
 
 
 # -- swap files ----------------------------------------------------------------------------------------
-#
-# The swap files of one rank on all of its drives: folders, locks, manifests and the states file.
-#
-# `SwapFiles` makes, opens, closes and deletes all the files together. `Store` reads and writes records, blobs and
-# slots. One thread at a time may call the methods of `SwapFiles`; any thread may use `states` while the files are open.
 
 
 class SwapFiles:
-    """The files of one rank, locked from construction to `close`. `create` or `open` opens the states file."""
+    """The files of one rank, locked from construction to `close`. `create` or `open` opens the states file.
+
+    One thread at a time may call a method; any thread may use `states` while the files are open.
+    """
 
     def __init__(self, paths: Sequence[str | Path], run: str, rank: int, spec: StoreSpec, staged: bool = False) -> None:
         """Makes and locks the rank's folder on each drive.
