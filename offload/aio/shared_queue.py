@@ -28,6 +28,7 @@ class SharedQueue:
             queue, users = _open.get(self._key) or (make(backend, **shape), 0)
             _open[self._key] = (queue, users + 1)
         self._queue = queue
+        # Any thread reads and writes: model, update worker, callbacks. `+=` on an attribute is not one operation.
         self._counts = threading.Lock()
         self._closed = False
         self.backend, self.refusals = self._queue.backend, self._queue.refusals
@@ -69,6 +70,7 @@ class SharedQueue:
             if self._closed:
                 return
             self._closed = True
+            # The other engines keep the queue: its threads serve all of them.
             queue, users = _open.pop(self._key)
             if users > 1:
                 _open[self._key] = (queue, users - 1)

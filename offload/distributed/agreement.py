@@ -259,7 +259,9 @@ class Rounds(Agreement):
         self.ranks = gathers.ranks
         self._agree_titles = [f"agree to gather {name}" for name in names]
         self._reduce_titles = [f"reduce the gradients of {name}" for name in names]
-        self.lock = threading.RLock()  # two of autograd's threads may call at the same time
+        # Two of autograd's threads may call at the same time. A thread takes this lock before the pager's, and never
+        # inside of it: `CommonUses` gives that one back before it asks.
+        self.lock = threading.RLock()
         self._agreed_unit = -1
         """The unit that all ranks are gathering or reducing now; -1 between collectives."""
         self._retry_answer: GatherDecision
@@ -344,6 +346,7 @@ class Rounds(Agreement):
         """Begins the gathers of the series before its position `stop`. What was interrupted is begun again."""
         for unit in self._series[self._begun : stop]:
             self._check(retried=unit)
+            # Set until the gather has begun: if this thread leaves before, by a Ctrl-C, the other ranks wait for it.
             self._agreed_unit = unit
             self._callbacks.serve_gather(unit)
             self._agreed_unit = -1
@@ -417,6 +420,7 @@ class Rounds(Agreement):
         return [sum(column) for column in zip(*map(packed.unpack, rows), strict=True)]
 
     def edit(self, unit: int, edits: Sequence[Edit]) -> list[Edit]:
+        # Every rank asks, also one without edits: the others' values change its weights too.
         intents = self._await_all(Collective.EDIT, unit, bool(edits))
         source = next((rank for rank, intent in enumerate(intents) if intent.ready), None)
         if source is None:
@@ -530,6 +534,7 @@ class Rounds(Agreement):
 
     def _serve(self, kind: Collective, unit: int, intents: Sequence[RankIntent]) -> None:
         """Takes part in the chosen collective. An exception leaves `_agreed_unit` set, since the others then wait."""
+        # calling thread: the callbacks wait for reads and updates of this rank at most, which need no other rank.
         self._agreed_unit = unit
         if kind is Collective.REDUCE:
             self._callbacks.serve_reduce(unit, [rank for rank, intent in enumerate(intents) if intent.holds == unit])

@@ -188,6 +188,7 @@ class DeviceCache:
         place = self.find_room(entry, beyond)
         if place is None:
             return None
+        # upload and compute streams may still use what is dropped here: the new buffer's `after` has their events.
         for unit in place.victims:
             self.drop(self._table.entries[unit])
         return self._arena.take_at(place.offset, entry.size.nbytes)
@@ -351,6 +352,7 @@ class DeviceCache:
         except BaseException as error:  # copies in flight may still write to the buffer, so it is never reused
             self._table.fail(error, entry)
             raise
+        # Only now: until here the unit must not look as if its buffer could be dropped.
         entry.device_buffer = device_buffer
         self._table.move(entry, Residency.DEVICE)
 
@@ -475,8 +477,10 @@ class HostCache:
             return 0 if fetched_now else self._table.access_order.distance(unit)
 
         going = victims(self._host.weights.space, nbytes, self._evictable(), distance, beyond)
+        # A thread that works ahead (`wait=False`) must not sit in `_evict` until a copy ends, with the lock.
         if going is None or not (wait or all(self._table.entries[unit].copied.done() for unit in going)):
             return None
+        # calling thread: it holds the lock from the choice to the allocation, so nobody takes what it frees.
         for unit in going:
             self._evict(self._table.entries[unit])
         return self._host.weights.take(nbytes)
@@ -554,6 +558,7 @@ class HostCache:
 
     def start_read(self, entry: UnitEntry, host_buffer: HostBuffer, priority: Priority) -> None:
         """Starts the read of the newest weights of `entry` into `host_buffer`, which the transfer owns from now on."""
+        # threads of the I/O queue: they fill the buffer from here on. The transfer owns it, so nobody evicts it.
         entry.transfer = Transfer(host_buffer, self.reader(entry, priority)(0, host_buffer.buffer))
         self._table.move(entry, Residency.READING)
 
@@ -562,6 +567,7 @@ class HostCache:
 
         The first of several waiting threads delivers.
         """
+        # None: another thread has delivered the read while this one waited without the lock.
         if (transfer := self._table.end_transfer(entry)) is not None:
             entry.host_buffer = transfer.host_buffer
             self._table.move(entry, Residency.HOST)
@@ -615,6 +621,7 @@ class HostCache:
 
     def give_cache(self, drop_spare: Callable[[], None]) -> None:
         """Evicts all host buffers of weights; see `Pager.give_cache`."""
+        # thread of the other engine: it holds the lock of `HostMemory`, then this pager's, never in another order.
         drop_spare()
         while not self._table.failure and self._host.weights.space.used_bytes:
             for entry in self._table.entries:

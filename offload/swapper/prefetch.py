@@ -90,6 +90,7 @@ class Prefetcher:
         """Starts reads of the units that come next, then uploads of those whose weights are in a host buffer."""
         if self._all_stay:
             return
+        # model's thread: both give the lock back while bytes move, so each looks anew at the next unit.
         self.read()
         self._upload()
 
@@ -128,6 +129,7 @@ class Prefetcher:
         """Waits, without the lock, until no thread advances. None does in the body, even if that releases the lock."""
         self._held += 1
         try:
+            # calling thread: the wait ends. An upload ahead waits for no thread, and `advance` notifies at its end.
             while self._elsewhere:
                 self._table.wait("waits for an upload ahead")
             yield
@@ -158,6 +160,7 @@ class Prefetcher:
 
     def _watch(self, entry: UnitEntry) -> None:
         """Makes the end of a read ahead start the upload of its unit."""
+        # The callback gets the transfer as it is now: by the time that it runs, the entry may have the next one.
         if self._uploads_elsewhere and entry.transfer is not None:
             entry.transfer.future.add_done_callback(functools.partial(self._arrived, entry, entry.transfer))
 
@@ -289,7 +292,8 @@ class Fetcher:
                     self._stream(entry, host_buffer)
                 else:
                     self._host_cache.start_read(entry, host_buffer, Priority.URGENT)
-            elif entry.residency is Residency.READING:  # by this thread in the turn before, or ahead by any
+            elif entry.residency is Residency.READING:
+                # Started by this thread in the turn before, or ahead by any. The queue's threads end it.
                 self._host_cache.finish_read(entry)
             elif entry.residency in (Residency.HOST, Residency.WRITING):
                 # WRITING too: the write to the drive only reads the host buffer, as the upload does.
@@ -297,7 +301,8 @@ class Fetcher:
                     self._device_cache.upload(entry, device_buffer)
             elif entry.reading_in_place:
                 self._device_cache.finish_read(entry)
-            else:  # UPLOADING on another thread
+            else:
+                # UPLOADING on another thread, which needs nothing of this one to start its copies.
                 self._table.wait(f"waits for upload of {entry.size.title}")
         self._table.check()
         if ahead:

@@ -165,8 +165,8 @@ MUTANTS = (
     Mutant(
         "scrub nothing",
         "offload.swapper.store.store",
-        "        self._scrub()\n",
-        "",
+        "            self._scrub()\n",
+        "            pass\n",
         "tests/store/test_store_checksums.py",
     ),
     Mutant(

@@ -405,6 +405,7 @@ class Store:
             blob = recovery.load_blob(self.folders[0], record)
             self._open_files(record, blob)
             damage = None if record is records.valid[0] else partial(self._first_damage, record, blob)
+            # Copies are durable in their slots before a later record goes. After a kill in between all is done again.
             self._undo.put_back(record, self._places, blob.sums, self.write, self._files.states.sync, damage)
             # The run will overwrite the slots that a later record names: it must never be found again.
             records.forget_later(self._commit_path, record)
@@ -492,6 +493,7 @@ class Store:
         """
         began = now()
         if start + len(buffer) == self._places[unit][state][slot].nbytes:
+            # any thread: `_scrub` replaces the set, on the update worker. What it misses is scrubbed once more.
             self._read_whole.add((unit, state))
         future = self._read(unit, state, slot, start, buffer, priority, compare)
         return self._spans.show(Row.READS, unit, state, began, len(buffer), future)
@@ -590,6 +592,7 @@ class Store:
         began = now()
         place = self._places[unit][state][slot]
         assert start + len(buffer) <= place.nbytes
+        # Counted at submission: how much of a write that fails has reached the drive is unknown.
         for offset, nbytes in place.extents_of(start, len(buffer)):
             for drive, _, count in self._files.states.layout.places(offset, nbytes):
                 self.written.add(drive, count)
@@ -609,6 +612,7 @@ class Store:
         # If a step has written the slot since, all processes have met for that.
         if self._before is None or self._before.slots[unit] != slot or self.newest[unit] == slot:
             return
+        # calling thread: it waits until the copy is durable. Only then may the edit write the slot.
         self.written.add(0, self._undo.save(self._before, unit, self._places[unit], self.read))
 
     def wrote(self, unit: int, slot: int, written: Mapping[State, Sequence[tuple[int, Future]]]) -> None:
@@ -618,6 +622,7 @@ class Store:
             written: For each state that is kept, the start and the ended future of each write. The writes of a state
                 have no gaps and begin at byte 0. Frozen weights after the last write keep their checksums.
         """
+        # update worker: nobody submits a read of the unit between these lines, since its update has not ended.
         for state, writes in written.items():
             self._sums.replace((unit, state), writes, own_nbytes(self._places[unit][state]))
         self.newest[unit] = slot
@@ -633,6 +638,7 @@ class Store:
         """
         if self.durable is not None:  # the first commit is of bytes that were written a moment before
             self._scrub()
+        # thread of `aloud`: it reads these words if the drive does not answer.
         self._doing = f"fdatasync of {self._files.states.path}"
         with self._spans.commit(step), aloud(lambda: f"commit of step {step} to {self.folders[0]}, {self._doing}"):
             self._commit(step, contents)
