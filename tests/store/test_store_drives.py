@@ -11,8 +11,9 @@ import pytest
 from offload.aio import Bandwidth, IoQueue
 from offload.errors import StoreError
 from offload.sizes import GIB, MIB
-from offload.swapper.store import Store, drives, remove_run
-from offload.swapper.store.drives import shares
+from offload.states import State
+from offload.swapper.store import Store, StoreSpec, drives, remove_run
+from offload.swapper.store.drives import new_manifest, shares
 from offload.swapper.store.inspection import look
 from offload.swapper.store.store import SwapFiles
 from tests.store.test_store import SPEC, blob, text_of, update, weight
@@ -51,8 +52,9 @@ def test_a_small_store_moves_few_bytes_to_measure_its_drives(
         return [Bandwidth(1e9, 1e9) for _ in folders]
 
     monkeypatch.setattr(drives, "bandwidths", measured)
-    assert len(drives._measured([tmp_path, tmp_path], nbytes)) == 2
-    assert passes == [moved]
+    folders = [tmp_path / drive / "run" / "rank0" for drive in "ab"]
+    manifest = new_manifest("run", 0, folders, StoreSpec(({State.WEIGHT: nbytes},), 1, {}), None)
+    assert len(manifest.weights) == 2 and passes == [moved]
 
 
 def test_drives_share_by_speed_as_far_as_their_room_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
-from offload.aio import bandwidths
+from offload.aio import Bandwidth, bandwidths
 from offload.aio.file import whole_weights
 from offload.errors import StoreError
 from offload.fileio import real_path
@@ -130,12 +130,7 @@ def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec, 
     drives = [folder.parent.parent for folder in folders]
     weights: Sequence[float] = [1.0]
     if len(folders) > 1:
-        # A small store is not measured for longer than it trains.
-        most = min(max(spec.nbytes, _LEAST_MEASURED), _MOST_MEASURED) // PAGE * PAGE
-        measured = bandwidths(folders, nbytes=most, rounds=3)
-        for folder, drive in zip(folders, measured, strict=True):
-            logger.info("%s reads %s/s, writes %s/s", folder, format_size(drive.read), format_size(drive.write))
-        speeds = [drive.swap for drive in measured]
+        speeds = [bandwidth.swap for bandwidth in _measured(folders, spec.nbytes)]
         weights = [max(share, 1.0) for share in shares(drives, speeds, spec.nbytes)]
     return StoreManifest(
         id=uuid.uuid4().hex,
@@ -148,3 +143,12 @@ def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec, 
         spec=spec,
         run_id=run_id,
     )
+
+
+def _measured(folders: Sequence[Path], nbytes: int) -> list[Bandwidth]:
+    """Measures each drive with a queue of default settings, a small store of `nbytes` not for longer than it trains."""
+    most = min(max(nbytes, _LEAST_MEASURED), _MOST_MEASURED) // PAGE * PAGE
+    measured = bandwidths(folders, nbytes=most, rounds=3)
+    for folder, bandwidth in zip(folders, measured, strict=True):
+        logger.info("%s reads %s/s, writes %s/s", folder, format_size(bandwidth.read), format_size(bandwidth.write))
+    return measured
