@@ -352,10 +352,10 @@ class Rounds(Agreement):
             self._agreed_unit = -1
             self._begun += 1
 
-    def gather(self, unit: int, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
+    def gather(self, unit: int, unsharded: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
         """Fills in the other ranks' shards of a unit, as agreed; see `Ranks.gather`."""
         with self._timeline.span(Row.RANKS, "gather"):
-            gathered = self._gathers.gather(unit, whole, share, uploaded)
+            gathered = self._gathers.gather(unit, unsharded, share, uploaded)
             self._agreed_unit = -1
             return gathered
 

@@ -28,9 +28,9 @@ class WeightGathers:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
 
-    def gather(self, unit: int, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
-        """Fills `whole` with the partition of every rank of this replica; see `Ranks.gather`."""
-        return self.ranks.gather(whole, shard_ranges, uploaded)
+    def gather(self, unit: int, unsharded: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
+        """Fills `unsharded` with the partition of every rank of this replica; see `Ranks.gather`."""
+        return self.ranks.gather(unsharded, shard_ranges, uploaded)
 
     def forget(self) -> None:
         """Drops what gathers have kept of weights, which may change now. Called on every rank between two gathers."""
@@ -54,36 +54,36 @@ class CodedWeightGathers(WeightGathers):
         super().__init__(ranks)
         self._device, self._coded, self._codes = device, coded, codes
 
-    def gather(self, unit: int, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
+    def gather(self, unit: int, unsharded: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
         elements, itemsize = self._coded.elements[unit], self._coded.dtype.itemsize
         coded = [shard_range for shard_range in shard_ranges if shard_range.start // itemsize in elements]
         if not coded:
-            return self.ranks.gather(whole, shard_ranges, uploaded)
+            return self.ranks.gather(unsharded, shard_ranges, uploaded)
         if not self.ranks.on_gpu:
             uploaded.wait()
         exact = self.ranks.gather(
-            whole, [shard_range for shard_range in shard_ranges if shard_range not in coded], uploaded
+            unsharded, [shard_range for shard_range in shard_ranges if shard_range not in coded], uploaded
         )
         # upload stream: on an accelerator it orders the codes of one gather after those of the one before.
         with self._device.uploading():
             for shard_range in coded:
-                self._gather_codes(whole, shard_range)
+                self._gather_codes(unsharded, shard_range)
             if self.ranks.on_gpu:
                 return self._device.uploaded()
         exact.wait()
         return DONE
 
-    def _gather_codes(self, whole: torch.Tensor, own_range: range) -> None:
+    def _gather_codes(self, unsharded: torch.Tensor, own_range: range) -> None:
         """Gathers one of this rank's byte ranges and the other ranks' ranges around it."""
         shards, shard, dtype = self.ranks.mesh.shards, self.ranks.shard, self._coded.dtype
         first = own_range.start - shard * len(own_range)
         nbytes = CODES.stored_nbytes(len(own_range) // dtype.itemsize)
         codes = self._codes[: shards * nbytes]
         own = codes[shard * nbytes : (shard + 1) * nbytes]
-        quantize(CODES, whole[own_range.start : own_range.stop].view(dtype), own)
+        quantize(CODES, unsharded[own_range.start : own_range.stop].view(dtype), own)
         # calling thread: on a CPU it waits for the other ranks here, which are in the same gather.
         self.ranks.gather_parts(codes, own).order_compute()
-        dequantize(CODES, codes, whole[first : first + shards * len(own_range)].view(dtype))
+        dequantize(CODES, codes, unsharded[first : first + shards * len(own_range)].view(dtype))
 
 
 class NodeGathers(WeightGathers):
@@ -108,18 +108,18 @@ class NodeGathers(WeightGathers):
         self._filled: set[int] = set()
         """Units whose shard of the node has the weights of now."""
 
-    def gather(self, unit: int, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
+    def gather(self, unit: int, unsharded: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
         node_ranges = [self._shards.range_of(own, self.ranks.rank) for own in shard_ranges]
         stops = list(itertools.accumulate(map(len, node_ranges)))
         pairs = [
-            (whole[part.start : part.stop], self._units[unit][stop - len(part) : stop])
+            (unsharded[part.start : part.stop], self._units[unit][stop - len(part) : stop])
             for part, stop in zip(node_ranges, stops, strict=True)
         ]
         if unit in self._filled:
             # This rank's shard is there already. The gather writes over it, with the same bytes or, where all compute
             # with values of codes, with those.
-            return self._node.gather(whole, node_ranges, self._copy(uploaded, pairs))
-        gathered = self._over_all.gather(unit, whole, shard_ranges, uploaded)
+            return self._node.gather(unsharded, node_ranges, self._copy(uploaded, pairs))
+        gathered = self._over_all.gather(unit, unsharded, shard_ranges, uploaded)
         filled = self._copy(gathered, [(target, source) for source, target in pairs])
         self._filled.add(unit)
         return filled

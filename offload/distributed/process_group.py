@@ -844,16 +844,16 @@ class Ranks:
 
     # -- weights and gradients ----------------------------------------------------------------------
 
-    def gather(self, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
-        """Fills `whole` with the partition of every rank of this replica.
+    def gather(self, unsharded: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
+        """Fills `unsharded` with the partition of every rank of this replica.
 
         Args:
-            whole: (nbytes,) uint8 on the device; the caller keeps it allocated until the returned event is done.
+            unsharded: (nbytes,) uint8 on the device; the caller keeps it allocated until the returned event is done.
             shard_ranges: this rank's byte ranges; those of all shards are equally long and adjacent, in their order.
             uploaded: event after which this rank's ranges are filled, by copies on the upload stream.
 
         Returns:
-            An event that is done when all of `whole` is filled.
+            An event that is done when all of `unsharded` is filled.
         """
         return uploaded
 
@@ -1044,21 +1044,23 @@ class ProcessGroup(Ranks):
 
     # -- weights and gradients ----------------------------------------------------------------------
 
-    def gather(self, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
+    def gather(self, unsharded: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
         if self.mesh.shards == 1:  # this rank's partition is all of the unit
-            return super().gather(whole, shard_ranges, uploaded)
+            return super().gather(unsharded, shard_ranges, uploaded)
         if not self.on_gpu:
             uploaded.wait()
-            return AllDone([self._gather(whole, byte_range) for byte_range in shard_ranges])
+            return AllDone([self._gather(unsharded, byte_range) for byte_range in shard_ranges])
         with self._device.uploading():  # on the upload stream, so the compute stream does not wait
             for byte_range in shard_ranges:
-                self._gather(whole, byte_range).work.wait()
+                self._gather(unsharded, byte_range).work.wait()
         return self._device.uploaded()
 
-    def _gather(self, whole: torch.Tensor, own: range) -> CollectiveWork:
+    def _gather(self, unsharded: torch.Tensor, own: range) -> CollectiveWork:
         """Starts the gather of one of this rank's byte ranges and the other ranks' ranges around it."""
         start = own.start - self.shard * len(own)
-        return self.gather_parts(whole[start : start + self.mesh.shards * len(own)], whole[own.start : own.stop])
+        return self.gather_parts(
+            unsharded[start : start + self.mesh.shards * len(own)], unsharded[own.start : own.stop]
+        )
 
     def gather_parts(self, everyone: torch.Tensor, own: torch.Tensor) -> CollectiveWork:
         start = functools.partial(gather_into, everyone, own, self._groups.replica)

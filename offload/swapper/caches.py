@@ -43,21 +43,21 @@ def stream(
     read: Callable[[int, memoryview], Future],
     total: int,
     host_buffers: Sequence[HostBuffer],
-    whole: torch.Tensor,
+    unsharded: torch.Tensor,
     pieces: Sequence[UploadPiece],
     device: Device,
     after: Sequence[Event],
     waiting: Callable[[], AbstractContextManager[None]],
 ) -> Event:
-    """Copies the `pieces` of a partition to their places in `whole`, chunk by chunk, and waits for the last copy.
+    """Copies the `pieces` of a partition to their places in `unsharded`, chunk by chunk, and waits for the last copy.
 
     With two host buffers or more, one is filled while another is copied. No read is in flight when this returns or
     raises; after an error a copy may be.
 
     Args:
         host_buffers: host buffers of equal size, owned by the caller and free again on return.
-        whole: the unit's device memory, (nbytes,) uint8.
-        after: events that must be done before `whole` is written.
+        unsharded: the unit's device memory, (nbytes,) uint8.
+        after: events that must be done before `unsharded` is written.
         waiting: makes a context for each wait for a read.
 
     Returns:
@@ -87,7 +87,7 @@ def stream(
             reading.popleft()
             for segment, offset in overlaps(pieces, first, first + moved):
                 source = host_buffer.tensor(torch.uint8)[offset : offset + len(segment)]
-                last = device.upload(whole[segment.start : segment.stop], source, after)
+                last = device.upload(unsharded[segment.start : segment.stop], source, after)
                 copied[host_buffer.offset] = last
     finally:
         wait_for_all(future for _, _, future in reading)
@@ -112,11 +112,11 @@ def overlaps(pieces: Sequence[UploadPiece], first: int, last: int) -> list[tuple
 class Gathers(Protocol):
     """The gathers of units from all ranks. Called by the thread that runs the model or its backward."""
 
-    def gather(self, unit: int, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
-        """Starts the gather of the other ranks' shards into `whole`, and returns the event of its end.
+    def gather(self, unit: int, unsharded: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
+        """Starts the gather of the other ranks' shards into `unsharded`, and returns the event of its end.
 
         Args:
-            whole: (nbytes,) uint8 on the device, the unit.
+            unsharded: (nbytes,) uint8 on the device, the unit.
         """
 
 
@@ -358,7 +358,7 @@ class DeviceCache:
 
     def _copy_shard(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:
         """Starts the copies of this rank's shard into `device_buffer`, and keeps the last event. Needs no lock."""
-        whole = self._arena.view(device_buffer)
+        unsharded = self._arena.view(device_buffer)
         if entry.tier_buffer is not None:
             shard = self._arena.view(entry.tier_buffer)
         else:
@@ -366,12 +366,12 @@ class DeviceCache:
             shard = entry.host_buffer.tensor(torch.uint8)
         # upload stream: the copies wait for `after`, the last compute and upload of the memory's former owner.
         if entry.size.is_whole:
-            entry.uploaded = entry.copied = self._device.upload(whole, shard, device_buffer.after)
+            entry.uploaded = entry.copied = self._device.upload(unsharded, shard, device_buffer.after)
             return
         for start, target in entry.size.pieces:
             source = shard[start : start + len(target)]
             # upload stream: all copies run in order, so the event of the last one covers the others.
-            entry.copied = self._device.upload(whole[target.start : target.stop], source, device_buffer.after)
+            entry.copied = self._device.upload(unsharded[target.start : target.stop], source, device_buffer.after)
         entry.uploaded = entry.copied
 
     def gather(self, entry: UnitEntry, device_buffer: DeviceBuffer, copied: Event) -> None:
@@ -379,9 +379,9 @@ class DeviceCache:
         if self._peers is not None:
             # calling thread: a gather may block until the other ranks join. The lock is released, since the update
             # worker must not wait for them.
-            peers, whole = self._peers, self._arena.view(device_buffer)[: entry.size.stored_nbytes]
+            peers, unsharded = self._peers, self._arena.view(device_buffer)[: entry.size.stored_nbytes]
             entry.uploaded = self._table.changed.without_lock(
-                lambda: peers.gather(entry.index, whole, entry.size.shard_ranges, copied)
+                lambda: peers.gather(entry.index, unsharded, entry.size.shard_ranges, copied)
             )
 
     def _expand(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:
@@ -390,14 +390,14 @@ class DeviceCache:
         if not entry.size.expanded_nbytes:
             return
         assert expand is not None, "units with expanded bytes come with the function that makes them"
-        whole = self._arena.view(device_buffer)
+        unsharded = self._arena.view(device_buffer)
 
         def work() -> Event:
             # upload stream: its copies have waited for the last compute that read this memory. A gather may have
             # another stream, so its event is waited for.
             with self._device.uploading():
                 self._device.wait_event(entry.uploaded)
-                expand(entry.index, whole)
+                expand(entry.index, unsharded)
                 return self._device.uploaded()
 
         # calling thread: it does the work on a CPU, and a gather may wait for other ranks. So the lock is released.
@@ -419,14 +419,14 @@ class DeviceCache:
             device_buffer: room for the unit, which owns the buffer from now on.
         """
         self._table.move(entry, Residency.UPLOADING)
-        whole, size, timeline = self._arena.view(device_buffer), entry.size, self._table.timeline
+        unsharded, size, timeline = self._arena.view(device_buffer), entry.size, self._table.timeline
         waiting = functools.partial(timeline.span, Row.WAITS, f"waits for read of {size.title} in chunks")
         after = device_buffer.after
         try:
             with timeline.span(Row.UPLOADS, f"{size.title} in chunks", size.shard_nbytes):
                 entry.uploaded = self._table.changed.without_lock(
                     lambda: stream(
-                        read, size.shard_nbytes, host_buffers, whole, size.pieces, self._device, after, waiting
+                        read, size.shard_nbytes, host_buffers, unsharded, size.pieces, self._device, after, waiting
                     )
                 )
             self.gather(entry, device_buffer, entry.uploaded)

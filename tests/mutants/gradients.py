@@ -190,10 +190,10 @@ MUTANTS = (
     Mutant(
         "compute with the exact weights of this rank's own shard",
         "offload.distributed.gathers",
-        "        dequantize(CODES, codes, whole[first : first + shards * len(own_range)].view(dtype))\n",
-        "        own = whole[own_range.start : own_range.stop].clone()\n"
-        "        dequantize(CODES, codes, whole[first : first + shards * len(own_range)].view(dtype))\n"
-        "        whole[own_range.start : own_range.stop] = own\n",
+        "        dequantize(CODES, codes, unsharded[first : first + shards * len(own_range)].view(dtype))\n",
+        "        own = unsharded[own_range.start : own_range.stop].clone()\n"
+        "        dequantize(CODES, codes, unsharded[first : first + shards * len(own_range)].view(dtype))\n"
+        "        unsharded[own_range.start : own_range.stop] = own\n",
         "tests/ranks/test_quantized_collectives.py",
     ),
     Mutant(
